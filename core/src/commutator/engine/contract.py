@@ -1,0 +1,112 @@
+"""How core reaches an engine: what a connector supplies, and what its client can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from attrs import field, frozen
+
+from commutator.config.model import EngineConfig, ModelConfig
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
+
+__all__ = ["EngineClient", "EngineConnector", "LaunchContext", "LaunchPlan", "TokenStream"]
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+
+@frozen
+class LaunchContext:
+    """What the supervisor gives a connector to plan one worker process."""
+
+    worker_id: str
+    model: ModelConfig
+    host: str
+    port: int
+    """A free TCP port, chosen for this start of this worker."""
+    state_dir: Path
+    """A folder of this worker's own; removed when the supervisor stops."""
+
+
+@frozen
+class LaunchPlan:
+    """One process to start. The worker is ready once ``EngineClient.start`` succeeds."""
+
+    argv: tuple[str, ...]
+    address: str
+    """What ``EngineConnector.connect`` is given to reach it."""
+    env: Mapping[str, str] = field(factory=dict)
+    """Added to the supervisor's own environment."""
+
+
+class TokenStream(Protocol):
+    """One request's deltas. Closing it before the end aborts the request in the engine."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def __anext__(self) -> TokenDelta: ...
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is finished. Idempotent; never raises."""
+
+
+class EngineClient(ABC):
+    """One frontend's (or the supervisor's) connection to one worker. Used from one event loop."""
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Connect and learn what the engine is.
+
+        Raises EngineUnavailableError when it does not answer; the caller tries again while the
+        process is alive. Calling it again on a started client reconnects if needed.
+        """
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Begin a request; its deltas come out of the stream, the last with a finish reason.
+
+        The stream raises EngineUnavailableError when the worker dies, EngineOverloadedError when
+        it is full, RequestError when it refuses the request itself, and EngineError otherwise.
+        """
+
+    @abstractmethod
+    async def load(self) -> EngineLoad:
+        """The engine's own account of its load. Raises EngineUnavailableError."""
+
+    async def check_health(self) -> None:
+        """Return if the engine answers; raise EngineUnavailableError if not. May be slow."""
+        await self.load()
+
+    async def drain(self) -> None:
+        """Tell the engine to accept nothing new; what runs goes on. Default: nothing to tell."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Abort what is in flight and disconnect. Idempotent; never raises."""
+
+
+class EngineConnector(ABC, Generic[ConfigT]):
+    """What an engine plugin registers: how to start an engine server and how to talk to it.
+
+    A connector is stateless; one instance serves every worker of its kind.
+    """
+
+    @abstractmethod
+    def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:
+        """The process to start for one worker, or None when there is only one to attach to."""
+
+    def attach_address(self, config: ConfigT) -> str:
+        """Where the running server is, for a configuration whose launch plan is None."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.launch_plan returned None, so attach_address must be defined"
+        )
+
+    @abstractmethod
+    def connect(self, config: ConfigT, address: str) -> EngineClient:
+        """A client, not yet connected, for the worker at ``address``."""
+
+    def describe(self, config: ConfigT) -> Mapping[str, Any]:
+        """Facts worth showing when the worker starts; secrets excluded."""
+        return {}

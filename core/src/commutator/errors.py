@@ -1,0 +1,90 @@
+"""Every error that Commutator raises on purpose.
+
+    CommutatorError
+    ├── ConfigError            the configuration is wrong; carries every problem found
+    ├── PluginError            a plugin broke the contract; names its distribution
+    ├── RequestError           the client's request cannot be served as it is
+    ├── RoutingError           no worker can take the request
+    │   └── OverloadedError    not now: a queue or a limit is full
+    ├── EngineError            a worker failed a request
+    │   ├── EngineUnavailableError   connection refused, lost or silent
+    │   └── EngineOverloadedError    the engine is healthy but full
+    └── DeadlineError          the request's time limit passed
+
+Messages say what happened, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommutatorError",
+    "ConfigError",
+    "DeadlineError",
+    "EngineError",
+    "EngineOverloadedError",
+    "EngineUnavailableError",
+    "OverloadedError",
+    "PluginError",
+    "RequestError",
+    "RoutingError",
+]
+
+
+class CommutatorError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(CommutatorError):
+    """The configuration is wrong; ``problems`` holds one line for each mistake."""
+
+    def __init__(self, problems: list[str], where: str = "configuration") -> None:
+        self.problems = problems
+        self.where = where
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        super().__init__(f"{where}: {count}\n{lines}")
+
+
+class PluginError(CommutatorError):
+    """A plugin broke the contract. ``distribution`` is the package to blame."""
+
+    def __init__(self, distribution: str, message: str) -> None:
+        self.distribution = distribution
+        super().__init__(f"plugin {distribution}: {message}")
+
+
+class RequestError(CommutatorError):
+    """The request is wrong. ``param`` names the field, in the client's spelling."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
+class RoutingError(CommutatorError):
+    """No worker can take the request."""
+
+
+class OverloadedError(RoutingError):
+    """A queue or a limit is full; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class EngineError(CommutatorError):
+    """A worker failed this request."""
+
+
+class EngineUnavailableError(EngineError):
+    """The worker cannot be reached, or its connection was lost."""
+
+
+class EngineOverloadedError(EngineError):
+    """The worker is healthy but full. Not a failure: it must not open a breaker."""
+
+
+class DeadlineError(CommutatorError):
+    """The request's time limit passed before it was finished."""

