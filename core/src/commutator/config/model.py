@@ -1,0 +1,164 @@
+"""Every option of a deployment, with its default. One YAML file fills one ``Config``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from commutator.config.secret import Secret
+from commutator.schema import (
+    NonNegativeInt,
+    Port,
+    PositiveInt,
+    PositiveSeconds,
+    Seconds,
+    setting,
+)
+
+__all__ = [
+    "Config",
+    "EngineConfig",
+    "FrontendConfig",
+    "LogConfig",
+    "ModelConfig",
+    "PluginsConfig",
+    "RouterConfig",
+    "RuntimeConfig",
+    "TierConfig",
+    "TlsConfig",
+]
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """A model that clients can ask for."""
+
+    name: str = setting("The name that clients give in `model`.")
+    source: str = setting(
+        "A .gguf file, a Hugging Face directory, or package:NAME for an installed Python package "
+        "that ships one .gguf file."
+    )
+    chat_template: str | None = setting(
+        "A Jinja file that replaces the model's own chat template.", None
+    )
+    max_model_len: PositiveInt | None = setting(
+        "Longest prompt plus answer in tokens; the model's own limit when not given.", None
+    )
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """What every engine entry has; each engine plugin adds options of its own beside these."""
+
+    kind: str = setting("The engine plugin that runs these workers.")
+    name: str | None = setting("Names the workers: NAME-0, NAME-1, ...; the kind by default.", None)
+    model: str | None = setting(
+        "The `models` entry it serves; not needed when there is only one.", None
+    )
+    replicas: PositiveInt = setting("How many workers of this kind.", 1)
+    start_timeout_s: PositiveSeconds = setting(
+        "Give a starting worker this long to answer before it is started anew.", 300.0
+    )
+
+
+@frozen(kw_only=True)
+class RouterConfig:
+    """What every routing policy has; each policy plugin adds options of its own."""
+
+    kind: str = setting("The routing policy plugin.")
+
+
+@frozen(kw_only=True)
+class TierConfig:
+    """What every storage tier has; each tier plugin adds options of its own."""
+
+    kind: str = setting("The storage tier plugin.")
+
+
+@frozen(kw_only=True)
+class TlsConfig:
+    """Serve HTTPS instead of HTTP."""
+
+    cert_file: str = setting("PEM file with the certificate chain.")
+    key_file: str = setting("PEM file with the private key.")
+
+
+@frozen(kw_only=True)
+class FrontendConfig:
+    """The OpenAI-compatible front door."""
+
+    host: str = setting("Address to listen on.", "127.0.0.1")
+    port: Port = setting("Port to listen on; 0 chooses a free one.", 8000)
+    replicas: PositiveInt = setting("Front-door processes that share the port.", 1)
+    max_concurrent_requests: PositiveInt = setting(
+        "Requests served at the same time by one front-door process.", 256
+    )
+    max_queued_requests: NonNegativeInt = setting(
+        "Requests that may wait for a place; one more is answered 429.", 1024
+    )
+    request_timeout_s: PositiveSeconds = setting(
+        "A request that takes longer is answered 504; the header X-Request-Timeout-S lowers it.",
+        600.0,
+    )
+    max_body_bytes: PositiveInt = setting("Larger request bodies are answered 413.", 16 << 20)
+    api_keys: tuple[Secret, ...] = setting(
+        "Clients must send one of these as a bearer token; empty lets everyone in.", ()
+    )
+    cors_origins: tuple[str, ...] = setting(
+        'Browser origins that may call; "*" allows every one.', ()
+    )
+    tls: TlsConfig | None = setting("Serve HTTPS.", None)
+
+
+@frozen(kw_only=True)
+class RuntimeConfig:
+    """How processes are started, watched and stopped."""
+
+    lease_s: PositiveSeconds = setting(
+        "A worker that gives no sign of life for this long is taken out of routing.", 5.0
+    )
+    restart_backoff_s: PositiveSeconds = setting(
+        "Wait before the first restart of a failed process; doubles with each failure in a row.",
+        0.5,
+    )
+    restart_backoff_max_s: PositiveSeconds = setting("Longest wait between restarts.", 30.0)
+    drain_timeout_s: Seconds = setting(
+        "After SIGTERM, running requests may take this long to finish.", 60.0
+    )
+    state_dir: str | None = setting(
+        "Folder for sockets and scratch files; a temporary one by default.", None
+    )
+
+
+@frozen(kw_only=True)
+class LogConfig:
+    """What the processes print."""
+
+    format: Literal["text", "json"] = setting("Lines for people, or one JSON object a line.", "text")
+    level: Literal["debug", "info", "warning", "error"] = setting("Least severity printed.", "info")
+
+
+@frozen(kw_only=True)
+class PluginsConfig:
+    """Which installed plugins are used."""
+
+    block: tuple[str, ...] = setting("Entry-point names of plugins not to load.", ())
+
+
+def _default_router() -> RouterConfig:
+    return RouterConfig(kind="round_robin")
+
+
+@frozen(kw_only=True)
+class Config:
+    """A whole deployment."""
+
+    models: tuple[ModelConfig, ...] = setting("The models that clients can ask for.")
+    engines: tuple[EngineConfig, ...] = setting("The workers, by engine.")
+    router: RouterConfig = setting("How a worker is chosen.", factory=_default_router)
+    tiers: tuple[TierConfig, ...] = setting("Where KV blocks are kept, fastest first.", ())
+    frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
+    runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)
+    log: LogConfig = setting("Logging.", factory=LogConfig)
+    plugins: PluginsConfig = setting("Plugin selection.", factory=PluginsConfig)

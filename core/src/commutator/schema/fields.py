@@ -1,0 +1,78 @@
+"""How a field of a configuration or request class says what it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import attrs
+from attrs import NOTHING, frozen
+
+__all__ = [
+    "Bounds",
+    "Count",
+    "Fraction",
+    "NonNegativeInt",
+    "Port",
+    "PositiveInt",
+    "PositiveSeconds",
+    "Seconds",
+    "setting",
+]
+
+
+@frozen
+class Bounds:
+    """Limits of a number, inclusive unless ``above``; used inside ``Annotated[int, Bounds(1)]``."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    """Exclusive lower limit."""
+
+    def allows(self, value: float) -> bool:
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+        )
+
+    def describe(self) -> str:
+        """Words that follow the type's name: "an integer" + " of at least 1"."""
+        if self.above is not None:
+            upper = "" if self.maximum is None else f" and at most {self.maximum:g}"
+            return f" above {self.above:g}{upper}"
+        if self.minimum is not None and self.maximum is not None:
+            return f" from {self.minimum:g} to {self.maximum:g}"
+        if self.minimum is not None:
+            return f" of at least {self.minimum:g}"
+        return "" if self.maximum is None else f" of at most {self.maximum:g}"
+
+
+PositiveInt = Annotated[int, Bounds(minimum=1)]
+NonNegativeInt = Annotated[int, Bounds(minimum=0)]
+Count = NonNegativeInt
+Port = Annotated[int, Bounds(minimum=0, maximum=65535)]
+Seconds = Annotated[float, Bounds(minimum=0)]
+PositiveSeconds = Annotated[float, Bounds(above=0)]
+Fraction = Annotated[float, Bounds(minimum=0, maximum=1)]
+
+
+def setting(
+    doc: str,
+    default: Any = NOTHING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    validator: Callable[[Any, attrs.Attribute[Any], Any], None] | None = None,
+    secret: bool = False,
+) -> Any:
+    """An attrs field with a description that ends up in the JSON Schema and in the reference.
+
+    Without ``default`` and ``factory`` the field is required. ``secret`` keeps it out of reprs.
+    """
+    return attrs.field(
+        default=attrs.Factory(factory) if factory is not None else default,
+        validator=validator,
+        repr=not secret,
+        metadata={"doc": doc},
+    )

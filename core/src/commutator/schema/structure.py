@@ -1,0 +1,253 @@
+"""Turns plain data into attrs classes, strictly, and reports every mistake with its path.
+
+Strict means: no silent conversion ("2" is not 2, true is not 1, 1.0 is not 1), no unknown keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import attrs
+import cattrs
+from cattrs.errors import (
+    AttributeValidationNote,
+    BaseValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
+from cattrs.gen import make_dict_structure_fn
+
+from commutator.schema.fields import Bounds
+
+__all__ = ["Mismatch", "StructureError", "build_converter", "structure"]
+
+T = TypeVar("T")
+
+_WORDS: Mapping[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+    type(None): "null",
+}
+
+
+class Mismatch(ValueError):  # noqa: N818 - it is a finding about a value, not an error of ours
+    """One value is not what its field accepts. ``expected`` is a noun phrase."""
+
+    def __init__(self, expected: str, got: Any) -> None:
+        self.expected = expected
+        super().__init__(f"expected {expected}, got {show(got)}")
+
+
+class StructureError(ValueError):
+    """Everything wrong with one piece of data, as (path, message) pairs in document order."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{path}: {text}" if path else text for path, text in problems))
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """``value`` as the user may have written it, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def describe(kind: Any) -> str:
+    """A noun phrase for a type annotation: "an integer of at least 1"."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return describe(args[0]) + "".join(b.describe() for b in args[1:] if isinstance(b, Bounds))
+    if origin is Literal:
+        return "one of " + ", ".join(show(choice) for choice in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(arg) for arg in args if arg is not type(None))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(show(member.value) for member in kind)
+    if origin in (list, tuple):
+        return f"a list ({describe(args[0])} each)" if args else "a list"
+    if origin in (dict, Mapping) or attrs.has(kind):
+        return "a mapping"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def matches(value: Any, kind: Any) -> bool:
+    """Whether plain ``value`` has the outer shape of the annotation ``kind``."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = [extra for extra in args[1:] if isinstance(extra, Bounds)]
+        return matches(value, args[0]) and all(bound.allows(value) for bound in bounds)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in args)
+    if origin in (Union, types.UnionType):
+        return any(matches(value, arg) for arg in args)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return any(value == member.value for member in kind)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple)
+    if origin in (dict, Mapping) or attrs.has(kind):
+        return isinstance(value, Mapping)
+    if kind is Any:
+        return True
+    return isinstance(value, kind)
+
+
+def build_converter(*, detailed: bool = True) -> cattrs.Converter:
+    """A strict converter. With ``detailed=False`` it is quicker and stops at the first mistake."""
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=detailed)
+    converter.register_structure_hook_func(_is_leaf, _structure_leaf)
+    converter.register_structure_hook_factory(_is_union, _union_hook)
+    converter.register_structure_hook_factory(_is_container, _container_hook)
+    converter.register_structure_hook_factory(attrs.has, _class_hook)
+    return converter
+
+
+def structure(converter: cattrs.Converter, data: Any, cls: type[T]) -> T:
+    """``data`` as ``cls``. Raises StructureError with every problem found."""
+    try:
+        return converter.structure(data, cls)
+    except (BaseValidationError, ForbiddenExtraKeysError, ValueError, KeyError) as error:
+        raise StructureError(list(_problems(error, ""))) from None
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """A hint for a misspelt key: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f'did you mean "{close[0]}"?' if close else "known keys: " + ", ".join(sorted(known))
+
+
+def _base(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _is_leaf(kind: Any) -> bool:
+    base = _base(kind)
+    if base in (int, float, str, bool) or get_origin(base) is Literal:
+        return True
+    return isinstance(base, type) and issubclass(base, Enum)
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def _is_container(kind: Any) -> bool:
+    return get_origin(kind) in (list, tuple, dict, Mapping) or kind in (list, tuple, dict)
+
+
+def _structure_leaf(value: Any, kind: Any) -> Any:
+    if not matches(value, kind):
+        raise Mismatch(describe(kind), value)
+    base = _base(kind)
+    if base is float:
+        return float(value)
+    return base(value) if isinstance(base, type) and issubclass(base, Enum) else value
+
+
+def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    """The first member whose outer shape fits decides, so that its own errors are reported."""
+    members = get_args(kind)
+
+    def hook(value: Any, _: Any) -> Any:
+        if value is None and type(None) in members:
+            return None
+        for member in members:
+            if member is not type(None) and matches(value, member):
+                return converter.structure(value, member)
+        raise Mismatch(describe(kind), value)
+
+    return hook
+
+
+def _container_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    into = dict if origin in (dict, Mapping) else origin
+    item = (args[-1] if into is dict else args[0]) if args else Any
+    key = args[0] if args and into is dict else Any
+    item_hook = converter.get_structure_hook(item)
+
+    def hook(value: Any, _: Any) -> Any:
+        if not matches(value, kind):
+            raise Mismatch(describe(kind), value)
+        if into is dict:
+            keys = [converter.structure(k, key) for k in value]
+            return dict(zip(keys, _items(value.items(), item_hook, item), strict=True))
+        return into(_items(enumerate(value), item_hook, item))
+
+    return hook
+
+
+def _items(
+    pairs: Iterable[tuple[Any, Any]], hook: Callable[[Any, Any], Any], kind: Any
+) -> list[Any]:
+    done: list[Any] = []
+    errors: list[Exception] = []
+    for index, value in pairs:
+        try:
+            done.append(hook(value, kind))
+        except Exception as error:  # noqa: BLE001 - collected, and raised together below
+            note = f"@ item {index!r}"
+            error.add_note(IterableValidationNote(note, index, kind))
+            errors.append(error)
+    if errors:
+        raise IterableValidationError("wrong items", errors, list)
+    return done
+
+
+def _class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    inner = make_dict_structure_fn(cls, converter)
+
+    def hook(value: Any, _: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise Mismatch("a mapping", value)
+        return inner(value, cls)
+
+    return hook
+
+
+def _problems(error: BaseException, path: str) -> Iterable[tuple[str, str]]:
+    if not isinstance(error, BaseValidationError):
+        yield from _leaf_problems(error, path)
+        return
+    for inner in error.exceptions:
+        yield from _problems(inner, path + _step(inner, path))
+
+
+def _step(error: BaseException, path: str) -> str:
+    """The last piece of the path: cattrs leaves it as a note on the exception."""
+    for note in reversed(getattr(error, "__notes__", [])):
+        if isinstance(note, IterableValidationNote):
+            index = note.index
+            return f"[{index}]" if isinstance(index, int) else f".{index}" if path else str(index)
+        if isinstance(note, AttributeValidationNote):
+            return f".{note.name}" if path else note.name
+    return ""
+
+
+def _leaf_problems(error: BaseException, path: str) -> Iterable[tuple[str, str]]:
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [attribute.name for attribute in attrs.fields(error.cl)]
+        for key in sorted(map(str, error.extra_fields)):
+            yield (f"{path}.{key}" if path else key), f"unknown key; {nearest(key, known)}"
+    elif isinstance(error, KeyError):
+        yield path, "required, but missing"
+    else:
+        yield path, str(error)
