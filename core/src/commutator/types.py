@@ -14,6 +14,8 @@ __all__ = [
     "EventSource",
     "FinishReason",
     "GenerateRequest",
+    "RequestOutcome",
+    "RequestSummary",
     "Role",
     "SamplingParams",
     "TokenDelta",
@@ -158,3 +160,27 @@ class WorkerRecord:
     address: str
     info: EngineInfo
     draining: bool = False
+
+
+@frozen
+class RequestSummary:
+    """What observing hooks learn of a request; the prompt itself is not among it."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    session_id: str | None = None
+    priority: int = 0
+
+
+@frozen
+class RequestOutcome:
+    """How one engine request ended."""
+
+    worker_id: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the engine found in its KV cache."""
+    duration_s: float

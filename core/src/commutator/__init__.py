@@ -1,0 +1,43 @@
+"""Commutator: a plugin framework for distributed LLM inference.
+
+What a plugin may import is what stands here, and ``commutator.testing`` for its tests.
+"""
+
+from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
+from commutator.engine.contract import (
+    EngineClient,
+    EngineConnector,
+    LaunchContext,
+    LaunchPlan,
+    TokenStream,
+)
+from commutator.hookspecs import hookimpl
+from commutator.routing.contract import (
+    Candidate,
+    Decision,
+    RouteRequest,
+    RoutingPolicy,
+    WorkerLoad,
+)
+from commutator.schema import setting
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "EngineClient",
+    "EngineConfig",
+    "EngineConnector",
+    "LaunchContext",
+    "LaunchPlan",
+    "ModelConfig",
+    "RouteRequest",
+    "RouterConfig",
+    "RoutingPolicy",
+    "TierConfig",
+    "TokenStream",
+    "WorkerLoad",
+    "hookimpl",
+    "setting",
+]

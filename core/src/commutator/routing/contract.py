@@ -1,0 +1,78 @@
+"""What a routing policy is given, and what it must answer."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from commutator.types import WorkerRecord
+
+__all__ = ["Candidate", "Decision", "RouteRequest", "RoutingPolicy", "WorkerLoad"]
+
+
+@frozen
+class RouteRequest:
+    """One request as a policy sees it."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int = 0
+    session_id: str | None = None
+    priority: int = 0
+
+
+@frozen
+class WorkerLoad:
+    """What this front door has sent to a worker and not yet got back. Never a scraped gauge."""
+
+    active_requests: int = 0
+    active_prefill_tokens: int = 0
+    """Prompt tokens dispatched whose first output token has not come yet."""
+    active_decode_blocks: int = 0
+    """KV blocks that the requests in flight hold, prompt and answer."""
+
+
+@frozen
+class Candidate:
+    """A live worker that could serve the request."""
+
+    worker: WorkerRecord
+    load: WorkerLoad = WorkerLoad()
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+
+@frozen
+class Decision:
+    """Who serves the request, and why."""
+
+    worker_id: str
+    policy: str
+    reason: str
+    """One sentence that a person understands."""
+    scores: Mapping[str, Mapping[str, float]] = field(factory=dict)
+    """Worker id to named terms, for every candidate that was compared."""
+
+
+class RoutingPolicy(ABC):
+    """Chooses a worker. A policy does no I/O and reads no clock; chance comes from ``rng``.
+
+    One instance serves one model in one front-door process and is called from one thread, so it
+    may keep state between calls. The same instance serves the live system, the simulator and the
+    conformance suite.
+    """
+
+    @abstractmethod
+    def pick(
+        self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Decision:
+        """The decision. ``candidates`` is never empty and is ordered by worker id."""
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone; drop what was kept about it. Default: nothing was kept."""
