@@ -1,6 +1,8 @@
 """Commutator: a plugin framework for distributed LLM inference.
 
-What a plugin may import is what stands here, and ``commutator.testing`` for its tests.
+What a plugin may import is what stands here, ``commutator.types``, ``commutator.errors``, what
+``commutator.engine``, ``commutator.kv`` and ``commutator.text`` export, and
+``commutator.testing`` for its tests.
 """
 
 from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
@@ -12,6 +14,7 @@ from commutator.engine.contract import (
     TokenStream,
 )
 from commutator.hookspecs import hookimpl
+from commutator.plugins import EngineRegister, RouterRegister, TierRegister
 from commutator.routing.contract import (
     Candidate,
     Decision,
@@ -29,13 +32,16 @@ __all__ = [
     "EngineClient",
     "EngineConfig",
     "EngineConnector",
+    "EngineRegister",
     "LaunchContext",
     "LaunchPlan",
     "ModelConfig",
     "RouteRequest",
     "RouterConfig",
+    "RouterRegister",
     "RoutingPolicy",
     "TierConfig",
+    "TierRegister",
     "TokenStream",
     "WorkerLoad",
     "hookimpl",

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
@@ -97,14 +97,16 @@ class Register(Generic[ThingT]):
         def refuse(message: str) -> PluginError:
             return PluginError(plugin.distribution, f"{what}: {message}")
 
-        if not (isinstance(config_class, type) and issubclass(config_class, self._config_base)):
+        if not issubclass(config_class, self._config_base):
             raise refuse(f"its config class must subclass {self._config_base.__name__}")
         if problem := self._check(thing):
             raise refuse(problem)
         if stability not in _STABILITIES:
             raise refuse(f"stability must be one of {', '.join(_STABILITIES)}, not {stability!r}")
         if (other := self.kinds.get(kind)) is not None:
-            raise refuse(f"already registered by {other.distribution}; block one of the two plugins")
+            raise refuse(
+                f"already registered by {other.distribution}; block one of the two plugins"
+            )
         self.kinds[kind] = Kind(kind, config_class, thing, stability, plugin.distribution)
         plugin.kinds.append(f"{self.seam} {kind} ({stability})")
 
@@ -144,15 +146,14 @@ class PluginHost:
     def add(self, plugin: object, installed: Installed) -> None:
         """Load one plugin and collect what it registers.
 
-        Raises PluginError, naming its distribution, when it breaks the contract; then none of its
-        hooks stay registered.
+        Raises PluginError, naming its distribution, when it breaks the contract. Meant to end the
+        start: what the plugin had registered before the mistake is not taken back.
         """
         self._check_shape(plugin, installed)
         try:
             self._pluggy.register(plugin, installed.name)
             self._pluggy.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            self._forget(plugin)
             raise PluginError(installed.distribution, str(error)) from error
         callers = self._pluggy.get_hookcallers(plugin) or []
         installed.hooks = tuple(sorted(caller.name for caller in callers))
@@ -210,10 +211,6 @@ class PluginHost:
             if hasattr(member, f"{hookspecs.PROJECT}_impl") and name not in known:
                 raise PluginError(installed.distribution, f"unknown hook {name}")
 
-    def _forget(self, plugin: object) -> None:
-        if self._pluggy.is_registered(plugin):
-            self._pluggy.unregister(plugin)
-
 
 def load_plugins(
     block: Iterable[str] = (), found: Iterable[EntryPoint] | None = None
@@ -249,7 +246,7 @@ def load_plugins(
 
 
 def _trace_before(
-    hook: str, impls: list[pluggy.HookImpl], arguments: Mapping[str, Any]
+    hook: str, impls: Sequence[pluggy.HookImpl], arguments: Mapping[str, Any]
 ) -> None:
     del impls
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -259,7 +256,7 @@ def _trace_before(
 def _trace_after(
     outcome: pluggy.Result[Any],
     hook: str,
-    impls: list[pluggy.HookImpl],
+    impls: Sequence[pluggy.HookImpl],
     arguments: Mapping[str, Any],
 ) -> None:
     del arguments

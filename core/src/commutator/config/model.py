@@ -135,7 +135,9 @@ class RuntimeConfig:
 class LogConfig:
     """What the processes print."""
 
-    format: Literal["text", "json"] = setting("Lines for people, or one JSON object a line.", "text")
+    format: Literal["text", "json"] = setting(
+        "Lines for people, or one JSON object a line.", "text"
+    )
     level: Literal["debug", "info", "warning", "error"] = setting("Least severity printed.", "info")
 
 

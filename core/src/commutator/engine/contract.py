@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from attrs import field, frozen
 
@@ -106,7 +106,3 @@ class EngineConnector(ABC, Generic[ConfigT]):
     @abstractmethod
     def connect(self, config: ConfigT, address: str) -> EngineClient:
         """A client, not yet connected, for the worker at ``address``."""
-
-    def describe(self, config: ConfigT) -> Mapping[str, Any]:
-        """Facts worth showing when the worker starts; secrets excluded."""
-        return {}

@@ -1,0 +1,84 @@
+"""The process of an engine that speaks the token API: its command line, its life and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+import msgspec
+
+from commutator.config.model import EngineConfig, ModelConfig
+from commutator.engine.contract import LaunchContext, LaunchPlan
+from commutator.engine.server import TokenApiServer, TokenEngine
+from commutator.schema import build_converter, structure
+
+__all__ = ["engine_command", "run_engine_process"]
+
+log = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+_VARIABLE = "COMMUTATOR_ENGINE_PROCESS"
+
+
+@attrs.frozen
+class _Handed:
+    """What the supervisor hands to the process, as JSON in one environment variable."""
+
+    config: dict[str, Any]
+    model: ModelConfig
+    host: str
+    port: int
+
+
+def engine_command(module: str, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
+    """The launch plan that runs ``python -m module``, which calls ``run_engine_process``."""
+    handed = {
+        "config": attrs.asdict(config),
+        "model": attrs.asdict(context.model),
+        "host": context.host,
+        "port": context.port,
+    }
+    return LaunchPlan(
+        argv=(sys.executable, "-m", module),
+        address=f"{context.host}:{context.port}",
+        env={_VARIABLE: msgspec.json.encode(handed).decode()},
+    )
+
+
+def run_engine_process(
+    config_class: type[ConfigT], build: Callable[[ConfigT, ModelConfig], TokenEngine]
+) -> None:
+    """Serve one engine until SIGTERM or SIGINT. The whole ``__main__`` of an engine plugin."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    raw = os.environ.get(_VARIABLE)
+    if raw is None:
+        sys.exit(f"{_VARIABLE} is not set: this process is started by `commutator serve`")
+    converter = build_converter()
+    handed = structure(converter, msgspec.json.decode(raw), _Handed)
+    config = structure(converter, handed.config, config_class)
+    engine = build(config, handed.model)
+    try:
+        import uvloop  # noqa: PLC0415 - optional, and only for the process itself
+    except ImportError:
+        asyncio.run(_serve(engine, handed.host, handed.port))
+    else:
+        uvloop.run(_serve(engine, handed.host, handed.port))
+
+
+async def _serve(engine: TokenEngine, host: str, port: int) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = TokenApiServer(engine)
+    bound = await server.start(host, port)
+    log.info("token API on %s:%d", host, bound)
+    with contextlib.suppress(asyncio.CancelledError):
+        await stopped.wait()
+    await server.stop()

@@ -1,0 +1,185 @@
+"""The server side of the token API, for engines written against this project."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta
+from commutator.errors import EngineOverloadedError, RequestError
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
+
+__all__ = ["Emit", "TokenApiServer", "TokenEngine"]
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[Sequence[tuple[int, TokenDelta]]], None]
+
+
+class TokenEngine(ABC):
+    """What the server drives. Its methods are called from the server's event loop."""
+
+    @abstractmethod
+    def start(self, emit: Emit) -> EngineInfo:
+        """Begin to work. ``emit`` takes the deltas of one tick; call it from any thread."""
+
+    @abstractmethod
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        """Take a request; must not block.
+
+        Raises RequestError when it can never be served, EngineOverloadedError when not now.
+        """
+
+    @abstractmethod
+    def abort(self, key: int) -> None:
+        """Stop a request and free what it holds; nothing more is emitted for it. Idempotent."""
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """What the engine is doing now."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that no request needs."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the work, and wait for it to end."""
+
+
+class TokenApiServer:
+    """Serves one ``TokenEngine`` to any number of connections."""
+
+    def __init__(self, engine: TokenEngine) -> None:
+        self._engine = engine
+        self._keys = itertools.count(1)
+        self._owner: dict[int, tuple[_Connection, int]] = {}
+        """Engine key to the connection and its own key for the request."""
+        self._draining = False
+        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.info: EngineInfo | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Start the engine and listen. Returns the port, which port 0 lets the system choose."""
+        self._loop = asyncio.get_running_loop()
+        self.info = self._engine.start(self._emit_threadsafe)
+        self._server = await self._loop.create_server(self._connect, host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close every connection and stop the engine."""
+        if self._server is not None:
+            self._server.close()
+            for connection in {connection for connection, _ in self._owner.values()}:
+                connection.frames.close()
+        await asyncio.to_thread(self._engine.stop)
+
+    def _connect(self) -> FrameProtocol:
+        return _Connection(self).frames
+
+    def _emit_threadsafe(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._emit, deltas)
+        except RuntimeError:
+            log.debug("the server has stopped; %d deltas dropped", len(deltas))
+
+    def _emit(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
+        frames: defaultdict[_Connection, list[Any]] = defaultdict(list)
+        for engine_key, delta in deltas:
+            owner = self._owner.get(engine_key)
+            if owner is None:
+                continue  # aborted meanwhile
+            connection, key = owner
+            frames[connection].append(pack_delta(key, delta))
+            if delta.finish_reason is not None:
+                del self._owner[engine_key]
+                connection.engine_keys.pop(key, None)
+        for connection, packed in frames.items():
+            connection.frames.send(["deltas", packed])
+
+    def submit(self, connection: _Connection, key: int, request: GenerateRequest) -> None:
+        if self._draining:
+            raise EngineOverloadedError("the worker is draining")
+        engine_key = next(self._keys)
+        self._owner[engine_key] = (connection, key)
+        connection.engine_keys[key] = engine_key
+        try:
+            self._engine.submit(engine_key, request)
+        except BaseException:
+            del self._owner[engine_key], connection.engine_keys[key]
+            raise
+
+    def abort(self, connection: _Connection, key: int) -> None:
+        engine_key = connection.engine_keys.pop(key, None)
+        if engine_key is not None:
+            self._owner.pop(engine_key, None)
+            self._engine.abort(engine_key)
+
+    def answer(self, what: str) -> Any:
+        """The value for an "ask" frame. Raises ValueError for what is not known."""
+        if what == "load":
+            return msgspec.to_builtins(self._engine.load()) | {"draining": self._draining}
+        if what in ("drain", "resume"):
+            self._draining = what == "drain"
+            return None
+        if what == "reset_prefix_cache":
+            self._engine.reset_prefix_cache()
+            return None
+        raise ValueError(f"unknown question {what!r}")
+
+
+class _Connection:
+    """One client: its requests end with it."""
+
+    def __init__(self, server: TokenApiServer) -> None:
+        self.server = server
+        self.engine_keys: dict[int, int] = {}
+        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        try:
+            self._handle(frame)
+        except (ValueError, TypeError) as error:
+            log.warning("a client sent a wrong %r frame: %s", frame[0], error)
+            self.frames.close()
+
+    def _handle(self, frame: list[Any]) -> None:
+        match frame:
+            case ["generate", int(key), request]:
+                self._generate(key, msgspec.convert(request, GenerateRequest))
+            case ["abort", int(key)]:
+                self.server.abort(self, key)
+            case ["ask", int(number), str(what)]:
+                self.frames.send(["answer", number, self.server.answer(what)])
+            case ["hello", version]:
+                if version != PROTOCOL:
+                    raise ValueError(f"protocol {version} asked for, this worker speaks {PROTOCOL}")
+                self.frames.send(["info", self.server.info])
+            case _:
+                raise ValueError("unknown frame")
+
+    def _generate(self, key: int, request: GenerateRequest) -> None:
+        try:
+            self.server.submit(self, key, request)
+        except RequestError as error:
+            self.frames.send(["refused", key, str(error), "request"])
+        except EngineOverloadedError as error:
+            self.frames.send(["refused", key, str(error), "overloaded"])
+        except Exception as error:
+            log.exception("submitting %s failed", request.request_id)
+            self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
+
+    def _on_lost(self, reason: str) -> None:
+        if self.engine_keys:
+            log.info("a client left (%s); %d requests aborted", reason, len(self.engine_keys))
+        for key in list(self.engine_keys):
+            self.server.abort(self, key)

@@ -1,0 +1,133 @@
+"""The token API's frames: a 4-byte big-endian length, then one MessagePack array.
+
+    client -> server                                server -> client
+    ["hello", protocol]                             ["info", EngineInfo]
+    ["generate", key, GenerateRequest]              ["deltas", [[key, ids, extras | nil], ...]]
+    ["abort", key]                                  ["refused", key, reason, kind]
+    ["ask", number, what]                           ["answer", number, value]
+
+``key`` numbers the requests of one connection. A "deltas" frame holds everything that one engine
+tick produced for this connection; ``extras`` is a map that leaves out what is not set. ``what`` is
+"load", "drain", "resume" or "reset_prefix_cache".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from commutator.types import FinishReason, TokenDelta, TokenLogprob
+
+__all__ = ["PROTOCOL", "FrameProtocol", "pack", "pack_delta", "unpack_delta"]
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+
+
+def pack(frame: list[Any] | tuple[Any, ...]) -> bytes:
+    """One frame, ready to write."""
+    body = _encoder.encode(frame)
+    return _LENGTH.pack(len(body)) + body
+
+
+def pack_delta(key: int, delta: TokenDelta) -> list[Any]:
+    """A delta as the compact array of a "deltas" frame."""
+    extras: dict[str, Any] = {}
+    if delta.logprobs:
+        extras["logprobs"] = [(lp.token_id, lp.logprob, lp.top) for lp in delta.logprobs]
+    if delta.finish_reason is not None:
+        extras["finish"] = delta.finish_reason.value
+    if delta.stop_reason is not None:
+        extras["stop"] = delta.stop_reason
+    if delta.cached_tokens is not None:
+        extras["cached"] = delta.cached_tokens
+    if delta.error is not None:
+        extras["error"] = delta.error
+    return [key, delta.token_ids, extras or None]
+
+
+def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDelta:
+    """The inverse of ``pack_delta``, less the key."""
+    if extras is None:
+        return TokenDelta(tuple(token_ids))
+    finish = extras.get("finish")
+    return TokenDelta(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(
+            TokenLogprob(token, logprob, tuple((i, p) for i, p in top))
+            for token, logprob, top in extras.get("logprobs", ())
+        ),
+        finish_reason=FinishReason(finish) if finish is not None else None,
+        stop_reason=extras.get("stop"),
+        cached_tokens=extras.get("cached"),
+        error=extras.get("error"),
+    )
+
+
+class FrameProtocol(asyncio.Protocol):
+    """Cuts the byte stream of one connection into frames.
+
+    ``on_frame`` gets each decoded array; ``on_lost`` is called once when the connection ends, with
+    the reason. A frame that is too long or not MessagePack ends the connection.
+    """
+
+    def __init__(
+        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._buffer = bytearray()
+        self._problem: str | None = None
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def send(self, frame: list[Any] | tuple[Any, ...]) -> None:
+        """Write one frame; dropped silently when the connection is already gone."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(pack(frame))
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                self._fail(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+                return
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            try:
+                frame = _decoder.decode(memoryview(buffer)[start + _LENGTH.size : end])
+            except msgspec.DecodeError as error:
+                self._fail(f"not a frame of the token API: {error}")
+                return
+            start = end
+            if not isinstance(frame, list) or not frame:
+                self._fail("not a frame of the token API: expected a non-empty array")
+                return
+            self._on_frame(frame)
+        del buffer[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(self._problem or (str(exc) if exc else "connection closed"))
+
+    def _fail(self, problem: str) -> None:
+        self._problem = problem
+        assert self.transport is not None
+        self.transport.abort()

@@ -1,0 +1,112 @@
+"""One request on its worker: deltas out, load accounted, hooks told, always exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from commutator.errors import EngineError, EngineUnavailableError
+from commutator.plugins import PluginHost
+from commutator.routing.contract import Decision
+from commutator.routing.load import InFlightLoad
+from commutator.routing.view import LiveWorker, WorkerView
+from commutator.types import (
+    GenerateRequest,
+    RequestOutcome,
+    RequestSummary,
+    TokenDelta,
+)
+
+__all__ = ["Dispatch"]
+
+
+class Dispatch:
+    """An async iterator over the request's deltas. Close it on every way out."""
+
+    def __init__(
+        self,
+        summary: RequestSummary,
+        request: GenerateRequest,
+        decision: Decision,
+        worker: LiveWorker,
+        view: WorkerView,
+        load: InFlightLoad,
+        host: PluginHost,
+    ) -> None:
+        self.summary = summary
+        self.decision = decision
+        self._worker = worker
+        self._view = view
+        self._load = load
+        self._host = host
+        self._started_s = time.perf_counter()
+        self._ticket = load.dispatch(
+            worker.record.worker_id, summary.prompt_tokens, worker.record.info.block_size
+        )
+        self._cached_tokens = 0
+        self._over = False
+        self._stream = worker.client.generate(request)
+
+    @property
+    def worker_id(self) -> str:
+        return self.decision.worker_id
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            delta = await self._stream.__anext__()
+        except StopAsyncIteration:
+            error = EngineError(f"worker {self.worker_id} ended the stream without a finish reason")
+            self._end(error)
+            raise error from None
+        except asyncio.CancelledError:
+            raise  # whoever cancelled closes the dispatch; the hooks are told there
+        except EngineUnavailableError as error:
+            self._view.lost(self._worker)
+            self._end(error)
+            raise
+        except Exception as error:
+            self._end(error)
+            raise
+        self._account(delta)
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. Idempotent."""
+        await self._stream.aclose()
+        self._end(asyncio.CancelledError())
+
+    def _account(self, delta: TokenDelta) -> None:
+        if delta.cached_tokens is not None:
+            self._cached_tokens = delta.cached_tokens
+        if delta.token_ids:
+            if self._ticket.prefilling:
+                ttft_s = time.perf_counter() - self._started_s
+                self._host.request_first_token(self.summary, self.worker_id, ttft_s)
+            self._load.progress(self._ticket, len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._close_account()
+            self._host.request_finished(
+                self.summary,
+                RequestOutcome(
+                    worker_id=self.worker_id,
+                    finish_reason=delta.finish_reason,
+                    generated_tokens=self._ticket.generated_tokens,
+                    cached_tokens=self._cached_tokens,
+                    duration_s=time.perf_counter() - self._started_s,
+                ),
+            )
+
+    def _end(self, error: BaseException) -> None:
+        if not self._over:
+            self._close_account()
+            self._host.request_failed(self.summary, error)
+
+    def _close_account(self) -> None:
+        self._over = True
+        self._load.release(self._ticket)

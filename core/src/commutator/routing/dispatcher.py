@@ -1,0 +1,156 @@
+"""Sends each request to the worker that the policy picks, and follows it to its end."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from commutator.config.model import Config, EngineConfig
+from commutator.errors import EngineUnavailableError, RoutingError
+from commutator.plugins import PluginHost
+from commutator.routing.contract import Candidate, Decision, RouteRequest, RoutingPolicy
+from commutator.routing.dispatch import Dispatch
+from commutator.routing.load import InFlightLoad
+from commutator.routing.view import LiveWorker, WorkerView
+from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
+
+__all__ = ["Dispatcher", "WorkerStatus"]
+
+log = logging.getLogger(__name__)
+
+
+@frozen
+class WorkerStatus:
+    """One line of ``/health``."""
+
+    worker_id: str
+    model: str
+    kind: str
+    state: str
+    """ "ready", "draining" or "unreachable"."""
+    active_requests: int
+
+
+class Dispatcher:
+    """Routing for every model of one front-door process. Used from one event loop."""
+
+    def __init__(self, config: Config, host: PluginHost, rng: random.Random | None = None) -> None:
+        self._host = host
+        self._engines: dict[str, EngineConfig] = {e.name or e.kind: e for e in config.engines}
+        factory = host.routers.kinds[config.router.kind].thing
+        self._policies: dict[str, RoutingPolicy] = {
+            model.name: factory(config.router) for model in config.models
+        }
+        self._view = WorkerView()
+        self._load = InFlightLoad()
+        self._rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
+
+    def models(self) -> Sequence[str]:
+        """Every model of the configuration, whether or not a worker is up for it."""
+        return list(self._policies)
+
+    def status(self) -> list[WorkerStatus]:
+        """Every known worker, ordered by id."""
+        return [
+            WorkerStatus(
+                worker.record.worker_id,
+                worker.record.model,
+                worker.record.kind,
+                _state(worker),
+                self._load.of(worker.record.worker_id).active_requests,
+            )
+            for worker in self._view.all()
+        ]
+
+    def ready(self) -> bool:
+        """Whether every model has a worker that can be routed to."""
+        return all(self._view.routable(model) for model in self._policies)
+
+    async def worker_up(self, record: WorkerRecord) -> None:
+        """The registry has a new worker, or a change of a known one."""
+        known = self._view.get(record.worker_id)
+        if known is not None and known.record.address == record.address:
+            self._view.set_draining(record.worker_id, record.draining)
+            return
+        config = self._engines.get(record.engine)
+        if config is None:
+            log.error("worker %s names engine %s, which is not configured here; ignored",
+                      record.worker_id, record.engine)  # fmt: skip
+            return
+        connector = self._host.engines.kinds[config.kind].thing
+        await self._view.put(record, connector.connect(config, record.address))
+        self._host.worker_up(record)
+
+    async def worker_down(self, worker_id: str, reason: str) -> None:
+        """The registry lost a worker; its running requests fail at once."""
+        worker = await self._view.remove(worker_id)
+        if worker is not None:
+            for policy in self._policies.values():
+                policy.forget(worker_id)
+            self._host.worker_down(worker.record, reason)
+
+    async def dispatch(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> Dispatch:
+        """Pick a worker and send the request; returns at once, the tokens come from the result.
+
+        Raises RoutingError when no worker can take it. A worker whose connection turns out to be
+        dead is left out and the policy asked again.
+        """
+        summary = RequestSummary(
+            request_id=request.request_id,
+            model=model,
+            prompt_tokens=len(request.token_ids),
+            max_tokens=request.sampling.max_tokens,
+            session_id=session_id,
+            priority=request.priority,
+        )
+        self._host.request_received(summary)
+        try:
+            worker, decision = await self._choose(summary)
+        except RoutingError as error:
+            self._host.request_failed(summary, error)
+            raise
+        self._host.request_routed(summary, decision)
+        return Dispatch(summary, request, decision, worker, self._view, self._load, self._host)
+
+    async def _choose(self, summary: RequestSummary) -> tuple[LiveWorker, Decision]:
+        route = RouteRequest(
+            request_id=summary.request_id,
+            model=summary.model,
+            prompt_tokens=summary.prompt_tokens,
+            max_tokens=summary.max_tokens,
+            session_id=summary.session_id,
+            priority=summary.priority,
+        )
+        while True:
+            workers = self._view.routable(summary.model)
+            if not workers:
+                raise RoutingError(f'no worker is ready for model "{summary.model}"')
+            candidates = [Candidate(w.record, self._load.of(w.record.worker_id)) for w in workers]
+            decision = self._policies[summary.model].pick(route, candidates, self._rng)
+            worker = self._view.get(decision.worker_id)
+            if worker is None:
+                raise RoutingError(
+                    f"policy {decision.policy} picked {decision.worker_id}, which is no candidate"
+                )
+            try:
+                await worker.client.start()
+            except EngineUnavailableError as error:
+                log.warning("worker %s left out: %s", decision.worker_id, error)
+                self._view.lost(worker)
+                continue
+            return worker, decision
+
+    async def close(self) -> None:
+        """Abort what runs and disconnect from every worker."""
+        await self._view.close()
+
+
+def _state(worker: LiveWorker) -> str:
+    if worker.record.draining:
+        return "draining"
+    return "ready" if worker.connected else "unreachable"

@@ -1,0 +1,81 @@
+"""In-flight accounting: what each worker has been sent and has not yet given back. Pure."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from commutator.routing.contract import WorkerLoad
+
+__all__ = ["InFlightLoad", "Ticket"]
+
+
+@define
+class Ticket:
+    """One request on one worker, from dispatch to its end."""
+
+    worker_id: str
+    prompt_tokens: int
+    block_size: int
+    generated_tokens: int = 0
+    prefilling: bool = True
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks that the prompt and the answer so far fill or have begun."""
+        return -(-(self.prompt_tokens + self.generated_tokens) // self.block_size)
+
+
+@define
+class _Totals:
+    requests: int = 0
+    prefill_tokens: int = 0
+    blocks: int = 0
+
+
+@define
+class InFlightLoad:
+    """Sums the tickets of each worker.
+
+    Prefill tokens count from dispatch to the first token; blocks grow with the answer; both go
+    when the ticket is released, on whichever way the request ended.
+    """
+
+    _totals: dict[str, _Totals] = field(factory=dict)
+
+    def dispatch(self, worker_id: str, prompt_tokens: int, block_size: int) -> Ticket:
+        ticket = Ticket(worker_id, prompt_tokens, block_size)
+        totals = self._totals.setdefault(worker_id, _Totals())
+        totals.requests += 1
+        totals.prefill_tokens += prompt_tokens
+        totals.blocks += ticket.blocks
+        return ticket
+
+    def progress(self, ticket: Ticket, new_tokens: int) -> None:
+        """The worker sent ``new_tokens`` more tokens for this ticket."""
+        totals = self._totals.get(ticket.worker_id)
+        before = ticket.blocks
+        if ticket.prefilling and new_tokens:
+            ticket.prefilling = False
+            if totals is not None:
+                totals.prefill_tokens -= ticket.prompt_tokens
+        ticket.generated_tokens += new_tokens
+        if totals is not None:
+            totals.blocks += ticket.blocks - before
+
+    def release(self, ticket: Ticket) -> None:
+        """The request ended. Call exactly once for each ticket."""
+        totals = self._totals.get(ticket.worker_id)
+        if totals is None:
+            return  # the worker was forgotten, and its load with it
+        totals.requests -= 1
+        totals.blocks -= ticket.blocks
+        if ticket.prefilling:
+            totals.prefill_tokens -= ticket.prompt_tokens
+        if not totals.requests:
+            del self._totals[ticket.worker_id]
+
+    def of(self, worker_id: str) -> WorkerLoad:
+        totals = self._totals.get(worker_id)
+        if totals is None:
+            return WorkerLoad()
+        return WorkerLoad(totals.requests, totals.prefill_tokens, totals.blocks)
