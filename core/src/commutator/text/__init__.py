@@ -1,0 +1,1 @@
+"""Text to tokens and back: a model's tokenizer and chat template, streams of either into other."""

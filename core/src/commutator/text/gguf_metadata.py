@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # value type number -> struct code
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _U64 = struct.Struct("<Q")
 
 
@@ -49,7 +49,7 @@ class _Walk:
             raise ValueError(f"version {version} (little-endian 2 and 3 are supported)")
         self._scalar("Q")  # tensor count
         count = self._scalar("Q")
-        return dict((self._string(), self._value(self._scalar("I"))) for _ in range(count))
+        return {self._string(): self._value(self._scalar("I")) for _ in range(count)}
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
