@@ -111,6 +111,8 @@ def matches(value: Any, kind: Any) -> bool:
 def build_converter(*, detailed: bool = True) -> cattrs.Converter:
     """A strict converter. With ``detailed=False`` it is quicker and stops at the first mistake."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=detailed)
+    for primitive in (int, float, str, bool):  # cattrs has hooks of its own for exactly these
+        converter.register_structure_hook(primitive, _structure_leaf)
     converter.register_structure_hook_func(_is_leaf, _structure_leaf)
     converter.register_structure_hook_factory(_is_union, _union_hook)
     converter.register_structure_hook_factory(_is_container, _container_hook)

@@ -1,0 +1,37 @@
+"""In-flight accounting equals a recount from scratch, whatever happens."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commutator.routing.contract import WorkerLoad
+from commutator.routing.load import InFlightLoad, Ticket
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["dispatch", "progress", "release"]), st.integers(0, 99)), max_size=60
+)
+
+
+@given(steps)
+def test_totals_equal_a_recount(plan: list[tuple[str, int]]) -> None:
+    load, open_tickets = InFlightLoad(), list[Ticket]()
+    for action, number in plan:
+        if action == "dispatch":
+            open_tickets.append(load.dispatch(f"w{number % 3}", number, 16))
+        elif open_tickets and action == "progress":
+            load.progress(open_tickets[number % len(open_tickets)], number)
+        elif open_tickets:
+            load.release(open_tickets.pop(number % len(open_tickets)))
+    for worker_id in ("w0", "w1", "w2"):
+        mine = [ticket for ticket in open_tickets if ticket.worker_id == worker_id]
+        assert load.of(worker_id) == WorkerLoad(
+            active_requests=len(mine),
+            active_prefill_tokens=sum(t.prompt_tokens for t in mine if t.generated_tokens == 0),
+            active_decode_blocks=sum(
+                -(-(t.prompt_tokens + t.generated_tokens) // 16) for t in mine
+            ),
+        )
+    for ticket in open_tickets:
+        load.release(ticket)
+    assert all(load.of(f"w{i}") == WorkerLoad() for i in range(3))

@@ -1,0 +1,227 @@
+"""The token API over a real socket: streams, refusals, aborts, lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from commutator.engine import Emit, TokenApiClient, TokenApiServer, TokenEngine
+from commutator.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    RequestError,
+)
+from commutator.types import (
+    EngineInfo,
+    EngineLoad,
+    EventSource,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+
+INFO = EngineInfo("fake", "1", "m", 128, 16, 8, kv_events=EventSource("tcp://127.0.0.1:1"))
+
+
+class ScriptedEngine(TokenEngine):
+    """Emits only what a test tells it to."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, GenerateRequest] = {}
+        self.emit: Emit = lambda deltas: None
+
+    def start(self, emit: Emit) -> EngineInfo:
+        self.emit = emit
+        return INFO
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        match request.request_id:
+            case "impossible":
+                raise RequestError("it can never fit")
+            case "full":
+                raise EngineOverloadedError("the queue is full")
+            case "buggy":
+                raise ZeroDivisionError("oops")
+        self.requests[key] = request
+
+    def abort(self, key: int) -> None:
+        self.requests.pop(key, None)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=len(self.requests), kv_capacity_blocks=8)
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def request(request_id: str) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=4, logit_bias={5: -1.0}, stop=("x",), seed=2**40)
+    return GenerateRequest(request_id, [1, 2, 3], sampling, extra={"room": 2**63 - 1})
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[ScriptedEngine, TokenApiServer, TokenApiClient]]:
+    engine = ScriptedEngine()
+    server = TokenApiServer(engine)
+    port = await server.start("127.0.0.1", 0)
+    client = TokenApiClient(f"127.0.0.1:{port}", answer_timeout_s=2)
+    try:
+        assert await client.start() == INFO
+        yield engine, server, client
+    finally:
+        await client.close()
+        await server.stop()
+
+
+async def arrived(engine: ScriptedEngine, count: int) -> None:
+    async with asyncio.timeout(2):
+        while len(engine.requests) != count:
+            await asyncio.sleep(0.005)
+
+
+async def collect(stream: AsyncIterator[TokenDelta]) -> list[TokenDelta]:
+    return [delta async for delta in stream]
+
+
+async def test_a_request_arrives_whole_and_its_deltas_come_back() -> None:
+    async with served() as (engine, _, client):
+        stream = client.generate(request("a"))
+        await arrived(engine, 1)
+        (key,) = engine.requests
+        assert engine.requests[key] == request("a")
+        first = TokenDelta((7,), (TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5))),), cached_tokens=2)
+        engine.emit([(key, first)])
+        assert await anext(stream) == first
+        last = TokenDelta((8, 9), finish_reason=FinishReason.STOP, stop_reason="x")
+        engine.emit([(key, last)])
+        assert await collect(stream) == [last]
+
+
+async def test_deltas_that_pile_up_are_merged() -> None:
+    async with served() as (engine, _, client):
+        stream = client.generate(request("a"))
+        await arrived(engine, 1)
+        (key,) = engine.requests
+        for token in (1, 2, 3):
+            engine.emit([(key, TokenDelta((token,), cached_tokens=0 if token == 1 else None))])
+        engine.emit([(key, TokenDelta((4,), finish_reason=FinishReason.LENGTH))])
+        await asyncio.sleep(0.1)
+        merged = TokenDelta((1, 2, 3, 4), cached_tokens=0, finish_reason=FinishReason.LENGTH)
+        assert await collect(stream) == [merged]
+
+
+async def test_one_tick_is_one_frame_for_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (engine, _, client):
+        streams = [client.generate(request(str(i))) for i in range(5)]
+        await arrived(engine, 5)
+        frames: list[Sequence[object]] = []
+        handle = client._on_frame
+        assert client._connection is not None
+        monkeypatch.setattr(
+            client._connection, "_on_frame", lambda frame: (frames.append(frame), handle(frame))
+        )
+        done = TokenDelta((1,), finish_reason=FinishReason.STOP)
+        engine.emit([(key, done) for key in engine.requests])
+        for stream in streams:
+            assert await collect(stream) == [done]
+        assert len(frames) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_id", "error"),
+    [("impossible", RequestError), ("full", EngineOverloadedError), ("buggy", EngineError)],
+)
+async def test_refusals_keep_their_kind(request_id: str, error: type[Exception]) -> None:
+    async with served() as (_, _, client):
+        with pytest.raises(error):
+            await anext(client.generate(request(request_id)))
+        stream = client.generate(request("still-usable"))
+        await stream.aclose()
+
+
+async def test_an_error_delta_raises() -> None:
+    async with served() as (engine, _, client):
+        stream = client.generate(request("a"))
+        await arrived(engine, 1)
+        (key,) = engine.requests
+        engine.emit([(key, TokenDelta(finish_reason=FinishReason.ERROR, error="no memory"))])
+        with pytest.raises(EngineError, match="no memory"):
+            await anext(stream)
+
+
+async def test_closing_a_stream_aborts_in_the_engine() -> None:
+    async with served() as (engine, _, client):
+        stream = client.generate(request("a"))
+        await arrived(engine, 1)
+        await stream.aclose()
+        await stream.aclose()
+        await arrived(engine, 0)
+        assert await collect(stream) == []
+
+
+async def test_a_lost_client_aborts_all_its_requests() -> None:
+    async with served() as (engine, server, client):
+        for i in range(3):
+            client.generate(request(str(i)))
+        other = TokenApiClient(client.address)
+        await other.start()
+        other.generate(request("other"))
+        await arrived(engine, 4)
+        await client.close()
+        await arrived(engine, 1)
+        assert next(iter(engine.requests.values())).request_id == "other"
+        await other.close()
+
+
+async def test_a_lost_worker_fails_every_stream_at_once() -> None:
+    async with served() as (engine, server, client):
+        streams = [client.generate(request(str(i))) for i in range(3)]
+        await arrived(engine, 3)
+        await server.stop()
+        for stream in streams:
+            with pytest.raises(EngineUnavailableError, match="connection lost"):
+                await asyncio.wait_for(anext(stream), 1)
+        with pytest.raises(EngineUnavailableError):
+            await client.start()
+
+
+async def test_load_and_drain() -> None:
+    async with served() as (engine, _, client):
+        running = client.generate(request("a"))
+        await arrived(engine, 1)
+        assert await client.load() == EngineLoad(running=1, kv_capacity_blocks=8)
+        await client.drain()
+        assert (await client.load()).draining
+        with pytest.raises(EngineOverloadedError, match="draining"):
+            await anext(client.generate(request("b")))
+        (key,) = engine.requests
+        engine.emit([(key, TokenDelta((1,), finish_reason=FinishReason.STOP))])
+        assert len(await collect(running)) == 1
+
+
+async def test_nobody_there() -> None:
+    client = TokenApiClient("127.0.0.1:1")
+    with pytest.raises(EngineUnavailableError, match="127.0.0.1:1"):
+        await client.start()
+    with pytest.raises(EngineUnavailableError):
+        await anext(client.generate(request("a")))
+
+
+async def test_rubbish_ends_the_connection_not_the_server() -> None:
+    async with served() as (engine, _, client):
+        host, port = client.address.split(":")
+        for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\1\x01", b"\0\0\0\2\x91\xa0"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(rubbish)
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
+        await client.load()

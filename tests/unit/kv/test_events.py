@@ -1,0 +1,82 @@
+"""KV events: the wire format of the field, both encodings, and replay."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import zmq
+
+from commutator.kv import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+    decode_batch,
+    encode_batch,
+)
+
+STORED = BlockStored((2**64 - 1, 5), None, tuple(range(32)), 16, lora_name="a", medium="GPU")
+
+
+def test_round_trip() -> None:
+    batch = EventBatch(1.5, (STORED, BlockRemoved((b"\x01",), "CPU"), BlocksCleared()), 3)
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+def test_maps_with_defaults_left_out() -> None:
+    event = {"type": "BlockStored", "block_hashes": [-7], "token_ids": [1, 2], "block_size": 2}
+    body = msgspec.msgpack.encode([0.0, [event, {"type": "AllBlocksCleared"}, {"type": "New"}]])
+    assert decode_batch(body).events == (
+        BlockStored((-7,), None, (1, 2), 2, medium=None),
+        BlocksCleared(),
+    )
+
+
+def test_the_older_arrays() -> None:
+    events = [["BlockStored", [1], None, [1, 2], 2, None, "GPU"], ["BlockRemoved", [1], "CPU"]]
+    body = msgspec.msgpack.encode([0.0, events, 1])
+    assert decode_batch(body) == EventBatch(
+        0.0, (BlockStored((1,), None, (1, 2), 2), BlockRemoved((1,), "CPU")), 1
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x01", b"\x90", msgspec.msgpack.encode([0, [{"type": "BlockStored"}]])]
+)
+def test_rubbish_is_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match="not a batch of KV events"):
+        decode_batch(body)
+
+
+def test_published_and_replayed() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publisher = EventPublisher(topic="kv")
+    subscriber, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    subscriber.connect(publisher.source.endpoint)
+    subscriber.subscribe("kv")
+    assert publisher.source.replay_endpoint is not None
+    dealer.connect(publisher.source.replay_endpoint)
+    try:
+        while not subscriber.poll(50):  # a subscription takes a moment to arrive
+            publisher.publish([STORED])
+        topic, sequence, body = subscriber.recv_multipart()
+        assert topic == b"kv"
+        assert decode_batch(body).events == (STORED,)
+        for _ in range(3):
+            publisher.publish([BlocksCleared()])
+        dealer.send_multipart([b"", sequence])
+        replayed = []
+        while True:
+            assert dealer.poll(2000)
+            _, _, number, body = dealer.recv_multipart()
+            if not body:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                break
+            replayed.append(int.from_bytes(number, "big"))
+        first = int.from_bytes(sequence, "big")
+        assert replayed == list(range(first, first + len(replayed)))
+        assert len(replayed) >= 1
+    finally:
+        publisher.close()
+        context.destroy(linger=0)

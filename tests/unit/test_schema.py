@@ -1,0 +1,103 @@
+"""Strict structuring: nothing is converted silently, and every mistake is told with its path."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+from attrs import frozen
+
+from commutator.schema import (
+    Bounds,
+    PositiveInt,
+    StructureError,
+    build_converter,
+    json_schema,
+    setting,
+    structure,
+)
+
+
+@frozen(kw_only=True)
+class Inner:
+    count: PositiveInt = setting("How many.")
+    colour: Literal["red", "blue"] = setting("Which.", "red")
+
+
+@frozen(kw_only=True)
+class Outer:
+    inner: Inner = setting("One.")
+    many: tuple[Inner, ...] = setting("More.", ())
+    share: Annotated[float, Bounds(above=0, maximum=1)] = setting("Part.", 0.5)
+    label: str | None = setting("Name.", None)
+    either: str | list[str] = setting("One or several.", "a")
+    table: dict[str, int] = setting("Numbers by name.", factory=dict)
+
+
+def problems(data: object) -> dict[str, str]:
+    with pytest.raises(StructureError) as caught:
+        structure(build_converter(), data, Outer)
+    return dict(caught.value.problems)
+
+
+def test_good_data() -> None:
+    data = {"inner": {"count": 2}, "many": [{"count": 1, "colour": "blue"}], "share": 1}
+    outer = structure(build_converter(), data, Outer)
+    assert outer == Outer(inner=Inner(count=2), many=(Inner(count=1, colour="blue"),), share=1.0)
+    assert isinstance(outer.share, float)
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "text"),
+    [
+        ({}, "inner", "required, but missing"),
+        ({"inner": 3}, "inner", "expected a mapping, got 3"),
+        ({"inner": {"count": "2"}}, "inner.count", 'expected an integer of at least 1, got "2"'),
+        ({"inner": {"count": True}}, "inner.count", "expected an integer of at least 1, got true"),
+        ({"inner": {"count": 1.0}}, "inner.count", "expected an integer of at least 1, got 1.0"),
+        ({"inner": {"cuont": 1, "count": 1}}, "inner.cuont", 'unknown key; did you mean "count"?'),
+        (
+            {"inner": {"count": 1, "colour": "green"}},
+            "inner.colour",
+            'expected one of "red", "blue", got "green"',
+        ),
+        (
+            {"inner": {"count": 1}, "share": 0},
+            "share",
+            "expected a number above 0 and at most 1, got 0",
+        ),
+        ({"inner": {"count": 1}, "label": 4}, "label", "expected a string, got 4"),
+        ({"inner": {"count": 1}, "either": ["a", 2]}, "either[1]", "expected a string, got 2"),
+        ({"inner": {"count": 1}, "table": {"x": "y"}}, "table.x", 'expected an integer, got "y"'),
+        ([], "", "expected a mapping, got []"),
+    ],
+)
+def test_each_mistake_is_named(data: object, path: str, text: str) -> None:
+    assert problems(data) == {path: text}
+
+
+def test_all_mistakes_at_once() -> None:
+    found = problems({"inner": {"count": 0}, "many": [{"count": 1}, {"count": -1}, 7], "shar": 1})
+    assert set(found) == {"inner.count", "many[1].count", "many[2]", "shar"}
+
+
+def test_quick_converter_agrees() -> None:
+    quick = build_converter(detailed=False)
+    assert structure(quick, {"inner": {"count": 2}}, Outer) == Outer(inner=Inner(count=2))
+    with pytest.raises(StructureError, match="at least 1"):
+        structure(quick, {"inner": {"count": 0}}, Outer)
+
+
+def test_json_schema_says_the_same() -> None:
+    schema = json_schema(Outer)
+    assert schema["required"] == ["inner"]
+    assert schema["additionalProperties"] is False
+    inner = schema["properties"]["inner"]
+    assert inner["properties"]["count"] == {
+        "type": "integer",
+        "minimum": 1,
+        "description": "How many.",
+    }
+    assert inner["properties"]["colour"]["enum"] == ["red", "blue"]
+    assert schema["properties"]["share"]["exclusiveMinimum"] == 0
+    assert schema["properties"]["label"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
