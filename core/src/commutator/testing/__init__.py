@@ -1,0 +1,21 @@
+"""For plugin authors: conformance suites, fault wrappers and a local cluster.
+
+Needs ``pip install commutator[testing]``.
+"""
+
+from commutator.testing.cluster import LocalCluster
+from commutator.testing.engines import EngineContract, collect, make_request
+from commutator.testing.faults import Faults, FaultyClient
+from commutator.testing.routers import RouterContract, check_decision, make_candidate
+
+__all__ = [
+    "EngineContract",
+    "Faults",
+    "FaultyClient",
+    "LocalCluster",
+    "RouterContract",
+    "check_decision",
+    "collect",
+    "make_candidate",
+    "make_request",
+]

@@ -1,0 +1,213 @@
+"""The conformance suite for engines: subclass, start your engine, run pytest.
+
+class TestMyEngine(EngineContract):
+@asynccontextmanager
+async def running(self):
+async with my_engine_server() as address:
+yield MyConnector().connect(MyConfig(kind="mine"), address)
+
+def another_client(self, client):
+return MyConnector().connect(MyConfig(kind="mine"), client.address)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+
+import pytest
+import pytest_asyncio
+import zmq.asyncio
+from attrs import evolve
+
+from commutator.engine.contract import EngineClient
+from commutator.errors import RequestError
+from commutator.kv import BlockStored, decode_batch
+from commutator.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+
+__all__ = ["EngineContract", "collect", "make_request"]
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def make_request(
+    name: str, token_ids: Sequence[int], sampling: SamplingParams = GREEDY
+) -> GenerateRequest:
+    """A request for tests; greedy and of 12 tokens unless said otherwise."""
+    return GenerateRequest(name, list(token_ids), sampling)
+
+
+async def collect(client: EngineClient, request: GenerateRequest) -> list[TokenDelta]:
+    """Every delta of one request."""
+    async with aclosing(client.generate(request)) as stream:
+        return [delta async for delta in stream]
+
+
+def tokens(deltas: Sequence[TokenDelta]) -> list[int]:
+    """The token ids of a request's deltas, in order."""
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+class EngineContract:
+    """What every engine must hold to, seen through its client."""
+
+    tokenized_prompt: Sequence[int] = tuple(range(100, 148))
+    """A prompt of several KV blocks that the engine's model accepts."""
+
+    @abstractmethod
+    def running(self) -> AbstractAsyncContextManager[EngineClient]:
+        """A fresh engine server, and a client for it that is not yet started."""
+
+    @abstractmethod
+    def another_client(self, client: EngineClient) -> EngineClient:
+        """A second client, not yet started, for the server that ``client`` talks to."""
+
+    def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        """Prompts and their greedy continuations from an independent implementation, if any."""
+        return ()
+
+    @pytest_asyncio.fixture
+    async def client(self) -> AsyncIterator[EngineClient]:
+        async with self.running() as client:
+            await client.start()
+            yield client
+            await client.close()
+
+    async def _until_idle(self, client: EngineClient) -> None:
+        async with asyncio.timeout(5):
+            while True:
+                load = await client.load()
+                if not load.running and not load.waiting and not load.kv_used_blocks:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def test_says_what_it_is(self, client: EngineClient) -> None:
+        info = await client.start()
+        assert info.kind
+        assert info.version
+        assert info.max_model_len > 0
+        assert info.block_size > 0
+        assert info.kv_capacity_blocks > 0
+
+    async def test_generates_as_many_tokens_as_asked(self, client: EngineClient) -> None:
+        deltas = await collect(client, make_request("a", self.tokenized_prompt))
+        assert len(tokens(deltas)) == GREEDY.max_tokens
+        assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[0].cached_tokens is not None
+        await self._until_idle(client)
+
+    async def test_greedy_is_repeatable_alone_and_in_company(self, client: EngineClient) -> None:
+        prompts = [list(self.tokenized_prompt[i:]) for i in range(6)]
+        alone = [tokens(await collect(client, make_request("a", prompt))) for prompt in prompts]
+        together = await asyncio.gather(
+            *(collect(client, make_request(f"t{i}", prompt)) for i, prompt in enumerate(prompts))
+        )
+        assert [tokens(deltas) for deltas in together] == alone
+
+    async def test_equals_an_independent_implementation(self, client: EngineClient) -> None:
+        for prompt, expected in self.golden():
+            sampling = evolve(GREEDY, max_tokens=len(expected))
+            deltas = await collect(client, make_request("g", prompt, sampling))
+            assert tokens(deltas) == list(expected)
+
+    async def test_a_seed_repeats_and_another_differs(self, client: EngineClient) -> None:
+        async def sample(seed: int) -> list[int]:
+            sampling = evolve(GREEDY, temperature=1.5, seed=seed, max_tokens=20)
+            return tokens(await collect(client, make_request("s", self.tokenized_prompt, sampling)))
+
+        assert await sample(1) == await sample(1)
+        assert len({tuple(await sample(seed)) for seed in range(4)}) > 1
+
+    async def test_a_stop_token_ends_the_answer(self, client: EngineClient) -> None:
+        greedy = tokens(await collect(client, make_request("a", self.tokenized_prompt)))
+        sampling = evolve(GREEDY, stop_token_ids=(greedy[3],))
+        deltas = await collect(client, make_request("b", self.tokenized_prompt, sampling))
+        first = greedy.index(greedy[3])
+        assert tokens(deltas) == greedy[: first + 1]
+        assert deltas[-1].finish_reason is FinishReason.STOP
+        assert deltas[-1].stop_reason == greedy[3]
+
+    async def test_logprobs_come_one_a_token(self, client: EngineClient) -> None:
+        sampling = evolve(GREEDY, top_logprobs=3)
+        deltas = await collect(client, make_request("a", self.tokenized_prompt, sampling))
+        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        assert [entry.token_id for entry in logprobs] == tokens(deltas)
+        for entry in logprobs:
+            assert entry.logprob <= 0
+            assert len(entry.top) == 3
+            # Greedy takes the likeliest token, so it leads its own alternatives.
+            assert entry.logprob == pytest.approx(entry.top[0][1], abs=1e-4)
+            assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
+
+    async def test_a_repeated_prompt_is_found_in_the_cache(self, client: EngineClient) -> None:
+        info = await client.start()
+        request = make_request("a", self.tokenized_prompt)
+        assert (await collect(client, request))[0].cached_tokens == 0
+        again = (await collect(client, request))[0].cached_tokens
+        full_blocks = (len(self.tokenized_prompt) - 1) // info.block_size
+        assert again == full_blocks * info.block_size
+
+    async def test_a_salt_separates_the_cache(self, client: EngineClient) -> None:
+        request = make_request("a", self.tokenized_prompt)
+        await collect(client, request)
+        salted = await collect(client, evolve(request, cache_salt="tenant-1"))
+        assert salted[0].cached_tokens == 0
+        assert tokens(salted) == tokens(await collect(client, request))
+
+    async def test_closing_a_stream_frees_what_it_held(self, client: EngineClient) -> None:
+        sampling = evolve(GREEDY, max_tokens=500)
+        for i in range(5):
+            stream = client.generate(make_request(f"a{i}", self.tokenized_prompt, sampling))
+            await anext(stream)
+            await stream.aclose()
+        await self._until_idle(client)
+
+    async def test_a_client_that_leaves_frees_what_it_held(self) -> None:
+        async with self.running() as client:
+            leaving = self.another_client(client)
+            await client.start()
+            await leaving.start()
+            sampling = evolve(GREEDY, max_tokens=500)
+            streams = [
+                leaving.generate(make_request(f"a{i}", self.tokenized_prompt, sampling))
+                for i in range(3)
+            ]
+            await anext(streams[0])
+            await leaving.close()
+            await self._until_idle(client)
+            await client.close()
+
+    async def test_a_prompt_that_is_too_long_is_refused(self, client: EngineClient) -> None:
+        info = await client.start()
+        too_long = list(self.tokenized_prompt[:1]) * (info.max_model_len + 1)
+        with pytest.raises(RequestError):
+            await collect(client, make_request("a", too_long))
+        await collect(client, make_request("b", self.tokenized_prompt))
+
+    async def test_kv_events_tell_what_is_cached(self, client: EngineClient) -> None:
+        info = await client.start()
+        if info.kv_events is None:
+            pytest.skip("this engine publishes no KV events")
+        context = zmq.asyncio.Context()
+        subscriber = context.socket(zmq.SUB)
+        subscriber.connect(info.kv_events.endpoint)
+        subscriber.subscribe(info.kv_events.topic)
+        stored: list[int] = []
+        try:
+            await asyncio.sleep(0.3)  # a subscription takes a moment to arrive
+            prompt = list(self.tokenized_prompt)
+            await collect(client, make_request("a", prompt))
+            expected = prompt[: len(prompt) // info.block_size * info.block_size]
+            async with asyncio.timeout(5):
+                while stored[: len(expected)] != expected:
+                    _, _, body = await subscriber.recv_multipart()
+                    for event in decode_batch(body).events:
+                        if isinstance(event, BlockStored):
+                            assert event.block_size == info.block_size
+                            assert len(event.token_ids) == len(event.block_hashes) * info.block_size
+                            stored += event.token_ids
+        finally:
+            context.destroy(linger=0)
