@@ -1,0 +1,87 @@
+"""Prints the effective configuration as YAML, each value with where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import attrs
+import yaml
+
+from commutator.config.model import Config
+from commutator.config.secret import Secret
+from commutator.config.tree import DEFAULT, Node, find
+
+__all__ = ["effective", "show_config"]
+
+_WIDEST = 60
+"""Longer lines push their own comment further to the right, not everybody's."""
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """Every value as plain data, in the order of the classes; loading it gives ``config`` again."""
+    result: dict[str, Any] = _plain(config)
+    return result
+
+
+def show_config(config: Config, tree: Node) -> str:
+    """YAML text; each value has a comment with its origin out of ``tree``. Secrets stay hidden."""
+    lines = list(_lines(_plain(config, hide=True), tree, (), 0))
+    width = max((len(text) for text, _ in lines if len(text) <= _WIDEST), default=0)
+    return "".join(
+        f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines
+    )
+
+
+def _plain(value: Any, *, hide: bool = False) -> Any:
+    if isinstance(value, Secret):
+        return {"env": value.env} if value.env is not None else {"file": value.file}
+    if attrs.has(type(value)):
+        return {
+            field.name: "<hidden>"
+            if hide and not field.repr and not isinstance(getattr(value, field.name), Secret)
+            else _plain(getattr(value, field.name), hide=hide)
+            for field in attrs.fields(type(value))
+        }
+    if isinstance(value, Mapping):
+        return {key: _plain(item, hide=hide) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, hide=hide) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _lines(
+    value: Any, tree: Node, steps: tuple[str | int, ...], depth: int
+) -> Iterator[tuple[str, str]]:
+    """(text, origin) of each line; the origin is empty on lines that only open a block."""
+    indent = "  " * depth
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _entry(f"{indent}{_scalar(key)}:", item, tree, (*steps, key), depth + 1)
+    else:
+        for index, item in enumerate(value):
+            inner = list(_entry(f"{indent}-", item, tree, (*steps, index), depth + 1))
+            if isinstance(item, dict | list) and item:
+                text, origin = inner[1]  # the first line of a block stands beside its dash
+                inner[:2] = [(f"{indent}- {text.lstrip()}", origin)]
+            yield from inner
+
+
+def _entry(
+    start: str, value: Any, tree: Node, steps: tuple[str | int, ...], depth: int
+) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict | list) and value:
+        yield start, ""
+        yield from _lines(value, tree, steps, depth)
+    else:
+        node = find(tree, steps)
+        yield f"{start} {_scalar(value)}", DEFAULT if node is None else node.origin
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:
+        text = yaml.safe_dump(value, default_style='"', width=float("inf")).removesuffix("\n")
+    return text

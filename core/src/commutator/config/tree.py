@@ -1,0 +1,118 @@
+"""Configuration values with the place each one came from. Every operation returns a new tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+__all__ = [
+    "DEFAULT",
+    "Node",
+    "find",
+    "from_plain",
+    "merge",
+    "path_steps",
+    "path_text",
+    "plain",
+    "put",
+]
+
+DEFAULT = "default"
+_PATH = re.compile(r"[^.\[\]]+(?:\[\d+\]|\.[^.\[\]]+)*")
+_STEP = re.compile(r"[^.\[\]]+")
+
+
+@frozen
+class Node:
+    """One value: a mapping of nodes, a list of nodes, or a scalar."""
+
+    value: Any
+    origin: str
+    """Where it was written: "FILE:line", "env NAME", "--set ...", "default"."""
+
+
+def from_plain(value: Any, origin: str) -> Node:
+    """Plain data as a tree of one origin."""
+    if isinstance(value, Mapping):
+        return Node({key: from_plain(item, origin) for key, item in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Node([from_plain(item, origin) for item in value], origin)
+    return Node(value, origin)
+
+
+def plain(node: Node) -> Any:
+    """The values without their origins."""
+    if isinstance(node.value, dict):
+        return {key: plain(item) for key, item in node.value.items()}
+    return [plain(item) for item in node.value] if isinstance(node.value, list) else node.value
+
+
+def merge(base: Node, over: Node) -> Node:
+    """``over`` laid on ``base``: mappings merge, everything else is replaced, lists included."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, item in over.value.items():
+        merged[key] = merge(merged[key], item) if key in merged else item
+    return Node(merged, over.origin)
+
+
+def put(base: Node | None, steps: Sequence[str], new: Node) -> Node:
+    """``base`` with ``new`` merged in at ``steps``; numbers are indices where a list stands.
+
+    What is missing on the way is made. Raises ValueError when a step does not fit a list.
+    """
+    if not steps:
+        return new if base is None else merge(base, new)
+    step, rest = steps[0], steps[1:]
+    inside = None if base is None else base.value
+    origin = new.origin if base is None else base.origin
+    if isinstance(inside, list) or (step.isdecimal() and not isinstance(inside, dict)):
+        items = list(inside) if isinstance(inside, list) else []
+        index = _index(step, len(items))
+        old = items[index] if index < len(items) else None
+        items[index : index + 1] = [put(old, rest, new)]
+        return Node(items, origin)
+    entries = inside if isinstance(inside, dict) else {}
+    return Node(entries | {step: put(entries.get(step), rest, new)}, origin)
+
+
+def _index(step: str, length: int) -> int:
+    """The next free index is allowed, for it appends."""
+    if not step.isdecimal():
+        raise ValueError(f'a list takes an index, not "{step}"')
+    if int(step) > length:
+        raise ValueError(f"index {int(step)} leaves a gap: the list has {length} entries")
+    return int(step)
+
+
+def find(node: Node, steps: Iterable[str | int]) -> Node | None:
+    """The node at ``steps``, or None."""
+    for step in steps:
+        if isinstance(node.value, dict) and step in node.value:
+            node = node.value[step]
+        elif isinstance(node.value, list) and str(step).isdecimal():
+            if int(step) >= len(node.value):
+                return None
+            node = node.value[int(step)]
+        else:
+            return None
+    return node
+
+
+def path_steps(text: str) -> list[str]:
+    """``engines[0].replicas`` or ``engines.0.replicas`` as steps. Raises ValueError."""
+    if not _PATH.fullmatch(text):
+        raise ValueError(f'"{text}" is not a path such as engines[0].replicas')
+    return _STEP.findall(text)
+
+
+def path_text(steps: Iterable[str | int]) -> str:
+    """Steps in the spelling of error messages: ``engines[0].replicas``."""
+    text = ""
+    for step in steps:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text

@@ -1,0 +1,113 @@
+"""Reads YAML into a tree that knows the line of every value. Duplicate keys are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from commutator.config.tree import Node
+from commutator.errors import ConfigError
+
+__all__ = ["parse_value", "read_file"]
+
+
+def read_file(path: str | Path) -> Node:
+    """The file's tree; an empty file is an empty mapping. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError([f"cannot be read: {reason}"], str(path)) from error
+    problems: list[str] = []
+    try:
+        node = _parse(text, lambda line: f"{path}:{line}", problems)
+    except ValueError as error:
+        raise ConfigError([str(error)], str(path)) from error
+    if node.value is None:
+        node = Node({}, node.origin)
+    if not isinstance(node.value, dict):
+        problems.append(f"{path}:1: expected keys such as `models:` and `engines:` at the top")
+    if problems:
+        raise ConfigError(problems, str(path))
+    return node
+
+
+def parse_value(text: str, origin: str) -> Node:
+    """One YAML value from an environment variable or an option. Raises ValueError."""
+    problems: list[str] = []
+    node = _parse(text, lambda _: origin, problems)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return node
+
+
+def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node:
+    """Raises ValueError for wrong syntax; other findings are appended to ``problems``."""
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            root = loader.get_single_node()
+            return (
+                Node(None, origin(1)) if root is None else _Builder(loader, origin, problems)(root)
+            )
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        raise ValueError(f"{origin(mark.line + 1 if mark else 1)}: not YAML: {what}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{origin(1)}: not YAML: {error}") from error
+
+
+class _Builder:
+    """Turns PyYAML's nodes, which know their lines, into ours."""
+
+    def __init__(
+        self, loader: yaml.SafeLoader, origin: Callable[[int], str], problems: list[str]
+    ) -> None:
+        self._loader = loader
+        self._origin = origin
+        self._problems = problems
+        self._checked: set[int] = set()
+
+    def __call__(self, node: yaml.Node) -> Node:
+        origin = self._origin(node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._mapping(node), origin)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self(item) for item in node.value], origin)
+        return Node(self._loader.construct_object(node), origin)
+
+    def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        self._refuse_duplicates(node)
+        self._loader.flatten_mapping(node)  # resolves `<<: *anchor`
+        items: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            key = self._loader.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                self._problem(key_node, f"the key {_spelling(key)} is not text; put it in quotes")
+            items[str(key)] = self(value_node)
+        return items
+
+    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
+        if id(node) in self._checked:
+            return  # an alias; after flattening, a key that overrides a merged one stands twice
+        self._checked.add(id(node))
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if (first := lines.get(key_node.value)) is not None:
+                    self._problem(key_node, f'"{key_node.value}" again, first on line {first}')
+                lines[key_node.value] = key_node.start_mark.line + 1
+
+    def _problem(self, node: yaml.Node, text: str) -> None:
+        self._problems.append(f"{self._origin(node.start_mark.line + 1)}: {text}")
+
+
+def _spelling(key: Any) -> str:
+    return json.dumps(key, default=str)

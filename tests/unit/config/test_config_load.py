@@ -1,0 +1,263 @@
+"""Where values come from, which one wins, and how mistakes are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from attrs import frozen
+
+from commutator import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    RouterConfig,
+    hookimpl,
+    setting,
+)
+from commutator.config.load import Loaded, load_config
+from commutator.errors import ConfigError
+from commutator.schema import PositiveInt
+
+
+@frozen(kw_only=True)
+class DieselConfig(EngineConfig):
+    cylinders: PositiveInt = setting("How many.", 4)
+
+
+class Diesel(EngineConnector[DieselConfig]):
+    def launch_plan(self, config: DieselConfig, context: LaunchContext) -> None:
+        return None
+
+    def connect(self, config: DieselConfig, address: str) -> EngineClient:
+        raise NotImplementedError
+
+
+class Engines:
+    @hookimpl
+    def engine_register(self, register: Any) -> None:
+        register("diesel", DieselConfig, Diesel())
+
+
+class Routers:
+    @hookimpl
+    def router_register(self, register: Any) -> None:
+        register("round_robin", RouterConfig, lambda config: config)
+
+
+BROKEN = object()
+
+
+@frozen
+class Point:
+    """What the loader needs of an entry point."""
+
+    name: str
+    plugin: Any
+    value: str = "test"
+    dist: None = None
+
+    def load(self) -> Any:
+        if self.plugin is BROKEN:
+            raise ImportError("No module named 'warp_drive'")
+        return self.plugin
+
+
+POINTS = cast(
+    Iterable[EntryPoint],
+    [Point("motors", Engines()), Point("turns", Routers()), Point("warp", BROKEN)],
+)
+
+MINIMAL = """
+models:
+  - {name: m, source: package:m}
+engines:
+  - kind: diesel
+"""
+
+
+def load(tmp_path: Path, *texts: str, **options: Any) -> Loaded:
+    files = []
+    for number, text in enumerate(texts):
+        files.append(tmp_path / f"{number}.yaml")
+        files[-1].write_text(text)
+    return load_config(files, **({"environ": {}, "found": POINTS} | options))
+
+
+def problems(tmp_path: Path, *texts: str, **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *texts, **options)
+    return [line.replace(f"{tmp_path}/", "") for line in caught.value.problems]
+
+
+def test_a_minimal_file_is_filled_in(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL).config
+    (engine,) = config.engines
+    assert isinstance(engine, DieselConfig)
+    assert (engine.name, engine.model, engine.cylinders) == ("diesel", "m", 4)
+    assert config.router.kind == "round_robin"
+    assert config.frontend.port == 8000
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    second = "frontend: {port: 1111, host: 0.0.0.0, replicas: 2}"
+    environ = {"COMMUTATOR__FRONTEND__PORT": "2222", "COMMUTATOR__FRONTEND__REPLICAS": "3"}
+    config = load(
+        tmp_path, MINIMAL, second, environ=environ, sets=["frontend.port=3333"]
+    ).config.frontend
+    assert (config.host, config.replicas, config.port) == ("0.0.0.0", 3, 3333)
+    assert load(tmp_path, MINIMAL, second, port=0).config.frontend.port == 0
+
+
+def test_lists_are_replaced_by_later_files(tmp_path: Path) -> None:
+    second = "engines: [{kind: diesel, name: only}]"
+    assert [e.name for e in load(tmp_path, MINIMAL, second).config.engines] == ["only"]
+
+
+@pytest.mark.parametrize("path", ["engines.0.cylinders", "engines[0].cylinders"])
+def test_set_reaches_into_lists(tmp_path: Path, path: str) -> None:
+    (engine,) = load(tmp_path, MINIMAL, sets=[f"{path}=8"]).config.engines
+    assert isinstance(engine, DieselConfig)
+    assert engine.cylinders == 8
+
+
+def test_a_whole_configuration_from_the_environment() -> None:
+    environ = {
+        "COMMUTATOR__MODELS": "[{name: m, source: package:m}]",
+        "COMMUTATOR__ENGINES__0__KIND": "diesel",
+        "COMMUTATOR__ENGINES__1": "{kind: diesel, name: second}",
+        "COMMUTATOR__FRONTEND__API_KEYS__0__ENV": "KEY",
+        "COMMUTATOR_TRACE_HOOKS": "1",
+    }
+    config = load_config([], environ=environ, found=POINTS).config
+    assert [engine.name for engine in config.engines] == ["diesel", "second"]
+    assert config.frontend.api_keys[0].env == "KEY"
+
+
+def test_every_mistake_is_told_at_once_with_its_path(tmp_path: Path) -> None:
+    text = """
+models: [{name: m, source: package:m}, {name: m, source: package:n}]
+engines:
+  - {kind: diesel, model: m, replicas: two}
+  - {kind: deisel, model: m}
+  - {kind: diesel, model: x, cylindres: 3}
+frontend: {port: 99999}
+tiers: [{kind: dram}]
+"""
+    assert problems(tmp_path, text) == [
+        'engines[0].replicas: expected an integer of at least 1, got "two"',
+        (
+            'engines[1].kind: no installed plugin offers the engine "deisel"; did you mean "diesel"?; '
+            "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
+        ),
+        'engines[2].cylindres: unknown key; did you mean "cylinders"?',
+        "frontend.port: expected an integer from 0 to 65535, got 99999",
+        'models[1].name: "m" is the name of models[0] already; give it another',
+        'engines[2].name: "diesel" is the name of engines[0] already; give it another',
+        'engines[2].model: no model is named "x"; known models: m',
+        (
+            "tiers: storage tiers are not built yet: they arrive with the KV manager; "
+            "remove this entry"
+        ),
+    ]
+
+
+def test_a_mistake_from_outside_the_file_names_its_source(tmp_path: Path) -> None:
+    assert problems(
+        tmp_path,
+        MINIMAL,
+        environ={"COMMUTATOR__ENGINES__0__REPLICAS": "two", "COMMUTATOR__LOG__LEVEL": "[loud"},
+        sets=["runtime.lease_s=0", "frontend", "engines.x.replicas=1"],
+    ) == [
+        "--set frontend: expected PATH=VALUE, such as engines[0].replicas=3",
+        (
+            "log.level: not YAML: while parsing a flow sequence expected ',' or ']', but got "
+            "'<stream end>' (from env COMMUTATOR__LOG__LEVEL)"
+        ),
+        'engines.x.replicas: a list takes an index, not "x" (from --set engines.x.replicas)',
+        (
+            'engines[0].replicas: expected an integer of at least 1, got "two" '
+            "(from env COMMUTATOR__ENGINES__0__REPLICAS)"
+        ),
+        "runtime.lease_s: expected a number above 0, got 0 (from --set runtime.lease_s)",
+    ]
+
+
+def test_with_several_files_a_mistake_names_its_file_and_line(tmp_path: Path) -> None:
+    assert problems(tmp_path, MINIMAL, "\nfrontend:\n  port: x\n") == [
+        'frontend.port: expected an integer from 0 to 65535, got "x" (from 1.yaml:3)'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("models: [", "0.yaml:1: not YAML: while parsing a flow node expected the node content"),
+        ("log: {level: info}\nlog: {}", '0.yaml:2: "log" again, first on line 1'),
+        ("- a", "0.yaml:1: expected keys such as `models:` and `engines:` at the top"),
+        ("log: {on: 1}", "0.yaml:1: the key true is not text; put it in quotes"),
+        ("a: &x [*x]", "0.yaml:1: not YAML: maximum recursion depth exceeded"),
+    ],
+)
+def test_yaml_mistakes_have_file_and_line(tmp_path: Path, text: str, expected: str) -> None:
+    (line,) = problems(tmp_path, text)
+    assert line.startswith(expected)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+        load_config([tmp_path / "absent.yaml"], environ={}, found=POINTS)
+
+
+def test_anchors_and_merge_keys_are_understood(tmp_path: Path) -> None:
+    text = """
+models: [{name: m, source: package:m}]
+engines:
+  - &first {kind: diesel, name: a, cylinders: 6}
+  - {<<: *first, name: b}
+"""
+    first, second = load(tmp_path, text).config.engines
+    assert isinstance(second, DieselConfig)
+    assert (first.name, second.name, second.cylinders) == ("a", "b", 6)
+
+
+def test_a_raw_secret_is_refused_without_repeating_it(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL, "frontend: {api_keys: [sk-1234]}")
+    assert "frontend.api_keys[0]: expected {env: NAME} or {file: PATH}" in line
+    assert "sk-1234" not in line
+
+
+def test_the_model_must_be_said_when_there_are_several(tmp_path: Path) -> None:
+    second = "models: [{name: a, source: package:a}, {name: b, source: package:b}]"
+    assert problems(tmp_path, MINIMAL, second) == [
+        "engines[0].model: required, because there are 2 models"
+    ]
+
+
+def test_blocked_plugins_are_not_loaded(tmp_path: Path) -> None:
+    blocking = "plugins: {block: [motors]}"
+    (line,) = problems(tmp_path, MINIMAL, blocking)
+    assert line.startswith('engines[0].kind: no installed plugin offers the engine "diesel"')
+    assert "motors (test): blocked" in line
+    loaded = load(tmp_path, MINIMAL, no_plugins=["warp"])
+    assert loaded.config.plugins.block == ("warp",)
+    assert {p.name: p.problem for p in loaded.host.installed}["warp"] == "blocked"
+
+
+def test_a_misspelt_no_plugin_is_an_error(tmp_path: Path) -> None:
+    assert problems(tmp_path, MINIMAL, no_plugins=["wrap"]) == [
+        "--no-plugin wrap: no such plugin is installed; there are motors, turns, warp"
+    ]
+
+
+def test_names_that_cannot_name_workers_are_refused(tmp_path: Path) -> None:
+    assert problems(tmp_path, MINIMAL, sets=["engines.0.name=a/b"]) == [
+        (
+            "engines[0].name: expected letters, digits, '.', '_' and '-', got \"a/b\" "
+            "(from --set engines.0.name)"
+        )
+    ]

@@ -1,0 +1,144 @@
+"""The effective configuration, its origins, and the schema of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from attrs import frozen
+
+from commutator import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    RouterConfig,
+    hookimpl,
+    setting,
+)
+from commutator.config.file_schema import file_schema
+from commutator.config.load import build_config
+from commutator.config.show import effective, show_config
+from commutator.config.tree import from_plain, merge
+from commutator.config.yaml_file import parse_value, read_file
+from commutator.plugins import Installed, PluginHost
+
+
+@frozen(kw_only=True)
+class SteamConfig(EngineConfig):
+    pressure_bar: float = setting("Boiler pressure.", 10.0)
+    valves: tuple[str, ...] = setting("Names of valves.", ())
+    fireman: str = setting("Never shown.", "joe", secret=True)
+
+
+class NullConnector(EngineConnector[SteamConfig]):
+    def launch_plan(self, config: SteamConfig, context: LaunchContext) -> None:
+        return None
+
+    def connect(self, config: SteamConfig, address: str) -> EngineClient:
+        raise NotImplementedError
+
+
+class Plugin:
+    @hookimpl
+    def engine_register(self, register: Any) -> None:
+        register("steam", SteamConfig, NullConnector())
+
+    @hookimpl
+    def router_register(self, register: Any) -> None:
+        register("round_robin", RouterConfig, lambda config: config)
+
+
+def make_host() -> PluginHost:
+    host = PluginHost()
+    host.add(Plugin(), Installed("steam", "dist-steam", "1"))
+    return host
+
+
+TEXT = """
+models: [{name: "yes", source: "a: b"}]
+engines:
+  - kind: steam
+    valves: [left, "null"]
+  - kind: steam
+    name: second
+router: {kind: round_robin}
+frontend:
+  api_keys: [{env: KEY}, {file: /keys}]
+"""
+
+
+def test_what_is_shown_loads_to_the_same_configuration(tmp_path: Path) -> None:
+    host = make_host()
+    file = tmp_path / "c.yaml"
+    file.write_text(TEXT)
+    loaded = build_config(read_file(file), host, [file])
+    shown = show_config(loaded.config, loaded.tree).replace("<hidden>", "joe")
+    again = build_config(parse_value(shown, "shown"), host, ["shown"])
+    assert again.config == loaded.config
+    plain = build_config(from_plain(effective(loaded.config), "effective"), host, ["effective"])
+    assert plain.config == loaded.config
+
+
+def test_each_value_says_where_it_came_from(tmp_path: Path) -> None:
+    host = make_host()
+    file = tmp_path / "c.yaml"
+    file.write_text(TEXT)
+    tree = merge(read_file(file), from_plain({"frontend": {"port": 1}}, "--port"))
+    loaded = build_config(tree, host, [file])
+    lines = {
+        text.strip(): origin.replace(f"{tmp_path}/", "")
+        for line in show_config(loaded.config, loaded.tree).splitlines()
+        if "  # " in line
+        for text, origin in [line.split("  # ")]
+    }
+    assert lines["- left"] == "c.yaml:5"
+    assert lines["name: steam"] == lines["pressure_bar: 10.0"] == "default"
+    assert lines["name: second"] == "c.yaml:7"
+    assert lines["port: 1"] == "--port"
+    assert lines["- env: KEY"] == "c.yaml:10"
+
+
+def test_secret_fields_are_hidden(tmp_path: Path) -> None:
+    loaded = build_config(parse_value(TEXT, "t"), make_host(), ["t"])
+    shown = show_config(loaded.config, loaded.tree)
+    assert "joe" not in shown
+    assert "fireman: <hidden>" in shown
+
+
+GOOD: dict[str, Any] = {
+    "models": [{"name": "m", "source": "package:m"}],
+    "engines": [{"kind": "steam", "pressure_bar": 3}],
+    "frontend": {"api_keys": [{"env": "KEY"}], "tls": None},
+}
+
+
+def test_the_schema_accepts_a_good_file() -> None:
+    schema = file_schema(make_host())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(GOOD, schema)
+    assert schema["title"] == "Commutator configuration"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engines": [{"kind": "warp"}]},
+        {"engines": [{"kind": "steam", "presure_bar": 3}]},
+        {"engines": [{"kind": "steam", "replicas": 0}]},
+        {"router": {"kind": "round_robin", "pressure_bar": 1}},
+        {"frontend": {"api_keys": ["raw"]}},
+        {"frontend": {"api_keys": [{"env": "A", "file": "B"}]}},
+        {"extra": 1},
+    ],
+)
+def test_the_schema_refuses_what_loading_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(GOOD | wrong, file_schema(make_host()))
+
+
+def test_the_schema_is_plain_data() -> None:
+    assert yaml.safe_load(yaml.safe_dump(file_schema(make_host())))
