@@ -64,6 +64,15 @@ class EngineContract:
     def another_client(self, client: EngineClient) -> EngineClient:
         """A second client, not yet started, for the server that ``client`` talks to."""
 
+    capabilities: frozenset[str] = frozenset(
+        {"sampling", "stop_tokens", "logprobs", "prefix_cache"}
+    )
+    """What the engine can do. A test of something else is skipped; the rest is not optional."""
+
+    def _needs(self, capability: str) -> None:
+        if capability not in self.capabilities:
+            pytest.skip(f"this engine does not claim {capability}")
+
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
         """Prompts and their greedy continuations from an independent implementation, if any."""
         return ()
@@ -114,6 +123,8 @@ class EngineContract:
             assert tokens(deltas) == list(expected)
 
     async def test_a_seed_repeats_and_another_differs(self, client: EngineClient) -> None:
+        self._needs("sampling")
+
         async def sample(seed: int) -> list[int]:
             sampling = evolve(GREEDY, temperature=1.5, seed=seed, max_tokens=20)
             return tokens(await collect(client, make_request("s", self.tokenized_prompt, sampling)))
@@ -122,6 +133,7 @@ class EngineContract:
         assert len({tuple(await sample(seed)) for seed in range(4)}) > 1
 
     async def test_a_stop_token_ends_the_answer(self, client: EngineClient) -> None:
+        self._needs("stop_tokens")
         greedy = tokens(await collect(client, make_request("a", self.tokenized_prompt)))
         sampling = evolve(GREEDY, stop_token_ids=(greedy[3],))
         deltas = await collect(client, make_request("b", self.tokenized_prompt, sampling))
@@ -131,6 +143,7 @@ class EngineContract:
         assert deltas[-1].stop_reason == greedy[3]
 
     async def test_logprobs_come_one_a_token(self, client: EngineClient) -> None:
+        self._needs("logprobs")
         sampling = evolve(GREEDY, top_logprobs=3)
         deltas = await collect(client, make_request("a", self.tokenized_prompt, sampling))
         logprobs = [entry for delta in deltas for entry in delta.logprobs]
@@ -143,6 +156,7 @@ class EngineContract:
             assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
 
     async def test_a_repeated_prompt_is_found_in_the_cache(self, client: EngineClient) -> None:
+        self._needs("prefix_cache")
         info = await client.start()
         request = make_request("a", self.tokenized_prompt)
         assert (await collect(client, request))[0].cached_tokens == 0

@@ -1,0 +1,73 @@
+"""Clients that vanish mid-stream leave nothing behind in the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import aiohttp
+import psutil
+import pytest
+from tests.e2e.conftest import MODEL
+
+from commutator.engine import TokenApiClient
+from commutator.testing import LocalCluster
+from commutator.types import EngineLoad
+
+pytestmark = pytest.mark.slow
+
+
+def worker_addresses(cluster: LocalCluster) -> list[str]:
+    """Where the engine processes of this cluster listen."""
+    assert cluster.process is not None
+    addresses = []
+    for process in psutil.Process(cluster.process.pid).children(recursive=True):
+        if "commutator_reference" in process.cmdline():
+            listening = [c for c in process.net_connections("tcp") if c.status == "LISTEN"]
+            ports = {connection.laddr.port for connection in listening}
+            addresses += [f"127.0.0.1:{port}" for port in ports]
+    return addresses
+
+
+async def loads(clients: list[TokenApiClient]) -> list[EngineLoad]:
+    return [await client.load() for client in clients]
+
+
+async def test_two_hundred_disconnects_leak_nothing(cluster: LocalCluster) -> None:
+    rng = random.Random(4)
+    engines = []
+    for address in worker_addresses(cluster):
+        client = TokenApiClient(address, answer_timeout_s=1)
+        try:
+            await client.start()
+        except Exception:
+            continue  # a KV event socket, not the token API
+        engines.append(client)
+    assert len(engines) == 2
+
+    async def vanish(session: aiohttp.ClientSession, number: int) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": f"{number} " * rng.randint(1, 60),
+            "max_tokens": 400,
+            "stream": rng.random() < 0.8,
+            "ignore_eos": True,
+        }
+        try:
+            async with asyncio.timeout(rng.uniform(0.0, 0.6)):
+                async with session.post(f"{cluster.url}/v1/completions", json=body) as answer:
+                    async for _ in answer.content:
+                        pass
+        except TimeoutError:
+            pass
+
+    connector = aiohttp.TCPConnector(force_close=True, limit=16)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for start in range(0, 200, 10):
+            await asyncio.gather(*(vanish(session, i) for i in range(start, start + 10)))
+    async with asyncio.timeout(1):
+        while any(load.running or load.waiting for load in await loads(engines)):
+            await asyncio.sleep(0.02)
+    assert [load.kv_used_blocks for load in await loads(engines)] == [0, 0]
+    for client in engines:
+        await client.close()

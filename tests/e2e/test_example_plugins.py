@@ -1,0 +1,70 @@
+"""The packages in docs/examples: installed as a third party would, and used, core unchanged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from commutator.testing import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+
+def install(root: Path, name: str, target: Path) -> dict[str, str]:
+    """Install the example into a folder of its own; returns the environment that finds it."""
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+            "--disable-pip-version-check", "--target", str(target),
+            str(root / "docs" / "examples" / name),
+        ],
+        check=True,
+    )  # fmt: skip
+    return {"PYTHONPATH": str(target)}
+
+
+@pytest.mark.parametrize("name", ["shortest_queue", "parrot"])
+def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
+    env = install(root, name, tmp_path / "site")
+    tests = root / "docs" / "examples" / name / "tests"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-c", str(root / "pyproject.toml"), str(tests)],
+        env={**os.environ, **env}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_third_party_policy_routes(root: Path, tmp_path: Path) -> None:
+    env = install(root, "shortest_queue", tmp_path / "site")
+    config = root / "docs" / "examples" / "shortest_queue" / "cluster.yaml"
+    with (
+        LocalCluster(config, env=env) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
+    ):
+        answer = client.completions.with_raw_response.create(
+            model="smollm2-135m",
+            prompt="The capital of France is",
+            max_tokens=5,
+            temperature=0,
+            extra_headers={"X-Commutator-Explain": "1"},
+        )
+        assert "shortest_queue" in answer.headers["X-Commutator-Decision"]
+        assert "Paris" in answer.parse().choices[0].text
+
+
+def test_the_third_party_engine_answers(root: Path, tmp_path: Path) -> None:
+    env = install(root, "parrot", tmp_path / "site")
+    config = root / "docs" / "examples" / "parrot" / "cluster.yaml"
+    with (
+        LocalCluster(config, env=env) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
+    ):
+        answer = client.completions.create(
+            model="parrot", prompt="polly wants a cracker", max_tokens=4
+        )
+        assert answer.choices[0].text.strip().startswith("polly wants")

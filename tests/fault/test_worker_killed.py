@@ -1,0 +1,99 @@
+"""kill -9 of a worker under load: its own streams end, the others do not notice, it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from commutator.testing import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+
+async def stream(session: aiohttp.ClientSession, url: str, number: int) -> tuple[str, str, float]:
+    """One streamed answer: the worker, how it ended, and when."""
+    body = {
+        "model": "smollm2-135m",
+        "prompt": f"Story {number}: once upon a time",
+        "max_tokens": 60,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        assert answer.status == 200
+        worker, outcome = answer.headers["X-Commutator-Worker"], "cut off"
+        async for line in answer.content:
+            if line.startswith(b"data: [DONE]"):
+                outcome = "complete"
+            elif line.startswith(b"data: ") and "error" in json.loads(line[6:]):
+                outcome = "error event"
+        return worker, outcome, time.monotonic()
+
+
+def engine_processes(cluster: LocalCluster) -> dict[int, psutil.Process]:
+    assert cluster.process is not None
+    children = psutil.Process(cluster.process.pid).children(recursive=True)
+    return {p.pid: p for p in children if "commutator_reference" in p.cmdline()}
+
+
+def listening_ports(cluster: LocalCluster) -> int:
+    assert cluster.process is not None
+    everyone = [psutil.Process(cluster.process.pid)]
+    everyone += everyone[0].children(recursive=True)
+    return sum(
+        1 for p in everyone for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    )
+
+
+async def ready_workers(cluster: LocalCluster) -> int:
+    health = await asyncio.to_thread(cluster.health)
+    return sum(1 for worker in health["workers"] if worker["state"] == "ready")
+
+
+async def test_kill_a_worker_under_sixteen_streams(root: Path) -> None:
+    with LocalCluster(root / "examples" / "quickstart.yaml") as cluster:
+        before = engine_processes(cluster)
+        ports_before = listening_ports(cluster)
+        timeout = aiohttp.ClientTimeout(total=120)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            tasks = [
+                asyncio.create_task(stream(session, cluster.url, number)) for number in range(16)
+            ]
+            await asyncio.sleep(3)
+            victim = min(before)
+            os.kill(victim, signal.SIGKILL)
+            killed_s = time.monotonic()
+            results = await asyncio.gather(*tasks)
+        by_worker = Counter((worker, outcome) for worker, outcome, _ in results)
+        broken = {worker for worker, outcome in by_worker if outcome != "complete"}
+        assert len(broken) == 1, f"exactly the killed worker's streams fail: {by_worker}"
+        failed = [at for _, outcome, at in results if outcome != "complete"]
+        assert len(failed) == 8
+        assert max(failed) - killed_s < 2
+        # Cleanly: the client is told, the connection is not just cut.
+        assert all(outcome != "cut off" for _, outcome, _ in results)
+
+        async with asyncio.timeout(60):
+            while len(engine_processes(cluster)) < 2 or await ready_workers(cluster) < 2:
+                await asyncio.sleep(0.2)
+        after = engine_processes(cluster)
+        assert len(after) == 2
+        assert victim not in after
+        assert listening_ports(cluster) == ports_before
+        async with aiohttp.ClientSession() as session:
+            again = await asyncio.gather(*(stream(session, cluster.url, n) for n in range(4)))
+        assert {outcome for _, outcome, _ in again} == {"complete"}
+        assert len({worker for worker, _, _ in again}) == 2
+        survivor = next(pid for pid in before if pid != victim)
+        grown = after[survivor].memory_info().rss - before[survivor].memory_info().rss
+        assert grown < 400 << 20
