@@ -3,7 +3,7 @@
 Needs ``pip install commutator[testing]``.
 """
 
-from commutator.testing.cluster import LocalCluster
+from commutator.runtime.local_cluster import LocalCluster
 from commutator.testing.engines import EngineContract, collect, make_request
 from commutator.testing.faults import Faults, FaultyClient
 from commutator.testing.routers import RouterContract, check_decision, make_candidate

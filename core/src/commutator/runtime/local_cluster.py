@@ -1,4 +1,4 @@
-"""A whole deployment in child processes, for tests: ``commutator serve`` on a free port."""
+"""A whole deployment in child processes, for tests and the demo, on a free port."""
 
 from __future__ import annotations
 

@@ -1,0 +1,53 @@
+"""``python -m bench [SCENARIO ...]``: run scenarios and print one table."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.result import Figure, save
+
+SCENARIOS = {
+    "decode": "the reference engine against transformers, same weights",
+    "frontdoor": "a request through the front door against the worker asked directly",
+}
+
+
+def main(names: list[str]) -> int:
+    console = Console()
+    unknown = [name for name in names if name not in SCENARIOS]
+    if unknown:
+        console.print(f"unknown scenario {unknown[0]}; there are: {', '.join(SCENARIOS)}")
+        return 2
+    figures: list[Figure] = []
+    for name in names or SCENARIOS:
+        console.print(f"[bold]{name}[/]: {SCENARIOS[name]}")
+        started_s = time.perf_counter()
+        found: list[Figure] = importlib.import_module(f"bench.{name}").run()
+        console.print(f"  {time.perf_counter() - started_s:.0f} s")
+        save(found, name)
+        figures += found
+    console.print(table(figures))
+    return 0
+
+
+def table(figures: list[Figure]) -> Table:
+    made = Table(title="Benchmarks: ratios above 1 are better than what stands beside them")
+    for column in ("scenario", "what", "ours", "beside it", "ratio", "aim"):
+        made.add_column(column, justify="right" if column in ("ours", "ratio") else "left")
+    for figure in figures:
+        other = f"{figure.other:.4g} ({figure.other_name})" if figure.other is not None else "-"
+        ratio = f"{figure.ratio:.2f}" if figure.ratio is not None else "-"
+        made.add_row(
+            figure.scenario, figure.what, f"{figure.ours:.4g} {figure.unit}", other, ratio,
+            figure.aim,
+        )  # fmt: skip
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

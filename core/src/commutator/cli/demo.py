@@ -1,0 +1,131 @@
+"""``commutator demo``: a scripted conversation, and what happened to each request."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import click
+from attrs import define
+from rich.console import Console
+from rich.table import Table
+
+from commutator.runtime.local_cluster import LocalCluster
+
+__all__ = ["demo"]
+
+SYSTEM = (
+    "You are a helpful guide for travellers in Europe. Answer in one short sentence. "
+    "Name the place first, then one fact about it. Be kind, and do not repeat the question."
+)
+SCRIPT = (
+    ("ann", "What is the capital of France?"),
+    ("ben", "What is the capital of Italy?"),
+    ("ann", "And which river runs through it?"),
+    ("ben", "And what should I eat there?"),
+    ("ann", "Name one museum there."),
+    ("ben", "Name one church there."),
+)
+
+
+@define
+class Answer:
+    """What the front door told about one request."""
+
+    worker: str = ""
+    reason: str = ""
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float = 0.0
+    duration_s: float = 0.0
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def demo(file: Path) -> None:
+    """Start FILE's cluster on a free port, hold a conversation, and show what happened."""
+    console = Console()
+    console.print(f"Starting [bold]{file}[/] ...")
+    started_s = time.perf_counter()
+    with LocalCluster(file) as cluster:
+        console.print(f"Ready after {time.perf_counter() - started_s:.1f} s at {cluster.url}\n")
+        model = cluster.health()["models"][0]
+        histories: dict[str, list[dict[str, str]]] = {}
+        answers: list[tuple[str, Answer]] = []
+        for user, question in SCRIPT:
+            messages = histories.setdefault(user, [{"role": "system", "content": SYSTEM}])
+            messages.append({"role": "user", "content": question})
+            console.print(f"[bold cyan]{user}[/]  {question}")
+            answer = ask(cluster.url, model, user, messages)
+            messages.append({"role": "assistant", "content": answer.text})
+            answers.append((user, answer))
+            tell(console, answer)
+        console.print(summary(answers))
+
+
+def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answer:
+    """Stream one chat answer and note what the front door says about it."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 48,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "user": user,
+    }
+    request = urllib.request.Request(  # noqa: S310 - our own cluster's URL
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Commutator-Explain": "1"},
+    )
+    answer, started_s = Answer(), time.perf_counter()
+    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+        decision = json.loads(response.headers["X-Commutator-Decision"])
+        answer.worker, answer.reason = decision["worker_id"], decision["reason"]
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if usage := chunk.get("usage"):
+                answer.prompt_tokens = usage["prompt_tokens"]
+                answer.generated_tokens = usage["completion_tokens"]
+                answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+            for choice in chunk["choices"]:
+                if piece := choice["delta"].get("content"):
+                    answer.ttft_s = answer.ttft_s or time.perf_counter() - started_s
+                    answer.text += piece
+    answer.duration_s = time.perf_counter() - started_s
+    return answer
+
+
+def tell(console: Console, answer: Answer) -> None:
+    console.print(f"     [green]{answer.text.strip()}[/]")
+    reused = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens reused"
+    rate = answer.generated_tokens / max(answer.duration_s - answer.ttft_s, 1e-9)
+    console.print(
+        f"     [dim]{answer.worker}: {answer.reason} | {reused} | "
+        f"first token after {answer.ttft_s * 1000:.0f} ms, then {rate:.0f} tokens/s[/]\n"
+    )
+
+
+def summary(answers: list[tuple[str, Answer]]) -> Table:
+    """One row a request."""
+    made = Table(title="What happened")
+    for column in ("#", "who", "worker", "prompt", "reused", "answer", "first token"):
+        made.add_column(column, justify="left" if column in ("who", "worker") else "right")
+    for number, (user, answer) in enumerate(answers, 1):
+        made.add_row(
+            str(number),
+            user,
+            answer.worker,
+            f"{answer.prompt_tokens} tokens",
+            f"{answer.cached_tokens / max(answer.prompt_tokens, 1):.0%}",
+            f"{answer.generated_tokens} tokens",
+            f"{answer.ttft_s * 1000:.0f} ms",
+        )
+    return made
