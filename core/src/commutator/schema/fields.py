@@ -39,14 +39,20 @@ class Bounds:
 
     def describe(self) -> str:
         """Words that follow the type's name: "an integer" + " of at least 1"."""
+        low, high, above = map(_number, (self.minimum, self.maximum, self.above))
         if self.above is not None:
-            upper = "" if self.maximum is None else f" and at most {self.maximum:g}"
-            return f" above {self.above:g}{upper}"
+            return f" above {above}" + (f" and at most {high}" if high else "")
         if self.minimum is not None and self.maximum is not None:
-            return f" from {self.minimum:g} to {self.maximum:g}"
+            return f" from {low} to {high}"
         if self.minimum is not None:
-            return f" of at least {self.minimum:g}"
-        return "" if self.maximum is None else f" of at most {self.maximum:g}"
+            return f" of at least {low}"
+        return f" of at most {high}" if high else ""
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 PositiveInt = Annotated[int, Bounds(minimum=1)]

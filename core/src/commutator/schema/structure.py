@@ -29,6 +29,9 @@ __all__ = ["Mismatch", "StructureError", "build_converter", "structure"]
 
 T = TypeVar("T")
 
+# Of one list or mapping; a request with a million wrong items must not cost a minute.
+_MAX_PROBLEMS = 20
+
 _WORDS: Mapping[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -183,16 +186,23 @@ def _container_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, An
     item = (args[-1] if into is dict else args[0]) if args else Any
     key = args[0] if args and into is dict else Any
     item_hook = converter.get_structure_hook(item)
+    collect = _items if converter.detailed_validation else _items_or_first_error
 
     def hook(value: Any, _: Any) -> Any:
         if not matches(value, kind):
             raise Mismatch(describe(kind), value)
         if into is dict:
             keys = [converter.structure(k, key) for k in value]
-            return dict(zip(keys, _items(value.items(), item_hook, item), strict=True))
-        return into(_items(enumerate(value), item_hook, item))
+            return dict(zip(keys, collect(value.items(), item_hook, item), strict=True))
+        return into(collect(enumerate(value), item_hook, item))
 
     return hook
+
+
+def _items_or_first_error(
+    pairs: Iterable[tuple[Any, Any]], hook: Callable[[Any, Any], Any], kind: Any
+) -> list[Any]:
+    return [hook(value, kind) for _, value in pairs]
 
 
 def _items(
@@ -207,6 +217,8 @@ def _items(
             note = f"@ item {index!r}"
             error.add_note(IterableValidationNote(note, index, kind))
             errors.append(error)
+            if len(errors) == _MAX_PROBLEMS:
+                break
     if errors:
         raise IterableValidationError("wrong items", errors, list)
     return done
@@ -247,8 +259,8 @@ def _step(error: BaseException, path: str) -> str:
 def _leaf_problems(error: BaseException, path: str) -> Iterable[tuple[str, str]]:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [attribute.name for attribute in attrs.fields(error.cl)]
-        for key in sorted(map(str, error.extra_fields)):
-            yield (f"{path}.{key}" if path else key), f"unknown key; {nearest(key, known)}"
+        for key in sorted(map(str, error.extra_fields))[:_MAX_PROBLEMS]:
+            yield (f"{path}.{key}" if path else key), f"unknown key; {nearest(key[:64], known)}"
     elif isinstance(error, KeyError):
         yield path, "required, but missing"
     else:
