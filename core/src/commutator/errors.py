@@ -9,6 +9,7 @@
     ├── EngineError            a worker failed a request
     │   ├── EngineUnavailableError   connection refused, lost or silent
     │   └── EngineOverloadedError    the engine is healthy but full
+    ├── RegistryError          the registry of workers cannot be reached
     └── DeadlineError          the request's time limit passed
 
 Messages say what happened, where, and what to do next.
@@ -25,6 +26,7 @@ __all__ = [
     "EngineUnavailableError",
     "OverloadedError",
     "PluginError",
+    "RegistryError",
     "RequestError",
     "RoutingError",
 ]
@@ -84,6 +86,10 @@ class EngineUnavailableError(EngineError):
 
 class EngineOverloadedError(EngineError):
     """The worker is healthy but full. Not a failure: it must not open a breaker."""
+
+
+class RegistryError(CommutatorError):
+    """The registry of workers cannot be reached."""
 
 
 class DeadlineError(CommutatorError):

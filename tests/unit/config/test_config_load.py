@@ -151,7 +151,8 @@ tiers: [{kind: dram}]
     assert problems(tmp_path, text) == [
         'engines[0].replicas: expected an integer of at least 1, got "two"',
         (
-            'engines[1].kind: no installed plugin offers the engine "deisel"; did you mean "diesel"?; '
+            'engines[1].kind: no installed plugin offers the engine "deisel"; '
+            'did you mean "diesel"?; '
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
         'engines[2].cylindres: unknown key; did you mean "cylinders"?',

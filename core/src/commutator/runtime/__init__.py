@@ -1,0 +1,1 @@
+"""The processes of a deployment: starting, watching, finding and stopping them."""

@@ -1,0 +1,159 @@
+"""A registry in another process. Reconnects by itself and then reports what was missed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from commutator.engine.wire import FrameProtocol
+from commutator.errors import RegistryError
+from commutator.runtime.backoff import Backoff
+from commutator.runtime.lease import LAPSED, Change, Down, Up
+from commutator.runtime.registry import Registry
+from commutator.types import WorkerRecord
+
+__all__ = ["RegistryClient", "difference"]
+
+log = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 5.0
+_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+
+
+def difference(known: Mapping[str, WorkerRecord], present: Sequence[WorkerRecord]) -> list[Change]:
+    """What turns the view ``known`` into ``present``."""
+    ids = {record.worker_id for record in present}
+    gone: list[Change] = [Down(worker_id, LAPSED) for worker_id in known if worker_id not in ids]
+    return gone + [Up(record) for record in present if known.get(record.worker_id) != record]
+
+
+class RegistryClient(Registry):
+    """Talks to a ``RegistryServer`` at "host:port"."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._asking: FrameProtocol | None = None
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        return int(await self._ask("register", record, ttl_s))
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        return bool(await self._ask("keep_alive", lease_id))
+
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        await self._ask("deregister", lease_id, reason)
+
+    async def watch(self) -> AsyncIterator[Sequence[Change]]:
+        known: dict[str, WorkerRecord] = {}
+        backoff, first = _RECONNECT, True
+        while True:
+            try:
+                async with aclosing(self._watched_frames()) as frames:
+                    async for frame in frames:
+                        backoff = _RECONNECT
+                        changes = _changes(frame, known)
+                        if changes or first:
+                            yield changes
+                        first = False
+            except RegistryError as error:
+                # Whoever watches keeps the last view until the connection is back.
+                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
+            backoff, wait_s = backoff.after_failure(0.0)
+            await asyncio.sleep(wait_s)
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.close()
+            self._asking = None
+
+    async def _watched_frames(self) -> AsyncGenerator[list[Any], None]:
+        """The frames of one connection. Raises RegistryError when it ends."""
+        frames: asyncio.Queue[list[Any] | None] = asyncio.Queue()
+        connection = await self._connect(frames.put_nowait, partial(frames.put_nowait, None))
+        try:
+            connection.send(["watch"])
+            while (frame := await frames.get()) is not None:
+                yield frame
+            raise self._lost()
+        finally:
+            connection.close()
+
+    async def _connect(
+        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    ) -> FrameProtocol:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                _, protocol = await loop.create_connection(
+                    lambda: FrameProtocol(on_frame, lambda _: on_lost()), self._host, self._port
+                )
+        except OSError as error:  # TimeoutError is one
+            what = error.strerror or "no answer"
+            raise RegistryError(f"registry at {self.address}: {what}") from error
+        return protocol
+
+    async def _ask(self, *question: Any) -> Any:
+        if self._asking is None:
+            self._asking = await self._connect(self._on_answer, self._on_lost)
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        self._asking.send([question[0], number, *question[1:]])
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                return await answer
+        except TimeoutError as error:
+            raise RegistryError(f"registry at {self.address}: no answer") from error
+        finally:
+            self._questions.pop(number, None)
+
+    def _on_answer(self, frame: list[Any]) -> None:
+        match frame:
+            case ["answer", int(number), value]:
+                if (answer := self._questions.get(number)) is not None and not answer.done():
+                    answer.set_result(value)
+            case _:
+                log.warning("registry at %s sent an unknown frame %r", self.address, frame[0])
+
+    def _on_lost(self) -> None:
+        self._asking = None
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(self._lost())
+
+    def _lost(self) -> RegistryError:
+        return RegistryError(f"registry at {self.address}: connection lost")
+
+
+def _changes(frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
+    """The frame's changes, applied to ``known``."""
+    match frame:
+        case ["snapshot", records]:
+            changes = difference(known, msgspec.convert(records, list[WorkerRecord]))
+        case ["changes", packed]:
+            changes = [_unpacked(change) for change in packed]
+        case _:
+            raise RegistryError(f"the registry sent an unknown frame {frame[0]!r}")
+    for change in changes:
+        if isinstance(change, Up):
+            known[change.record.worker_id] = change.record
+        else:
+            known.pop(change.worker_id, None)
+    return changes
+
+
+def _unpacked(change: list[Any]) -> Change:
+    if change[0] == "up":
+        return Up(msgspec.convert(change[1], WorkerRecord))
+    return Down(str(change[1]), str(change[2]))

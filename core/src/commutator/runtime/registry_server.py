@@ -1,0 +1,110 @@
+"""Serves a registry over TCP, in the frames of ``engine.wire``.
+
+client -> server                              server -> client
+["register", number, WorkerRecord, ttl_s]     ["answer", number, lease id]
+["keep_alive", number, lease id]              ["answer", number, true | false]
+["deregister", number, lease id, reason]      ["answer", number, nil]
+["watch"]                                     ["snapshot", [WorkerRecord, ...]]
+                                              ["changes", [["up", WorkerRecord] |
+                                                           ["down", worker id, reason], ...]]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+
+from commutator.engine.wire import FrameProtocol
+from commutator.runtime.lease import Change, Up
+from commutator.runtime.registry import Registry
+from commutator.types import WorkerRecord
+
+__all__ = ["RegistryServer"]
+
+log = logging.getLogger(__name__)
+
+
+class RegistryServer:
+    """Lets other processes use ``registry``."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; returns "host:port"."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self).frames, host, port)
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Stop listening and close every connection. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.frames.close()
+            connection.end()
+
+
+class _Connection:
+    def __init__(self, server: RegistryServer) -> None:
+        self._server = server
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        server.connections.add(self)
+
+    def end(self) -> None:
+        self._server.connections.discard(self)
+        for task in self._tasks:
+            task.cancel()
+
+    def _on_lost(self, reason: str) -> None:
+        del reason
+        self.end()
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        task = asyncio.get_running_loop().create_task(self._handle(frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, frame: list[Any]) -> None:
+        registry = self._server.registry
+        try:
+            match frame:
+                case ["register", int(number), record, float() | int() as ttl_s]:
+                    worker = msgspec.convert(record, WorkerRecord)
+                    self._answer(number, await registry.register(worker, float(ttl_s)))
+                case ["keep_alive", int(number), int(lease_id)]:
+                    self._answer(number, await registry.keep_alive(lease_id))
+                case ["deregister", int(number), int(lease_id), str(reason)]:
+                    await registry.deregister(lease_id, reason)
+                    self._answer(number, None)
+                case ["watch"]:
+                    await self._watch()
+                case _:
+                    raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
+        except (ValueError, TypeError) as error:
+            log.warning("a registry client sent a wrong %r frame: %s", frame[0], error)
+            self.frames.close()
+
+    async def _watch(self) -> None:
+        first = True
+        async for changes in self._server.registry.watch():
+            if first:
+                self.frames.send(["snapshot", [c.record for c in changes if isinstance(c, Up)]])
+                first = False
+            else:
+                self.frames.send(["changes", [_packed(change) for change in changes]])
+
+    def _answer(self, number: int, value: Any) -> None:
+        self.frames.send(["answer", number, value])
+
+
+def _packed(change: Change) -> list[Any]:
+    if isinstance(change, Up):
+        return ["up", change.record]
+    return ["down", change.worker_id, change.reason]
