@@ -1,0 +1,65 @@
+"""From the bytes of a body to a request object, or to an error that names the parameter."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import attrs
+import msgspec
+
+from commutator.errors import RequestError
+from commutator.frontend.fields import Off, build_request_converter, special_of
+from commutator.schema import StructureError, structure
+
+__all__ = ["parse_body"]
+
+T = TypeVar("T")
+
+_fast = build_request_converter(detailed=False)
+_thorough = build_request_converter(detailed=True)
+_SHOWN_PROBLEMS = 8
+_SHOWN_CHARACTERS = 200
+
+
+def parse_body(body: bytes, cls: type[T]) -> T:
+    """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    try:
+        return _fast.structure(data, cls)
+    except Exception:  # noqa: BLE001 - whatever it is, the thorough converter tells it better
+        return _parse_thoroughly(data, cls)
+
+
+def _parse_thoroughly(data: object, cls: type[T]) -> T:
+    try:
+        return structure(_thorough, data, cls)
+    except StructureError as error:
+        problems = error.problems
+    shown = [_line(path, text) for path, text in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
+    path, text = problems[0]
+    raise RequestError("; ".join(shown), _shorten(path) or None, _code(path, text, cls)) from None
+
+
+def _line(path: str, text: str) -> str:
+    return _shorten(f"{path}: {text}" if path else text)
+
+
+def _code(path: str, text: str, cls: type) -> str:
+    if text.startswith("unknown key"):
+        return "unknown_parameter"
+    if text.startswith("required"):
+        return "missing_required_parameter"
+    field = attrs.fields_dict(cls).get(path)
+    off = field is not None and isinstance(special_of(field.type), Off)
+    return "unsupported_parameter" if off else "invalid_value"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
