@@ -4,9 +4,42 @@ from __future__ import annotations
 
 from commutator import RoutingPolicy
 from commutator.testing import RouterContract
+from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
+from commutator_kv import KvRouter, KvRouterConfig
 from commutator_round_robin import RoundRobin, RoundRobinConfig
+from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 
 
 class TestRoundRobin(RouterContract):
     def make_policy(self) -> RoutingPolicy:
         return RoundRobin(RoundRobinConfig(kind="round_robin"))
+
+
+class TestKv(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return KvRouter(KvRouterConfig(kind="kv"))
+
+
+class TestKvProduct(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return KvRouter(KvRouterConfig(kind="kv", formula="product", router_temperature=0.5))
+
+
+class TestRandom(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return RandomChoice(BalanceConfig(kind="random"))
+
+
+class TestLeastLoaded(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return LeastLoaded(BalanceConfig(kind="least_loaded"))
+
+
+class TestPowerOfTwo(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return PowerOfTwo(BalanceConfig(kind="power_of_two"))
+
+
+class TestSessionAffinity(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        return SessionAffinity(SessionAffinityConfig(kind="session_affinity"))

@@ -18,6 +18,7 @@ from commutator.plugins import EngineRegister, RouterRegister, TierRegister
 from commutator.routing.contract import (
     Candidate,
     Decision,
+    Overlap,
     RouteRequest,
     RoutingPolicy,
     WorkerLoad,
@@ -36,6 +37,7 @@ __all__ = [
     "LaunchContext",
     "LaunchPlan",
     "ModelConfig",
+    "Overlap",
     "RouteRequest",
     "RouterConfig",
     "RouterRegister",

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
+from commutator.routing.overlap import Overlap
 from commutator.types import WorkerRecord
 
-__all__ = ["Candidate", "Decision", "RouteRequest", "RoutingPolicy", "WorkerLoad"]
+__all__ = ["Candidate", "Decision", "Overlap", "RouteRequest", "RoutingPolicy", "WorkerLoad"]
 
 
 @frozen
@@ -23,6 +24,13 @@ class RouteRequest:
     max_tokens: int = 0
     session_id: str | None = None
     priority: int = 0
+    block_size: int = 16
+    """Tokens in one KV block; overlaps and loads are counted in such blocks."""
+
+    @property
+    def prompt_blocks(self) -> float:
+        """The prompt's length in blocks, not rounded."""
+        return self.prompt_tokens / self.block_size
 
 
 @frozen
@@ -38,14 +46,20 @@ class WorkerLoad:
 
 @frozen
 class Candidate:
-    """A live worker that could serve the request."""
+    """A live worker, or one data-parallel rank of it, that could serve the request."""
 
     worker: WorkerRecord
     load: WorkerLoad = WorkerLoad()
+    overlap: Overlap = Overlap()
+    """How much of the prompt its KV cache holds, in blocks by tier."""
+    rank: int = 0
 
     @property
     def worker_id(self) -> str:
-        return self.worker.worker_id
+        """Names the candidate in decisions: the worker's id, with "@RANK" if it has several."""
+        if self.worker.info.data_parallel_size == 1:
+            return self.worker.worker_id
+        return f"{self.worker.worker_id}@{self.rank}"
 
 
 @frozen

@@ -6,12 +6,13 @@ import copy
 import random
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commutator.routing.contract import (
     Candidate,
     Decision,
+    Overlap,
     RouteRequest,
     RoutingPolicy,
     WorkerLoad,
@@ -21,11 +22,13 @@ from commutator.types import EngineInfo, WorkerRecord
 __all__ = ["RouterContract", "make_candidate"]
 
 
-def make_candidate(worker_id: str, load: WorkerLoad | None = None) -> Candidate:
+def make_candidate(
+    worker_id: str, load: WorkerLoad | None = None, overlap: Overlap | None = None
+) -> Candidate:
     """A live worker, for tests of a policy."""
     info = EngineInfo("test", "1", "model", 4096, 16, 1024)
     record = WorkerRecord(worker_id, "engine", "test", "model", "127.0.0.1:1", info)
-    return Candidate(record, load or WorkerLoad())
+    return Candidate(record, load or WorkerLoad(), overlap or Overlap())
 
 
 _loads = st.builds(
@@ -34,6 +37,7 @@ _loads = st.builds(
     active_prefill_tokens=st.integers(0, 100_000),
     active_decode_blocks=st.integers(0, 10_000),
 )
+_states = st.tuples(_loads, st.builds(Overlap, *(st.integers(0, 500) for _ in range(4))))
 _requests = st.builds(
     RouteRequest,
     request_id=st.uuids().map(str),
@@ -43,8 +47,17 @@ _requests = st.builds(
     session_id=st.none() | st.sampled_from(["alice", "bob"]),
     priority=st.integers(-3, 3),
 )
-_pools = st.dictionaries(st.integers(0, 99).map("w-{:02}".format), _loads, min_size=1, max_size=8)
-_histories = st.lists(st.tuples(_requests, _pools), min_size=1, max_size=25)
+_pools = st.dictionaries(st.integers(0, 99).map("w-{:02}".format), _states, min_size=1, max_size=5)
+History = list[tuple[RouteRequest, dict[str, tuple[WorkerLoad, Overlap]]]]
+_histories = st.lists(st.tuples(_requests, _pools), min_size=1, max_size=10)
+
+
+# One inherited test runs for many policies, and histories are large values to draw.
+_settings = settings(
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+)
 
 
 class RouterContract:
@@ -53,7 +66,7 @@ class RouterContract:
     def make_policy(self) -> RoutingPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")
 
-    def _decide(self, history: list[tuple[RouteRequest, dict[str, WorkerLoad]]]) -> list[Decision]:
+    def _decide(self, history: History) -> list[Decision]:
         """One policy's decisions over a history in which workers come and go."""
         policy, rng, known = self.make_policy(), random.Random(7), set[str]()  # noqa: S311
         decisions = []
@@ -61,7 +74,7 @@ class RouterContract:
             for gone in known - set(pool):
                 policy.forget(gone)
             known = set(pool)
-            candidates = [make_candidate(name, load) for name, load in sorted(pool.items())]
+            candidates = [make_candidate(name, *state) for name, state in sorted(pool.items())]
             before = copy.copy(candidates)
             decision = policy.pick(request, candidates, rng)
             check_decision(decision, candidates)
@@ -69,18 +82,14 @@ class RouterContract:
             decisions.append(decision)
         return decisions
 
-    @settings(deadline=None)
+    @_settings
     @given(_histories)
-    def test_picks_a_candidate_and_explains_it(
-        self, history: list[tuple[RouteRequest, dict[str, WorkerLoad]]]
-    ) -> None:
+    def test_picks_a_candidate_and_explains_it(self, history: History) -> None:
         self._decide(history)
 
-    @settings(deadline=None, max_examples=30)
+    @_settings
     @given(_histories)
-    def test_equal_history_and_chance_give_equal_decisions(
-        self, history: list[tuple[RouteRequest, dict[str, WorkerLoad]]]
-    ) -> None:
+    def test_equal_history_and_chance_give_equal_decisions(self, history: History) -> None:
         assert self._decide(history) == self._decide(history)
 
     def test_forgetting_an_unknown_worker_is_harmless(self) -> None:
