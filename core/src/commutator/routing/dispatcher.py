@@ -69,6 +69,11 @@ class Dispatcher:
         """Whether every model has a worker that can be routed to."""
         return all(self._view.routable(model) for model in self._policies)
 
+    def max_model_len(self, model: str) -> int | None:
+        """What every routable worker can hold, prompt plus answer in tokens; None without any."""
+        workers = self._view.routable(model)
+        return min((worker.record.info.max_model_len for worker in workers), default=None)
+
     async def worker_up(self, record: WorkerRecord) -> None:
         """The registry has a new worker, or a change of a known one."""
         known = self._view.get(record.worker_id)

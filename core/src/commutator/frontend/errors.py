@@ -1,0 +1,119 @@
+"""Every failure as OpenAI's error shape: which status, which code, and what the client is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+from attrs import field, frozen
+
+from commutator.errors import (
+    CommutatorError,
+    DeadlineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    RoutingError,
+)
+from commutator.frontend.responses import ErrorBody, ErrorDetail
+
+__all__ = ["HttpError", "error_response", "to_http_error"]
+
+_RETRY_AFTER_S = 1
+_CODES = {
+    400: "bad_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+    417: "expectation_failed",
+}
+
+
+@frozen
+class HttpError(Exception):
+    """An answer that is not 200."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's ``type``."""
+        if self.status == web.HTTPUnauthorized.status_code:
+            return "authentication_error"
+        if self.status == web.HTTPTooManyRequests.status_code:
+            return "rate_limit_error"
+        client_fault = self.status < web.HTTPInternalServerError.status_code
+        return "invalid_request_error" if client_fault else "server_error"
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(
+            ErrorBody(ErrorDetail(self.message, self.kind, self.param, self.code))
+        )
+
+
+def to_http_error(error: BaseException, request_id: str) -> HttpError:
+    """How ``error`` is answered. What is not ours is told as little as possible."""
+    match error:
+        case HttpError():
+            return error
+        case RequestError():
+            status = 404 if error.code == "model_not_found" else 400
+            return HttpError(status, str(error), error.code, error.param)
+        case OverloadedError():
+            return _later(429, str(error), "queue_full", error.retry_after_s)
+        case EngineOverloadedError():
+            return _later(429, "every worker is busy; try again soon", "workers_busy")
+        case RoutingError():
+            return _later(503, str(error), "no_worker")
+        case EngineUnavailableError():
+            return _later(503, "the worker was lost; try again", "worker_lost")
+        case DeadlineError():
+            return HttpError(504, str(error), "deadline_exceeded")
+        case web.HTTPException():
+            return _from_aiohttp(error)
+        case CommutatorError():
+            text = f"the worker failed this request; the log tells more under {request_id}"
+            return HttpError(500, text, "worker_failed")
+        case _:
+            text = f"internal error; the log tells more under request id {request_id}"
+            return HttpError(500, text, "internal_error")
+
+
+def error_response(error: HttpError) -> web.Response:
+    return web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers=error.headers,
+    )
+
+
+def _later(
+    status: int, message: str, code: str, retry_after_s: float = _RETRY_AFTER_S
+) -> HttpError:
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
+    return HttpError(status, message, code, headers=headers)
+
+
+def _from_aiohttp(error: web.HTTPException) -> HttpError:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            text = f"method {error.method} is not allowed here; allowed: {allowed}"
+        case web.HTTPRequestEntityTooLarge():
+            text = f"the body is too large: {error.text}"
+        case web.HTTPNotFound():
+            text = "no such path; GET /openapi.json lists what there is"
+        case _:
+            text = error.text or error.reason
+    headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+    code = _CODES.get(error.status, f"http_{error.status}")
+    return HttpError(error.status, text, code, headers=headers)

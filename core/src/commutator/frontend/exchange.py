@@ -1,0 +1,59 @@
+"""What is known of one HTTP request while it is served, for its log line and metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from uuid import uuid4
+
+from aiohttp import web
+from attrs import define, field
+
+__all__ = ["EXCHANGE", "Exchange", "request_id_of"]
+
+_SANE_ID = re.compile(r"[!-~]{1,128}")
+
+
+@define
+class Exchange:
+    """Filled in on the way; read once at the end."""
+
+    request_id: str
+    endpoint: str
+    arrived_s: float = field(factory=time.perf_counter)
+    model: str = ""
+    """Set once it is known to be a model that is served."""
+    user: str | None = None
+    failed_code: int | None = None
+    """The status that a stream would have had, if its failure had come before its start."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float | None = None
+    workers: tuple[str, ...] = ()
+
+    def log_line(self, code: int, duration_s: float) -> str:
+        """One line, values that clients chose quoted."""
+        parts = [f"{self.endpoint} {code} id={self.request_id} took={duration_s:.3f}s"]
+        if self.model:
+            parts.append(f"model={self.model}")
+        if self.workers:
+            parts.append(f"worker={','.join(self.workers)}")
+            parts.append(
+                f"tokens={self.prompt_tokens}+{self.generated_tokens} cached={self.cached_tokens}"
+            )
+        if self.ttft_s is not None:
+            parts.append(f"ttft={self.ttft_s:.3f}s")
+        if self.user is not None:
+            parts.append(f"user={json.dumps(self.user[:128])}")
+        return " ".join(parts)
+
+
+EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The client's X-Request-Id if it is printable and short, otherwise a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid4().hex

@@ -1,0 +1,101 @@
+"""What the handlers share: configuration, models, routing, limits and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from aiohttp import web
+from attrs import define, field
+
+from commutator.config.model import FrontendConfig
+from commutator.errors import RequestError
+from commutator.frontend.limiter import Limiter
+from commutator.observe.metrics import FrontendMetrics
+from commutator.routing.contract import Decision
+from commutator.routing.dispatcher import WorkerStatus
+from commutator.text.model import TextModel
+from commutator.types import GenerateRequest, TokenDelta
+
+__all__ = ["SERVICES", "Dispatched", "RequestDispatcher", "Services"]
+
+
+class Dispatched(Protocol):
+    """One request on its worker; see ``commutator.routing.dispatch.Dispatch``."""
+
+    @property
+    def decision(self) -> Decision: ...
+
+    @property
+    def worker_id(self) -> str: ...
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def __anext__(self) -> TokenDelta: ...
+
+    async def aclose(self) -> None: ...
+
+
+class RequestDispatcher(Protocol):
+    """What the front door needs of routing; see ``commutator.routing.dispatcher.Dispatcher``."""
+
+    def models(self) -> Sequence[str]: ...
+
+    def status(self) -> Sequence[WorkerStatus]: ...
+
+    def ready(self) -> bool: ...
+
+    def max_model_len(self, model: str) -> int | None: ...
+
+    async def dispatch(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> Dispatched: ...
+
+
+@define
+class Services:
+    """One front door's parts."""
+
+    config: FrontendConfig
+    models: Mapping[str, TextModel]
+    dispatcher: RequestDispatcher
+    metrics: FrontendMetrics = field(factory=FrontendMetrics)
+    limiter: Limiter = field(init=False)
+    started_unix_s: int = field(factory=lambda: int(time.time()))
+    draining: bool = False
+    """Set when the process is about to end: ``/ready`` says no from then on."""
+
+    def __attrs_post_init__(self) -> None:
+        limits = self.config
+        self.limiter = Limiter(limits.max_concurrent_requests, limits.max_queued_requests)
+        queue = self.limiter.queue
+        self.metrics.watch_limiter(lambda: queue.running, lambda: queue.waiting)
+
+    def text_model(self, name: str | None) -> tuple[str, TextModel]:
+        """(name, model); None means the only one. Raises RequestError."""
+        if name is None:
+            if len(self.models) > 1:
+                raise RequestError(
+                    "model: required, because several models are served",
+                    "model",
+                    "missing_required_parameter",
+                )
+            name = next(iter(self.models))
+        model = self.models.get(name)
+        if model is None:
+            known = ", ".join(self.models)
+            raise RequestError(
+                f"there is no model {name[:100]!r} here; there is: {known}",
+                "model",
+                "model_not_found",
+            )
+        return name, model
+
+    def max_model_len(self, name: str) -> int:
+        """Longest prompt plus answer in tokens: the model's own limit or its workers', if less."""
+        own, workers = self.models[name].max_model_len, self.dispatcher.max_model_len(name)
+        return own if workers is None else min(own, workers)
+
+
+SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

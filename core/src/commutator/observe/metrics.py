@@ -1,0 +1,115 @@
+"""Prometheus metrics of one front-door process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+__all__ = ["FrontendMetrics", "TokenTimes"]
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class FrontendMetrics:
+    """All metrics, in a registry of their own, so that a process may hold several."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "commutator_requests",
+            "Requests answered; code 499 means that the client went away.",
+            ("endpoint", "model", "code"),
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "commutator_requests_in_flight", "Requests being served.", registry=registry
+        )
+        self.queued = Gauge(
+            "commutator_requests_queued", "Requests waiting for a place.", registry=registry
+        )
+        self.ttft_s = Histogram(
+            "commutator_time_to_first_token_seconds",
+            "From a request's arrival to the first token of each answer.",
+            ("model",),
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "commutator_inter_token_latency_seconds",
+            "Between tokens of one answer; for tokens that came together, their mean.",
+            ("model",),
+            buckets=_ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.duration_s = Histogram(
+            "commutator_request_duration_seconds",
+            "From a request's arrival to the end of the answer.",
+            ("endpoint", "model"),
+            buckets=_DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "commutator_prompt_tokens", "Prompt tokens of answers.", ("model",), registry=registry
+        )
+        self.cached_tokens = Counter(
+            "commutator_cached_tokens",
+            "Prompt tokens that the workers found in their KV caches.",
+            ("model",),
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "commutator_generated_tokens", "Tokens generated.", ("model",), registry=registry
+        )
+
+    def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Read the two gauges from the limiter whenever they are scraped."""
+        self.in_flight.set_function(running)
+        self.queued.set_function(waiting)
+
+    def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
+        self.requests.labels(endpoint, model, str(code)).inc()
+        self.duration_s.labels(endpoint, model).observe(duration_s)
+
+    def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
+        self.prompt_tokens.labels(model).inc(prompt)
+        self.cached_tokens.labels(model).inc(cached)
+        self.generated_tokens.labels(model).inc(generated)
+
+    def token_times(self, model: str, arrived_s: float) -> TokenTimes:
+        """For one answer to a request that arrived at ``arrived_s`` (``time.perf_counter``)."""
+        return TokenTimes(self.ttft_s.labels(model), self.itl_s.labels(model), arrived_s)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class TokenTimes:
+    """Times one answer's tokens."""
+
+    def __init__(self, ttft: Histogram, itl: Histogram, arrived_s: float) -> None:
+        self._ttft = ttft
+        self._itl = itl
+        self._last_s = arrived_s
+        self._arrived_s = arrived_s
+        self.ttft_s: float | None = None
+
+    def tokens(self, count: int) -> None:
+        """``count`` tokens have just come together."""
+        now_s = time.perf_counter()
+        if self.ttft_s is None:
+            self.ttft_s = now_s - self._arrived_s
+            self._ttft.observe(self.ttft_s)
+        else:
+            self._itl.observe((now_s - self._last_s) / count)
+        self._last_s = now_s
