@@ -6,6 +6,8 @@ from commutator import RoutingPolicy
 from commutator.testing import RouterContract
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
 from commutator_kv import KvRouter, KvRouterConfig
+from commutator_pipeline import Pipeline, PipelineConfig
+from commutator_pipeline.stages import LoadScorer, MaxRequests, PrefixScorer
 from commutator_round_robin import RoundRobin, RoundRobinConfig
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 
@@ -43,3 +45,10 @@ class TestPowerOfTwo(RouterContract):
 class TestSessionAffinity(RouterContract):
     def make_policy(self) -> RoutingPolicy:
         return SessionAffinity(SessionAffinityConfig(kind="session_affinity"))
+
+
+class TestPipeline(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        scorers = (PrefixScorer(kind="prefix", weight=2.0), LoadScorer(kind="load"))
+        filters = (MaxRequests(kind="max_requests", limit=20),)
+        return Pipeline(PipelineConfig(kind="pipeline", filters=filters, scorers=scorers))

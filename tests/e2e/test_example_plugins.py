@@ -28,7 +28,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(target)}
 
 
-@pytest.mark.parametrize("name", ["shortest_queue", "parrot"])
+@pytest.mark.parametrize("name", ["shortest_queue", "parrot", "prefer_local"])
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
     env = install(root, name, tmp_path / "site")
     tests = root / "docs" / "examples" / name / "tests"
@@ -55,6 +55,24 @@ def test_the_third_party_policy_routes(root: Path, tmp_path: Path) -> None:
         )
         assert "shortest_queue" in answer.headers["X-Commutator-Decision"]
         assert "Paris" in answer.parse().choices[0].text
+
+
+def test_the_third_party_scorer_decides(root: Path, tmp_path: Path) -> None:
+    env = install(root, "prefer_local", tmp_path / "site")
+    config = root / "docs" / "examples" / "prefer_local" / "cluster.yaml"
+    with (
+        LocalCluster(config, env=env) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
+    ):
+        for _ in range(3):
+            answer = client.completions.with_raw_response.create(
+                model="smollm2-135m",
+                prompt="Hello",
+                max_tokens=1,
+                extra_headers={"X-Commutator-Explain": "1"},
+            )
+            assert answer.headers["X-Commutator-Worker"] == "near-0"
+            assert "prefer_local" in answer.headers["X-Commutator-Decision"]
 
 
 def test_the_third_party_engine_answers(root: Path, tmp_path: Path) -> None:

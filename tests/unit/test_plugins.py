@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commutator import EngineConfig, RouterConfig, RoutingPolicy, hookimpl
+from commutator import EngineConfig, RouterConfig, RoutingPolicy, Scorer, hookimpl
 from commutator.errors import PluginError
 from commutator.plugins import Installed, PluginHost, load_plugins
 from commutator.types import EngineInfo, WorkerRecord
@@ -88,6 +88,17 @@ def test_a_hook_with_a_wrong_argument() -> None:
     text = refused(module(worker_up=worker_up))
     assert "worker_up" in text
     assert "wroker" in text
+
+
+def test_a_stage_that_is_not_finished() -> None:
+    class Half(Scorer):
+        pass
+
+    def stage(register: Any) -> None:
+        register("half", Half)
+
+    text = refused(module(route_stage_register=stage))
+    assert 'stage "half": Half does not define score' in text
 
 
 def test_a_duplicate_kind_names_both_distributions() -> None:

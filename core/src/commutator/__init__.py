@@ -14,7 +14,7 @@ from commutator.engine.contract import (
     TokenStream,
 )
 from commutator.hookspecs import hookimpl
-from commutator.plugins import EngineRegister, RouterRegister, TierRegister
+from commutator.plugins import EngineRegister, RouterRegister, StageRegister, TierRegister
 from commutator.routing.contract import (
     Candidate,
     Decision,
@@ -23,6 +23,7 @@ from commutator.routing.contract import (
     RoutingPolicy,
     WorkerLoad,
 )
+from commutator.routing.stages import Filter, Picker, Scorer
 from commutator.schema import setting
 
 __version__ = "0.1.0"
@@ -34,14 +35,18 @@ __all__ = [
     "EngineConfig",
     "EngineConnector",
     "EngineRegister",
+    "Filter",
     "LaunchContext",
     "LaunchPlan",
     "ModelConfig",
     "Overlap",
+    "Picker",
     "RouteRequest",
     "RouterConfig",
     "RouterRegister",
     "RoutingPolicy",
+    "Scorer",
+    "StageRegister",
     "TierConfig",
     "TierRegister",
     "TokenStream",

@@ -4,7 +4,8 @@ A plugin is a module (or an object) named by an entry point in the group ``commu
 its functions with ``commutator.hookimpl`` and names only the arguments it needs: arguments may be
 added here, never reordered or removed within a major version.
 
-    registration   once, at start          engine_register, router_register, tier_register
+    registration   once, at start          engine_register, router_register,
+                                           route_stage_register, tier_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_routed, request_first_token,
                                            request_finished or request_failed
@@ -20,7 +21,12 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from commutator.plugins import EngineRegister, RouterRegister, TierRegister
+    from commutator.plugins import (
+        EngineRegister,
+        RouterRegister,
+        StageRegister,
+        TierRegister,
+    )
     from commutator.routing.contract import Decision
     from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
 
@@ -52,6 +58,16 @@ def router_register(register: RouterRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``RouterConfig``; ``factory(config)`` makes one ``RoutingPolicy`` for each model. Collect-all;
     must not block.
+    """
+
+
+@_hookspec
+def route_stage_register(register: StageRegister) -> None:
+    """Called once at start, in every process. Offer stages for the `pipeline` policy.
+
+    ``register(kind, stage_class, stability="alpha")``: ``stage_class`` is an attrs class that
+    subclasses ``Filter``, ``Scorer`` or ``Picker``; its fields are its options. Collect-all; must
+    not block.
     """
 
 

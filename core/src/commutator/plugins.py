@@ -18,6 +18,7 @@ from commutator.config.model import EngineConfig, RouterConfig, TierConfig
 from commutator.engine.contract import EngineConnector
 from commutator.errors import PluginError
 from commutator.routing.contract import Decision, RoutingPolicy
+from commutator.routing.stages import RouteStage
 from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PluginHost",
     "RouterRegister",
     "Stability",
+    "StageRegister",
     "TierRegister",
     "load_plugins",
 ]
@@ -111,6 +113,16 @@ class Register(Generic[ThingT]):
         plugin.kinds.append(f"{self.seam} {kind} ({stability})")
 
 
+class StageRegister(Register[type[RouteStage]]):
+    """For ``route_stage_register``: a stage's class is its configuration, too."""
+
+    def __call__(  # type: ignore[override]
+        self, kind: str, stage_class: type[RouteStage], stability: Stability = "alpha"
+    ) -> None:
+        """Offer ``kind``. Raises PluginError when the offer breaks the contract."""
+        super().__call__(kind, stage_class, stage_class, stability)
+
+
 EngineRegister = Register[EngineConnector[Any]]
 RouterRegister = Register[Callable[[Any], RoutingPolicy]]
 TierRegister = Register[Callable[[Any], Any]]
@@ -130,12 +142,19 @@ def _must_be_factory(thing: Any) -> str | None:
     return f"expected a factory that takes the configuration, got {type(thing).__name__}"
 
 
+def _must_be_concrete(thing: Any) -> str | None:
+    if missing := sorted(getattr(thing, "__abstractmethods__", ())):
+        return f"{thing.__name__} does not define {', '.join(missing)}"
+    return None
+
+
 class PluginHost:
     """Typed facade over pluggy: the registered kinds, and one method for each observing hook."""
 
     def __init__(self) -> None:
         self.engines = EngineRegister("engine", EngineConfig, _must_be_connector)
         self.routers = RouterRegister("router", RouterConfig, _must_be_factory)
+        self.stages = StageRegister("stage", RouteStage, _must_be_concrete)
         self.tiers = TierRegister("tier", TierConfig, _must_be_factory)
         self.installed: list[Installed] = []
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
@@ -158,11 +177,13 @@ class PluginHost:
         callers = self._pluggy.get_hookcallers(plugin) or []
         installed.hooks = tuple(sorted(caller.name for caller in callers))
         self.installed.append(installed)
-        for seam, hook in (
+        seams: tuple[tuple[Register[Any], str], ...] = (
             (self.engines, "engine_register"),
             (self.routers, "router_register"),
+            (self.stages, "route_stage_register"),
             (self.tiers, "tier_register"),
-        ):
+        )
+        for seam, hook in seams:
             if hook in installed.hooks:
                 caller = self._pluggy.subset_hook_caller(
                     hook, [other for other in self._pluggy.get_plugins() if other is not plugin]

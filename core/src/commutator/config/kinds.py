@@ -11,6 +11,7 @@ from cattrs.errors import AttributeValidationNote, ClassValidationError
 from commutator.config.model import EngineConfig, RouterConfig
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
+from commutator.routing.stages import Filter, Picker, Scorer
 from commutator.schema import Mismatch, build_converter
 from commutator.schema.structure import nearest
 
@@ -20,7 +21,14 @@ __all__ = ["config_converter", "unknown_kind"]
 def config_converter(host: PluginHost) -> cattrs.Converter:
     """A strict converter for ``Config`` that knows the kinds of ``host``."""
     converter = build_converter()
-    for base, register in ((EngineConfig, host.engines), (RouterConfig, host.routers)):
+    bases: tuple[tuple[type[Any], Register[Any]], ...] = (
+        (EngineConfig, host.engines),
+        (RouterConfig, host.routers),
+        (Filter, host.stages),
+        (Scorer, host.stages),
+        (Picker, host.stages),
+    )
+    for base, register in bases:
         _structure_by_kind(converter, base, register, host)
     converter.register_structure_hook_func(lambda cls: cls is Secret, _secret_hook(converter))
     return converter
@@ -53,6 +61,8 @@ def _structure_by_kind(
         if kind not in register.kinds:
             raise _at_kind(ValueError(unknown_kind(kind, register, host)), base)
         config_class = register.kinds[kind].config_class
+        if not issubclass(config_class, base):
+            raise _at_kind(ValueError(f'"{kind}" is not a {base.__name__.lower()}'), base)
         if config_class is base:  # a plugin without options of its own
             return ordinary(value, base)
         return converter.structure(value, config_class)

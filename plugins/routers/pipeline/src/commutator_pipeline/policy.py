@@ -1,0 +1,76 @@
+"""Runs the stages in order and adds up what the scorers say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from commutator import (
+    Candidate,
+    Decision,
+    Filter,
+    Picker,
+    RouterConfig,
+    RouteRequest,
+    RoutingPolicy,
+    Scorer,
+    setting,
+)
+from commutator_pipeline.stages import BestPicker
+
+__all__ = ["Pipeline", "PipelineConfig"]
+
+
+def _best() -> Picker:
+    return BestPicker(kind="best")
+
+
+@frozen(kw_only=True)
+class PipelineConfig(RouterConfig):
+    """The stages, each with options of its own."""
+
+    filters: tuple[Filter, ...] = setting("Leave candidates out, in this order.", ())
+    scorers: tuple[Scorer, ...] = setting("Say how good each candidate is.")
+    picker: Picker = setting("Chooses by the weighted sums.", factory=_best)
+
+
+class Pipeline(RoutingPolicy):
+    """Filters, then the weighted sum of the scores, then the picker."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self._config = config
+
+    def pick(
+        self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Decision:
+        kept, notes = self._filter(request, candidates)
+        scores: dict[str, dict[str, float]] = {c.worker_id: {} for c in kept}
+        for scorer in self._config.scorers:
+            found = scorer.score(request, kept)
+            for worker_id, terms in scores.items():
+                terms[scorer.kind] = scorer.weight * min(max(found[worker_id], 0.0), 1.0)
+        totals = {worker_id: sum(terms.values()) for worker_id, terms in scores.items()}
+        chosen = self._config.picker.choose(totals, rng)
+        for worker_id, total in totals.items():
+            scores[worker_id]["total"] = total
+        return Decision(
+            worker_id=chosen,
+            policy="pipeline",
+            reason=f"total score {totals[chosen]:.2f} of {len(kept)} workers{notes}",
+            scores=scores,
+        )
+
+    def _filter(
+        self, request: RouteRequest, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], str]:
+        kept, notes = candidates, ""
+        for stage in self._config.filters:
+            left = stage.keep(request, kept)
+            if not left:
+                notes += f"; {stage.kind} would leave none and was skipped"
+            elif len(left) < len(kept):
+                notes += f"; {stage.kind} left {len(kept) - len(left)} out"
+                kept = left
+        return kept, notes

@@ -1,0 +1,154 @@
+"""What each policy prefers, by worked examples."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from commutator import Candidate, Overlap, RouteRequest, WorkerLoad
+from commutator.testing import make_candidate
+from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
+from commutator_kv import KvRouter, KvRouterConfig
+from commutator_pipeline import Pipeline, PipelineConfig
+from commutator_pipeline.stages import DrawPicker, LoadScorer, MaxRequests, PrefixScorer
+from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
+
+REQUEST = RouteRequest("r", "model", prompt_tokens=160, block_size=16)
+
+
+def rng() -> random.Random:
+    return random.Random(3)
+
+
+def kv(**options: object) -> KvRouter:
+    return KvRouter(KvRouterConfig(kind="kv", **options))  # type: ignore[arg-type]
+
+
+def test_kv_cost_is_the_published_formula() -> None:
+    load = WorkerLoad(active_requests=3, active_prefill_tokens=320, active_decode_blocks=7)
+    candidate = make_candidate("w-0", load, Overlap(device=4, host=2, disk=4, external=2))
+    decision = kv(overlap_score_weight=2.0).pick(REQUEST, [candidate], rng())
+    # raw = (320 + 160) / 16 = 30; credit = 4 + 1.5 + 1 + 1 = 7.5; cost = 2 * 22.5 + 7
+    assert decision.scores["w-0"] == {
+        "cost": 52.0,
+        "prefill_blocks": 22.5,
+        "cache_credit_blocks": 7.5,
+        "decode_blocks": 7.0,
+    }
+
+
+def test_kv_product_is_new_prefill_times_batch() -> None:
+    load = WorkerLoad(active_requests=3)
+    candidate = make_candidate("w-0", load, Overlap(device=4))
+    decision = kv(formula="product").pick(REQUEST, [candidate], rng())
+    assert decision.scores["w-0"]["cost"] == (160 - 64) * 4
+
+
+def test_kv_goes_where_the_prefix_is_unless_that_worker_is_busy() -> None:
+    warm = make_candidate("w-0", WorkerLoad(), Overlap(device=8))
+    cold = make_candidate("w-1")
+    assert kv().pick(REQUEST, [warm, cold], rng()).worker_id == "w-0"
+    busy = make_candidate("w-0", WorkerLoad(2, 0, 50), Overlap(device=8))
+    assert kv().pick(REQUEST, [busy, cold], rng()).worker_id == "w-1"
+
+
+def test_kv_breaks_ties_by_lot() -> None:
+    candidates = [make_candidate(f"w-{i}") for i in range(3)]
+    chance, policy = rng(), kv()
+    counts = Counter(policy.pick(REQUEST, candidates, chance).worker_id for _ in range(300))
+    assert min(counts.values()) > 60
+
+
+def test_kv_temperature_spreads() -> None:
+    candidates = [make_candidate("w-0", None, Overlap(device=9)), make_candidate("w-1")]
+    chance = rng()
+    warm, hot = kv(router_temperature=0.2), kv(router_temperature=50.0)
+    few = sum(warm.pick(REQUEST, candidates, chance).worker_id == "w-1" for _ in range(500))
+    many = sum(hot.pick(REQUEST, candidates, chance).worker_id == "w-1" for _ in range(500))
+    assert few < 25
+    assert 200 < many < 300
+
+
+def test_kv_guards_against_the_hot_prefix() -> None:
+    """Every request has the same prefix; without the guard one worker would take them all."""
+    hot = make_candidate("w-0", WorkerLoad(active_requests=40), Overlap(device=10))
+    idle = make_candidate("w-1", WorkerLoad(active_requests=1, active_decode_blocks=90))
+    policy = kv(imbalance_requests=32)
+    decision = policy.pick(REQUEST, [hot, idle], rng())
+    assert decision.worker_id == "w-1"
+    assert "1 too busy" in decision.reason
+    assert kv(imbalance_requests=64).pick(REQUEST, [hot, idle], rng()).worker_id == "w-0"
+
+
+@pytest.mark.parametrize("policy", [LeastLoaded, PowerOfTwo])
+def test_load_policies_take_the_idle_one(policy: type[LeastLoaded | PowerOfTwo]) -> None:
+    busy = make_candidate("w-0", WorkerLoad(1, 1600, 100))
+    idle = make_candidate("w-1", WorkerLoad(9, 0, 20))
+    made = policy(BalanceConfig(kind="any"))
+    assert made.pick(REQUEST, [busy, idle], rng()).worker_id == "w-1"
+
+
+def session(name: str) -> RouteRequest:
+    return RouteRequest(f"r-{name}", "model", 10, session_id=name)
+
+
+def affinity() -> SessionAffinity:
+    return SessionAffinity(SessionAffinityConfig(kind="session_affinity"))
+
+
+def test_a_session_stays_and_few_move_when_a_worker_comes() -> None:
+    policy = affinity()
+    four = [make_candidate(f"w-{i}") for i in range(4)]
+    five = [*four, make_candidate("w-4")]
+    sessions = [session(f"s-{i}") for i in range(400)]
+    before = [policy.pick(s, four, rng()).worker_id for s in sessions]
+    assert before == [policy.pick(s, four, rng()).worker_id for s in sessions]
+    after = [policy.pick(s, five, rng()).worker_id for s in sessions]
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {"w-4"}
+    assert len(moved) < 160
+
+
+def test_a_full_worker_hands_its_sessions_to_the_next() -> None:
+    policy = affinity()
+    idle = [make_candidate(f"w-{i}") for i in range(3)]
+    home = policy.pick(session("s"), idle, rng()).worker_id
+    full = [
+        Candidate(c.worker, WorkerLoad(active_requests=30 if c.worker_id == home else 1))
+        for c in idle
+    ]
+    decision = policy.pick(session("s"), full, rng())
+    assert decision.worker_id != home
+    assert "at its limit" in decision.reason
+
+
+def test_pipeline_filters_scores_and_explains() -> None:
+    config = PipelineConfig(
+        kind="pipeline",
+        filters=(MaxRequests(kind="max_requests", limit=5),),
+        scorers=(PrefixScorer(kind="prefix", weight=2.0), LoadScorer(kind="load")),
+    )
+    candidates = [
+        make_candidate("w-0", WorkerLoad(active_requests=9), Overlap(device=10)),
+        make_candidate("w-1", WorkerLoad(1, 0, 10), Overlap(device=5)),
+        make_candidate("w-2"),
+    ]
+    decision = Pipeline(config).pick(REQUEST, candidates, rng())
+    assert "max_requests left 1 out" in decision.reason
+    assert decision.scores == {
+        "w-1": {"prefix": 1.0, "load": 0.0, "total": 1.0},
+        "w-2": {"prefix": 0.0, "load": 1.0, "total": 1.0},
+    }
+
+
+def test_a_filter_that_would_leave_nobody_is_skipped() -> None:
+    config = PipelineConfig(
+        kind="pipeline",
+        filters=(MaxRequests(kind="max_requests", limit=1),),
+        scorers=(LoadScorer(kind="load"),),
+        picker=DrawPicker(kind="draw"),
+    )
+    busy = [make_candidate(f"w-{i}", WorkerLoad(active_requests=3)) for i in range(2)]
+    assert "was skipped" in Pipeline(config).pick(REQUEST, busy, rng()).reason
