@@ -13,7 +13,8 @@ PACKAGES = [path for path in SOURCES if ".venv" not in path.parts]
 
 
 def main() -> int:
-    paths = os.pathsep.join(str(package.parent) for package in PACKAGES)
+    folders = [package.parent for package in PACKAGES] + [ROOT / "scripts"]
+    paths = os.pathsep.join(map(str, folders))
     env = {**os.environ, "MYPYPATH": paths}
     command = [sys.executable, "-m", "mypy"]
     for package in PACKAGES:

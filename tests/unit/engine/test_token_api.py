@@ -126,9 +126,12 @@ async def test_one_tick_is_one_frame_for_many_streams(monkeypatch: pytest.Monkey
         frames: list[Sequence[object]] = []
         handle = client._on_frame
         assert client._connection is not None
-        monkeypatch.setattr(
-            client._connection, "_on_frame", lambda frame: (frames.append(frame), handle(frame))
-        )
+
+        def count(frame: list[object]) -> None:
+            frames.append(frame)
+            handle(frame)
+
+        monkeypatch.setattr(client._connection, "_on_frame", count)
         done = TokenDelta((1,), finish_reason=FinishReason.STOP)
         engine.emit([(key, done) for key in engine.requests])
         for stream in streams:
