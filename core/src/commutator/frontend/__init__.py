@@ -1,0 +1,1 @@
+"""The OpenAI front door: HTTP in, tokens to the workers, text back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import msgspec
@@ -19,7 +20,9 @@ from commutator.errors import (
 )
 from commutator.frontend.responses import ErrorBody, ErrorDetail
 
-__all__ = ["HttpError", "error_response", "to_http_error"]
+__all__ = ["HttpError", "error_response", "log_failure", "to_http_error"]
+
+log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
 _CODES = {
@@ -94,6 +97,16 @@ def error_response(error: HttpError) -> web.Response:
         content_type="application/json",
         headers=error.headers,
     )
+
+
+def log_failure(error: BaseException, answer: HttpError, request_id: str) -> None:
+    """What the client is not told goes to the log; a traceback only where nobody expected it."""
+    if answer.status < web.HTTPInternalServerError.status_code:
+        return
+    if isinstance(error, CommutatorError):
+        log.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+    else:
+        log.error("request %s failed unexpectedly", request_id, exc_info=error)
 
 
 def _later(

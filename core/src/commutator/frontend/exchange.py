@@ -32,6 +32,8 @@ class Exchange:
     generated_tokens: int = 0
     ttft_s: float | None = None
     workers: tuple[str, ...] = ()
+    headers: dict[str, str] = field(factory=dict)
+    """What the response will carry beside its own headers."""
 
     def log_line(self, code: int, duration_s: float) -> str:
         """One line, values that clients chose quoted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
@@ -70,7 +70,7 @@ class Generation:
     ) -> None:
         await self._close()
 
-    async def batches(self) -> AsyncIterator[Batch]:
+    async def batches(self) -> AsyncGenerator[Batch, None]:
         """What has come, until every answer is finished. Close the iterator if you leave early."""
         if len(self._dispatched) == 1:
             async for piece in self._pieces(0):
@@ -88,7 +88,7 @@ class Generation:
         cached = sum(choice.cached_tokens for choice in first_answers)
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
-    async def _pieces(self, number: int) -> AsyncIterator[Piece]:
+    async def _pieces(self, number: int) -> AsyncGenerator[Piece, None]:
         choice, times = self.choices[number], self.times[number]
         async for delta in self._dispatched[number]:
             if delta.token_ids:
@@ -100,7 +100,7 @@ class Generation:
         # After a stop string the engine may still be at work.
         await self._dispatched[number].aclose()
 
-    async def _merged(self) -> AsyncIterator[Batch]:
+    async def _merged(self) -> AsyncGenerator[Batch, None]:
         ready: asyncio.Queue[tuple[int, Piece] | BaseException] = asyncio.Queue()
         pumps = [
             asyncio.create_task(self._pump(number, ready)) for number in range(len(self.choices))

@@ -90,7 +90,8 @@ def _plan(
     answers = request.n or 1
     if answers * len(prompts) > _MAX_ANSWERS:
         raise RequestError(
-            f"n: expected at most {_MAX_ANSWERS} answers, got {len(prompts)} prompts with {answers}",
+            f"n: expected at most {_MAX_ANSWERS} answers, "
+            f"got {len(prompts)} prompts with {answers} each",
             "n",
         )
     rules = choice_rules(request, text)

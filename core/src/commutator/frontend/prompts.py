@@ -10,7 +10,7 @@ from commutator.errors import RequestError
 from commutator.frontend.requests import ChatMessage, ChatRequest, TokenizeRequest
 from commutator.text.model import TextModel
 
-__all__ = ["chat_prompt", "completion_prompts", "render_messages"]
+__all__ = ["chat_prompt", "completion_prompts", "encode_text"]
 
 T = TypeVar("T")
 
@@ -26,6 +26,13 @@ async def completion_prompts(
     return await _maybe_in_thread(characters, lambda: [_token_ids(model, item) for item in items])
 
 
+async def encode_text(model: TextModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text, which may be empty."""
+    return await _maybe_in_thread(
+        len(text), lambda: model.encode(text, add_special_tokens=add_special_tokens)
+    )
+
+
 async def chat_prompt(model: TextModel, request: ChatRequest | TokenizeRequest) -> list[int]:
     """Token ids of the rendered conversation. Raises RequestError."""
     special = isinstance(request, TokenizeRequest) and bool(request.add_special_tokens)
@@ -34,12 +41,12 @@ async def chat_prompt(model: TextModel, request: ChatRequest | TokenizeRequest) 
 
     def render_and_encode() -> list[int]:
         # The template itself writes BOS and its like.
-        return model.encode(render_messages(model, messages, request), add_special_tokens=special)
+        return model.encode(_render(model, messages, request), add_special_tokens=special)
 
     return await _maybe_in_thread(characters, render_and_encode)
 
 
-def render_messages(
+def _render(
     model: TextModel,
     messages: Sequence[Mapping[str, str]],
     request: ChatRequest | TokenizeRequest,

@@ -59,7 +59,8 @@ def sampling_params(
     """The engine's part. Raises RequestError."""
     if rules.min_tokens > max_tokens:
         raise RequestError(
-            f"min_tokens: expected at most {max_tokens}, the longest answer allowed, got {rules.min_tokens}",
+            f"min_tokens: expected at most {max_tokens}, the longest answer allowed, "
+            f"got {rules.min_tokens}",
             "min_tokens",
         )
     # The model's files may name more ends than the engine knows.

@@ -1,0 +1,170 @@
+"""The handlers of /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+import attrs
+from aiohttp import web
+
+from commutator.frontend.body import read_request
+from commutator.frontend.chat import ChatShape
+from commutator.frontend.choice import Piece
+from commutator.frontend.completions import CompletionShape
+from commutator.frontend.deadline import time_limit, timeout_of
+from commutator.frontend.exchange import EXCHANGE, Exchange
+from commutator.frontend.generation import Generation
+from commutator.frontend.plan import Plan, plan_chat, plan_completion
+from commutator.frontend.requests import ChatRequest, CompletionRequest, GenerationRequest
+from commutator.frontend.services import SERVICES, Services
+from commutator.frontend.shape import Shape, encode
+from commutator.frontend.sse import EventStream
+from commutator.routing.contract import Decision
+from commutator.text.model import TextModel
+
+__all__ = ["chat_completions", "completions"]
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+Planner = Callable[[RequestT, str, TextModel, int, str], Awaitable[Plan]]
+Shaper = Callable[[RequestT, Plan, str], Shape]
+
+# Proxies and clients refuse longer headers.
+_MAX_HEADER_CHARACTERS = 6_000
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    return await _serve(request, ChatRequest, plan_chat, _chat_shape)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    return await _serve(request, CompletionRequest, plan_completion, _completion_shape)
+
+
+def _chat_shape(body: ChatRequest, plan: Plan, request_id: str) -> Shape:
+    return ChatShape(
+        request_id,
+        plan.model,
+        plan.text,
+        include_usage=_include_usage(body),
+        logprobs=bool(body.logprobs),
+    )
+
+
+def _completion_shape(body: CompletionRequest, plan: Plan, request_id: str) -> Shape:
+    return CompletionShape(
+        request_id, plan, include_usage=_include_usage(body), logprobs=body.logprobs
+    )
+
+
+def _include_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+async def _serve(
+    request: web.Request,
+    cls: type[RequestT],
+    make_plan: Planner[RequestT],
+    shaper: Shaper[RequestT],
+) -> web.StreamResponse:
+    services, exchange = request.app[SERVICES], request[EXCHANGE]
+    stream = EventStream(request)
+    try:
+        async with time_limit(timeout_of(request, services.config.request_timeout_s)):
+            body = await read_request(request, cls)
+            name, text = services.text_model(body.model)
+            exchange.model = name
+            exchange.user = _label(body)
+            async with services.limiter.place():
+                limit = services.max_model_len(name)
+                plan = await make_plan(body, name, text, limit, exchange.request_id)
+                shape = shaper(body, plan, exchange.request_id)
+                async with Generation(
+                    services.dispatcher, services.metrics, plan, exchange.arrived_s
+                ) as generation:
+                    try:
+                        _tell_routing(request, exchange, generation)
+                        if body.stream:
+                            await _stream(generation, shape, stream)
+                            return stream.response
+                        return await _collect(generation, shape)
+                    finally:
+                        _account(services, exchange, generation)
+    except Exception as error:
+        if not stream.started:
+            raise
+        await stream.fail(error)
+        return stream.response
+
+
+async def _collect(generation: Generation, shape: Shape) -> web.Response:
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            for number, piece in batch:
+                pieces[number].append(piece)
+    answer = shape.answer(pieces, generation.usage())
+    return web.Response(body=encode(answer), content_type="application/json")
+
+
+async def _stream(generation: Generation, shape: Shape, stream: EventStream) -> None:
+    unfinished = len(generation.choices)
+    begun: set[int] = set()
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            chunks = []
+            for number, piece in batch:
+                if number not in begun:
+                    begun.add(number)
+                    chunks.append(shape.first(number))
+                if piece.text or piece.logprobs:
+                    chunks.append(shape.content(number, piece))
+                if piece.finish_reason is not None:
+                    unfinished -= 1
+                    chunks.append(shape.finish(number, piece.finish_reason))
+            if unfinished == 0:
+                chunks.append(shape.usage(generation.usage()))
+                await stream.finish(b"".join(chunks))
+            else:
+                await stream.write(b"".join(chunks))
+
+
+def _tell_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
+    exchange.workers = generation.worker_ids
+    exchange.headers["X-Commutator-Worker"] = ",".join(generation.worker_ids)
+    if request.headers.get("X-Commutator-Explain") == "1":
+        exchange.headers["X-Commutator-Decision"] = _decision_header(generation.decisions)
+
+
+def _decision_header(decisions: list[Decision]) -> str:
+    """Compact JSON: an object, or for several answers a list of them."""
+
+    def render(*, scores: bool) -> str:
+        shown = [attrs.asdict(decision) for decision in decisions]
+        if not scores:
+            for decision in shown:
+                del decision["scores"]
+        return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
+
+    full = render(scores=True)
+    return full if len(full) <= _MAX_HEADER_CHARACTERS else render(scores=False)
+
+
+def _account(services: Services, exchange: Exchange, generation: Generation) -> None:
+    usage = generation.usage()
+    exchange.prompt_tokens = usage.prompt_tokens
+    exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    exchange.generated_tokens = usage.completion_tokens
+    exchange.ttft_s = generation.times[0].ttft_s
+    services.metrics.tokens_used(
+        exchange.model, exchange.prompt_tokens, exchange.cached_tokens, exchange.generated_tokens
+    )
+
+
+def _label(body: GenerationRequest) -> str | None:
+    other = body.safety_identifier if isinstance(body, ChatRequest) else None
+    return body.user if body.user is not None else other

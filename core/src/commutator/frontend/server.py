@@ -1,0 +1,134 @@
+"""Runs the front door: sockets, TLS, and an end that loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from commutator.config.model import FrontendConfig, TlsConfig
+from commutator.errors import ConfigError
+from commutator.frontend.errors import HttpError, error_response
+from commutator.frontend.services import SERVICES
+
+__all__ = ["Runner", "run_with_fast_loop", "serve_app"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_BACKLOG = 1024
+_INTERNAL = 500
+
+
+async def serve_app(
+    app: web.Application,
+    config: FrontendConfig,
+    stop: asyncio.Event,
+    *,
+    on_listening: Callable[[int], None],
+    drain_timeout_s: float,
+    reuse_port: bool = False,
+) -> None:
+    """Serve until ``stop`` is set; then take nothing new and let what runs finish.
+
+    ``on_listening`` is given the port, which port 0 lets the system choose. Requests that still
+    run after ``drain_timeout_s`` are cancelled. Raises ConfigError when the address cannot be
+    listened on or the certificate cannot be read.
+    """
+    context = None if config.tls is None else _ssl_context(config.tls)
+    runner = Runner(app, drain_timeout_s)
+    await runner.setup()
+    try:
+        site = web.TCPSite(
+            runner,
+            config.host,
+            config.port,
+            ssl_context=context,
+            backlog=_BACKLOG,
+            reuse_port=reuse_port or None,
+        )
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                [f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"],
+                "frontend",
+            ) from error
+        on_listening(int(runner.addresses[0][1]))
+        await stop.wait()
+        app[SERVICES].draining = True
+    finally:
+        await runner.cleanup()
+
+
+def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, on uvloop where that is installed."""
+    factory = None
+    if find_spec("uvloop") is not None:
+        import uvloop  # noqa: PLC0415 - an option
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+class Runner(web.AppRunner):
+    """Cancels a handler when its client goes away, and answers broken HTTP in OpenAI's shape."""
+
+    def __init__(self, app: web.Application, drain_timeout_s: float) -> None:
+        super().__init__(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_timeout_s
+        )
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return _Server(
+            server.request_handler,
+            request_factory=server.request_factory,
+            **self._kwargs,
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._kwargs)
+
+
+class _Protocol(web.RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = _INTERNAL,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Only for what never reaches the application: HTTP that cannot be parsed."""
+        log.debug("broken HTTP from %s", request.remote, exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun; no error can be sent any more")
+        detail = (message or "").splitlines()
+        text = f"not readable as HTTP: {detail[0][:200]}" if detail else "not readable as HTTP"
+        if status >= _INTERNAL:
+            log.error("a request failed outside of the application", exc_info=exc)
+            text = "internal error"
+        response = error_response(HttpError(status, text, "bad_http"))
+        response.force_close()
+        return response
+
+
+def _ssl_context(config: TlsConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.cert_file, config.key_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            [f"certificate {config.cert_file} with key {config.key_file}: {error}"], "frontend.tls"
+        ) from error
+    return context

@@ -1,0 +1,57 @@
+"""Server-sent events to one client. The response begins with the first event."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from commutator.frontend.errors import log_failure, to_http_error
+from commutator.frontend.exchange import EXCHANGE
+from commutator.frontend.shape import event
+
+__all__ = ["EventStream"]
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # tells nginx to pass events on at once
+}
+
+
+class EventStream:
+    """Until the first write, a failure can still be answered with its own status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers=_HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def write(self, events: bytes) -> None:
+        """Send events, all in one write."""
+        if events:
+            await self._start()
+            await self.response.write(events)
+
+    async def finish(self, events: bytes) -> None:
+        """Send the last events and the end mark, all in one write."""
+        await self._start()
+        await self.response.write_eof(events + event(b"[DONE]"))
+
+    async def fail(self, error: Exception) -> None:
+        """End a stream that has begun with an error event instead of the end mark.
+
+        Raises ConnectionError when the client is gone.
+        """
+        if isinstance(error, ConnectionError):
+            raise error
+        exchange = self._request[EXCHANGE]
+        answer = to_http_error(error, exchange.request_id)
+        log_failure(error, answer, exchange.request_id)
+        exchange.failed_code = answer.status
+        await self.response.write_eof(event(answer.body()))
+
+    async def _start(self) -> None:
+        if not self.started:
+            await self.response.prepare(self._request)

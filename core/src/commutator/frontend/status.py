@@ -1,0 +1,79 @@
+"""The handlers that tell about the front door itself."""
+
+from __future__ import annotations
+
+import attrs
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from commutator.errors import RoutingError
+from commutator.frontend.responses import ModelCard, ModelList
+from commutator.frontend.services import SERVICES, Services
+
+__all__ = ["health", "list_models", "live", "metrics", "ready", "retrieve_model"]
+
+
+async def live(_: web.Request) -> web.Response:
+    """GET /live: the process answers."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: every model has a worker, and the process does not end."""
+    services = request.app[SERVICES]
+    if services.draining:
+        raise RoutingError("this front door is shutting down")
+    if not services.dispatcher.ready():
+        raise RoutingError("not every model has a ready worker; GET /health tells more")
+    return _json({"status": "ok"})
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: models, workers and load; always 200, for people and dashboards."""
+    services = request.app[SERVICES]
+    queue = services.limiter.queue
+    status = "ready" if services.dispatcher.ready() else "degraded"
+    return _json(
+        {
+            "status": "draining" if services.draining else status,
+            "models": list(services.models),
+            "workers": [attrs.asdict(worker) for worker in services.dispatcher.status()],
+            "requests": {"running": queue.running, "queued": queue.waiting},
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    return web.Response(
+        body=request.app[SERVICES].metrics.render(),
+        headers={"Content-Type": CONTENT_TYPE_LATEST},
+    )
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    services = request.app[SERVICES]
+    return _json(ModelList("list", tuple(_card(services, name) for name in services.models)))
+
+
+async def retrieve_model(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}."""
+    services = request.app[SERVICES]
+    name, _ = services.text_model(request.match_info["id"])
+    return _json(_card(services, name))
+
+
+def _card(services: Services, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=services.started_unix_s,
+        owned_by="commutator",
+        max_model_len=services.max_model_len(name),
+    )
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
