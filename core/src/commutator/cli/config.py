@@ -1,0 +1,58 @@
+"""``commutator config check``, ``show`` and ``schema``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from commutator.cli.options import files_argument, no_plugin_option, override_options
+
+__all__ = ["config"]
+
+
+@click.group(epilog="Example: commutator config check examples/quickstart.yaml")
+def config() -> None:
+    """Check or show a configuration."""
+
+
+@config.command(epilog="Example: commutator config check base.yaml production.yaml")
+@files_argument
+@override_options
+def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+    """Tell every mistake in FILE at once, or "ok".
+
+    Several files are merged in order, as by serve.
+    """
+    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
+
+    load_config(files, sets=sets, no_plugins=no_plugins)
+    click.echo(f"{', '.join(map(str, files))}: ok")
+
+
+@config.command(
+    epilog="Example: commutator config show examples/quickstart.yaml --set frontend.port=9000"
+)
+@files_argument
+@override_options
+def show(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+    """Print the effective values and where each is from."""
+    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
+    from commutator.config.show import show_config  # noqa: PLC0415
+
+    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    click.echo(show_config(loaded.config, loaded.tree), nl=False)
+
+
+@config.command(epilog="Example: commutator config schema > commutator.schema.json")
+@no_plugin_option
+def schema(no_plugins: tuple[str, ...]) -> None:
+    """Print the JSON Schema of the file, for editors.
+
+    It covers the options of every installed plugin.
+    """
+    from commutator.config.file_schema import file_schema  # noqa: PLC0415 - keeps --help quick
+    from commutator.plugins import load_plugins  # noqa: PLC0415
+
+    click.echo(json.dumps(file_schema(load_plugins(no_plugins)), indent=2))

@@ -1,0 +1,42 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["files_argument", "no_plugin_option", "override_options"]
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+files_argument = click.argument(
+    "files",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+
+no_plugin_option = click.option(
+    "--no-plugin",
+    "no_plugins",
+    metavar="NAME",
+    multiple=True,
+    help="Do not load this plugin. May be repeated.",
+)
+
+_set_option = click.option(
+    "--set",
+    "sets",
+    metavar="PATH=VALUE",
+    multiple=True,
+    help="Set one value, such as engines[0].replicas=3. May be repeated.",
+)
+
+
+def override_options(command: CommandT) -> CommandT:
+    """``--set`` and ``--no-plugin``."""
+    return _set_option(no_plugin_option(command))

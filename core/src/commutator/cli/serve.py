@@ -1,0 +1,78 @@
+"""``commutator serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commutator.cli.options import files_argument, override_options
+
+if TYPE_CHECKING:
+    from commutator.config.load import Loaded
+
+__all__ = ["serve"]
+
+log = logging.getLogger(__name__)
+
+
+@click.command(
+    epilog="Example: commutator serve examples/quickstart.yaml --set engines[0].replicas=1"
+)
+@files_argument
+@override_options
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 picks one.")
+@click.option(
+    "--url-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the front door's URL into this file once everything is ready.",
+)
+def serve(
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    port: int | None,
+    url_file: Path | None,
+) -> None:
+    """Run the deployment that FILE describes; later files override earlier ones.
+
+    Starts the workers and the front door, watches them, and starts again what fails. Ctrl-C
+    lets running requests finish; a second one stops at once.
+    """
+    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
+
+    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
+    sys.exit(_serve(loaded, url_file))
+
+
+def _serve(loaded: Loaded, url_file: Path | None) -> int:
+    """Returns the exit code."""
+    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+
+    from commutator.runtime.output import Printer, PrinterHandler  # noqa: PLC0415
+    from commutator.runtime.ports import reserved_port  # noqa: PLC0415
+    from commutator.runtime.preflight import check_machine  # noqa: PLC0415
+    from commutator.runtime.supervisor import Supervisor  # noqa: PLC0415
+
+    config = loaded.config
+    check_machine(config)
+
+    async def supervise(port: int, printer: Printer) -> int:
+        colour = Console().color_system is not None
+        supervisor = Supervisor(loaded, port, printer, colour=colour, url_file=url_file)
+        return await supervisor.run()
+
+    with reserved_port(config.frontend.host, config.frontend.port) as port:
+        printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
+        logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
+        for plugin in loaded.host.installed:
+            if plugin.problem is not None and plugin.problem != "blocked":
+                log.warning("plugin %s (%s) %s", plugin.name, plugin.distribution, plugin.problem)
+        try:
+            return asyncio.run(supervise(port, printer))
+        finally:
+            printer.close()
