@@ -16,7 +16,7 @@ from commutator.errors import ConfigError
 from commutator.frontend.errors import HttpError, error_response
 from commutator.frontend.services import SERVICES
 
-__all__ = ["Runner", "run_with_fast_loop", "serve_app"]
+__all__ = ["Runner", "run_with_fast_loop", "serve_app", "tls_context"]
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,16 @@ async def serve_app(
     on_listening: Callable[[int], None],
     drain_timeout_s: float,
     reuse_port: bool = False,
+    socket_path: str | None = None,
 ) -> None:
     """Serve until ``stop`` is set; then take nothing new and let what runs finish.
 
     ``on_listening`` is given the port, which port 0 lets the system choose. Requests that still
-    run after ``drain_timeout_s`` are cancelled. Raises ConfigError when the address cannot be
+    run after ``drain_timeout_s`` are cancelled. ``socket_path`` is a second way in, a Unix socket
+    that no other process shares, opened last. Raises ConfigError when the address cannot be
     listened on or the certificate cannot be read.
     """
-    context = None if config.tls is None else _ssl_context(config.tls)
+    context = None if config.tls is None else tls_context(config.tls)
     runner = Runner(app, drain_timeout_s)
     await runner.setup()
     try:
@@ -59,6 +61,8 @@ async def serve_app(
                 [f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"],
                 "frontend",
             ) from error
+        if socket_path is not None:
+            await web.UnixSite(runner, socket_path).start()
         on_listening(int(runner.addresses[0][1]))
         await stop.wait()
         app[SERVICES].draining = True
@@ -123,7 +127,8 @@ class _Protocol(web.RequestHandler):
         return response
 
 
-def _ssl_context(config: TlsConfig) -> ssl.SSLContext:
+def tls_context(config: TlsConfig) -> ssl.SSLContext:
+    """Raises ConfigError when the files cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(config.cert_file, config.key_file)

@@ -7,18 +7,19 @@ import logging
 import os
 import signal
 import sys
-from contextlib import suppress
-
-import uvloop
-from aiohttp import web
+from collections.abc import Mapping
+from pathlib import Path
 
 from commutator.config.load import Loaded, load_config
+from commutator.config.model import ModelConfig
 from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
+from commutator.frontend.server import run_with_fast_loop, serve_app
 from commutator.routing.dispatcher import Dispatcher
 from commutator.runtime.registry_client import RegistryClient
-from commutator.runtime.tls import tls_context
 from commutator.runtime.worker_follower import WorkerFollower
+from commutator.text.load import load_text_model
+from commutator.text.model import TextModel
 
 __all__ = ["REGISTRY", "main"]
 
@@ -28,63 +29,60 @@ REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "host:port"."""
 
 
-async def serve(loaded: Loaded, registry_address: str, socket: str) -> None:
-    """Serve until SIGTERM, then finish what runs. ``socket`` is a second way in, for /ready."""
+async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None:
+    """Serve until SIGTERM, then finish what runs. ``socket_path`` is for asking this process."""
     config = loaded.config
     dispatcher = Dispatcher(config, loaded.host)
-    runner = web.AppRunner(
-        build_app(config.frontend, config.models, dispatcher, loaded.host),
-        access_log=log if log.isEnabledFor(logging.DEBUG) else None,
-        handler_cancellation=True,  # a client that goes away cancels its request
-        shutdown_timeout=config.runtime.drain_timeout_s,
-    )
-    await runner.setup()
+    app = build_app(config.frontend, _text_models(config.models), dispatcher)
     registry = RegistryClient(registry_address)
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
+    stop = asyncio.Event()
+    # A view that is no longer kept up to date is worse than a front door less.
+    following.add_done_callback(lambda _: stop.set())
     try:
         # A front door that knows no worker yet would refuse what its siblings could serve.
         await follower.informed.wait()
-        await _listen(runner, loaded, socket)
-        await _until_told_to_stop(following)
-        log.info("draining")
-        await runner.cleanup()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await serve_app(
+            app,
+            config.frontend,
+            stop,
+            on_listening=lambda port: log.info("listening on port %d", port),
+            drain_timeout_s=config.runtime.drain_timeout_s,
+            reuse_port=True,
+            socket_path=socket_path,
+        )
+        if following.done():
+            following.result()
     finally:
         following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
+        await asyncio.gather(following, return_exceptions=True)
         await follower.close()
         await dispatcher.close()
         await registry.close()
 
 
-async def _listen(runner: web.AppRunner, loaded: Loaded, socket: str) -> None:
-    front = loaded.config.frontend
-    context = tls_context(front.tls)
-    await web.UnixSite(runner, socket).start()
-    site = web.TCPSite(runner, front.host, front.port, ssl_context=context, reuse_port=True)
-    await site.start()
-
-
-async def _until_told_to_stop(following: asyncio.Task[None]) -> None:
-    """Until SIGTERM. An error in ``following`` ends the process: it would serve a stale view."""
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    stopping = asyncio.create_task(stopped.wait())
-    await asyncio.wait({stopping, following}, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        stopping.cancel()
-        await following
+def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
+    models = {}
+    for config in configs:
+        model = load_text_model(config.source)
+        if config.chat_template is not None:
+            model.use_chat_template(Path(config.chat_template).read_text(encoding="utf-8"))
+        if config.max_model_len is not None:
+            model.max_model_len = min(model.max_model_len, config.max_model_len)
+        models[config.name] = model
+    return models
 
 
 def main() -> None:
-    config_file, socket = sys.argv[1:]
+    config_file, socket_path = sys.argv[1:]
     try:
         # The supervisor wrote the effective values: the environment was heard already.
         loaded = load_config([config_file], environ={})
         level = loaded.config.log.level.upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-        uvloop.run(serve(loaded, os.environ[REGISTRY], socket))
+        run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
     except CommutatorError as error:
         sys.exit(f"ERROR {error}")
 

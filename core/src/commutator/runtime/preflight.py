@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commutator.config.model import Config
 from commutator.errors import ConfigError
-from commutator.runtime.tls import tls_context
+from commutator.frontend.server import tls_context
 from commutator.text.source import locate_model
 
 __all__ = ["check_machine"]
@@ -37,10 +37,11 @@ def _problems(config: Config) -> Iterator[str]:
             secret.reveal()
         except ConfigError as error:
             yield from (f"frontend.api_keys[{index}]: {problem}" for problem in error.problems)
-    try:
-        tls_context(config.frontend.tls)
-    except OSError as error:
-        yield f"frontend.tls: the certificate or key cannot be used: {error.strerror or error}"
+    if config.frontend.tls is not None:
+        try:
+            tls_context(config.frontend.tls)
+        except ConfigError as error:
+            yield from (f"frontend.tls: {problem}" for problem in error.problems)
     folder = Path(config.runtime.state_dir or tempfile.gettempdir()).absolute()
     if not folder.is_dir():
         yield f"runtime.state_dir: no such folder: {folder}"

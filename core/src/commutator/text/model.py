@@ -42,9 +42,14 @@ class TextModel:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._chat_template = (
-            None if chat_template is None else ChatTemplate(chat_template, special_tokens or {})
-        )
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            self.use_chat_template(chat_template)
+
+    def use_chat_template(self, source: str) -> None:
+        """Replace the model's own template. Raises ConfigError when its syntax is wrong."""
+        self._chat_template = ChatTemplate(source, self._special_tokens)
 
     @property
     def vocab_size(self) -> int:
