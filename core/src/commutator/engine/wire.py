@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -88,8 +88,8 @@ class FrameProtocol(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports do not subclass asyncio's, so there is no isinstance to ask.
+        self.transport = cast(asyncio.Transport, transport)
 
     def send(self, frame: list[Any] | tuple[Any, ...]) -> None:
         """Write one frame; dropped silently when the connection is already gone."""

@@ -42,7 +42,8 @@ class FaultyClient(EngineClient):
         """The names of the faults that happened, in order."""
 
     def _hit(self, name: str) -> bool:
-        hit = self._rng.random() < getattr(self._faults, name)
+        chance: float = getattr(self._faults, name)
+        hit = self._rng.random() < chance
         if hit:
             self.injected.append(name)
         return hit
