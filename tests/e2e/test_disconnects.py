@@ -6,7 +6,6 @@ import asyncio
 import random
 
 import aiohttp
-import psutil
 import pytest
 from tests.e2e.conftest import MODEL
 
@@ -17,32 +16,13 @@ from commutator.types import EngineLoad
 pytestmark = pytest.mark.slow
 
 
-def worker_addresses(cluster: LocalCluster) -> list[str]:
-    """Where the engine processes of this cluster listen."""
-    assert cluster.process is not None
-    addresses = []
-    for process in psutil.Process(cluster.process.pid).children(recursive=True):
-        if "commutator_reference" in process.cmdline():
-            listening = [c for c in process.net_connections("tcp") if c.status == "LISTEN"]
-            ports = {connection.laddr.port for connection in listening}
-            addresses += [f"127.0.0.1:{port}" for port in ports]
-    return addresses
-
-
 async def loads(clients: list[TokenApiClient]) -> list[EngineLoad]:
     return [await client.load() for client in clients]
 
 
 async def test_two_hundred_disconnects_leak_nothing(cluster: LocalCluster) -> None:
     rng = random.Random(4)
-    engines = []
-    for address in worker_addresses(cluster):
-        client = TokenApiClient(address, answer_timeout_s=1)
-        try:
-            await client.start()
-        except Exception:
-            continue  # a KV event socket, not the token API
-        engines.append(client)
+    engines = [TokenApiClient(address) for address in cluster.worker_addresses()]
     assert len(engines) == 2
 
     async def vanish(session: aiohttp.ClientSession, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,11 @@ class LocalCluster:
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310
             health: dict[str, Any] = json.load(answer)
         return health
+
+    def worker_addresses(self) -> list[str]:
+        """Where our own engines listen, each as it said last; needs the log level info."""
+        said = re.findall(r"\[(\S+)\] .*token API on (\S+)", self.log())
+        return sorted(dict(said).values())
 
     def _wait_ready(self) -> None:
         assert self.process is not None
