@@ -1,0 +1,10 @@
+"""The engine's process; `commutator serve` starts it."""
+
+from __future__ import annotations
+
+from commutator.engine import run_engine_process
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.server import ReferenceServer
+
+if __name__ == "__main__":
+    run_engine_process(ReferenceConfig, ReferenceServer)

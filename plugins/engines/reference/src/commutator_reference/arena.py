@@ -1,0 +1,73 @@
+"""The KV cache's memory: one tensor, cut into blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from commutator_reference.llama_config import LlamaConfig
+
+__all__ = ["KVArena", "block_bytes"]
+
+
+def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Size of one KV block: keys and values of ``block_size`` tokens in every layer."""
+    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_size
+    return per_token * block_size * dtype.itemsize
+
+
+class KVArena:
+    """``tensor`` [blocks, layers, 2 (key, value), KV heads, block size, head size].
+
+    Block-major, so that one block is one contiguous range of bytes; and within a block each head's
+    tokens are contiguous, so that reading a sequence copies whole runs of them.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_size = config.head_size
+        # Zeros, because what attention masks out must still be finite.
+        self.tensor = torch.zeros(
+            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_size),
+            device=device,
+            dtype=dtype,
+        )
+        self._runs = self.tensor.view(-1, block_size * config.head_size)
+        self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys_values: Tensor) -> None:
+        """Store ``keys_values`` [tokens, 2 * KV heads, head size] at (block, offset) each."""
+        self._layers[layer][blocks, :, offsets] = keys_values
+
+    def run_index(self, block_tables: Tensor) -> Tensor:
+        """Where ``read`` finds the sequences of ``block_tables`` [sequences, blocks], by layer.
+
+        [layers, 2 * sequences * KV heads * blocks]; made once a step, on the tables' device.
+        """
+        heads = self.num_kv_heads
+        device = block_tables.device
+        sides = torch.arange(self.num_layers * 2, device=device).view(self.num_layers, 2, 1, 1, 1)
+        head = torch.arange(heads, device=device).view(1, 1, 1, heads, 1)
+        starts = block_tables[None, None, :, None, :] * (self.num_layers * 2 * heads)
+        return (starts + sides * heads + head).flatten(1)
+
+    def read(self, run_index: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, each [sequences, KV heads, blocks * block size, head size].
+
+        ``run_index`` is one layer's row of what the method of that name returned.
+        """
+        runs = self._runs.index_select(0, run_index)
+        shape = (2, num_sequences, self.num_kv_heads, -1, self.head_size)
+        keys, values = runs.view(shape).unbind(0)
+        return keys, values

@@ -1,0 +1,77 @@
+"""What makes two KV blocks the same: their tokens, every token before them, and the namespace."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+
+from attrs import frozen
+
+__all__ = ["BlockIdentity", "Namespace"]
+
+
+@frozen
+class Namespace:
+    """Requests share KV blocks only within one namespace."""
+
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """Root of every chain in this namespace; equal only for equal namespaces."""
+        return sha256(_framed(self.lora_name) + _framed(self.cache_salt)).digest()
+
+
+@frozen
+class BlockIdentity:
+    """A full block's place in its chain; build it with ``first`` and ``child``."""
+
+    parent_digest: bytes
+    """The previous block's digest, or the namespace's for the first block."""
+    token_ids: tuple[int, ...]
+    namespace: Namespace
+    is_first: bool
+    digest: bytes
+    """SHA-256 over the parent's digest and the token ids as little-endian 64-bit integers."""
+
+    @classmethod
+    def first(cls, namespace: Namespace, token_ids: Sequence[int]) -> BlockIdentity:
+        """The identity of a prompt's first block."""
+        return _chained(namespace.digest, token_ids, namespace, is_first=True)
+
+    def child(self, token_ids: Sequence[int]) -> BlockIdentity:
+        """The identity of the block that follows this one."""
+        return _chained(self.digest, token_ids, self.namespace, is_first=False)
+
+    @property
+    def event_hash(self) -> int:
+        """The low 64 bits of the digest, unsigned: this block's name in KV events."""
+        return _low_64_bits(self.digest)
+
+    @property
+    def parent_event_hash(self) -> int | None:
+        """The parent's name in KV events; None for a first block."""
+        return None if self.is_first else _low_64_bits(self.parent_digest)
+
+
+def _chained(
+    parent_digest: bytes, token_ids: Sequence[int], namespace: Namespace, *, is_first: bool
+) -> BlockIdentity:
+    packed = struct.pack(f"<{len(token_ids)}Q", *token_ids)
+    digest = sha256(parent_digest + packed).digest()
+    return BlockIdentity(parent_digest, tuple(token_ids), namespace, is_first, digest)
+
+
+def _framed(text: str | None) -> bytes:
+    """No two different values, and no two sequences of them, have the same bytes."""
+    if text is None:
+        return b"0"
+    # A JSON client can send lone surrogates, which strict UTF-8 refuses.
+    encoded = text.encode("utf-8", "surrogatepass")
+    return b"1" + struct.pack("<Q", len(encoded)) + encoded
+
+
+def _low_64_bits(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")

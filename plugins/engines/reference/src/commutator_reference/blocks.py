@@ -1,0 +1,168 @@
+"""Which KV blocks are held, which are cached, which are free. No tensors: numbers only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator_reference.block_identity import BlockIdentity
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Reference-counted blocks with a prefix cache over the full ones.
+
+    A block is *held* (one request or more refer to it), *cached* (nobody refers to it, but its
+    content can be reused) or *free*. Cached blocks are given away only when no free one is left,
+    the one released longest ago first. A cached block's parent is always held or cached too.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._references = [0] * num_blocks
+        self._identities: list[BlockIdentity | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._events: list[KvEvent] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``allocate`` can give: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        """Blocks that requests refer to."""
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody refers to and whose content can be reused."""
+        return len(self._cached)
+
+    def is_held(self, block: int) -> bool:
+        """Whether any request refers to the block."""
+        return self._references[block] > 0
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` blocks, each held once, or None when there are not as many."""
+        if count > self.available:
+            return None
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def find(self, identity: BlockIdentity) -> int | None:
+        """The block with exactly this identity, or None. Changes nothing."""
+        block = self._by_digest.get(identity.digest)
+        if block is None or self._identities[block] != identity:
+            return None
+        return block
+
+    def acquire(self, block: int) -> None:
+        """Hold a block that ``find`` returned."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def register(self, block: int, identity: BlockIdentity) -> int:
+        """Make a held, fully computed block reusable; its parent must be registered.
+
+        Returns the block to use from now on: when another block has the same identity already,
+        that one is acquired and ``block`` released, so that content is never stored twice.
+        """
+        if not self.prefix_caching:
+            return block
+        if identity.digest in self._by_digest:
+            twin = self.find(identity)
+            if twin is None or twin == block:
+                return block
+            self.acquire(twin)
+            self.release([block])
+            return twin
+        self._identities[block] = identity
+        self._by_digest[identity.digest] = block
+        self._stored(identity)
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a request's blocks, given in the order of its tokens."""
+        # Backwards, so that a child is given away before its parent.
+        for block in reversed(blocks):
+            if self._references[block] == 0:
+                raise ValueError(f"block {block} is not held")
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._identities[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def clear(self) -> None:
+        """Forget the content of every block that nobody holds."""
+        removed = [self._forget(block) for block in self._cached]
+        self._free.extend(self._cached)
+        self._cached.clear()
+        if self._by_digest:
+            self._removed(removed)
+        else:
+            self._events.append(BlocksCleared())
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed in the cache since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block, _ = self._cached.popitem(last=False)
+        self._removed([self._forget(block)])
+        return block
+
+    def _forget(self, block: int) -> BlockIdentity:
+        identity = self._identities[block]
+        assert identity is not None
+        self._identities[block] = None
+        del self._by_digest[identity.digest]
+        return identity
+
+    def _stored(self, identity: BlockIdentity) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == identity.parent_event_hash:
+            hashes = (*last.block_hashes, identity.event_hash)
+            parent, token_ids = last.parent_block_hash, last.token_ids + identity.token_ids
+            self._events.pop()
+        else:
+            hashes = (identity.event_hash,)
+            parent, token_ids = identity.parent_event_hash, identity.token_ids
+        lora_name = identity.namespace.lora_name
+        self._events.append(BlockStored(hashes, parent, token_ids, self.block_size, lora_name))
+
+    def _removed(self, identities: Iterable[BlockIdentity]) -> None:
+        hashes = tuple(identity.event_hash for identity in identities)
+        if hashes:
+            self._events.append(BlockRemoved(hashes))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not balance. Linear in the number of blocks."""
+        free, cached = set(self._free), set(self._cached)
+        held = {block for block, count in enumerate(self._references) if count > 0}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, "a block is free and cached"
+        assert free | cached | held == set(range(self.num_blocks)), "a block is lost"
+        assert not held & (free | cached), "a held block can be given away"
+        assert min(self._references, default=0) >= 0, "a negative reference count"
+        registered = {b: i for b, i in enumerate(self._identities) if i is not None}
+        assert cached <= set(registered), "a cached block has no identity"
+        assert not free & set(registered), "a free block has an identity"
+        assert self._by_digest == {i.digest: b for b, i in registered.items()}, "index differs"
+        for identity in registered.values():
+            has_parent = identity.is_first or identity.parent_digest in self._by_digest
+            assert has_parent, "a registered block's parent is not registered"

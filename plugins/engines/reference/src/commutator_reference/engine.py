@@ -1,0 +1,274 @@
+"""The engine: takes requests, runs steps, gives out tokens. One thread drives it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+
+from attrs import evolve
+
+from commutator.errors import EngineOverloadedError
+from commutator.kv import BlocksCleared, KvEvent
+from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator_reference.arena import KVArena
+from commutator_reference.batch import build_batch
+from commutator_reference.blocks import BlockPool
+from commutator_reference.model import LlamaModel
+from commutator_reference.options import EngineOptions
+from commutator_reference.sampler import Sampled, sample
+from commutator_reference.scheduler import Scheduler
+from commutator_reference.sequence import Sequence
+from commutator_reference.step import Step
+from commutator_reference.stopping import Decode, Stop, find_stop
+from commutator_reference.validation import validate_request
+
+__all__ = ["Deltas", "ReferenceEngine"]
+
+log = logging.getLogger(__name__)
+
+Deltas = list[tuple[int, TokenDelta]]
+"""What one step added, by request key."""
+
+_WAKE_S = 0.2
+"""How often an idle ``run`` looks at its stop event."""
+
+
+class ReferenceEngine:
+    """Continuous batching over one model and one KV arena.
+
+    ``submit``, ``abort``, ``load`` and ``reset_prefix_cache`` may be called from any thread;
+    ``step`` and ``run`` from one. ``decode`` gives the text that stop strings are looked for in.
+    ``on_kv_events`` is called by that thread, once a step, with what the prefix cache stored and
+    removed.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        options: EngineOptions,
+        *,
+        decode: Decode | None = None,
+        on_kv_events: Callable[[Many[KvEvent]], None] | None = None,
+    ) -> None:
+        capacity = options.num_blocks * options.block_size
+        longest = options.max_model_len or model.config.context_length
+        self.max_model_len = min(longest, model.config.context_length, capacity)
+        """Most tokens of prompt and answer together."""
+        self._model = model
+        self._options = options
+        self._decode = decode
+        self._on_kv_events = on_kv_events
+        self.arena = KVArena(
+            model.config,
+            options.num_blocks,
+            options.block_size,
+            device=model.device,
+            dtype=model.dtype,
+        )
+        self._scheduler = self._new_scheduler()
+        self._arrivals = 0
+
+        self._changed = threading.Condition()
+        # What follows is guarded by the condition's lock.
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._live: set[int] = set()
+        self._pending: set[int] = set()
+        self._load = EngineLoad(kv_capacity_blocks=options.num_blocks)
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        """Take a request, to begin with the next step; ``key`` names it until its last delta.
+
+        Raises RequestError when it can never be served, EngineOverloadedError when not now.
+        """
+        validate_request(
+            request,
+            vocab_size=self._model.config.vocab_size,
+            max_model_len=self.max_model_len,
+            can_decode=self._decode is not None,
+        )
+        limit = self._options.limits.max_running_requests + self._options.max_queued_requests
+        with self._changed:
+            if key in self._live:
+                raise ValueError(f"key {key} is in use")
+            if len(self._live) >= limit:
+                raise EngineOverloadedError(
+                    f"{limit} requests run or wait here already; try again later"
+                )
+            self._live.add(key)
+            self._pending.add(key)
+            self._inbox.append(lambda: self._admit(key, request))
+            self._changed.notify()
+
+    def abort(self, key: int) -> None:
+        """Stop a request and free what it holds before the next step. Nothing if unknown."""
+        with self._changed:
+            self._live.discard(key)
+            self._pending.discard(key)
+            self._inbox.append(lambda: self._scheduler.remove(key))
+            self._changed.notify()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that no request needs, before the next step."""
+        with self._changed:
+            self._inbox.append(lambda: self._scheduler.pool.clear())
+            self._changed.notify()
+
+    def load(self) -> EngineLoad:
+        """The state after the last step; requests submitted since then count as waiting."""
+        with self._changed:
+            return evolve(self._load, waiting=self._load.waiting + len(self._pending))
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its blocks to another, ever."""
+        return self._scheduler.preemptions
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the block accounting is wrong; from the driving thread."""
+        self._scheduler.check_integrity()
+
+    def run(self, emit: Callable[[Deltas], None], stop: threading.Event) -> None:
+        """Step while there is work, sleep while there is none, until ``stop`` is set."""
+        while not stop.is_set():
+            deltas = self.step()
+            if deltas:
+                try:
+                    emit(deltas)
+                except Exception:
+                    log.exception("the receiver of %d deltas failed; they are lost", len(deltas))
+            with self._changed:
+                if not self._inbox and not self._live:
+                    self._changed.wait(_WAKE_S)
+
+    def step(self) -> Deltas:
+        """Compute one step and return what it added to each request. Never raises.
+
+        Whatever goes wrong ends the requests that it concerns with ``FinishReason.ERROR``.
+        """
+        self._take_inbox()
+        try:
+            deltas = self._tick()
+        except Exception as error:
+            log.exception("the engine's books are broken: every request is ended")
+            deltas = self._start_over(error)
+        self._publish_events()
+        with self._changed:
+            # Requests aborted while the step ran say nothing more.
+            deltas = [(key, delta) for key, delta in deltas if key in self._live]
+            self._live -= {key for key, delta in deltas if delta.finish_reason is not None}
+            self._load = self._current_load()
+        return deltas
+
+    def _take_inbox(self) -> None:
+        with self._changed:
+            while self._inbox:
+                self._inbox.popleft()()
+            self._load = self._current_load()
+
+    def _admit(self, key: int, request: GenerateRequest) -> None:
+        if key not in self._pending:
+            return  # aborted before it was seen
+        self._pending.remove(key)
+        seed = request.sampling.seed
+        seed = secrets.randbits(62) if seed is None else seed
+        self._scheduler.add(Sequence.start(key, request, self._arrivals, seed))
+        self._arrivals += 1
+
+    def _tick(self) -> Deltas:
+        step = self._scheduler.schedule()
+        if not step.chunks:
+            return []
+        try:
+            sampled = self._compute(step)
+        except Exception as error:
+            log.exception("a step failed; its %d requests are ended", len(step.chunks))
+            return self._fail((chunk.key for chunk in step.chunks), error)
+        # Only now may other requests reuse the step's KV.
+        self._scheduler.complete(step)
+        return [delta for key, token in sampled for delta in self._append(key, token)]
+
+    def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
+        batch = build_batch(step.chunks, self.arena, self._model.dtype)
+        logits = self._model.forward(batch, self.arena)
+        sequences = [self._sequence(key) for key in batch.sample_keys]
+        chosen = sample(logits, sequences, self._model.config.eos_token_ids) if sequences else []
+        return list(zip(batch.sample_keys, chosen, strict=True))
+
+    def _append(self, key: int, sampled: Sampled) -> Deltas:
+        sequence = self._sequence(key)
+        sequence.tokens.append(sampled.token_id)
+        eos_ids = self._model.config.eos_token_ids
+        try:
+            stop = find_stop(sequence, eos_ids, self.max_model_len, self._decode)
+        except Exception as error:
+            log.exception("looking for stop strings failed")
+            return self._fail([key], error)
+        delta = TokenDelta(
+            token_ids=(sampled.token_id,),
+            logprobs=() if sampled.logprob is None else (sampled.logprob,),
+            cached_tokens=None if sequence.started else sequence.cached_tokens,
+        )
+        sequence.started = True
+        if stop is not None:
+            self._scheduler.remove(key)
+            delta = _ended(delta, stop)
+        return [(key, delta)]
+
+    def _fail(self, keys: Iterable[int], error: Exception) -> Deltas:
+        deltas = []
+        for key in keys:
+            self._scheduler.remove(key)
+            deltas.append((key, _failure(error)))
+        return deltas
+
+    def _start_over(self, error: Exception) -> Deltas:
+        """The books cannot be trusted: end every request, forget every block."""
+        deltas = [(key, _failure(error)) for key in self._scheduler.keys()]
+        self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
+        if self._on_kv_events is not None:
+            self._on_kv_events([BlocksCleared()])
+        return deltas
+
+    def _new_scheduler(self, preemptions: int = 0) -> Scheduler:
+        options = self._options
+        pool = BlockPool(
+            options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
+        )
+        scheduler = Scheduler(pool, options.limits, self.max_model_len)
+        scheduler.preemptions = preemptions
+        return scheduler
+
+    def _publish_events(self) -> None:
+        events = self._scheduler.pool.take_events()
+        if events and self._on_kv_events is not None:
+            try:
+                self._on_kv_events(events)
+            except Exception:
+                log.exception("the receiver of %d KV events failed; they are lost", len(events))
+
+    def _sequence(self, key: int) -> Sequence:
+        sequence = self._scheduler.get(key)
+        assert sequence is not None, f"request {key} was scheduled but is gone"
+        return sequence
+
+    def _current_load(self) -> EngineLoad:
+        pool = self._scheduler.pool
+        return EngineLoad(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            kv_used_blocks=pool.held,
+            kv_cached_blocks=pool.cached,
+            kv_capacity_blocks=pool.num_blocks,
+        )
+
+
+def _ended(delta: TokenDelta, stop: Stop) -> TokenDelta:
+    return evolve(delta, finish_reason=stop.finish_reason, stop_reason=stop.stop_reason)
+
+
+def _failure(error: Exception) -> TokenDelta:
+    return TokenDelta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}")

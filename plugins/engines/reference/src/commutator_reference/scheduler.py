@@ -1,0 +1,230 @@
+"""Decides what each step computes: continuous batching over a fixed number of KV blocks.
+
+Pure: it knows neither tensors nor time. The engine calls ``schedule``, runs the step, and reports
+with ``complete`` and ``remove``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from attrs import field, frozen
+
+from commutator_reference.blocks import BlockPool
+from commutator_reference.sequence import Sequence
+from commutator_reference.step import Chunk, Step
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+@frozen
+class SchedulerLimits:
+    """How much may run at once."""
+
+    max_running_requests: int = field(default=32)
+    max_tokens_per_step: int = field(default=512)
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_running_requests < 1 or self.max_tokens_per_step < 1:
+            raise ValueError(f"every limit must be at least 1: {self}")
+
+
+class Scheduler:
+    """Running requests first, decodes before prefills; then admission in order of rank.
+
+    When blocks run out, the running request of the last rank gives all of its own back and waits
+    to be computed again, tokens generated so far included. The first rank always proceeds, so
+    every request ends, provided that each fits into the pool when alone (``max_model_len``).
+    """
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, max_model_len: int) -> None:
+        capacity = pool.num_blocks * pool.block_size
+        if not 2 <= max_model_len <= capacity:  # noqa: PLR2004 - one token in, one out
+            raise ValueError(
+                f"max_model_len is {max_model_len}: expected 2 to {capacity}, the tokens that "
+                f"{pool.num_blocks} blocks of {pool.block_size} hold"
+            )
+        self.pool = pool
+        self.max_model_len = max_model_len
+        self.preemptions = 0
+        """How often a request lost its blocks, ever."""
+        self._limits = limits
+        # A step must have a token for each running request, or the last of them would starve.
+        self._max_running = min(limits.max_running_requests, limits.max_tokens_per_step)
+        self._sequences: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []
+
+    @property
+    def running(self) -> int:
+        """How many requests hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for blocks or for their turn."""
+        return len(self._waiting)
+
+    def get(self, key: int) -> Sequence | None:
+        """The live request, or None."""
+        return self._sequences.get(key)
+
+    def keys(self) -> list[int]:
+        """Every live request."""
+        return list(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a request whose prompt plus one token is at most ``max_model_len``."""
+        if sequence.key in self._sequences:
+            raise ValueError(f"key {sequence.key} is in use")
+        if not 1 <= sequence.prompt_length < self.max_model_len:
+            raise ValueError(f"a prompt of {sequence.prompt_length} tokens cannot be scheduled")
+        self._sequences[sequence.key] = sequence
+        insort(self._waiting, sequence, key=_rank)
+
+    def remove(self, key: int) -> bool:
+        """Forget a finished or aborted request and let go of its blocks. False if unknown."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is None:
+            return False
+        if self._running.pop(key, None) is None:
+            del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        return True
+
+    def schedule(self) -> Step:
+        """The next step; it has no chunks only if no request is live."""
+        plan: dict[int, int] = {}
+        preempted = self._plan_running(plan)
+        if not preempted:
+            self._plan_admissions(plan)
+        chunks = [self._chunk(self._running[key], count) for key, count in plan.items()]
+        chunks.sort(key=lambda chunk: len(chunk.token_ids) > 1)
+        return Step(tuple(chunks), tuple(preempted))
+
+    def complete(self, step: Step) -> None:
+        """The step's KV is in the arena: full blocks can be reused from now on."""
+        for chunk in step.chunks:
+            sequence = self._running[chunk.key]
+            sequence.computed = chunk.end
+            if self.pool.prefix_caching:
+                self._register_full_blocks(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when requests and pool disagree about who holds what."""
+        self.pool.check_integrity()
+        assert len(self._running) <= self._max_running, "too many requests run"
+        assert len(self._running) + len(self._waiting) == len(self._sequences), "one is lost"
+        assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
+        held = {block for sequence in self._running.values() for block in sequence.blocks}
+        assert len(held) == self.pool.held, "a block is held by no request"
+
+    def _plan_running(self, plan: dict[int, int]) -> list[int]:
+        budget, preempted = self._limits.max_tokens_per_step, list[int]()
+        decodes_first = sorted(self._running.values(), key=lambda s: (s.uncomputed > 1, s.rank))
+        for sequence in decodes_first:
+            if budget == 0:
+                break
+            if sequence.key not in self._running:
+                continue
+            count = min(sequence.uncomputed, budget)
+            while not self._grow(sequence, count):
+                victim = max(self._running.values(), key=_rank)
+                if victim is sequence:
+                    break  # it keeps what it has, until somebody before it needs that
+                self._preempt(victim)
+                preempted.append(victim.key)
+                budget += plan.pop(victim.key, 0)
+            else:
+                plan[sequence.key] = count
+                budget -= count
+        return preempted
+
+    def _plan_admissions(self, plan: dict[int, int]) -> None:
+        budget = self._limits.max_tokens_per_step - sum(plan.values())
+        while self._waiting and budget > 0 and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            hits = self._cached_prefix(sequence)
+            if not self._has_room_for(sequence, hits):
+                break
+            del self._waiting[0]
+            self._running[sequence.key] = sequence
+            for block in hits:
+                self.pool.acquire(block)
+            sequence.blocks = hits
+            sequence.registered = len(hits)
+            sequence.computed = len(hits) * self.pool.block_size
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
+            count = min(sequence.uncomputed, budget)
+            grown = self._grow(sequence, count)
+            assert grown, "_has_room_for promised these blocks"
+            plan[sequence.key] = count
+            budget -= count
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        hits: list[int] = []
+        if self.pool.prefix_caching:
+            # The last token is always computed: its logits are what the next one comes from.
+            for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
+                block = self.pool.find(sequence.identity(index, self.pool.block_size))
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _has_room_for(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether all of its tokens fit beside what the running requests still need.
+
+        One block of headroom for each running request keeps a newcomer from being admitted only
+        to be preempted a few tokens later.
+        """
+        owed = sum(self._missing(running) + 1 for running in self._running.values())
+        revived = sum(not self.pool.is_held(block) for block in hits)
+        needed = self._blocks_for(len(sequence.tokens)) - len(hits)
+        return needed + revived + owed <= self.pool.available
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Give the sequence the blocks that its next ``count`` tokens need, if there are any."""
+        missing = self._blocks_for(sequence.computed + count) - len(sequence.blocks)
+        blocks = self.pool.allocate(max(0, missing))
+        if blocks is None:
+            return False
+        sequence.blocks += blocks
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        del self._running[victim.key]
+        self.pool.release(victim.blocks)
+        victim.blocks, victim.computed, victim.registered = [], 0, 0
+        insort(self._waiting, victim, key=_rank)
+        self.preemptions += 1
+
+    def _register_full_blocks(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.pool.block_size
+        for index in range(sequence.registered, full):
+            identity = sequence.identity(index, self.pool.block_size)
+            sequence.blocks[index] = self.pool.register(sequence.blocks[index], identity)
+        sequence.registered = max(sequence.registered, full)
+
+    def _missing(self, sequence: Sequence) -> int:
+        return self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    @staticmethod
+    def _chunk(sequence: Sequence, count: int) -> Chunk:
+        end = sequence.computed + count
+        return Chunk(
+            sequence.key,
+            tuple(sequence.tokens[sequence.computed : end]),
+            sequence.computed,
+            tuple(sequence.blocks),
+            samples=end == len(sequence.tokens),
+        )
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

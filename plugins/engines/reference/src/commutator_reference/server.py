@@ -1,0 +1,113 @@
+"""The engine as the token API's server drives it: its own thread, its events, its sizes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from importlib.metadata import version
+
+import torch
+
+from commutator import ModelConfig
+from commutator.engine import Emit, TokenEngine
+from commutator.errors import ConfigError
+from commutator.kv import EventPublisher
+from commutator.text import load_text_model, locate_model
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest
+from commutator_reference.arena import block_bytes
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.engine import ReferenceEngine
+from commutator_reference.loading import load_model
+from commutator_reference.options import EngineOptions
+from commutator_reference.scheduler import SchedulerLimits
+
+__all__ = ["ReferenceServer"]
+
+
+class ReferenceServer(TokenEngine):
+    """Loads the model, then runs the engine on one thread until ``stop``."""
+
+    def __init__(self, config: ReferenceConfig, model: ModelConfig) -> None:
+        """Raises ConfigError when the model or the KV arena cannot be what was asked for."""
+        torch.set_num_threads(config.threads or _fair_threads(config.replicas))
+        device, dtype = _device(config), _dtype(config)
+        llama = load_model(locate_model(model.source), device=device, dtype=dtype)
+        num_blocks = config.kv_cache_bytes // block_bytes(llama.config, config.block_size, dtype)
+        if num_blocks < 1:
+            raise ConfigError(
+                [f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold not even one KV block"],
+                "reference engine",
+            )
+        self._publisher = EventPublisher() if config.kv_events else None
+        self._engine = ReferenceEngine(
+            llama,
+            EngineOptions(
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                limits=SchedulerLimits(
+                    max_running_requests=config.max_running_requests,
+                    max_tokens_per_step=config.max_tokens_per_step,
+                ),
+                max_queued_requests=config.max_queued_requests,
+                max_model_len=model.max_model_len,
+                prefix_caching=config.prefix_caching,
+            ),
+            decode=load_text_model(model.source).decode,
+            on_kv_events=None if self._publisher is None else self._publisher.publish,
+        )
+        self._info = EngineInfo(
+            kind="reference",
+            version=version("commutator-reference"),
+            model=model.name,
+            max_model_len=self._engine.max_model_len,
+            block_size=config.block_size,
+            kv_capacity_blocks=num_blocks,
+            kv_events=None if self._publisher is None else self._publisher.source,
+            pid=os.getpid(),
+        )
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, emit: Emit) -> EngineInfo:
+        self._thread = threading.Thread(
+            target=self._engine.run, args=(emit, self._stopping), name="engine", daemon=True
+        )
+        self._thread.start()
+        return self._info
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        self._engine.submit(key, request)
+
+    def abort(self, key: int) -> None:
+        self._engine.abort(key)
+
+    def load(self) -> EngineLoad:
+        return self._engine.load()
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _fair_threads(replicas: int) -> int:
+    return max(1, (os.cpu_count() or 1) // replicas)
+
+
+def _device(config: ReferenceConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["device: cuda was asked for, but PyTorch sees none"], "reference engine")
+    return torch.device(config.device)
+
+
+def _dtype(config: ReferenceConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if _device(config).type == "cpu" else torch.bfloat16
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
