@@ -1,4 +1,7 @@
-"""What clients get back: OpenAI's shapes. The OpenAPI document is generated from these classes."""
+"""What clients get back: OpenAI's shapes. The OpenAPI document is generated from these classes.
+
+They have no slots, because then the JSON encoder keeps the order in which the fields stand here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ __all__ = [
 Finish = Literal["stop", "length"]
 
 
-@frozen
+@frozen(slots=False)
 class ErrorDetail:
     """What went wrong."""
 
@@ -41,21 +44,21 @@ class ErrorDetail:
     code: str | None = setting("For a program to act upon.", None)
 
 
-@frozen
+@frozen(slots=False)
 class ErrorBody:
     """Every error has this shape."""
 
     error: ErrorDetail = setting("What went wrong.")
 
 
-@frozen
+@frozen(slots=False)
 class PromptTokensDetails:
     """Where the prompt's tokens came from."""
 
     cached_tokens: int = setting("Prompt tokens found in the KV cache.")
 
 
-@frozen
+@frozen(slots=False)
 class Usage:
     """Tokens of one request, all answers together."""
 
@@ -65,7 +68,7 @@ class Usage:
     prompt_tokens_details: PromptTokensDetails = setting("Where the prompt's tokens came from.")
 
 
-@frozen
+@frozen(slots=False)
 class TopLogprob:
     """One token that could have been chosen."""
 
@@ -74,7 +77,7 @@ class TopLogprob:
     bytes: tuple[int, ...] = setting("Its bytes.")
 
 
-@frozen
+@frozen(slots=False)
 class TokenLogprobs:
     """One generated token."""
 
@@ -84,7 +87,7 @@ class TokenLogprobs:
     top_logprobs: tuple[TopLogprob, ...] = setting("The likeliest tokens, best first.")
 
 
-@frozen
+@frozen(slots=False)
 class ChatLogprobs:
     """Log probabilities of an answer."""
 
@@ -92,7 +95,7 @@ class ChatLogprobs:
     refusal: None = setting("Always null.", None)
 
 
-@frozen
+@frozen(slots=False)
 class AssistantMessage:
     """The answer."""
 
@@ -101,7 +104,7 @@ class AssistantMessage:
     refusal: None = setting("Always null.", None)
 
 
-@frozen
+@frozen(slots=False)
 class ChatChoice:
     """One of `n` answers."""
 
@@ -111,7 +114,7 @@ class ChatChoice:
     finish_reason: Finish = setting("Why it ended.")
 
 
-@frozen
+@frozen(slots=False)
 class ChatCompletion:
     """Answer of POST /v1/chat/completions."""
 
@@ -123,7 +126,7 @@ class ChatCompletion:
     usage: Usage = setting("Tokens used.")
 
 
-@frozen
+@frozen(slots=False)
 class CompletionLogprobs:
     """Log probabilities, one entry a token in each list."""
 
@@ -133,7 +136,7 @@ class CompletionLogprobs:
     text_offset: tuple[int, ...] = setting("Where each token begins in the text.")
 
 
-@frozen
+@frozen(slots=False)
 class CompletionChoice:
     """One answer; they are ordered by prompt."""
 
@@ -143,7 +146,7 @@ class CompletionChoice:
     finish_reason: Finish = setting("Why it ended.")
 
 
-@frozen
+@frozen(slots=False)
 class Completion:
     """Answer of POST /v1/completions."""
 
@@ -155,7 +158,7 @@ class Completion:
     usage: Usage = setting("Tokens used.")
 
 
-@frozen
+@frozen(slots=False)
 class ModelCard:
     """One model."""
 
@@ -166,7 +169,7 @@ class ModelCard:
     max_model_len: int = setting("Longest prompt plus answer in tokens.")
 
 
-@frozen
+@frozen(slots=False)
 class ModelList:
     """Answer of GET /v1/models."""
 
@@ -174,7 +177,7 @@ class ModelList:
     data: tuple[ModelCard, ...] = setting("The models.")
 
 
-@frozen
+@frozen(slots=False)
 class TokenizeResponse:
     """Answer of POST /tokenize."""
 
@@ -184,7 +187,7 @@ class TokenizeResponse:
     token_strs: tuple[str, ...] | None = setting("Each token's text, when asked for.")
 
 
-@frozen
+@frozen(slots=False)
 class DetokenizeResponse:
     """Answer of POST /detokenize."""
 

@@ -89,8 +89,8 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _stop_strings(request: GenerationRequest) -> tuple[str, ...]:
-    stop = request.stop or ()
-    strings = (stop,) if isinstance(stop, str) else stop
+    stop = request.stop
+    strings = (stop,) if isinstance(stop, str) else stop or ()
     for string in strings:
         if not string or len(string) > _MAX_STOP_CHARACTERS:
             raise RequestError(
