@@ -23,7 +23,7 @@ from commutator.text.model import TextModel
 
 __all__ = ["REGISTRY", "main"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("commutator.runtime.frontend_process")  # not "__main__"
 
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "host:port"."""
@@ -38,8 +38,13 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
     stop = asyncio.Event()
-    # A view that is no longer kept up to date is worse than a front door less.
-    following.add_done_callback(lambda _: stop.set())
+
+    def end(_: object) -> None:
+        """A view that is no longer kept up to date is worse than a front door less."""
+        stop.set()
+        follower.informed.set()
+
+    following.add_done_callback(end)
     try:
         # A front door that knows no worker yet would refuse what its siblings could serve.
         await follower.informed.wait()

@@ -152,14 +152,14 @@ class Supervisor:
     async def _announce_when_ready(self) -> None:
         agents: list[WorkerAgent | FrontendAgent] = [*self._workers, *self._frontends]
         started_s = time.monotonic()
-        while waiting := [agent.name for agent in agents if not agent.ready.is_set()]:
+        while not all(agent.ready.is_set() for agent in agents):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAY_WAITING_EVERY_S):
                     for agent in agents:
                         await agent.ready.wait()
-                    continue
-            waited_s = time.monotonic() - started_s
-            log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
+            if waiting := [agent.name for agent in agents if not agent.ready.is_set()]:
+                waited_s = time.monotonic() - started_s
+                log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
         url = front_door_url(self._config, self._port)
         text = banner(self._config, url, colour=self._colour)
         self._printer.announce(text, f"ready: {url}")
