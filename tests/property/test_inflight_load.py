@@ -18,7 +18,7 @@ def test_totals_equal_a_recount(plan: list[tuple[str, int]]) -> None:
     load, open_tickets = InFlightLoad(), list[Ticket]()
     for action, number in plan:
         if action == "dispatch":
-            open_tickets.append(load.dispatch(f"w{number % 3}", number, 16))
+            open_tickets.append(load.dispatch(f"w{number % 3}", number, 16, number // 3))
         elif open_tickets and action == "progress":
             load.progress(open_tickets[number % len(open_tickets)], number)
         elif open_tickets:
@@ -27,7 +27,9 @@ def test_totals_equal_a_recount(plan: list[tuple[str, int]]) -> None:
         mine = [ticket for ticket in open_tickets if ticket.worker_id == worker_id]
         assert load.of(worker_id) == WorkerLoad(
             active_requests=len(mine),
-            active_prefill_tokens=sum(t.prompt_tokens for t in mine if t.generated_tokens == 0),
+            active_prefill_tokens=sum(
+                t.prompt_tokens - t.prompt_tokens // 3 for t in mine if t.generated_tokens == 0
+            ),
             active_decode_blocks=sum(
                 -(-(t.prompt_tokens + t.generated_tokens) // 16) for t in mine
             ),

@@ -67,6 +67,16 @@ class RouterConfig:
     """What every routing policy has; each policy plugin adds options of its own."""
 
     kind: str = setting("The routing policy plugin.")
+    block_size: PositiveInt = setting(
+        "Tokens in one block of the prefix index; best the same as the engines' KV blocks.", 16
+    )
+    use_kv_events: bool = setting(
+        "Learn from the engines' KV events what they hold; otherwise guess it from what was routed.",
+        True,
+    )
+    router_ttl_s: PositiveSeconds = setting(
+        "When guessing: how long a routed prompt is assumed to stay in a worker's cache.", 120.0
+    )
 
 
 @frozen(kw_only=True)

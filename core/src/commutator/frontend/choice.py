@@ -64,7 +64,8 @@ class Choice:
         self.generated_tokens += len(delta.token_ids)
         finish: Finish | None = None
         if not self._stopped() and delta.finish_reason is not None:
-            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+            # The detokenizer is not flushed: half a character at the end is never shown.
+            text += self._matcher.flush()
             finish = "stop" if delta.finish_reason is FinishReason.STOP else "length"
         if self._stopped():
             finish = "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from attrs import field, frozen
 
@@ -57,9 +58,13 @@ class Candidate:
     @property
     def worker_id(self) -> str:
         """Names the candidate in decisions: the worker's id, with "@RANK" if it has several."""
-        if self.worker.info.data_parallel_size == 1:
-            return self.worker.worker_id
-        return f"{self.worker.worker_id}@{self.rank}"
+        return candidate_id(self.worker, self.rank)
+
+
+def candidate_id(worker: WorkerRecord, rank: int) -> str:
+    """The name of one rank of a worker: the worker's own id unless it has several ranks."""
+    several = worker.info.data_parallel_size > 1
+    return f"{worker.worker_id}@{rank}" if several else worker.worker_id
 
 
 @frozen
@@ -81,6 +86,9 @@ class RoutingPolicy(ABC):
     may keep state between calls. The same instance serves the live system, the simulator and the
     conformance suite.
     """
+
+    uses_overlap: ClassVar[bool] = False
+    """Whether ``pick`` looks at ``Candidate.overlap``; if not, prompts are not hashed for it."""
 
     @abstractmethod
     def pick(

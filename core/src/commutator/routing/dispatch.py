@@ -6,11 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+from attrs import evolve
+
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.plugins import PluginHost
+from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import Decision
 from commutator.routing.load import InFlightLoad
-from commutator.routing.view import LiveWorker, WorkerView
+from commutator.routing.pool import Route
+from commutator.routing.view import WorkerView
 from commutator.types import (
     GenerateRequest,
     RequestOutcome,
@@ -28,29 +32,42 @@ class Dispatch:
         self,
         summary: RequestSummary,
         request: GenerateRequest,
-        decision: Decision,
-        worker: LiveWorker,
+        route: Route,
+        cache: CacheView | None,
         view: WorkerView,
         load: InFlightLoad,
         host: PluginHost,
     ) -> None:
         self.summary = summary
-        self.decision = decision
-        self._worker = worker
+        self.route = route
+        self._worker = route.worker
+        self._cache = cache
         self._view = view
         self._load = load
         self._host = host
         self._started_s = time.perf_counter()
+        record = route.worker.record
         self._ticket = load.dispatch(
-            worker.record.worker_id, summary.prompt_tokens, worker.record.info.block_size
+            route.candidate.worker_id,
+            summary.prompt_tokens,
+            record.info.block_size,
+            cached_tokens=route.overlap_tokens,
         )
         self._cached_tokens = 0
         self._over = False
-        self._stream = worker.client.generate(request)
+        if cache is not None:
+            cache.routed(record, route.sequence_hashes)
+        if record.info.data_parallel_size > 1:
+            request = evolve(request, data_parallel_rank=route.candidate.rank)
+        self._stream = route.worker.client.generate(request)
+
+    @property
+    def decision(self) -> Decision:
+        return self.route.decision
 
     @property
     def worker_id(self) -> str:
-        return self.decision.worker_id
+        return self._worker.record.worker_id
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self
@@ -88,6 +105,8 @@ class Dispatch:
             if self._ticket.prefilling:
                 ttft_s = time.perf_counter() - self._started_s
                 self._host.request_first_token(self.summary, self.worker_id, ttft_s)
+                if self._cache is not None:
+                    self._cache.computed(self.worker_id, self.route.sequence_hashes)
             self._load.progress(self._ticket, len(delta.token_ids))
         if delta.finish_reason is not None:
             self._close_account()

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
-from commutator.config.model import Config, EngineConfig
+from commutator.config.model import Config, EngineConfig, RouterConfig
 from commutator.errors import EngineUnavailableError, RoutingError
 from commutator.plugins import PluginHost
-from commutator.routing.contract import Candidate, Decision, RouteRequest, RoutingPolicy
+from commutator.routing.cache_view import CacheView
+from commutator.routing.contract import candidate_id
 from commutator.routing.dispatch import Dispatch
+from commutator.routing.event_health import EventWarning
 from commutator.routing.load import InFlightLoad
+from commutator.routing.pool import ModelPool, Route
 from commutator.routing.view import LiveWorker, WorkerView
 from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
 
@@ -40,17 +43,24 @@ class Dispatcher:
     def __init__(self, config: Config, host: PluginHost, rng: random.Random | None = None) -> None:
         self._host = host
         self._engines: dict[str, EngineConfig] = {e.name or e.kind: e for e in config.engines}
-        factory = host.routers.kinds[config.router.kind].thing
-        self._policies: dict[str, RoutingPolicy] = {
-            model.name: factory(config.router) for model in config.models
-        }
         self._view = WorkerView()
         self._load = InFlightLoad()
-        self._rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
+        rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
+        self._pools = {model.name: self._pool(config.router, rng) for model in config.models}
+
+    def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool:
+        policy = self._host.routers.kinds[config.kind].thing(config)
+        cache = CacheView(config) if policy.uses_overlap else None
+        return ModelPool(policy, cache, self._load, rng, config.block_size)
 
     def models(self) -> Sequence[str]:
         """Every model of the configuration, whether or not a worker is up for it."""
-        return list(self._policies)
+        return list(self._pools)
+
+    def warnings(self) -> list[EventWarning]:
+        """Why routing may work on a wrong view of what some worker holds."""
+        caches = [pool.cache for pool in self._pools.values() if pool.cache is not None]
+        return [warning for cache in caches for warning in cache.warnings()]
 
     def status(self) -> list[WorkerStatus]:
         """Every known worker, ordered by id."""
@@ -60,14 +70,17 @@ class Dispatcher:
                 worker.record.model,
                 worker.record.kind,
                 _state(worker),
-                self._load.of(worker.record.worker_id).active_requests,
+                sum(
+                    self._load.of(candidate_id(worker.record, rank)).active_requests
+                    for rank in range(worker.record.info.data_parallel_size)
+                ),
             )
             for worker in self._view.all()
         ]
 
     def ready(self) -> bool:
         """Whether every model has a worker that can be routed to."""
-        return all(self._view.routable(model) for model in self._policies)
+        return all(self._view.routable(model) for model in self._pools)
 
     def max_model_len(self, model: str) -> int | None:
         """What every routable worker can hold, prompt plus answer in tokens; None without any."""
@@ -87,14 +100,19 @@ class Dispatcher:
             return
         connector = self._host.engines.kinds[config.kind].thing
         await self._view.put(record, connector.connect(config, record.address))
+        if (cache := self._cache(record.model)) is not None:
+            await cache.add(record)
         self._host.worker_up(record)
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
         """The registry lost a worker; its running requests fail at once."""
         worker = await self._view.remove(worker_id)
         if worker is not None:
-            for policy in self._policies.values():
-                policy.forget(worker_id)
+            pool = self._pools.get(worker.record.model)
+            if pool is not None:
+                pool.policy.forget(worker_id)
+            if (cache := self._cache(worker.record.model)) is not None:
+                await cache.remove(worker_id)
             self._host.worker_down(worker.record, reason)
 
     async def dispatch(
@@ -115,44 +133,40 @@ class Dispatcher:
         )
         self._host.request_received(summary)
         try:
-            worker, decision = await self._choose(summary)
+            route = await self._choose(summary, request)
         except RoutingError as error:
             self._host.request_failed(summary, error)
             raise
-        self._host.request_routed(summary, decision)
-        return Dispatch(summary, request, decision, worker, self._view, self._load, self._host)
+        self._host.request_routed(summary, route.decision)
+        cache = self._cache(model)
+        return Dispatch(summary, request, route, cache, self._view, self._load, self._host)
 
-    async def _choose(self, summary: RequestSummary) -> tuple[LiveWorker, Decision]:
-        route = RouteRequest(
-            request_id=summary.request_id,
-            model=summary.model,
-            prompt_tokens=summary.prompt_tokens,
-            max_tokens=summary.max_tokens,
-            session_id=summary.session_id,
-            priority=summary.priority,
-        )
+    async def _choose(self, summary: RequestSummary, request: GenerateRequest) -> Route:
+        pool = self._pools[summary.model]
+        hashes = pool.hashes(request)
         while True:
             workers = self._view.routable(summary.model)
             if not workers:
                 raise RoutingError(f'no worker is ready for model "{summary.model}"')
-            candidates = [Candidate(w.record, self._load.of(w.record.worker_id)) for w in workers]
-            decision = self._policies[summary.model].pick(route, candidates, self._rng)
-            worker = self._view.get(decision.worker_id)
-            if worker is None:
-                raise RoutingError(
-                    f"policy {decision.policy} picked {decision.worker_id}, which is no candidate"
-                )
+            route = pool.route(summary, hashes, workers)
             try:
-                await worker.client.start()
+                await route.worker.client.start()
             except EngineUnavailableError as error:
-                log.warning("worker %s left out: %s", decision.worker_id, error)
-                self._view.lost(worker)
+                log.warning("worker %s left out: %s", route.decision.worker_id, error)
+                self._view.lost(route.worker)
                 continue
-            return worker, decision
+            return route
 
     async def close(self) -> None:
         """Abort what runs and disconnect from every worker."""
         await self._view.close()
+        for pool in self._pools.values():
+            if pool.cache is not None:
+                await pool.cache.close()
+
+    def _cache(self, model: str) -> CacheView | None:
+        pool = self._pools.get(model)
+        return pool.cache if pool is not None else None
 
 
 def _state(worker: LiveWorker) -> str:

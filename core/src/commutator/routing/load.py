@@ -16,6 +16,8 @@ class Ticket:
     worker_id: str
     prompt_tokens: int
     block_size: int
+    prefill_tokens: int
+    """Prompt tokens that the worker has to compute, as far as is known."""
     generated_tokens: int = 0
     prefilling: bool = True
 
@@ -42,11 +44,15 @@ class InFlightLoad:
 
     _totals: dict[str, _Totals] = field(factory=dict)
 
-    def dispatch(self, worker_id: str, prompt_tokens: int, block_size: int) -> Ticket:
-        ticket = Ticket(worker_id, prompt_tokens, block_size)
+    def dispatch(
+        self, worker_id: str, prompt_tokens: int, block_size: int, cached_tokens: int = 0
+    ) -> Ticket:
+        """A request was sent; ``cached_tokens`` of its prompt lie in the worker's cache."""
+        prefill_tokens = max(0, prompt_tokens - cached_tokens)
+        ticket = Ticket(worker_id, prompt_tokens, block_size, prefill_tokens)
         totals = self._totals.setdefault(worker_id, _Totals())
         totals.requests += 1
-        totals.prefill_tokens += prompt_tokens
+        totals.prefill_tokens += prefill_tokens
         totals.blocks += ticket.blocks
         return ticket
 
@@ -57,7 +63,7 @@ class InFlightLoad:
         if ticket.prefilling and new_tokens:
             ticket.prefilling = False
             if totals is not None:
-                totals.prefill_tokens -= ticket.prompt_tokens
+                totals.prefill_tokens -= ticket.prefill_tokens
         ticket.generated_tokens += new_tokens
         if totals is not None:
             totals.blocks += ticket.blocks - before
@@ -70,7 +76,7 @@ class InFlightLoad:
         totals.requests -= 1
         totals.blocks -= ticket.blocks
         if ticket.prefilling:
-            totals.prefill_tokens -= ticket.prompt_tokens
+            totals.prefill_tokens -= ticket.prefill_tokens
         if not totals.requests:
             del self._totals[ticket.worker_id]
 

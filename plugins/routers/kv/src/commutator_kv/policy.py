@@ -26,6 +26,8 @@ class KvRouter(RoutingPolicy):
     With ``formula: product``, the weight-free LMetric: new_prefill_tokens * (batch_size + 1).
     """
 
+    uses_overlap = True
+
     def __init__(self, config: KvRouterConfig) -> None:
         self._config = config
 

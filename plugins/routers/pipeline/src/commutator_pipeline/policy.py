@@ -39,6 +39,8 @@ class PipelineConfig(RouterConfig):
 class Pipeline(RoutingPolicy):
     """Filters, then the weighted sum of the scores, then the picker."""
 
+    uses_overlap = True
+
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
 

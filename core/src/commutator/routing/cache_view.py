@@ -1,0 +1,71 @@
+"""What the workers of one model hold in their KV caches, as far as this front door knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from commutator.config.model import RouterConfig
+from commutator.kv.hashing import sequence_hashes
+from commutator.routing.approximate import ApproximateBlocks
+from commutator.routing.event_health import EventWarning
+from commutator.routing.event_subscriber import EventSubscriber
+from commutator.routing.overlap import Overlap, WorkerRank
+from commutator.routing.prefix_index import PrefixIndex
+from commutator.types import GenerateRequest, WorkerRecord
+
+__all__ = ["CacheView"]
+
+
+class CacheView:
+    """Exact for workers that publish KV events, a guess for those that do not."""
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._use_events = config.use_kv_events
+        self._clock = clock
+        self.index = PrefixIndex(config.block_size)
+        self._subscriber = EventSubscriber(self.index, clock=clock)
+        self._approximate = ApproximateBlocks(self.index, config.router_ttl_s)
+        self._publishing: set[str] = set()
+
+    async def add(self, record: WorkerRecord) -> None:
+        """A worker is up; one of the same id that was there before is forgotten."""
+        await self.remove(record.worker_id)
+        if self._use_events and record.info.kv_events is not None:
+            self._publishing.add(record.worker_id)
+            await self._subscriber.add_worker(record.worker_id, record.info)
+
+    async def remove(self, worker_id: str) -> None:
+        """A worker is gone, and its blocks with it."""
+        self._publishing.discard(worker_id)
+        await self._subscriber.remove_worker(worker_id)
+        self._approximate.forget(worker_id)
+
+    def hashes(self, request: GenerateRequest) -> list[int]:
+        """The sequence hashes of the prompt's full blocks."""
+        return sequence_hashes(
+            request.token_ids, self.index.block_size, lora_name=request.lora_name
+        )
+
+    def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
+        """What each worker's rank holds of the prompt."""
+        self._approximate.expire(self._clock())
+        return self.index.match(hashes)
+
+    def routed(self, record: WorkerRecord, hashes: Sequence[int]) -> None:
+        """A prompt was sent to the worker."""
+        if record.worker_id not in self._publishing:
+            per_block = self.index.block_size / record.info.block_size
+            capacity = int(record.info.kv_capacity_blocks / per_block)
+            self._approximate.routed(record.worker_id, hashes, capacity, self._clock())
+
+    def computed(self, worker_id: str, hashes: Sequence[int]) -> None:
+        """The worker has computed the prompt, so its events must soon tell of it."""
+        self._subscriber.computed(worker_id, hashes)
+
+    def warnings(self) -> list[EventWarning]:
+        """Why some overlap may silently be wrong, by worker."""
+        return self._subscriber.warnings()
+
+    async def close(self) -> None:
+        await self._subscriber.close()
