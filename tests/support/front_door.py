@@ -190,6 +190,7 @@ async def front_door(
             stop,
             on_listening=listening.set_result,
             drain_timeout_s=drain_timeout_s,
+            settle_s=0,
         )
     )
     either: set[asyncio.Future[Any]] = {server, listening}

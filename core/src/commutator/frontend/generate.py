@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 from aiohttp import web
@@ -33,6 +33,7 @@ Shaper = Callable[[RequestT, Plan, str], Shape]
 
 # Proxies and clients refuse longer headers.
 _MAX_HEADER_CHARACTERS = 6_000
+_MAX_REASON_CHARACTERS = 200
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -141,17 +142,20 @@ def _tell_routing(request: web.Request, exchange: Exchange, generation: Generati
 
 
 def _decision_header(decisions: list[Decision]) -> str:
-    """Compact JSON: an object, or for several answers a list of them."""
+    """Compact JSON: an object, or for several answers a list of them, cut to what fits."""
+    shown = [attrs.asdict(decision) for decision in decisions]
+    text = _compact(shown)
+    if len(text) > _MAX_HEADER_CHARACTERS:
+        for decision in shown:
+            del decision["scores"]
+            decision["reason"] = decision["reason"][:_MAX_REASON_CHARACTERS]
+        while len(text := _compact(shown)) > _MAX_HEADER_CHARACTERS:
+            shown = shown[: len(shown) // 2]
+    return text
 
-    def render(*, scores: bool) -> str:
-        shown = [attrs.asdict(decision) for decision in decisions]
-        if not scores:
-            for decision in shown:
-                del decision["scores"]
-        return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
 
-    full = render(scores=True)
-    return full if len(full) <= _MAX_HEADER_CHARACTERS else render(scores=False)
+def _compact(shown: list[dict[str, Any]]) -> str:
+    return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
 
 
 def _account(services: Services, exchange: Exchange, generation: Generation) -> None:

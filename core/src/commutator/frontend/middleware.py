@@ -67,6 +67,10 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if known is not None:
         response.headers["X-Request-Id"] = known.request_id
         response.headers.update(known.headers)
+    if request.app[SERVICES].draining:
+        # The client's next request must find another front door. The headers are made already.
+        response.force_close()
+        response.headers["Connection"] = "close"
 
 
 def _has_key(request: web.Request, accepted: Sequence[bytes]) -> bool:

@@ -11,6 +11,21 @@ from commutator.frontend.fields import request_schema
 
 __all__ = ["openapi_document"]
 
+_REQUESTS = (
+    requests.ChatRequest,
+    requests.CompletionRequest,
+    requests.TokenizeRequest,
+    requests.DetokenizeRequest,
+)
+_RESPONSES = (
+    responses.ChatCompletion,
+    responses.Completion,
+    responses.ErrorBody,
+    responses.ModelCard,
+    responses.ModelList,
+    responses.TokenizeResponse,
+    responses.DetokenizeResponse,
+)
 _ERROR = {"$ref": "#/components/schemas/ErrorBody"}
 
 
@@ -57,7 +72,7 @@ def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) ->
             "description": "An OpenAI-compatible front door to LLM engines.",
         },
         "paths": protected | free,
-        "components": {"schemas": _schemas()},
+        "components": {"schemas": _schemas(models)},
     }
     if needs_key:
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
@@ -68,21 +83,20 @@ def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) ->
     return document
 
 
-def _schemas() -> dict[str, Any]:
-    classes = [
-        requests.ChatRequest,
-        requests.CompletionRequest,
-        requests.TokenizeRequest,
-        requests.DetokenizeRequest,
-        responses.ChatCompletion,
-        responses.Completion,
-        responses.ErrorBody,
-        responses.ModelCard,
-        responses.ModelList,
-        responses.TokenizeResponse,
-        responses.DetokenizeResponse,
-    ]
-    return {cls.__name__: {"description": cls.__doc__, **request_schema(cls)} for cls in classes}
+def _schemas(models: Sequence[str]) -> dict[str, Any]:
+    schemas = {
+        cls.__name__: {"description": cls.__doc__, **request_schema(cls)}
+        for cls in (*_REQUESTS, *_RESPONSES)
+    }
+    for cls in _REQUESTS:
+        model = schemas[cls.__name__]["properties"]["model"]
+        optional = "model" not in schemas[cls.__name__].get("required", ())
+        names = [*models, None] if optional else [*models]
+        schemas[cls.__name__]["properties"]["model"] = {
+            "enum": names,
+            "description": model["description"],
+        }
+    return schemas
 
 
 def _ref(cls: type) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from aiohttp import web
 from commutator.config.model import FrontendConfig, TlsConfig
 from commutator.errors import ConfigError
 from commutator.frontend.errors import HttpError, error_response
+from commutator.frontend.listener import listening_sockets, turn_away
 from commutator.frontend.services import SERVICES
 
 __all__ = ["Runner", "run_with_fast_loop", "serve_app", "tls_context"]
@@ -34,40 +36,41 @@ async def serve_app(
     drain_timeout_s: float,
     reuse_port: bool = False,
     socket_path: str | None = None,
+    settle_s: float = 0.25,
 ) -> None:
     """Serve until ``stop`` is set; then take nothing new and let what runs finish.
 
-    ``on_listening`` is given the port, which port 0 lets the system choose. Requests that still
-    run after ``drain_timeout_s`` are cancelled. ``socket_path`` is a second way in, a Unix socket
-    that no other process shares, opened last. Raises ConfigError when the address cannot be
-    listened on or the certificate cannot be read.
+    ``on_listening`` is given the port, which port 0 lets the system choose. ``socket_path`` is a
+    second way in, a Unix socket that no other process shares, opened last. ``settle_s``: what was
+    on its way when ``stop`` was set may take this long to arrive. Requests that still run after
+    ``drain_timeout_s`` are cancelled. Raises ConfigError when the address cannot be listened on or
+    the certificate cannot be read.
     """
     context = None if config.tls is None else tls_context(config.tls)
     runner = Runner(app, drain_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(
-            runner,
-            config.host,
-            config.port,
-            ssl_context=context,
-            backlog=_BACKLOG,
-            reuse_port=reuse_port or None,
-        )
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                [f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"],
-                "frontend",
-            ) from error
+        sockets = _listen(config, reuse_port)
+        for listening in sockets:
+            await web.SockSite(runner, listening, ssl_context=context, backlog=_BACKLOG).start()
         if socket_path is not None:
             await web.UnixSite(runner, socket_path).start()
-        on_listening(int(runner.addresses[0][1]))
+        on_listening(int(sockets[0].getsockname()[1]))
         await stop.wait()
         app[SERVICES].draining = True
+        turn_away(sockets)
+        await asyncio.sleep(settle_s)
     finally:
         await runner.cleanup()
+
+
+def _listen(config: FrontendConfig, reuse_port: bool) -> list[socket.socket]:
+    host, port = config.host, config.port
+    try:
+        return listening_sockets(host, port, backlog=_BACKLOG, reuse_port=reuse_port)
+    except OSError as error:
+        problem = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise ConfigError([problem], "frontend") from error
 
 
 def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:

@@ -1,0 +1,101 @@
+"""The server's own part: broken HTTP, ports, and an end that loses no request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
+
+from commutator.config.model import FrontendConfig
+from commutator.errors import ConfigError
+from commutator.frontend.app import build_app
+from commutator.frontend.server import run_with_fast_loop, serve_app
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
+    ],
+    ids=["no method", "version", "length", "smuggling", "long header"],
+)
+async def test_broken_http_is_answered_in_the_same_shape(data: bytes) -> None:
+    async with front_door(FakeDispatcher()) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(data)
+        answered = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    head, _, body = answered.partition(b"\r\n\r\n")
+    assert b" 400 " in head.splitlines()[0]
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "Traceback" not in error["message"]
+
+
+async def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        config = FrontendConfig(port=port)
+        app = build_app(config, {MODEL: TEXT}, FakeDispatcher())
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve_app(app, config, asyncio.Event(), on_listening=print, drain_timeout_s=1)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_what_runs_is_finished_before_the_end(streaming: bool) -> None:
+    dispatcher = FakeDispatcher(answer("word " * 30 + "last"), delay_s=0.01)
+    async with front_door(dispatcher) as door:
+        url = f"{door.url}/v1/completions"
+        body = {"model": "smol", "prompt": "x", "stream": streaming, "max_tokens": 40}
+
+        async def ask() -> str:
+            async with door.session.post(url, json=body) as response:
+                return await response.text()
+
+        running = asyncio.create_task(ask())
+        while not dispatcher.open:
+            await asyncio.sleep(0.001)
+        door.stop.set()
+        await asyncio.sleep(0.05)
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", door.port)
+        assert "last" in await running
+    assert dispatcher.open == 0
+
+
+async def test_what_takes_too_long_is_cancelled_at_the_end() -> None:
+    dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
+    loop = asyncio.get_running_loop()
+    async with front_door(dispatcher, drain_timeout_s=0.1) as door:
+        running = asyncio.create_task(door.chat())
+        while not dispatcher.open:
+            await asyncio.sleep(0.001)
+        started_s = loop.time()
+    with pytest.raises(Exception, match=r"Server disconnected|Connection|closed"):
+        await running
+    assert loop.time() - started_s < 3
+    assert dispatcher.open == 0
+
+
+async def test_a_draining_door_is_not_ready() -> None:
+    async with front_door(FakeDispatcher()) as door:
+        door.services.draining = True
+        status, body = await door.get("/ready")
+        assert (status, body["error"]["message"]) == (503, "this front door is shutting down")
+        assert (await door.get("/health"))[1]["status"] == "draining"
+        assert (await door.chat())[0] == 200
+
+
+def test_the_loop_is_uvloop_where_there_is_one() -> None:
+    async def name() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert run_with_fast_loop(name()) == "uvloop"
