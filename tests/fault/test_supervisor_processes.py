@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -293,3 +294,38 @@ def test_json_logs_are_json_line_by_line(env: dict[str, str]) -> None:
         }
         assert all(set(line) == {"ts", "process", "stream", "message"} for line in lines)
         assert any(line["message"] == f"ready: {url}" for line in lines)
+
+
+@pytest.mark.parametrize("keep_connections", [True, False])
+async def test_a_drain_under_load_loses_no_request(
+    env: dict[str, str], keep_connections: bool
+) -> None:
+    """Every request is answered, or its connection is refused so that it can go elsewhere."""
+    engines = [{"kind": "stand_in", "delay_s": 0.001}]
+    outcomes: Counter[str] = Counter()
+    body = {"model": "m", "prompt": "a", "max_tokens": 1}
+    stopped = asyncio.Event()
+
+    async def client(session: aiohttp.ClientSession, url: str) -> None:
+        while not stopped.is_set():
+            try:
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    await answer.read()
+                    outcomes[str(answer.status)] += 1
+            except aiohttp.ClientConnectorError:
+                outcomes["refused"] += 1
+                await asyncio.sleep(0.05)
+            except aiohttp.ClientError as error:
+                outcomes[repr(error)] += 1
+
+    with running(env, engines=engines, frontend={"replicas": 2}) as cluster:
+        connector = aiohttp.TCPConnector(force_close=not keep_connections, limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            clients = [asyncio.create_task(client(session, cluster.url)) for _ in range(16)]
+            await asyncio.sleep(1.5)
+            supervisor(cluster).terminate()
+            await asyncio.sleep(1.5)
+            stopped.set()
+            await asyncio.gather(*clients)
+        assert set(outcomes) == {"200", "refused"}, outcomes
+        assert outcomes["200"] > 50
