@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import define, frozen
 
 from commutator.errors import EngineError
 from commutator.frontend.responses import Finish
@@ -29,7 +29,7 @@ class ChoiceRules:
     """Stop strings are looked for only after this many tokens."""
 
 
-@frozen
+@define  # one is made for each delta, and a frozen class takes three times as long to fill
 class Piece:
     """What one delta adds to the answer; the last piece has a finish reason."""
 
@@ -37,7 +37,6 @@ class Piece:
     logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
     """(offset in the answer's text, entry) for each token whose text is certain by now."""
     finish_reason: Finish | None = None
-    new_tokens: int = 0
 
 
 class Choice:
@@ -47,6 +46,7 @@ class Choice:
         self._rules = rules
         self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
         self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
+        self._plain = not rules.stop
         self._decoded = 0
         """Characters decoded, including those that the matcher holds back."""
         self._sent = 0
@@ -56,10 +56,12 @@ class Choice:
 
     def push(self, delta: TokenDelta) -> Piece:
         """Raises EngineError when the engine gave the request up."""
-        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            raise EngineError(delta.error or "the worker aborted the request")
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if self._plain and delta.finish_reason is None and not delta.logprobs:
+            return self._push_plain(delta.token_ids)
+        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            raise EngineError(delta.error or "the worker aborted the request")
         text = self._text(self._shown(delta), delta.logprobs)
         self.generated_tokens += len(delta.token_ids)
         finish: Finish | None = None
@@ -70,7 +72,14 @@ class Choice:
         if self._stopped():
             finish = "stop"
         self._sent += len(text)
-        return Piece(text, self._certain(finish), finish, len(delta.token_ids))
+        return Piece(text, self._certain(finish), finish)
+
+    def _push_plain(self, ids: Sequence[int]) -> Piece:
+        """What most deltas need: text, and no more."""
+        text = self._decode(ids)
+        self._sent += len(text)
+        self.generated_tokens += len(ids)
+        return Piece(text)
 
     def _shown(self, delta: TokenDelta) -> Sequence[int]:
         """The delta's tokens, less the one that ended the answer."""
