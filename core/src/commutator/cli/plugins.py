@@ -16,7 +16,7 @@ __all__ = ["plugins"]
 
 
 @click.command(epilog="Example: commutator plugins --json")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON array instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array instead of a list.")
 @no_plugin_option
 def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
     """List the installed plugins: what each offers, or why it is not loaded."""
@@ -26,7 +26,7 @@ def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
     if as_json:
         click.echo(json.dumps([_fields(plugin) for plugin in installed], indent=2))
     else:
-        _print_table(installed)
+        _print_list(installed)
 
 
 def _fields(plugin: Installed) -> dict[str, object]:
@@ -40,26 +40,14 @@ def _fields(plugin: Installed) -> dict[str, object]:
     }
 
 
-def _print_table(installed: list[Installed]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("plugin", "distribution", "offers", "hooks"):
-        table.add_column(column, overflow="fold", no_wrap=column == "plugin")
+def _print_list(installed: list[Installed]) -> None:
+    if not installed:
+        click.echo("No plugin is installed. Try: pip install commutator-reference")
     for plugin in installed:
-        offers = "\n".join(plugin.kinds)
+        hooks = ", ".join(plugin.hooks) or "no hooks"
+        name = click.style(plugin.name, bold=True)
+        click.echo(f"{name}  {plugin.distribution} {plugin.version}  [{hooks}]")
+        for kind in plugin.kinds:
+            click.echo(f"    {kind}")
         if plugin.problem is not None:
-            offers = f"not loaded: {plugin.problem}"
-        table.add_row(
-            plugin.name,
-            f"{plugin.distribution} {plugin.version}",
-            offers,
-            "\n".join(plugin.hooks),
-            style="red" if plugin.problem is not None else None,
-        )
-    console = Console(highlight=False, markup=False)
-    if installed:
-        console.print(table)
-    else:
-        console.print("No plugin is installed. Try: pip install commutator-reference")
+            click.secho(f"    not loaded: {plugin.problem}", fg="red")

@@ -1,0 +1,38 @@
+"""The guess equals a recount: what was routed within the time to live, the newest that fit."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commutator.routing.approximate import ApproximateBlocks
+from commutator.routing.prefix_index import PrefixIndex
+
+TTL_S = 10.0
+prompts = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
+steps = st.lists(st.tuples(st.sampled_from(["a", "b"]), prompts, st.floats(0, 6)), max_size=30)
+
+
+@given(steps, st.integers(1, 10))
+def test_equals_a_recount(plan: list[tuple[str, list[int], float]], capacity: int) -> None:
+    index = PrefixIndex(16)
+    blocks = ApproximateBlocks(index, TTL_S)
+    used: dict[str, dict[int, float]] = {"a": {}, "b": {}}
+    now_s = 0.0
+    for worker_id, prompt, wait_s in plan:
+        now_s += wait_s
+        blocks.expire(now_s)
+        blocks.routed(worker_id, prompt, capacity, now_s)
+        mine = used[worker_id]
+        for block in reversed(prompt):
+            mine.pop(block, None)
+            mine[block] = now_s
+        for name, known in used.items():
+            alive = {block: at for block, at in known.items() if at + TTL_S > now_s}
+            newest = list(alive)[-capacity:] if name == worker_id else list(alive)
+            used[name] = {block: alive[block] for block in newest}
+        for name, known in used.items():
+            held = {block for block in range(1, 13) if index.holds(name, block)}
+            assert held == set(known)
+    blocks.forget("a")
+    assert not any(index.holds("a", block) for block in range(1, 13))

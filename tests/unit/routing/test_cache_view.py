@@ -1,0 +1,69 @@
+"""What a front door knows of its workers' caches: from events, or by a guess."""
+
+from __future__ import annotations
+
+import asyncio
+
+from commutator.config.model import RouterConfig
+from commutator.kv import BlockStored, EventPublisher
+from commutator.routing.cache_view import CacheView
+from commutator.routing.overlap import Overlap, WorkerRank
+from commutator.types import (
+    EngineInfo,
+    EventSource,
+    GenerateRequest,
+    SamplingParams,
+    WorkerRecord,
+)
+
+PROMPT = list(range(100, 150))
+
+
+def worker(name: str, events: EventSource | None = None) -> WorkerRecord:
+    info = EngineInfo("test", "1", "m", 4096, 16, 64, kv_events=events)
+    return WorkerRecord(name, "e", "test", "m", "127.0.0.1:1", info)
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest("r", PROMPT, SamplingParams())
+
+
+async def test_events_tell_exactly() -> None:
+    publisher = EventPublisher()
+    view = CacheView(RouterConfig(kind="kv"))
+    await view.add(worker("w-0", publisher.source))
+    hashes = view.hashes(request())
+    assert len(hashes) == 3
+    publisher.publish([BlockStored((1, 2), None, tuple(PROMPT[:32]), 16)])
+    async with asyncio.timeout(5):
+        while not view.match(hashes):
+            await asyncio.sleep(0.01)
+    assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=2)}
+    await view.remove("w-0")
+    assert view.match(hashes) == {}
+    await view.close()
+    publisher.close()
+
+
+async def test_without_events_what_was_routed_is_assumed_for_a_while() -> None:
+    now_s = 0.0
+    view = CacheView(RouterConfig(kind="kv", router_ttl_s=10.0), clock=lambda: now_s)
+    await view.add(worker("w-0"))
+    hashes = view.hashes(request())
+    view.routed(worker("w-0"), hashes)
+    assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
+    now_s = 11.0
+    assert view.match(hashes) == {}
+    await view.close()
+
+
+async def test_events_can_be_ignored() -> None:
+    publisher = EventPublisher()
+    view = CacheView(RouterConfig(kind="kv", use_kv_events=False))
+    record = worker("w-0", publisher.source)
+    await view.add(record)
+    hashes = view.hashes(request())
+    view.routed(record, hashes)
+    assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
+    await view.close()
+    publisher.close()
