@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration."),
+    "route": ("commutator.cli.route:route", "Ask a running deployment about its routing."),
     "demo": ("commutator.cli.demo:demo", "Hold a scripted conversation and show what happened."),
 }
 

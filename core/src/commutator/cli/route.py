@@ -1,0 +1,81 @@
+"""``commutator route explain``: which worker would get a prompt, and why."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import click
+
+from commutator.errors import CommutatorError
+
+__all__ = ["route"]
+
+
+@click.group()
+def route() -> None:
+    """Ask a running deployment about its routing."""
+
+
+@route.command(epilog='Example: commutator route explain "Once upon a time"')
+@click.argument("prompt")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The front door.")
+@click.option("--model", help="The model; not needed when only one is served.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message to the chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
+@click.option("--api-key", envvar="COMMUTATOR_API_KEY", help="Bearer token, if one is needed.")
+def explain(
+    prompt: str, url: str, model: str | None, chat: bool, as_json: bool, api_key: str | None
+) -> None:
+    """Send PROMPT for one token, and show every candidate, its scores, and why one won."""
+    body: dict[str, Any] = {"max_tokens": 1}
+    if model is not None:
+        body["model"] = model
+    if chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    path = "chat/completions" if chat else "completions"
+    decision = ask(f"{url.rstrip('/')}/v1/{path}", body, api_key)
+    if as_json:
+        click.echo(json.dumps(decision, indent=2))
+    else:
+        show(decision)
+
+
+def ask(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
+    """The decision about one request. Raises CommutatorError with what the front door says."""
+    headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            decision: dict[str, Any] = json.loads(answer.headers["X-Commutator-Decision"])
+            return decision
+    except urllib.error.HTTPError as error:
+        message = json.loads(error.read())["error"]["message"]
+        raise CommutatorError(f"{url} answered {error.code}: {message}") from error
+    except urllib.error.URLError as error:
+        raise CommutatorError(f"{url}: {error.reason}; is `commutator serve` running?") from error
+
+
+def show(decision: dict[str, Any]) -> None:
+    """One line for the decision, one for each candidate."""
+    click.secho(f"{decision['worker_id']}", bold=True, nl=False)
+    click.echo(f"  by {decision['policy']}: {decision['reason']}")
+    for candidate in decision["candidates"]:
+        mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
+        overlap = " ".join(f"{tier}={n}" for tier, n in candidate["overlap_blocks"].items() if n)
+        load = candidate["load"]
+        click.echo(
+            f"{mark} {candidate['worker_id']:<16} cached: {overlap or 'nothing'}; "
+            f"in flight: {load['active_requests']} requests, "
+            f"{load['active_prefill_tokens']} prefill tokens, "
+            f"{load['active_decode_blocks']} blocks"
+        )
+        scores = "  ".join(f"{term} {value:.2f}" for term, value in candidate["scores"].items())
+        if scores:
+            click.echo(f"{'':<19}{scores}")
