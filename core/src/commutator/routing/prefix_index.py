@@ -1,0 +1,248 @@
+"""Which prefix every worker holds, from the KV events that engines publish. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attrs import asdict, frozen
+
+from commutator.kv.events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.kv.hashing import local_block_hashes
+from commutator.kv.medium import Tier, tier_of
+from commutator.routing.index_snapshot import IndexSnapshot, rank_from_snapshot, rank_to_snapshot
+from commutator.routing.orphans import BlockKey, Orphans
+from commutator.routing.overlap import Overlap, WorkerRank, on_device
+from commutator.routing.prefix_map import PrefixMap, slots_of
+from commutator.routing.rank_blocks import RankBlocks
+
+__all__ = ["IndexStatistics", "PrefixIndex", "RankStatistics"]
+
+_MEMBERS_KEPT = 1024
+
+
+@frozen
+class RankStatistics:
+    """What one data-parallel rank holds, and what its events were like."""
+
+    blocks: tuple[int, ...]
+    """For each tier, fastest first."""
+    orphans: int
+    orphans_dropped: int
+    engine_block_size: int | None
+    """Tokens in one of the engine's blocks; None before its first event."""
+    unknown_media: tuple[str, ...]
+    """Media of its events that are no tier we know; counted as external."""
+    counters: dict[str, int]
+    """The fields of ``RankCounters``."""
+
+
+@frozen
+class IndexStatistics:
+    """The size of the index."""
+
+    blocks: int
+    """Distinct blocks that at least one rank holds."""
+    holder_sets: int
+    ranks: int
+    orphans: int
+
+
+class PrefixIndex:
+    """The prefix index of one model: blocks of ``block_size`` tokens on any number of workers.
+
+    Events may come in any order. Blocks are known by their tokens; an engine's own names for them
+    only tell its blocks apart. An engine's block may be a multiple of ours; blocks of any other
+    size are counted as unusable and not indexed. Memory grows with what the engines hold, plus
+    ``max_orphans`` blocks a rank whose parents are unknown.
+    """
+
+    def __init__(self, block_size: int, *, max_orphans: int = 8192) -> None:
+        self.block_size = block_size
+        self._max_orphans = max_orphans
+        self._map = PrefixMap()
+        self._ranks: dict[WorkerRank, RankBlocks] = {}
+        self._slots: list[WorkerRank | None] = []
+        self._members: dict[int, tuple[WorkerRank, ...]] = {}
+
+    def apply(self, worker_id: str, event: KvEvent, rank: int = 0) -> None:
+        """Take one event of a worker into account."""
+        blocks = self._rank(WorkerRank(worker_id, rank))
+        match event:
+            case BlockStored():
+                self._stored(blocks, event)
+            case BlockRemoved():
+                keys = _parts(event.block_hashes, self._parts_of(blocks.engine_block_size))
+                blocks.remove(_tier(blocks, event.medium), keys)
+            case BlocksCleared():
+                blocks.counters.cleared += 1
+                blocks.clear()
+
+    def store(
+        self,
+        worker_id: str,
+        sequence_hashes: Sequence[int],
+        *,
+        rank: int = 0,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
+        """A worker holds these blocks; for callers that know the hashes and need no events."""
+        self._rank(WorkerRank(worker_id, rank)).hold(tier, sequence_hashes, sequence_hashes)
+
+    def remove(
+        self,
+        worker_id: str,
+        sequence_hashes: Sequence[int],
+        *,
+        rank: int = 0,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
+        """The inverse of ``store``."""
+        self._rank(WorkerRank(worker_id, rank)).remove(tier, sequence_hashes)
+
+    def match(self, sequence_hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
+        """What each rank holds of a prompt; ranks that hold nothing of it are left out."""
+        ended, lower = self._map.match(sequence_hashes)
+        result: dict[WorkerRank, Overlap] = {}
+        for slots, blocks in ended:
+            result.update(dict.fromkeys(self._members_of(slots), on_device(blocks)))
+        for slot, tiers in lower.items():
+            member = self._slots[slot]
+            assert member is not None
+            _, host, disk, external = tiers
+            device = result[member].device - host - disk - external
+            result[member] = Overlap(device, host, disk, external)
+        return result
+
+    def holds(self, worker_id: str, sequence_hash: int) -> bool:
+        """Whether any rank of the worker has this block in any tier."""
+        holders = self._map.holders(sequence_hash)
+        if holders is None:
+            return False
+        return any(member.worker_id == worker_id for member in self._members_of(holders.all))
+
+    def reset_worker(self, worker_id: str, rank: int | None = None) -> None:
+        """The engine (or one rank of it) began anew: its blocks are gone."""
+        for member, blocks in self._ranks.items():
+            if member.worker_id == worker_id and rank in (None, member.rank):
+                blocks.clear()
+
+    def remove_worker(self, worker_id: str) -> None:
+        """The worker is gone, and all that was known of it."""
+        for member in [m for m in self._ranks if m.worker_id == worker_id]:
+            blocks = self._ranks.pop(member)
+            blocks.clear()
+            self._slots[blocks.slot] = None
+        self._members.clear()
+
+    def ranks(self) -> list[WorkerRank]:
+        """Every rank that an event came from."""
+        return list(self._ranks)
+
+    def statistics(self) -> IndexStatistics:
+        orphans = sum(len(blocks.orphans) for blocks in self._ranks.values())
+        return IndexStatistics(len(self._map), self._map.distinct_sets, len(self._ranks), orphans)
+
+    def rank_statistics(self, worker_id: str) -> dict[int, RankStatistics]:
+        """By rank; empty for a worker that no event came from."""
+        return {
+            member.rank: RankStatistics(
+                blocks=tuple(len(held) for held in blocks.held),
+                orphans=len(blocks.orphans),
+                orphans_dropped=blocks.orphans.dropped,
+                engine_block_size=blocks.engine_block_size,
+                unknown_media=tuple(sorted(blocks.unknown_media)),
+                counters=asdict(blocks.counters),
+            )
+            for member, blocks in self._ranks.items()
+            if member.worker_id == worker_id
+        }
+
+    def snapshot(self) -> IndexSnapshot:
+        """Everything that the index holds, as plain values for MessagePack; see ``restore``."""
+        return {
+            "version": 1,
+            "block_size": self.block_size,
+            "ranks": [
+                [member.worker_id, member.rank, rank_to_snapshot(blocks)]
+                for member, blocks in self._ranks.items()
+            ],
+        }
+
+    def restore(self, snapshot: IndexSnapshot) -> None:
+        """Replace what is held by a snapshot, also one that was encoded and decoded.
+
+        Raises ValueError when it is of another version or block size.
+        """
+        found = (snapshot.get("version"), snapshot.get("block_size"))
+        if found != (1, self.block_size):
+            raise ValueError(
+                f"the snapshot has version {found[0]} and block size {found[1]}; "
+                f"version 1 and block size {self.block_size} are needed"
+            )
+        for worker_id in {member.worker_id for member in self._ranks}:
+            self.remove_worker(worker_id)
+        for worker_id, rank, state in snapshot["ranks"]:
+            rank_from_snapshot(self._rank(WorkerRank(worker_id, rank)), state)
+
+    def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
+        blocks.engine_block_size = event.block_size
+        parts = self._parts_of(event.block_size)
+        if not parts:
+            blocks.counters.unusable += len(event.block_hashes)
+            return
+        tier = _tier(blocks, event.medium)
+        keys = _parts(event.block_hashes, parts)
+        if not event.token_ids:
+            blocks.store_known(tier, keys)
+            return
+        if len(event.token_ids) != len(keys) * self.block_size:
+            blocks.counters.malformed += len(event.block_hashes)
+            return
+        local = local_block_hashes(event.token_ids, self.block_size, lora_name=event.lora_name)
+        parent: BlockKey | None = event.parent_block_hash
+        if parts > 1 and event.parent_block_hash is not None:
+            parent = (event.parent_block_hash, parts - 1)
+        blocks.store(tier, keys, local, parent)
+
+    def _parts_of(self, engine_block_size: int | None) -> int:
+        """How many of our blocks make one of the engine's; 0 when they do not fit."""
+        if engine_block_size is None:
+            return 1
+        parts, rest = divmod(engine_block_size, self.block_size)
+        return 0 if rest else parts
+
+    def _rank(self, member: WorkerRank) -> RankBlocks:
+        known = self._ranks.get(member)
+        if known is None:
+            try:
+                slot = self._slots.index(None)
+                self._slots[slot] = member
+            except ValueError:
+                slot = len(self._slots)
+                self._slots.append(member)
+            known = RankBlocks(slot, self._map, Orphans(self._max_orphans))
+            self._ranks[member] = known
+        return known
+
+    def _members_of(self, slots: int) -> tuple[WorkerRank, ...]:
+        known = self._members.get(slots)
+        if known is None:
+            if len(self._members) >= _MEMBERS_KEPT:
+                self._members.clear()
+            names = (self._slots[slot] for slot in slots_of(slots))
+            known = self._members[slots] = tuple(name for name in names if name is not None)
+        return known
+
+
+def _parts(hashes: Iterable[int | bytes], parts: int) -> Sequence[BlockKey]:
+    if parts == 1:
+        return tuple(hashes)
+    return [(name, part) for name in hashes for part in range(parts)]
+
+
+def _tier(blocks: RankBlocks, medium: str | None) -> Tier:
+    tier = tier_of(medium)
+    if tier is None:
+        blocks.unknown_media.add(str(medium))
+        return Tier.EXTERNAL
+    return tier

@@ -1,0 +1,44 @@
+"""Installs the public implementations that tests and benchmarks compare with.
+
+Each peer gets an environment of its own beside ``.venv``, as their requirements exclude each other.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Environment: requirements, and an import that shows that the installation works.
+PEERS = {
+    ".venv-dynamo": (
+        ["ai-dynamo-runtime==1.6.1"],
+        "from dynamo.llm import RadixTree, compute_block_hash_for_seq",
+    ),
+}
+
+
+def install(name: str, requirements: list[str], check: str) -> None:
+    """Create the environment unless it is there and works."""
+    python = ROOT / name / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    if python.exists() and subprocess.run([python, "-c", check], check=False).returncode == 0:
+        print(f"{name} is there")
+        return
+    venv.create(ROOT / name, with_pip=True, clear=True)
+    subprocess.run([*pip, *requirements], check=True)
+    subprocess.run([python, "-c", check], check=True)
+    print(f"{name} has {', '.join(requirements)}")
+
+
+def main() -> int:
+    for name, (requirements, check) in PEERS.items():
+        install(name, requirements, check)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The prefix index against the plainest one, over events in any order and any tiers."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.property.routing.streams import (
+    BLOCK_SIZE,
+    PATHS,
+    Path,
+    PlainIndex,
+    Removed,
+    Step,
+    Stored,
+    apply_all,
+    hashes_of,
+    steps,
+)
+
+from commutator.kv.medium import Tier
+from commutator.routing.prefix_index import PrefixIndex
+
+STREAMS = st.lists(steps(), max_size=40)
+
+
+def index_of(stream: list[Step]) -> PrefixIndex:
+    index = PrefixIndex(BLOCK_SIZE)
+    for step in stream:
+        index.apply(step.member.worker_id, step.event(), step.member.rank)
+    return index
+
+
+@settings(max_examples=400, deadline=None)
+@given(STREAMS, st.lists(PATHS, min_size=1, max_size=8))
+def test_matches_equal_the_plain_indexs(stream: list[Step], prompts: list[Path]) -> None:
+    index, plain = PrefixIndex(BLOCK_SIZE), PlainIndex()
+    for step in stream:
+        index.apply(step.member.worker_id, step.event(), step.member.rank)
+        plain.apply(step)
+        asked = step.path if isinstance(step, Stored) else prompts[0]
+        assert index.match(hashes_of(asked)) == plain.match(asked)
+    for prompt in prompts:
+        assert index.match(hashes_of(prompt)) == plain.match(prompt)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_stored_events_may_come_in_any_order(data: st.DataObject) -> None:
+    stored = st.lists(steps().filter(lambda step: isinstance(step, Stored)), max_size=25)
+    stream = data.draw(stored)
+    shuffled = data.draw(st.permutations(stream))
+    ours, other = index_of(stream), index_of(shuffled)
+    assert ours.statistics().blocks == other.statistics().blocks
+    for step in stream:
+        assert isinstance(step, Stored)
+        assert ours.match(hashes_of(step.path)) == other.match(hashes_of(step.path))
+
+
+@settings(deadline=None)
+@given(STREAMS, STREAMS, PATHS)
+def test_a_snapshot_round_trips_through_messagepack(
+    before: list[Step], after: list[Step], prompt: Path
+) -> None:
+    index = index_of(before)
+    snapshot = index.snapshot()
+    again = index_of(after)  # what it held is replaced
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot)))
+    assert again.snapshot() == snapshot
+    assert again.statistics() == index.statistics()
+    for step in after:
+        for one in (index, again):
+            one.apply(step.member.worker_id, step.event(), step.member.rank)
+    assert again.match(hashes_of(prompt)) == index.match(hashes_of(prompt))
+    assert again.snapshot() == index.snapshot()
+
+
+@settings(deadline=None)
+@given(STREAMS)
+def test_blocks_that_nobody_holds_take_no_memory(stream: list[Step]) -> None:
+    index, plain = index_of(stream), apply_all(PlainIndex(), stream)
+    for member, rank in plain.ranks.items():
+        for tier in Tier:
+            blocks = set(rank.held[tier])
+            blocks |= {path for path, tiers in rank.waiting.items() if tier in tiers}
+            event = Removed(member, tuple(blocks), tier).event()
+            index.apply(member.worker_id, event, member.rank)
+    statistics = index.statistics()
+    assert (statistics.blocks, statistics.holder_sets, statistics.orphans) == (0, 0, 0)
+    assert all(not part for _, _, rank in index.snapshot()["ranks"] for part in rank["orphans"])
+
+
+@settings(deadline=None)
+@given(STREAMS)
+def test_workers_leave_nothing_behind(stream: list[Step]) -> None:
+    index = index_of(stream)
+    for member in index.ranks():
+        index.remove_worker(member.worker_id)
+    assert index.snapshot() == PrefixIndex(BLOCK_SIZE).snapshot()
+    assert index.statistics() == PrefixIndex(BLOCK_SIZE).statistics()
