@@ -19,12 +19,14 @@ from commutator.engine.contract import LaunchContext, LaunchPlan
 from commutator.engine.server import TokenApiServer, TokenEngine
 from commutator.schema import build_converter, structure
 
-__all__ = ["engine_command", "run_engine_process"]
+__all__ = ["LOG_LEVEL", "engine_command", "run_engine_process"]
 
 log = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 _VARIABLE = "COMMUTATOR_ENGINE_PROCESS"
+LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
+"""The environment variable by which the supervisor passes on `log.level`."""
 
 
 @attrs.frozen
@@ -56,7 +58,8 @@ def run_engine_process(
     config_class: type[ConfigT], build: Callable[[ConfigT, ModelConfig], TokenEngine]
 ) -> None:
     """Serve one engine until SIGTERM or SIGINT. The whole ``__main__`` of an engine plugin."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    level = os.environ.get(LOG_LEVEL, "INFO")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     raw = os.environ.get(_VARIABLE)
     if raw is None:
         sys.exit(f"{_VARIABLE} is not set: this process is started by `commutator serve`")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from commutator.config.load import Loaded
 from commutator.config.show import effective
+from commutator.engine.process import LOG_LEVEL
 from commutator.runtime.banner import banner, front_door_url
 from commutator.runtime.frontend_agent import FrontendAgent
 from commutator.runtime.guardian import Guardian
@@ -63,7 +64,8 @@ class Supervisor:
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
         self._guardian = Guardian(self._folder)
-        self._launcher = Launcher(self._guardian, printer.line, os.environ)
+        env = {**os.environ, LOG_LEVEL: self._config.log.level.upper()}
+        self._launcher = Launcher(self._guardian, printer.line, env)
         self._workers: list[WorkerAgent] = []
         self._frontends: list[FrontendAgent] = []
         self._stop = asyncio.Event()
