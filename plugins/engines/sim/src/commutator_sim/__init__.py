@@ -1,0 +1,35 @@
+"""A simulated engine: a pure model in virtual time, and the server that drives it."""
+
+from commutator_sim.config import SimConfig, SimTier
+from commutator_sim.events import (
+    DEVICE,
+    Event,
+    Finished,
+    FirstToken,
+    Offloaded,
+    Preempted,
+    Removed,
+    Steps,
+    Stored,
+)
+from commutator_sim.model import SimModel
+from commutator_sim.parameters import SimParameters, TierParameters
+from commutator_sim.request import SimRequest
+
+__all__ = [
+    "DEVICE",
+    "Event",
+    "Finished",
+    "FirstToken",
+    "Offloaded",
+    "Preempted",
+    "Removed",
+    "SimConfig",
+    "SimModel",
+    "SimParameters",
+    "SimRequest",
+    "SimTier",
+    "Steps",
+    "Stored",
+    "TierParameters",
+]

@@ -1,0 +1,20 @@
+"""The process of one `sim` worker."""
+
+from __future__ import annotations
+
+from commutator import ModelConfig
+from commutator.engine import run_engine_process
+from commutator.text import load_text_model
+from commutator_sim.config import SimConfig
+from commutator_sim.engine import SimEngine
+
+
+def build(config: SimConfig, model: ModelConfig) -> SimEngine:
+    """Of the model, only its name, its tokenizer and its context length are used."""
+    text = load_text_model(model.source)
+    max_model_len = model.max_model_len or text.max_model_len
+    return SimEngine(config, model=model.name, max_model_len=max_model_len, text=text)
+
+
+if __name__ == "__main__":
+    run_engine_process(SimConfig, build)

@@ -1,0 +1,108 @@
+"""What a simulated request answers: its own prompt again, until something ends it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import islice
+
+from attrs import frozen
+
+from commutator.errors import RequestError
+from commutator.text import TextModel
+from commutator.types import FinishReason, GenerateRequest, SamplingParams
+
+__all__ = ["Answer", "plan_answer", "refuse_what_needs_a_model"]
+
+
+@frozen
+class Answer:
+    """All tokens of one answer, known before the first is given."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def refuse_what_needs_a_model(request: GenerateRequest) -> None:
+    """Raises RequestError for what a simulator cannot do.
+
+    Temperature and its like pass: they choose among likely tokens, and here is only one.
+    """
+    asked = {
+        "logprobs": request.sampling.top_logprobs is not None,
+        "logit_bias": bool(request.sampling.logit_bias),
+        f"data parallel rank {request.data_parallel_rank}": bool(request.data_parallel_rank),
+        f"engine parameters ({', '.join(request.extra)})": bool(request.extra),
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                f"the sim engine computes no model, so it cannot give {what}; "
+                "leave that out, or ask a worker of another engine"
+            )
+
+
+def plan_answer(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    room: int,
+    natural_tokens: int,
+    text: TextModel | None,
+) -> Answer:
+    """The prompt's tokens over and over, less the special ones.
+
+    It ends at a stop token or string once ``min_tokens`` are there, else by itself at
+    ``natural_tokens`` unless ``ignore_eos``, else at ``max_tokens`` or when ``room`` is full. The
+    ending token belongs to the answer. ``text`` knows the special tokens, and decodes for stop
+    strings. Raises RequestError for a stop string without ``text``.
+    """
+    count, reason = min(params.max_tokens, room), FinishReason.LENGTH
+    natural = max(natural_tokens, params.min_tokens)
+    if natural < count and not params.ignore_eos:
+        count, reason = natural, FinishReason.STOP
+    token_ids = _cycle(prompt, count, () if text is None else text.special_ids)
+    stop: int | str | None = None
+    if params.stop_token_ids:
+        count, stop = _first_stop_id(token_ids, params, count)
+    if params.stop:
+        if text is None:
+            raise RequestError("stop: this worker has no tokenizer to find stop strings with")
+        earlier, string = _first_stop_string(token_ids[:count], params, text)
+        if string is not None and (earlier < count or stop is None):
+            count, stop = earlier, string
+    return Answer(token_ids[:count], reason if stop is None else FinishReason.STOP, stop)
+
+
+def _cycle(prompt: Sequence[int], count: int, never: Collection[int]) -> list[int]:
+    source = list(islice((token for token in prompt if token not in never), count))
+    source = source or list(prompt[:count])
+    return source if len(source) == count else (source * -(-count // len(source)))[:count]
+
+
+def _first_stop_id(
+    token_ids: Sequence[int], params: SamplingParams, count: int
+) -> tuple[int, int | None]:
+    ends = frozenset(params.stop_token_ids)
+    for index in range(max(0, params.min_tokens - 1), len(token_ids)):
+        if token_ids[index] in ends:
+            return index + 1, token_ids[index]
+    return count, None
+
+
+def _first_stop_string(
+    token_ids: Sequence[int], params: SamplingParams, text: TextModel
+) -> tuple[int, str | None]:
+    """How many tokens complete the first stop string, and which it is."""
+    detokenizer = text.detokenizer()
+    longest = max(map(len, params.stop))
+    tail = ""
+    for count, token in enumerate(token_ids, start=1):
+        said = detokenizer.push((token,))
+        before, tail = tail, tail + said
+        if said and count >= params.min_tokens:
+            for string in params.stop:
+                if tail.count(string) > before.count(string):
+                    return count, string
+        tail = tail[len(tail) - longest + 1 :] if len(tail) >= longest else tail
+    return len(token_ids), None

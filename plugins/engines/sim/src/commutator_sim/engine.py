@@ -1,0 +1,252 @@
+"""The served engine: drives the model by the clock, or as fast as it will go.
+
+It runs inside the server's event loop: a tick of the model is far shorter than what a thread of
+its own would cost in hand-overs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+
+from attrs import define
+
+from commutator.engine import Emit, TokenEngine
+from commutator.errors import EngineOverloadedError, RequestError
+from commutator.kv import EventPublisher
+from commutator.text import TextModel
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
+from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
+from commutator_sim.block_keys import block_keys, root_key
+from commutator_sim.config import SimConfig
+from commutator_sim.events import Event, Finished, FirstToken, Offloaded, Preempted, Removed, Stored
+from commutator_sim.kv_events import EventFeed
+from commutator_sim.model import SimModel
+from commutator_sim.request import SimRequest
+
+__all__ = ["SimEngine"]
+
+_SHORTEST_SLEEP_S = 0.001
+
+
+@define(eq=False)
+class _Stream:
+    """One request's answer on its way out."""
+
+    answer: Answer
+    token_ids: list[int]
+    """Prompt and answer."""
+    keys: Sequence[int]
+    lora_name: str | None
+    cached_tokens: int | None = None
+    """Set between the first token's event and its delta."""
+    sent: int = 0
+
+    def delta(self, generated: int) -> TokenDelta:
+        """What was generated and not yet sent."""
+        answer, cached = self.answer, self.cached_tokens
+        token_ids = tuple(answer.token_ids[self.sent : generated])
+        self.sent, self.cached_tokens = generated, None
+        if generated < len(answer.token_ids):
+            return TokenDelta(token_ids, cached_tokens=cached)
+        return TokenDelta(token_ids, (), answer.finish_reason, answer.stop_reason, cached)
+
+
+class SimEngine(TokenEngine):
+    """A worker without a model. Needs no files; ``text`` only makes the answers nicer."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        *,
+        model: str,
+        max_model_len: int,
+        text: TextModel | None = None,
+    ) -> None:
+        """``model`` is the name that clients give; ``max_model_len`` is in tokens."""
+        self._config = config
+        self._model_name = model
+        self._max_model_len = min(max_model_len, config.kv_capacity_blocks * config.block_size)
+        self._text = text
+        self._factor = config.time_factor
+        self._model = SimModel(config.parameters())
+        self._streams: dict[int, _Stream] = {}
+        self._publisher: EventPublisher | None = None
+        self._feed: EventFeed | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._emit: Emit | None = None
+        self._timer: asyncio.Handle | None = None
+        self._tick_is_next = False
+        self._started_s = 0.0
+
+    def start(self, emit: Emit) -> EngineInfo:
+        config = self._config
+        self._loop, self._emit = asyncio.get_running_loop(), emit
+        self._started_s = self._loop.time()
+        if config.kv_events and config.prefix_caching:
+            self._publisher = EventPublisher()
+            self._feed = EventFeed(self._publisher, config.block_size, has_tiers=bool(config.tiers))
+        return EngineInfo(
+            kind="sim",
+            version=version("commutator-sim"),
+            model=self._model_name,
+            max_model_len=self._max_model_len,
+            block_size=config.block_size,
+            kv_capacity_blocks=config.kv_capacity_blocks,
+            kv_events=None if self._publisher is None else self._publisher.source,
+            pid=os.getpid(),
+        )
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        config, model = self._config, self._model
+        stream = self._stream_for(request)
+        places = config.max_running_requests + config.max_queued_requests
+        if len(self._streams) >= places:
+            raise EngineOverloadedError(
+                f"the worker has {len(self._streams)} requests, running and waiting, and takes "
+                f"no more than {places}"
+            )
+        self._catch_up()
+        self._streams[key] = stream
+        model.submit(
+            key,
+            SimRequest(
+                len(request.token_ids), len(stream.answer.token_ids), stream.keys, request.priority
+            ),
+        )
+        self._tick_soon()
+
+    def abort(self, key: int) -> None:
+        self._catch_up()
+        self._model.abort(key)
+        if self._streams.pop(key, None) is not None:
+            self._tick_soon()
+
+    def load(self) -> EngineLoad:
+        self._catch_up()
+        model = self._model
+        return EngineLoad(
+            running=model.running,
+            waiting=model.waiting,
+            kv_used_blocks=model.cache.used_blocks,
+            kv_cached_blocks=model.cache.idle_blocks,
+            kv_capacity_blocks=model.cache.capacity_blocks,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        self._catch_up()
+        self._model.reset_prefix_cache()
+        self._tick_soon()
+
+    def stop(self) -> None:
+        loop, self._emit = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._cancel_timer)
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _stream_for(self, request: GenerateRequest) -> _Stream:
+        """Raises RequestError for what can never be answered."""
+        config, length = self._config, len(request.token_ids)
+        refuse_what_needs_a_model(request)
+        if not 0 < length < self._max_model_len:
+            raise RequestError(
+                f"a prompt of {length} tokens: expected 1 to {self._max_model_len - 1}, to leave "
+                f"room for an answer in the {self._max_model_len} of this worker"
+            )
+        if request.sampling.max_tokens < 1:
+            raise RequestError("max_tokens: expected at least 1")
+        answer = plan_answer(
+            request.token_ids,
+            request.sampling,
+            room=self._max_model_len - length,
+            natural_tokens=config.answer_tokens,
+            text=self._text,
+        )
+        token_ids = [*request.token_ids, *answer.token_ids]
+        if not config.prefix_caching:
+            return _Stream(answer, token_ids, (), request.lora_name)
+        try:
+            root = root_key(request.lora_name, request.cache_salt)
+            keys = block_keys(token_ids[:-1], config.block_size, root)
+        except OverflowError as error:
+            raise RequestError(f"a token id is out of range: {error}") from error
+        return _Stream(answer, token_ids, keys, request.lora_name)
+
+    # ----------------------------------------------------------------------- time
+
+    def _virtual_now_ns(self) -> int:
+        assert self._loop is not None
+        passed_s = self._loop.time() - self._started_s
+        return max(self._model.now_ns, int(passed_s * self._factor * 1e9))
+
+    def _catch_up(self) -> None:
+        """Bring the model to the present; at unlimited speed there is none to bring it to."""
+        if self._factor:
+            self._deliver(self._model.advance(self._virtual_now_ns()))
+
+    def _tick_soon(self) -> None:
+        assert self._loop is not None
+        if not self._tick_is_next:
+            self._cancel_timer()
+            self._tick_is_next = True
+            self._timer = self._loop.call_soon(self._tick)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._tick_is_next = False
+        self._timer = None
+        if self._emit is None:
+            return  # stopped
+        model = self._model
+        if not self._factor:
+            self._deliver(model.advance(max_steps=self._config.burst_tokens))
+            if self._streams:
+                self._tick_soon()
+            return
+        self._catch_up()
+        if (end_ns := model.step_end_ns()) is not None:
+            assert self._loop is not None
+            delay_s = (end_ns - self._virtual_now_ns()) / 1e9 / self._factor
+            self._timer = self._loop.call_later(max(_SHORTEST_SLEEP_S, delay_s), self._tick)
+
+    # -------------------------------------------------------------------- outwards
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Send the tokens and publish the block events of one tick."""
+        deltas: list[tuple[int, TokenDelta]] = []
+        preempted: list[int] = []
+        for event in events:
+            if isinstance(event, FirstToken):
+                self._streams[event.key].cached_tokens = event.cached_tokens
+            elif isinstance(event, Finished):
+                stream = self._streams.pop(event.key)
+                deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
+            elif isinstance(event, Preempted):
+                preempted.append(event.key)
+            elif self._feed is not None:
+                self._feed_blocks(event, self._feed)
+        deltas += self._progress((*self._model.decoding(), *preempted))
+        if self._feed is not None:
+            self._feed.publish()
+        if deltas and self._emit is not None:
+            self._emit(deltas)
+
+    def _progress(self, keys: Iterable[int]) -> Iterator[tuple[int, TokenDelta]]:
+        for key in keys:
+            if (stream := self._streams.get(key)) is not None:
+                generated = self._model.generated(key)
+                if generated > stream.sent:
+                    yield key, stream.delta(generated)
+
+    def _feed_blocks(self, event: Event, feed: EventFeed) -> None:
+        if isinstance(event, Stored):
+            stream = self._streams[event.key]
+            feed.stored(event, stream.keys, stream.token_ids, stream.lora_name)
+        elif isinstance(event, Offloaded | Removed):
+            feed.moved(event)

@@ -1,0 +1,93 @@
+"""What the model tells: everything that happened, in order, with its virtual time."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+__all__ = [
+    "DEVICE",
+    "Event",
+    "Finished",
+    "FirstToken",
+    "Offloaded",
+    "Preempted",
+    "Removed",
+    "Steps",
+    "Stored",
+]
+
+DEVICE = "device"
+
+
+@frozen
+class Steps:
+    """``count`` equal engine steps, one after the other from ``start_ns``.
+
+    Each gave one token to each of ``decoding`` requests and computed ``prefill_tokens``.
+    """
+
+    start_ns: int
+    count: int
+    step_ns: int
+    decoding: int
+    prefill_tokens: int
+
+
+@frozen
+class FirstToken:
+    """The prompt of request ``key`` is computed and its first token exists."""
+
+    time_ns: int
+    key: int
+    cached_tokens: int
+    """Prompt tokens found in the KV cache on admission, in any tier."""
+    loaded_tokens: int
+    """Of those, the ones that came from a tier behind the device."""
+
+
+@frozen
+class Finished:
+    """The last token of request ``key`` exists."""
+
+    time_ns: int
+    key: int
+
+
+@frozen
+class Preempted:
+    """Request ``key`` lost its blocks and waits again; its tokens so far are kept."""
+
+    time_ns: int
+    key: int
+
+
+@frozen
+class Stored:
+    """Consecutive blocks of request ``key`` became reusable on the device."""
+
+    time_ns: int
+    key: int
+    first_block: int
+    """Index in the request of the first of ``blocks``."""
+    blocks: tuple[int, ...]
+
+
+@frozen
+class Offloaded:
+    """Evicted blocks were copied to ``tier``; each is independent of the others."""
+
+    time_ns: int
+    tier: str
+    blocks: tuple[int, ...]
+
+
+@frozen
+class Removed:
+    """Blocks are no longer in ``tier``."""
+
+    time_ns: int
+    tier: str
+    blocks: tuple[int, ...]
+
+
+Event = Steps | FirstToken | Finished | Preempted | Stored | Offloaded | Removed

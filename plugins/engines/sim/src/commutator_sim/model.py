@@ -1,0 +1,383 @@
+"""One engine in virtual time: requests and the passing of time go in, events come out.
+
+Pure: no clock, no thread, no chance; times are integer nanoseconds, so results are exact and
+repeatable. The engine works in steps, as real ones do. A step gives one token to every decoding
+request and spends the rest of its token budget on prefill chunks; what it does is decided when it
+begins. Steps that decode the same batch are made together, at the cost of one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+
+from attrs import define
+
+from commutator_sim.cache import BlockCache
+from commutator_sim.decode import DecodeBatch
+from commutator_sim.events import (
+    DEVICE,
+    Event,
+    Finished,
+    FirstToken,
+    Preempted,
+    Removed,
+    Steps,
+    Stored,
+)
+from commutator_sim.parameters import SimParameters
+from commutator_sim.request import Phase, Run, SimRequest
+from commutator_sim.tiers import OffloadTiers
+
+__all__ = ["FOREVER", "SimModel"]
+
+FOREVER = 1 << 62
+"""Later than any time in ns, more than any number of steps."""
+
+
+@define
+class _Plan:
+    """Equal steps that are decided: the first may be under way, the others follow it."""
+
+    step_ns: int
+    count: int
+    decoding: int
+    chunks: list[tuple[Run, int, int]]
+    """Prefilling run, its epoch, and its tokens in this step."""
+
+
+class SimModel:
+    """A continuous-batching engine with a paged KV cache and prefix reuse.
+
+    The driver alternates ``advance`` to a time with ``submit`` and ``abort`` at that time. A step
+    that begins at that very time sees them; one under way does not change, but for the tokens of
+    an aborted request, which are lost.
+    """
+
+    def __init__(self, parameters: SimParameters) -> None:
+        self.parameters = parameters
+        self.cache = BlockCache(parameters.kv_capacity_blocks)
+        self.now_ns = 0
+        """The time last advanced to."""
+        self._clock_ns = 0
+        """When the current or next step begins: not after ``now_ns`` while a step is under way."""
+        self._tiers = OffloadTiers(parameters.tiers)
+        self._decode = DecodeBatch(parameters.block_size)
+        self._arrivals = itertools.count()
+        self._live: dict[int, Run] = {}
+        self._admitted: dict[int, Run] = {}
+        self._prefilling: dict[int, Run] = {}
+        """In order of admission."""
+        self._waiting: list[tuple[tuple[int, int], int, Run]] = []
+        """Heap of (order, epoch, run)."""
+        self._loading: list[tuple[int, tuple[int, int], int, Run]] = []
+        """Heap of (ready time, order, epoch, run)."""
+        self._stuck = False
+        """The first waiting request lacks blocks, and nothing was freed since."""
+        self._plan: _Plan | None = None
+        self._events: list[Event] = []
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place in the batch or for blocks."""
+        return len(self._live) - len(self._admitted)
+
+    def decoding(self) -> Iterable[int]:
+        """Keys of the requests that have a first token and no last one, unless preempted."""
+        return self._decode.runs.keys()
+
+    def generated(self, key: int) -> int:
+        """Tokens of a live request's answer so far."""
+        run = self._live[key]
+        return self._decode.generated(run) if run.phase is Phase.DECODE else run.generated
+
+    def submit(self, key: int, request: SimRequest) -> None:
+        """``request`` arrives now. Raises ValueError when it can never fit, or the key is taken."""
+        needed = self.parameters.blocks(request.kv_tokens)
+        if needed > self.parameters.kv_capacity_blocks:
+            raise ValueError(
+                f"a request of {request.kv_tokens} tokens needs {needed} KV blocks; "
+                f"there are {self.parameters.kv_capacity_blocks}"
+            )
+        if key in self._live:
+            raise ValueError(f"request {key} is in the model already")
+        run = Run(key, request, (request.priority, next(self._arrivals)))
+        self._live[key] = run
+        self._enqueue(run)
+        self._disturb()
+
+    def abort(self, key: int) -> None:
+        """End a request now and free what it holds. Harmless when it is not there."""
+        run = self._live.pop(key, None)
+        if run is None:
+            return
+        self._leave_batch(run)
+        run.move(Phase.OVER)
+        self._stuck = False
+        self._disturb()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every block that no request holds, in every tier."""
+        idle = self.cache.clear()
+        if idle:
+            self._events.append(Removed(self.now_ns, DEVICE, tuple(idle)))
+        self._events += self._tiers.clear(self.now_ns)
+        self._stuck = False
+
+    def advance(self, until_ns: int = FOREVER, max_steps: int = FOREVER) -> list[Event]:
+        """Let time pass until ``until_ns``; returns what happened since the last call.
+
+        Without ``until_ns``, time runs on until nothing is left to do. ``max_steps`` ends it
+        earlier, after that many steps.
+        """
+        if until_ns < self.now_ns:
+            raise ValueError(f"time cannot go back from {self.now_ns} to {until_ns}")
+        left = max_steps
+        while left and self._clock_ns < until_ns:
+            plan = self._plan or self._begin()
+            if plan is None:
+                if self._skip_idle(until_ns):
+                    continue
+                break
+            count = min(plan.count, left, (until_ns - self._clock_ns) // plan.step_ns)
+            if not count:
+                break
+            self._make(plan, count)
+            left -= count
+            if not left or self._clock_ns == until_ns:
+                self._plan = None  # the next step is to see what is submitted between two calls
+        if until_ns == FOREVER or not left:
+            until_ns = max(self.now_ns, self._clock_ns)
+        self.now_ns = until_ns
+        events, self._events = self._events, []
+        return events
+
+    def next_event_ns(self) -> int | None:
+        """Nothing but ``Steps`` comes before this time unless the driver acts; None: nothing ever.
+
+        Begins the step that is due now, so submit first what arrives now.
+        """
+        plan = self._plan or self._begin()
+        if plan is None:
+            return self._next_load_ns()
+        return self._clock_ns + plan.count * plan.step_ns
+
+    def step_end_ns(self) -> int | None:
+        """When the current step ends or, between steps, the next one; as ``next_event_ns``."""
+        plan = self._plan or self._begin()
+        if plan is None:
+            return self._next_load_ns()
+        return self._clock_ns + plan.step_ns
+
+    def _disturb(self) -> None:
+        """Something changed: only the step under way, if any, is still certain."""
+        if self._plan is not None:
+            self._plan.count = 1
+
+    def _skip_idle(self, until_ns: int) -> bool:
+        """Pass time in which no step runs. Returns whether there is more to do before the end."""
+        ready_ns = self._next_load_ns()
+        if ready_ns is not None and ready_ns <= until_ns:
+            self._clock_ns = max(self._clock_ns, ready_ns)
+            return True
+        if until_ns < FOREVER:
+            self._clock_ns = until_ns
+        return False
+
+    # ------------------------------------------------------------ beginning a step
+
+    def _begin(self) -> _Plan | None:
+        """Decide what the step at ``_clock_ns`` does; None when there is nothing to do."""
+        self._finish_loads()
+        self._grow()
+        decoding = len(self._decode.runs)
+        budget = self.parameters.max_tokens_per_step - decoding
+        chunks: list[tuple[Run, int, int]] = []
+        for run in self._prefilling.values():
+            if not budget:
+                break
+            budget -= _add_chunk(chunks, run, budget)
+        while budget and (admitted := self._admit()) is not None:
+            if admitted.phase is Phase.PREFILL:
+                budget -= _add_chunk(chunks, admitted, budget)
+        if not decoding and not chunks:
+            return None
+        prefill_tokens = sum(tokens for _, _, tokens in chunks)
+        step_ns = self.parameters.step_ns(decoding, prefill_tokens)
+        count = 1 if chunks else self._equal_steps(step_ns)
+        self._plan = _Plan(step_ns, count, decoding, chunks)
+        return self._plan
+
+    def _equal_steps(self, step_ns: int) -> int:
+        """Steps from here on that only decode the present batch."""
+        count = self._decode.steps_to_turn()
+        if (ready_ns := self._next_load_ns()) is not None:
+            count = min(count, -((self._clock_ns - ready_ns) // step_ns))
+        return count
+
+    def _next_load_ns(self) -> int | None:
+        loading = self._loading
+        while loading and loading[0][2] != loading[0][3].epoch:
+            heapq.heappop(loading)
+        return loading[0][0] if loading else None
+
+    def _finish_loads(self) -> None:
+        while (ready_ns := self._next_load_ns()) is not None and ready_ns <= self._clock_ns:
+            run = heapq.heappop(self._loading)[3]
+            run.move(Phase.PREFILL)
+            self._prefilling[run.key] = run
+            self._name(run)
+
+    def _grow(self) -> None:
+        """Give each run at a block's end its next block, preempting the last in order if needed."""
+        growing, self._decode.growing = self._decode.growing, []
+        growing.sort(key=lambda run: run.order)
+        for run in growing:
+            while run.phase is Phase.DECODE:
+                if self.cache.used_blocks < self.cache.capacity_blocks:
+                    self._take(run, 1)
+                    self._decode.has_grown(run)
+                    break
+                self._preempt(max(self._admitted.values(), key=lambda other: other.order))
+
+    def _preempt(self, run: Run) -> None:
+        self._leave_batch(run)
+        self._enqueue(run)
+        self._events.append(Preempted(self._clock_ns, run.key))
+
+    def _admit(self) -> Run | None:
+        """Take the first waiting request into the batch, if it finds a place and blocks."""
+        if self._stuck or len(self._admitted) == self.parameters.max_running_requests:
+            return None
+        waiting = self._waiting
+        while waiting and waiting[0][1] != waiting[0][2].epoch:
+            heapq.heappop(waiting)
+        if not waiting:
+            return None
+        run = waiting[0][2]
+        keys = run.request.block_keys
+        run.target = run.request.prompt_tokens + run.generated
+        # At least one token is computed, for it is what gives the next one.
+        limit = min((run.target - 1) // self.parameters.block_size, len(keys))
+        found, idle = self.cache.match(keys, limit)
+        needed = self.parameters.blocks(run.target) - found
+        if self.cache.used_blocks + idle + needed > self.cache.capacity_blocks:
+            self._stuck = True
+            return None
+        heapq.heappop(waiting)
+        self._admitted[run.key] = run
+        self.cache.pin(keys[:found])
+        run.named = found
+        self._fetch(run, found, limit)
+        self._take(run, needed)
+        return run
+
+    def _fetch(self, run: Run, found: int, limit: int) -> None:
+        """Begin the prefill after ``found`` blocks, or first the load of more of them."""
+        size = self.parameters.block_size
+        keys = run.request.block_keys
+        loaded = self._tiers.match(keys, found, limit)
+        run.computed = (found + loaded) * size
+        if run.cached_tokens < 0:
+            run.cached_tokens, run.loaded_tokens = run.computed, loaded * size
+        if loaded:
+            run.move(Phase.LOADING)
+            ready_ns = self._tiers.load(keys[found : found + loaded], self._clock_ns)
+            heapq.heappush(self._loading, (ready_ns, run.order, run.epoch, run))
+        else:
+            run.move(Phase.PREFILL)
+            self._prefilling[run.key] = run
+
+    def _take(self, run: Run, count: int) -> None:
+        run.unnamed += count
+        if evicted := self.cache.take(count):
+            self._events += self._tiers.evict(evicted, self._clock_ns)
+
+    # -------------------------------------------------------------- ending a step
+
+    def _make(self, plan: _Plan, count: int) -> None:
+        """``count`` steps of ``plan`` pass."""
+        prefill_tokens = sum(tokens for _, _, tokens in plan.chunks)
+        self._events.append(
+            Steps(self._clock_ns, count, plan.step_ns, plan.decoding, prefill_tokens)
+        )
+        self._clock_ns += count * plan.step_ns
+        plan.count -= count
+        if not plan.count:
+            self._plan = None
+        turned = self._decode.advance(count)
+        for run, epoch, tokens in plan.chunks:
+            if epoch == run.epoch:
+                self._computed(run, tokens)
+        for run in turned:
+            self._name(run)
+            if run.computed == run.request.kv_tokens:
+                self._finish(run)
+            else:
+                self._decode.turned(run)
+
+    def _computed(self, run: Run, tokens: int) -> None:
+        run.computed += tokens
+        self._name(run)
+        if run.computed < run.target:
+            return
+        del self._prefilling[run.key]
+        if not run.generated:
+            self._events.append(
+                FirstToken(self._clock_ns, run.key, run.cached_tokens, run.loaded_tokens)
+            )
+        run.generated += 1
+        if run.generated == run.request.output_tokens:
+            self._finish(run)
+        else:
+            self._decode.join(run)
+
+    def _name(self, run: Run) -> None:
+        """Blocks of ``run`` that are full by now can be found by others."""
+        keys = run.request.block_keys
+        full = min(run.computed // self.parameters.block_size, len(keys))
+        if full <= run.named:
+            return
+        fresh = keys[run.named : full]
+        known = self.cache.name(fresh)
+        if known < len(fresh):
+            stored = tuple(fresh[known:])
+            self._events.append(Stored(self._clock_ns, run.key, run.named + known, stored))
+        run.unnamed -= full - run.named
+        run.named = full
+        self._stuck = False
+
+    def _finish(self, run: Run) -> None:
+        self._leave_batch(run)
+        run.move(Phase.OVER)
+        del self._live[run.key]
+        self._events.append(Finished(self._clock_ns, run.key))
+
+    # ------------------------------------------------------------ in and out of the batch
+
+    def _enqueue(self, run: Run) -> None:
+        run.move(Phase.WAITING)
+        heapq.heappush(self._waiting, (run.order, run.epoch, run))
+        self._stuck = False
+
+    def _leave_batch(self, run: Run) -> None:
+        """Free everything that ``run`` holds."""
+        if run.phase is Phase.DECODE:
+            self._decode.leave(run)
+        self._prefilling.pop(run.key, None)
+        self._admitted.pop(run.key, None)
+        self.cache.release(run.request.block_keys[: run.named], run.unnamed)
+        run.named = run.unnamed = 0
+        self._stuck = False
+
+
+def _add_chunk(chunks: list[tuple[Run, int, int]], run: Run, budget: int) -> int:
+    tokens = min(budget, run.target - run.computed)
+    chunks.append((run, run.epoch, tokens))
+    return tokens

@@ -1,0 +1,31 @@
+"""Registers the `sim` engine."""
+
+from __future__ import annotations
+
+from commutator import (
+    EngineClient,
+    EngineConnector,
+    EngineRegister,
+    LaunchContext,
+    LaunchPlan,
+    hookimpl,
+)
+from commutator.engine import TokenApiClient, engine_command
+from commutator_sim.config import SimConfig
+
+__all__ = ["SimConnector"]
+
+
+class SimConnector(EngineConnector[SimConfig]):
+    """Starts `python -m commutator_sim` and speaks the token API to it."""
+
+    def launch_plan(self, config: SimConfig, context: LaunchContext) -> LaunchPlan:
+        return engine_command("commutator_sim", config, context)
+
+    def connect(self, config: SimConfig, address: str) -> EngineClient:
+        return TokenApiClient(address)
+
+
+@hookimpl
+def engine_register(register: EngineRegister) -> None:
+    register("sim", SimConfig, SimConnector(), stability="beta")

@@ -1,0 +1,264 @@
+"""The sim engine's model again, written to be obvious: every step and every token by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define, field
+
+from commutator_sim import (
+    DEVICE,
+    Event,
+    Finished,
+    FirstToken,
+    Offloaded,
+    Preempted,
+    Removed,
+    SimParameters,
+    SimRequest,
+    Steps,
+    Stored,
+    TierParameters,
+)
+
+__all__ = ["StepByStep", "Told", "told"]
+
+Told = tuple[Any, ...]
+
+
+def told(events: Sequence[Event]) -> list[Told]:
+    """Events with every step and every block by itself."""
+    out: list[Told] = []
+    for event in events:
+        match event:
+            case Steps(start_ns, count, step_ns, decoding, prefill_tokens):
+                starts = range(start_ns, start_ns + count * step_ns, step_ns)
+                out += [("step", start, step_ns, decoding, prefill_tokens) for start in starts]
+            case FirstToken(time_ns, key, cached, loaded):
+                out.append(("first", time_ns, key, cached, loaded))
+            case Finished(time_ns, key):
+                out.append(("finished", time_ns, key))
+            case Preempted(time_ns, key):
+                out.append(("preempted", time_ns, key))
+            case Stored(time_ns, key, first, blocks):
+                out += [("stored", time_ns, key, first + i, b) for i, b in enumerate(blocks)]
+            case Offloaded(time_ns, tier, blocks):
+                out += [("offloaded", time_ns, tier, block) for block in blocks]
+            case Removed(time_ns, tier, blocks):
+                out += [("removed", time_ns, tier, block) for block in blocks]
+    return out
+
+
+@define(eq=False)
+class Job:
+    """One request of the reference."""
+
+    key: int
+    request: SimRequest
+    order: tuple[int, int]
+    state: str = "waiting"
+    tokens: int = 0
+    """Answer so far."""
+    kv: int = 0
+    """Tokens with KV."""
+    blocks: list[int | None] = field(factory=list)
+    """What is in each block: a key, or None while nobody else can find it."""
+    ready_ns: int = 0
+    cached: tuple[int, int] | None = None
+    chunk: int = 0
+    """Prefill tokens in the step under way."""
+
+
+class StepByStep:
+    """Lists, one step at a time, everything recounted when it is needed."""
+
+    def __init__(self, parameters: SimParameters) -> None:
+        self.p = parameters
+        self.jobs: list[Job] = []
+        self.admitted: list[Job] = []
+        self.idle: list[int] = []
+        self.tiers: list[tuple[TierParameters, list[int]]] = [(t, []) for t in parameters.tiers]
+        self.link_free = {tier.name: 0 for tier in parameters.tiers}
+        self.now = self.clock = self.arrivals = 0
+        self.step_ns: int | None = None
+        """Set while a step is under way."""
+        self.out: list[Told] = []
+
+    def submit(self, key: int, request: SimRequest) -> None:
+        self.jobs.append(Job(key, request, (request.priority, self.arrivals)))
+        self.arrivals += 1
+
+    def abort(self, key: int) -> None:
+        for job in [job for job in self.jobs if job.key == key]:
+            self.give_back(job)
+            self.jobs.remove(job)
+            job.state = "over"
+
+    def reset(self) -> None:
+        self.out += [("removed", self.now, DEVICE, key) for key in self.idle]
+        self.idle.clear()
+        for tier, keys in self.tiers:
+            self.out += [("removed", self.now, tier.name, key) for key in keys]
+            keys.clear()
+
+    def advance(self, until: int) -> None:
+        while self.clock < until:
+            if self.step_ns is None:
+                self.begin()
+            if self.step_ns is None:
+                ready = [job.ready_ns for job in self.admitted if job.state == "loading"]
+                self.clock = min([*ready, until])
+            elif self.clock + self.step_ns <= until:
+                self.end()
+            else:
+                break
+        self.now = until
+
+    def held(self) -> set[int]:
+        return {key for job in self.admitted for key in job.blocks if key is not None}
+
+    def used(self) -> int:
+        return len(self.held()) + sum(job.blocks.count(None) for job in self.admitted)
+
+    def begin(self) -> None:
+        self.finish_loads()
+        self.grow()
+        decoding = sum(job.state == "decode" for job in self.admitted)
+        chunks = self.hand_out(self.p.max_tokens_per_step - decoding)
+        if decoding or chunks:
+            self.step_ns = self.p.step_ns(decoding, chunks)
+            self.out.append(("step", self.clock, self.step_ns, decoding, chunks))
+
+    def finish_loads(self) -> None:
+        loading = [job for job in self.admitted if job.state == "loading"]
+        for job in sorted(loading, key=lambda job: (job.ready_ns, job.order)):
+            if job.ready_ns <= self.clock:
+                job.state = "prefill"
+                self.admitted.remove(job)
+                self.admitted.append(job)
+                self.publish(job)
+
+    def grow(self) -> None:
+        for job in sorted(self.admitted, key=lambda job: job.order):
+            while job.state == "decode" and job.kv == len(job.blocks) * self.p.block_size:
+                if self.used() < self.p.kv_capacity_blocks:
+                    self.take(job, 1)
+                else:
+                    victim = max(self.admitted, key=lambda job: job.order)
+                    self.give_back(victim)
+                    victim.state = "waiting"
+                    self.out.append(("preempted", self.clock, victim.key))
+
+    def hand_out(self, budget: int) -> int:
+        """Prefill chunks for this step: who is in the batch first, then newcomers."""
+        for job in self.admitted:
+            job.chunk = 0
+            if job.state == "prefill":
+                job.chunk = min(budget, job.request.prompt_tokens + job.tokens - job.kv)
+                budget -= job.chunk
+        while budget and (new := self.admit()) is not None:
+            if new.state == "prefill":
+                new.chunk = min(budget, new.request.prompt_tokens + new.tokens - new.kv)
+                budget -= new.chunk
+        return sum(job.chunk for job in self.admitted)
+
+    def admit(self) -> Job | None:
+        waiting = sorted((j for j in self.jobs if j.state == "waiting"), key=lambda j: j.order)
+        if not waiting or len(self.admitted) == self.p.max_running_requests:
+            return None
+        job = waiting[0]
+        length = job.request.prompt_tokens + job.tokens
+        keys = list(job.request.block_keys)[: (length - 1) // self.p.block_size]
+        here = self.held() | set(self.idle)
+        found = next((i for i, key in enumerate(keys) if key not in here), len(keys))
+        hits, total = keys[:found], self.p.blocks(length)
+        if len(self.held() | set(hits)) + self.used() - len(self.held()) + total - found > (
+            self.p.kv_capacity_blocks
+        ):
+            return None
+        loads = []
+        for key in keys[found:]:
+            having = next((tier for tier in self.tiers if key in tier[1]), None)
+            if having is None:
+                break
+            loads.append((key, having))
+        job.ready_ns = self.clock
+        for key, (tier, content) in loads:
+            content.remove(key)
+            content.append(key)
+            start = max(self.link_free[tier.name], self.clock)
+            self.link_free[tier.name] = start + tier.load_block_ns
+            job.ready_ns = max(job.ready_ns, self.link_free[tier.name])
+        job.kv = (found + len(loads)) * self.p.block_size
+        if job.cached is None:
+            job.cached = (job.kv, len(loads) * self.p.block_size)
+        job.state, job.chunk = ("loading" if loads else "prefill"), 0
+        job.blocks = list(hits)
+        self.idle = [key for key in self.idle if key not in hits]
+        self.admitted.append(job)
+        self.take(job, total - found)
+        return job
+
+    def take(self, job: Job, count: int) -> None:
+        for _ in range(count):
+            job.blocks.append(None)
+            if self.used() + len(self.idle) > self.p.kv_capacity_blocks:
+                key = self.idle.pop(0)
+                self.offload(0, key)
+                self.out.append(("removed", self.clock, DEVICE, key))
+
+    def offload(self, depth: int, key: int) -> None:
+        if depth < len(self.tiers):
+            tier, content = self.tiers[depth]
+            if key in content:
+                content.remove(key)
+                content.append(key)
+                return
+            if len(content) == tier.capacity_blocks:
+                oldest = content.pop(0)
+                self.offload(depth + 1, oldest)
+                self.out.append(("removed", self.clock, tier.name, oldest))
+            content.append(key)
+            self.out.append(("offloaded", self.clock, tier.name, key))
+
+    def end(self) -> None:
+        assert self.step_ns is not None
+        self.clock += self.step_ns
+        self.step_ns = None
+        decoding = [job for job in self.admitted if job.state == "decode"]
+        for job in [job for job in self.admitted if job.chunk]:
+            job.kv += job.chunk
+            self.publish(job)
+            if job.kv == job.request.prompt_tokens + job.tokens:
+                if not job.tokens:
+                    self.out.append(("first", self.clock, job.key, *(job.cached or ())))
+                job.state = "decode"
+                self.token(job)
+        for job in sorted(decoding, key=lambda job: job.order):
+            job.kv += 1
+            self.publish(job)
+            self.token(job)
+
+    def token(self, job: Job) -> None:
+        job.tokens += 1
+        if job.tokens == job.request.output_tokens:
+            self.give_back(job)
+            self.jobs.remove(job)
+            self.out.append(("finished", self.clock, job.key))
+
+    def publish(self, job: Job) -> None:
+        for i in range(min(job.kv // self.p.block_size, len(job.request.block_keys))):
+            key = job.request.block_keys[i]
+            if job.blocks[i] is None:
+                if key not in self.held() and key not in self.idle:
+                    self.out.append(("stored", self.clock, job.key, i, key))
+                self.idle = [other for other in self.idle if other != key]
+                job.blocks[i] = key
+
+    def give_back(self, job: Job) -> None:
+        mine = [key for key in job.blocks if key is not None]
+        job.blocks, job.chunk = [], 0
+        if job in self.admitted:
+            self.admitted.remove(job)
+        self.idle += [key for key in reversed(mine) if key not in self.held()]
