@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from commutator.config.model import EngineConfig, ModelConfig
+from commutator.engine.virtual import VirtualEngine
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
 __all__ = ["EngineClient", "EngineConnector", "LaunchContext", "LaunchPlan", "TokenStream"]
@@ -106,3 +107,7 @@ class EngineConnector(ABC, Generic[ConfigT]):
     @abstractmethod
     def connect(self, config: ConfigT, address: str) -> EngineClient:
         """A client, not yet connected, for the worker at ``address``."""
+
+    def virtual(self, config: ConfigT) -> VirtualEngine | None:
+        """A model of one worker in virtual time, for replays; None when there is none."""
+        return None

@@ -48,7 +48,7 @@ class Dispatcher:
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
         self._pools = {model.name: self._pool(config.router, rng) for model in config.models}
 
-    def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool:
+    def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool[CacheView]:
         policy = self._host.routers.kinds[config.kind].thing(config)
         cache = CacheView(config) if policy.uses_overlap else None
         return ModelPool(policy, cache, self._load, rng, config.block_size)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import asdict, frozen
 
 from commutator.errors import RoutingError
-from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import (
     Candidate,
     Decision,
@@ -23,7 +22,7 @@ from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.routing.view import LiveWorker
 from commutator.types import GenerateRequest, RequestSummary
 
-__all__ = ["ModelPool", "Route"]
+__all__ = ["KnownBlocks", "ModelPool", "Route"]
 
 _NOTHING = Overlap()
 
@@ -70,13 +69,24 @@ class Route:
         }
 
 
-class ModelPool:
+class KnownBlocks(Protocol):
+    """What is known of the workers' caches; see ``commutator.routing.cache_view.CacheView``."""
+
+    def hashes(self, request: GenerateRequest) -> Sequence[int]: ...
+
+    def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]: ...
+
+
+CacheT = TypeVar("CacheT", bound=KnownBlocks)
+
+
+class ModelPool(Generic[CacheT]):
     """One model's policy, and what it is told."""
 
     def __init__(
         self,
         policy: RoutingPolicy,
-        cache: CacheView | None,
+        cache: CacheT | None,
         load: InFlightLoad,
         rng: random.Random,
         block_size: int,

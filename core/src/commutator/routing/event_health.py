@@ -1,0 +1,181 @@
+"""Whether a worker's events can be believed: what would make overlap silently zero, said loudly."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+from attrs import define, field, frozen
+
+from commutator.routing.prefix_index import RankStatistics
+
+__all__ = ["Cause", "EventHealth", "EventWarning"]
+
+_SILENT_AFTER = 3
+_MISSING_AFTER = 8
+_LOSS_FADES_S = 300.0
+
+
+class Cause(StrEnum):
+    """What is wrong with a worker's events."""
+
+    NO_SOURCE = "no_source"
+    SILENT = "silent"
+    BLOCK_SIZE = "block_size"
+    NEVER_MATCHES = "never_matches"
+    UNKNOWN_MEDIUM = "unknown_medium"
+    UNTRACEABLE = "untraceable"
+    MALFORMED = "malformed"
+    LOST = "lost"
+
+
+@frozen
+class EventWarning:
+    """One problem of one worker, in words for the log and for ``/health``."""
+
+    worker_id: str
+    cause: Cause
+    message: str
+
+
+@define(eq=False)
+class EventHealth:
+    """Compares what a worker was given to compute with what its events say.
+
+    ``endpoint`` is where it publishes, None when it does not. A prompt counts ``grace_s`` after it
+    was computed, when its events must have come.
+    """
+
+    worker_id: str
+    endpoint: str | None
+    block_size: int
+    grace_s: float = 2.0
+    messages: int = 0
+    decode_errors: int = 0
+    lost: int = 0
+    """Messages that no replay could bring back."""
+    loss_is_recent: bool = False
+    checked: int = 0
+    """Prompts looked up after the worker had computed them."""
+    missing: int = 0
+    """How many of the last of them, one after the other, were not in the index."""
+    _loss_fades_s: float = 0.0
+    _due: deque[tuple[float, int]] = field(factory=lambda: deque(maxlen=64))
+
+    def computed(self, first_block: int, now_s: float) -> None:
+        """The worker has computed a prompt that begins with this block (a sequence hash)."""
+        self._due.append((now_s + self.grace_s, first_block))
+
+    def review(self, now_s: float, holds: Callable[[int], bool], lost: int = 0) -> None:
+        """Look up the prompts that are due.
+
+        ``holds`` tells whether the worker has a block; ``lost`` is how many messages were lost in
+        all.
+        """
+        if lost > self.lost:
+            self.lost = lost
+            self._loss_fades_s = now_s + _LOSS_FADES_S
+        self.loss_is_recent = now_s < self._loss_fades_s
+        while self._due and self._due[0][0] <= now_s:
+            _, first_block = self._due.popleft()
+            self.checked += 1
+            self.missing = 0 if holds(first_block) else self.missing + 1
+
+    def warnings(
+        self, announced_block_size: int, ranks: Iterable[RankStatistics]
+    ) -> list[EventWarning]:
+        """What is wrong now, worst first. ``ranks``: what the index knows of the worker."""
+        ranks = list(ranks)
+        found = [
+            self._no_source(),
+            self._silent(),
+            self._block_size(announced_block_size, ranks),
+            self._never_matches(ranks),
+            self._media(ranks),
+            self._untraceable(ranks),
+            self._malformed(ranks),
+            self._lost(),
+        ]
+        return [EventWarning(self.worker_id, cause, f"worker {self.worker_id} {message}")
+                for cause, message in filter(None, found)]  # fmt: skip
+
+    def _no_source(self) -> tuple[Cause, str] | None:
+        if self.endpoint is not None:
+            return None
+        return Cause.NO_SOURCE, (
+            "publishes no KV events, so what it has cached is not seen here; switch its event "
+            "publisher on, or route approximately"
+        )
+
+    def _silent(self) -> tuple[Cause, str] | None:
+        if self.endpoint is None or self.messages or self.checked < _SILENT_AFTER:
+            return None
+        return Cause.SILENT, (
+            f"has computed {self.checked} prompts, but no KV event came from {self.endpoint}; "
+            "check that the engine publishes events (prefix caching on, publisher on) and that "
+            "this address can be reached from here"
+        )
+
+    def _block_size(self, announced: int, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        sizes = {announced} | {rank.engine_block_size or announced for rank in ranks}
+        others = sorted(sizes - {self.block_size})
+        if not others:
+            return None
+        text = " and ".join(str(size) for size in others)
+        if all(size % self.block_size == 0 for size in others):
+            return Cause.BLOCK_SIZE, (
+                f"has blocks of {text} tokens where the router counts {self.block_size}: prefixes "
+                "are found in whole blocks of the engine only"
+            )
+        return Cause.BLOCK_SIZE, (
+            f"has blocks of {text} tokens, which {self.block_size} (the router's) does not divide: "
+            "its cache cannot be indexed and its overlap is always zero; give both the same size"
+        )
+
+    def _never_matches(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        usable = not any(rank.counters["unusable"] for rank in ranks)
+        if not self.messages or self.missing < _MISSING_AFTER or not usable:
+            return None
+        orphans = sum(rank.orphans for rank in ranks)
+        waiting = f", or were published too early ({orphans} blocks wait for theirs)"
+        return Cause.NEVER_MATCHES, (
+            f"has computed {self.missing} prompts in a row whose first block is in none of its "
+            "events: its tokens, its adapter's name or its cache salt differ from the router's"
+            + (waiting if orphans else "")
+        )
+
+    def _media(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        media = sorted({medium for rank in ranks for medium in rank.unknown_media})
+        if not media:
+            return None
+        return Cause.UNKNOWN_MEDIUM, (
+            f"stores blocks in {', '.join(media)}, which is no tier known here: they count as "
+            "external"
+        )
+
+    def _untraceable(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        blocks = sum(rank.counters["untraceable"] for rank in ranks)
+        if not blocks:
+            return None
+        return Cause.UNTRACEABLE, (
+            f"stored {blocks} blocks in a lower tier without their tokens, so they are not seen; "
+            "vLLM's offloading connector adds them with self_describing_kv_events"
+        )
+
+    def _malformed(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        blocks = sum(rank.counters["malformed"] for rank in ranks)
+        if not blocks and not self.decode_errors:
+            return None
+        return Cause.MALFORMED, (
+            f"sent {self.decode_errors} messages that are no KV events and {blocks} blocks whose "
+            "tokens do not fit their number: its event format is not understood here"
+        )
+
+    def _lost(self) -> tuple[Cause, str] | None:
+        if not self.loss_is_recent:
+            return None
+        return Cause.LOST, (
+            f"sent {self.lost} event messages that could not be had again, so what was known of "
+            "its cache was dropped; give it a replay endpoint and a longer replay buffer"
+        )

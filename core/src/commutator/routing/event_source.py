@@ -1,0 +1,164 @@
+"""One engine's event stream: a subscription, and replays of what it missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import zmq
+import zmq.asyncio
+from attrs import frozen
+from zmq.utils.monitor import recv_monitor_message
+
+from commutator.errors import EngineUnavailableError
+from commutator.kv.events import EventBatch, decode_batch
+from commutator.routing.event_replay import replay_messages
+from commutator.routing.event_sequence import (
+    Action,
+    Apply,
+    EventSequence,
+    Position,
+    Replay,
+    Reset,
+)
+from commutator.types import EventSource
+
+__all__ = ["EventSink", "SourceReader", "SourceTimes"]
+
+log = logging.getLogger(__name__)
+
+_FRAMES = 3
+_SEQUENCE_BYTES = 8
+_HIGH_WATER = 100_000
+
+
+@frozen
+class SourceTimes:
+    """When to ask an engine for missed events."""
+
+    replay_timeout_s: float = 5.0
+    """Give up a replay that brings nothing for so long."""
+    settle_s: float = 1.0
+    """Ask again so long after connecting: a new subscription takes effect a little late."""
+    check_interval_s: float = 30.0
+    """Ask regularly, as the last messages before a silence can be lost unnoticed."""
+
+
+class EventSink(Protocol):
+    """Where a source's events go."""
+
+    def apply(self, batch: EventBatch) -> None: ...
+
+    def reset(self, reason: str) -> None: ...
+
+    def undecodable(self, error: Exception) -> None: ...
+
+
+class SourceReader:
+    """Reads one event source from ``start`` to ``close``, each message once and in order."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        source: EventSource,
+        sink: EventSink,
+        times: SourceTimes,
+        position: Position | None = None,
+    ) -> None:
+        self.source = source
+        self.sequence = EventSequence(source.replay_endpoint is not None, position=position)
+        self._context = context
+        self._sink = sink
+        self._times = times
+        self._tasks: list[asyncio.Task[None]] = []
+        self._replaying: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Subscribe. What was published before is asked for when the connection stands."""
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(_HIGH_WATER)
+        self._socket.subscribe(self.source.topic)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket.connect(self.source.endpoint)
+        work = (self._read(), self._watch_connection(), self._check_regularly())
+        self._tasks = [asyncio.create_task(_logged(task, self.source.endpoint)) for task in work]
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *([self._replaying] if self._replaying else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tasks:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            self._tasks = []
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) == _FRAMES and len(frames[1]) == _SEQUENCE_BYTES:
+                self._do(self.sequence.on_live(int.from_bytes(frames[1], "big"), frames[2]))
+            else:
+                self._sink.undecodable(ValueError(f"a message of {len(frames)} frames"))
+            await asyncio.sleep(0)  # a burst must not keep the event loop from everything else
+
+    async def _watch_connection(self) -> None:
+        while True:
+            await recv_monitor_message(self._monitor)
+            self._do(self.sequence.connected())
+            await asyncio.sleep(self._times.settle_s)
+            self._do(self.sequence.check())
+
+    async def _check_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._times.check_interval_s)
+            self._do(self.sequence.check())
+
+    async def _replay(self, request: Replay) -> None:
+        endpoint = self.source.replay_endpoint
+        assert endpoint is not None
+        messages = replay_messages(
+            self._context, endpoint, request.first, self._times.replay_timeout_s
+        )
+        try:
+            async with contextlib.aclosing(messages):
+                async for sequence, body in messages:
+                    self._do(self.sequence.on_replayed(request.number, sequence, body))
+                    await asyncio.sleep(0)
+        except EngineUnavailableError as error:
+            log.warning("%s", error)
+            self._do(self.sequence.on_replay_failed(request.number))
+        else:
+            self._do(self.sequence.on_replay_end(request.number))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Apply(body):
+                    self._apply(body)
+                case Reset(reason):
+                    self._sink.reset(reason)
+                case Replay():
+                    if self._replaying is not None:
+                        self._replaying.cancel()
+                    work = _logged(self._replay(action), self.source.endpoint)
+                    self._replaying = asyncio.create_task(work)
+
+    def _apply(self, body: bytes) -> None:
+        try:
+            self._sink.apply(decode_batch(body))
+        except Exception as error:  # noqa: BLE001 - whatever a worker sends, the next is read
+            self._sink.undecodable(error)
+
+
+async def _logged(work: Coroutine[Any, Any, None], endpoint: str) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("events from %s are no longer read", endpoint)
+        raise

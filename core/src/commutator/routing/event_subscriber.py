@@ -1,0 +1,227 @@
+"""Keeps a model's prefix index up to date with the KV events of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import zmq.asyncio
+from attrs import define, evolve, field, frozen
+
+from commutator.kv.events import EventBatch
+from commutator.routing.event_health import Cause, EventHealth, EventWarning
+from commutator.routing.event_sequence import Position, SequenceCounters
+from commutator.routing.event_source import SourceReader, SourceTimes
+from commutator.routing.prefix_index import PrefixIndex
+from commutator.types import EngineInfo, EventSource
+
+__all__ = ["EventSubscriber", "WorkerEvents"]
+
+log = logging.getLogger(__name__)
+
+_REVIEW_INTERVAL_S = 5.0
+
+
+@frozen
+class WorkerEvents:
+    """What came from one worker."""
+
+    messages: int
+    decode_errors: int
+    checked_prompts: int
+    """Prompts that were looked up in the index after the worker had computed them."""
+    missing_prompts: int
+    """How many of the last of them, in a row, were not found."""
+    sources: tuple[SequenceCounters, ...]
+    """One for each data-parallel rank that publishes."""
+
+
+@define(eq=False)
+class _Worker:
+    info: EngineInfo
+    health: EventHealth
+    readers: list[SourceReader] = field(factory=list)
+    said: set[Cause] = field(factory=set)
+    """The warnings that were logged and still hold."""
+
+
+@define(eq=False)
+class _Sink:
+    """One source's way into the index."""
+
+    worker_id: str
+    rank: int | None
+    """None: the worker has no other source, so this one speaks for all its ranks."""
+    index: PrefixIndex
+    health: EventHealth
+
+    def apply(self, batch: EventBatch) -> None:
+        self.health.messages += 1
+        rank = batch.data_parallel_rank or self.rank or 0
+        for event in batch.events:
+            self.index.apply(self.worker_id, event, rank)
+
+    def reset(self, reason: str) -> None:
+        log.warning("worker %s: %s; its blocks are dropped from the index", self.worker_id, reason)
+        self.index.reset_worker(self.worker_id, self.rank)
+
+    def undecodable(self, error: Exception) -> None:
+        self.health.decode_errors += 1
+        log.debug("worker %s sent what is no KV event: %s", self.worker_id, error)
+
+
+class EventSubscriber:
+    """Subscribes to every worker of one model. Used from one event loop; close it at the end."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        times: SourceTimes = SourceTimes(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self._times = times
+        self._clock = clock
+        self._context = zmq.asyncio.Context()
+        self._workers: dict[str, _Worker] = {}
+        self._positions: dict[tuple[str, str], Position] = {}
+        self._reviews: asyncio.Task[None] | None = None
+
+    async def add_worker(self, worker_id: str, info: EngineInfo) -> None:
+        """Subscribe to a worker; one that restarted is added again, and begins with nothing.
+
+        Each data-parallel rank publishes on a port of its own, counted up from the first.
+        """
+        await self.remove_worker(worker_id)
+        source = info.kv_events
+        endpoint = source.endpoint if source is not None else None
+        health = EventHealth(worker_id, endpoint, self.index.block_size)
+        worker = self._workers[worker_id] = _Worker(info, health)
+        sources = _sources_by_rank(source, info.data_parallel_size) if source else []
+        positions = [self._positions.pop((worker_id, s.endpoint), None) for s in sources]
+        if None in positions:
+            self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
+            positions = [None] * len(sources)
+        for rank, (one, position) in enumerate(zip(sources, positions, strict=True)):
+            sink = _Sink(worker_id, rank if len(sources) > 1 else None, self.index, health)
+            reader = SourceReader(self._context, one, sink, self._times, position)
+            reader.start()
+            worker.readers.append(reader)
+        if self._reviews is None:
+            self._reviews = asyncio.create_task(self._review_regularly())
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Unsubscribe, and forget what the worker held. Unknown workers are ignored."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            await asyncio.gather(*(reader.close() for reader in worker.readers))
+            self.index.remove_worker(worker_id)
+
+    def computed(self, worker_id: str, sequence_hashes: Sequence[int]) -> None:
+        """The worker has computed this prompt: its first token came. Its events must tell soon."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and sequence_hashes:
+            worker.health.computed(sequence_hashes[0], self._clock())
+
+    def warnings(self) -> list[EventWarning]:
+        """What is wrong now, by worker; new problems are logged once."""
+        now_s = self._clock()
+        found: list[EventWarning] = []
+        for worker_id, worker in self._workers.items():
+            lost = sum(reader.sequence.counters.lost for reader in worker.readers)
+            worker.health.review(now_s, partial(self.index.holds, worker_id), lost)
+            ranks = self.index.rank_statistics(worker_id).values()
+            warnings = worker.health.warnings(worker.info.block_size, ranks)
+            _say(worker, warnings)
+            found += warnings
+        return found
+
+    def statistics(self) -> dict[str, WorkerEvents]:
+        """By worker."""
+        return {
+            worker_id: WorkerEvents(
+                messages=worker.health.messages,
+                decode_errors=worker.health.decode_errors,
+                checked_prompts=worker.health.checked,
+                missing_prompts=worker.health.missing,
+                sources=tuple(evolve(reader.sequence.counters) for reader in worker.readers),
+            )
+            for worker_id, worker in self._workers.items()
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The index and where each source stands, as plain values for MessagePack."""
+        positions = [
+            [worker_id, reader.source.endpoint, position.sequence, position.digest]
+            for worker_id, worker in self._workers.items()
+            for reader in worker.readers
+            if (position := reader.sequence.position) is not None
+        ]
+        return {"index": self.index.snapshot(), "positions": positions}
+
+    def restore(self, snapshot: dict[str, Any], live: Collection[str]) -> None:
+        """Start warm: take over a snapshot's knowledge of the workers in ``live``.
+
+        Call it before the workers are added. A source goes on after its last message in the
+        snapshot; if that cannot be had any more, it starts over, as after any loss. Raises
+        ValueError when the snapshot is of another version or block size.
+        """
+        self.index.restore(snapshot["index"])
+        for worker_id in {member.worker_id for member in self.index.ranks()} - set(live):
+            self.index.remove_worker(worker_id)
+        self._positions = {
+            (worker_id, endpoint): Position(sequence, digest)
+            for worker_id, endpoint, sequence, digest in snapshot["positions"]
+            if worker_id in live
+        }
+
+    async def close(self) -> None:
+        """Unsubscribe from everything. The index keeps what it knows."""
+        if self._reviews is not None:
+            self._reviews.cancel()
+            await asyncio.gather(self._reviews, return_exceptions=True)
+        readers = [reader for worker in self._workers.values() for reader in worker.readers]
+        await asyncio.gather(*(reader.close() for reader in readers))
+        self._workers.clear()
+        self._context.term()
+
+    async def _review_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_REVIEW_INTERVAL_S)
+            self.warnings()
+
+
+def _sources_by_rank(source: EventSource, ranks: int) -> list[EventSource]:
+    """The source of each rank, as vLLM and SGLang number their ports."""
+    if ranks == 1:
+        return [source]
+    return [
+        EventSource(
+            _next_port(source.endpoint, rank),
+            source.replay_endpoint and _next_port(source.replay_endpoint, rank),
+            source.topic,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _next_port(endpoint: str, by: int) -> str:
+    port = urlsplit(endpoint).port
+    if port is None:
+        raise ValueError(f"{endpoint} has no port to count up from for data-parallel ranks")
+    return f"{endpoint.rsplit(':', 1)[0]}:{port + by}"
+
+
+def _say(worker: _Worker, warnings: list[EventWarning]) -> None:
+    causes = {warning.cause for warning in warnings}
+    for warning in warnings:
+        if warning.cause not in worker.said:
+            log.warning("%s", warning.message)
+    for cause in worker.said - causes:
+        log.info("worker %s: its KV events are no longer %s", worker.health.worker_id, cause)
+    worker.said = causes

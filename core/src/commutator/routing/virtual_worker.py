@@ -1,0 +1,45 @@
+"""A worker for the routing code whose engine exists in virtual time only."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from commutator.engine.contract import EngineClient, TokenStream
+from commutator.engine.virtual import VirtualEngine
+from commutator.errors import EngineError
+from commutator.routing.trace import TRACE_BLOCK_TOKENS
+from commutator.routing.view import LiveWorker
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, WorkerRecord
+
+__all__ = ["VirtualWorker"]
+
+
+@frozen(eq=False)
+class VirtualWorker:
+    """An engine, and the record by which it can be routed to."""
+
+    worker_id: str
+    engine: VirtualEngine
+    live: LiveWorker
+
+    @classmethod
+    def make(cls, worker_id: str, engine: VirtualEngine) -> VirtualWorker:
+        info = EngineInfo("virtual", "1", "model", 1 << 20, TRACE_BLOCK_TOKENS, 1 << 20)
+        record = WorkerRecord(worker_id, "virtual", "virtual", "model", "", info)
+        return cls(worker_id, engine, LiveWorker(record, _NoClient(), connected=True))
+
+
+class _NoClient(EngineClient):
+    """There is nothing to talk to."""
+
+    async def start(self) -> EngineInfo:
+        raise EngineError("a virtual worker cannot be connected to")
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        raise EngineError("a virtual worker generates nothing")
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def close(self) -> None:
+        pass
