@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration."),
     "route": ("commutator.cli.route:route", "Ask a running deployment about its routing."),
+    "replay": ("commutator.cli.replay:replay", "Replay a trace over simulated workers."),
     "demo": ("commutator.cli.demo:demo", "Hold a scripted conversation and show what happened."),
 }
 

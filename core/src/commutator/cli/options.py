@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["files_argument", "no_plugin_option", "override_options"]
+__all__ = ["files_argument", "no_plugin_option", "override_options", "set_option"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -28,7 +28,7 @@ no_plugin_option = click.option(
     help="Do not load this plugin. May be repeated.",
 )
 
-_set_option = click.option(
+set_option = click.option(
     "--set",
     "sets",
     metavar="PATH=VALUE",
@@ -39,4 +39,4 @@ _set_option = click.option(
 
 def override_options(command: CommandT) -> CommandT:
     """``--set`` and ``--no-plugin``."""
-    return _set_option(no_plugin_option(command))
+    return set_option(no_plugin_option(command))

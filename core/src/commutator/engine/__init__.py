@@ -3,12 +3,30 @@
 from commutator.engine.client import TokenApiClient
 from commutator.engine.process import engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
+from commutator.engine.virtual import (
+    BlocksGone,
+    BlocksHeld,
+    PrefillDone,
+    RequestDone,
+    TokensMade,
+    VirtualEngine,
+    VirtualEvent,
+    VirtualRequest,
+)
 
 __all__ = [
+    "BlocksGone",
+    "BlocksHeld",
     "Emit",
+    "PrefillDone",
+    "RequestDone",
     "TokenApiClient",
     "TokenApiServer",
     "TokenEngine",
+    "TokensMade",
+    "VirtualEngine",
+    "VirtualEvent",
+    "VirtualRequest",
     "engine_command",
     "run_engine_process",
 ]

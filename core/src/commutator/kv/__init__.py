@@ -9,6 +9,7 @@ from commutator.kv.events import (
     decode_batch,
     encode_batch,
 )
+from commutator.kv.medium import Tier
 from commutator.kv.publisher import EventPublisher
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EventBatch",
     "EventPublisher",
     "KvEvent",
+    "Tier",
     "decode_batch",
     "encode_batch",
 ]

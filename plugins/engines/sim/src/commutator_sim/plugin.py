@@ -10,8 +10,9 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine import TokenApiClient, engine_command
+from commutator.engine import TokenApiClient, VirtualEngine, engine_command
 from commutator_sim.config import SimConfig
+from commutator_sim.virtual import SimVirtualEngine
 
 __all__ = ["SimConnector"]
 
@@ -24,6 +25,9 @@ class SimConnector(EngineConnector[SimConfig]):
 
     def connect(self, config: SimConfig, address: str) -> EngineClient:
         return TokenApiClient(address)
+
+    def virtual(self, config: SimConfig) -> VirtualEngine:
+        return SimVirtualEngine(config.parameters())
 
 
 @hookimpl

@@ -1,0 +1,76 @@
+"""Figures of one replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+if TYPE_CHECKING:
+    from commutator.routing.replay import Outcome
+
+__all__ = ["Report", "percentile", "report"]
+
+
+@frozen
+class Report:
+    """What clients would have seen, under one policy."""
+
+    policy: str
+    requests: int
+    cached_ratio: float
+    """Prompt tokens found in a cache, of all prompt tokens."""
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    imbalance: float
+    """Prompt tokens computed by the busiest worker, over the mean of all."""
+    goodput_per_s: float
+    """Requests a second that met both targets."""
+    overlap_blocks_given_up: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: float) -> Report:
+    """Sum up one replay."""
+    done = outcome.finished
+    computed: Counter[str] = Counter()
+    for one in done:
+        computed[one.worker_id] += one.prompt_tokens - one.cached_tokens
+    ttfts = sorted(one.ttft_s for one in done)
+    good = sum(one.ttft_s <= target_ttft_s and one.itl_s <= target_itl_s for one in done)
+    prompt_tokens = sum(one.prompt_tokens for one in done)
+    return Report(
+        policy=policy,
+        requests=len(done),
+        cached_ratio=sum(one.cached_tokens for one in done) / max(1, prompt_tokens),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p99_s=percentile(ttfts, 0.99),
+        itl_p50_s=weighted_percentile(outcome.intervals, 0.5) / 1e9,
+        itl_p99_s=weighted_percentile(outcome.intervals, 0.99) / 1e9,
+        imbalance=max(computed.values(), default=0)
+        * len(computed)
+        / max(1, sum(computed.values())),
+        goodput_per_s=good / max(outcome.duration_s, 1e-9),
+        overlap_blocks_given_up=outcome.overlap_blocks_given_up,
+    )
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """The value below which ``part`` of the ordered values lie; 0 for none."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
+
+
+def weighted_percentile(counts: Mapping[int, int], part: float) -> float:
+    """The same, of values that each stand so many times."""
+    left = part * sum(counts.values())
+    for value in sorted(counts):
+        left -= counts[value]
+        if left < 0:
+            return float(value)
+    return float(max(counts, default=0))

@@ -1,0 +1,66 @@
+"""The model as `commutator replay` drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from commutator.engine import (
+    BlocksGone,
+    BlocksHeld,
+    PrefillDone,
+    RequestDone,
+    TokensMade,
+    VirtualEngine,
+    VirtualEvent,
+    VirtualRequest,
+)
+from commutator.kv import Tier
+from commutator_sim.events import (
+    DEVICE,
+    Event,
+    Finished,
+    FirstToken,
+    Offloaded,
+    Removed,
+    Steps,
+    Stored,
+)
+from commutator_sim.model import FOREVER, SimModel
+from commutator_sim.parameters import SimParameters
+from commutator_sim.request import SimRequest
+
+__all__ = ["SimVirtualEngine"]
+
+_TIERS = {DEVICE: Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK, "object": Tier.EXTERNAL}
+
+
+class SimVirtualEngine(VirtualEngine):
+    """One modelled worker; a trace's block hashes are the model's block keys."""
+
+    def __init__(self, parameters: SimParameters) -> None:
+        self._model = SimModel(parameters)
+
+    def submit(self, key: int, request: VirtualRequest) -> None:
+        self._model.submit(
+            key, SimRequest(request.prompt_tokens, request.output_tokens, request.block_hashes)
+        )
+
+    def advance(self, until_ns: int | None) -> Sequence[VirtualEvent]:
+        happened = self._model.advance(FOREVER if until_ns is None else until_ns)
+        return [told for event in happened for told in _tell(event)]
+
+
+def _tell(event: Event) -> Iterator[VirtualEvent]:
+    match event:
+        case Steps() if event.decoding:
+            yield TokensMade(event.step_ns, event.count * event.decoding)
+        case FirstToken():
+            yield PrefillDone(event.time_ns, event.key, event.cached_tokens)
+        case Finished():
+            yield RequestDone(event.time_ns, event.key)
+        case Stored():
+            yield BlocksHeld(Tier.DEVICE, event.blocks)
+        case Offloaded():
+            yield BlocksHeld(_TIERS[event.tier], event.blocks)
+        case Removed():
+            yield BlocksGone(_TIERS[event.tier], event.blocks)
