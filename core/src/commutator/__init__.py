@@ -2,29 +2,36 @@
 
 What a plugin may import is what stands here, ``commutator.types``, ``commutator.errors``, what
 ``commutator.engine``, ``commutator.kv`` and ``commutator.text`` export, and
-``commutator.testing`` for its tests.
+``commutator.testing`` for its tests. Each name is imported when it is first used, so that the
+command line answers quickly.
 """
 
-from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
-from commutator.engine.contract import (
-    EngineClient,
-    EngineConnector,
-    LaunchContext,
-    LaunchPlan,
-    TokenStream,
-)
-from commutator.hookspecs import hookimpl
-from commutator.plugins import EngineRegister, RouterRegister, StageRegister, TierRegister
-from commutator.routing.contract import (
-    Candidate,
-    Decision,
-    Overlap,
-    RouteRequest,
-    RoutingPolicy,
-    WorkerLoad,
-)
-from commutator.routing.stages import Filter, Picker, Scorer
-from commutator.schema import setting
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
+    from commutator.engine.contract import (
+        EngineClient,
+        EngineConnector,
+        LaunchContext,
+        LaunchPlan,
+        TokenStream,
+    )
+    from commutator.hookspecs import hookimpl
+    from commutator.plugins import EngineRegister, RouterRegister, StageRegister, TierRegister
+    from commutator.routing.contract import (
+        Candidate,
+        Decision,
+        Overlap,
+        RouteRequest,
+        RoutingPolicy,
+        WorkerLoad,
+    )
+    from commutator.routing.stages import Filter, Picker, Scorer
+    from commutator.schema import setting
 
 __version__ = "0.1.0"
 
@@ -54,3 +61,21 @@ __all__ = [
     "hookimpl",
     "setting",
 ]
+
+_HOMES = (
+    "commutator.config.model",
+    "commutator.engine.contract",
+    "commutator.hookspecs",
+    "commutator.plugins",
+    "commutator.routing.contract",
+    "commutator.routing.stages",
+    "commutator.schema",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in map(import_module, _HOMES):
+            if name in home.__all__:
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,65 @@
+"""What people see once everything is ready, and may paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from commutator.config.model import (
+    Config,
+    EngineConfig,
+    FrontendConfig,
+    ModelConfig,
+    TlsConfig,
+)
+from commutator.config.secret import Secret
+from commutator.runtime.banner import banner, front_door_url
+
+
+def make(**frontend: object) -> Config:
+    return Config(
+        models=(ModelConfig(name="it's a model", source="-"),),
+        engines=(EngineConfig(kind="steam", name="north", model="it's a model", replicas=3),),
+        frontend=FrontendConfig(**frontend),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("localhost", "http://localhost:80"),
+        ("gpu-7.example", "http://gpu-7.example:80"),
+    ],
+)
+def test_the_url_is_one_that_works_here(host: str, url: str) -> None:
+    assert front_door_url(make(host=host), 80) == url
+
+
+def test_the_banner_names_everything_and_its_command_can_be_pasted() -> None:
+    text = banner(make(), "http://127.0.0.1:80", colour=False)
+    assert "Ready: http://127.0.0.1:80/v1" in text
+    row = next(line for line in text.splitlines() if "north" in line)
+    assert row.split()[1:-1] == ["north", "steam", "it's", "a", "model", "3"]
+    words = shlex.split(text.splitlines()[-1])
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:80/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's a model"
+    assert "\x1b" not in text
+
+
+def test_a_key_is_named_never_shown() -> None:
+    config = make(api_keys=(Secret(env="PATH"),))
+    assert '"Authorization: Bearer $PATH"' in banner(config, "http://h", colour=False)
+    config = make(api_keys=(Secret(file="/run/my key"),))
+    assert "Bearer $(cat '/run/my key')" in banner(config, "http://h", colour=False)
+
+
+def test_tls_is_https() -> None:
+    config = make(tls=TlsConfig(cert_file="c.pem", key_file="k.pem"))
+    assert front_door_url(config, 443) == "https://127.0.0.1:443"
+    assert "--cacert c.pem" in banner(config, "https://h", colour=False)
