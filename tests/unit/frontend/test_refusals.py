@@ -16,7 +16,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
-def says(content: Any, role: str = "user", **more: Any) -> dict[str, Any]:
+def says(content: Any, role: Any = "user", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content, **more}]}
 
 
@@ -45,8 +45,10 @@ CHAT = [
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": None}, "messages", "invalid_value"),
     (says(None), "messages[0].content", "invalid_value"),
-    (says("x", role="tool"), "messages[0].role", "invalid_value"),
-    (says([IMAGE]), "messages[0].content[0].type", "invalid_value"),
+    (says("x", role="tool"), "messages[0].role", "unsupported_parameter"),
+    (says("x", role="owner"), "messages[0].role", "invalid_value"),
+    (says("x", role=["user"]), "messages[0].role", "invalid_value"),
+    (says([IMAGE]), "messages[0].content[0].type", "unsupported_parameter"),
     (says([]), "messages[0].content", "invalid_value"),
     (says("x", role="assistant", tool_calls=[TOOL]), "messages[0].tool_calls", None),
     ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
@@ -213,6 +215,18 @@ async def test_a_body_over_the_limit_is_413(chunked: bool) -> None:
         async with door.session.post(url, data=data, headers=headers) as response:
             assert response.status == 413
             assert (await response.json())["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(("expect", "status"), [("100-continue", 200), ("a miracle", 417)])
+async def test_expectations(expect: str, status: int) -> None:
+    async with front_door(FakeDispatcher()) as door:
+        url, body = f"{door.url}/v1/completions", {"model": MODEL, "prompt": "x"}
+        async with door.session.post(url, json=body, headers={"Expect": expect}) as response:
+            assert response.status == status
+            answered = await response.json()
+    if status == 417:
+        assert answered["error"]["code"] == "expectation_failed"
+        assert "a miracle" in answered["error"]["message"]
 
 
 async def test_paths_and_methods() -> None:

@@ -12,6 +12,7 @@ import commutator
 from commutator.config.model import FrontendConfig
 from commutator.errors import ConfigError
 from commutator.frontend import generate, status, tokenize
+from commutator.frontend.body import expect
 from commutator.frontend.cors import Cors
 from commutator.frontend.middleware import add_headers, exchange, require_key
 from commutator.frontend.openapi import openapi_document
@@ -52,12 +53,12 @@ def build_app(
 
     app.add_routes(
         [
-            web.post("/v1/chat/completions", generate.chat_completions),
-            web.post("/v1/completions", generate.completions),
+            web.post("/v1/chat/completions", generate.chat_completions, expect_handler=expect),
+            web.post("/v1/completions", generate.completions, expect_handler=expect),
             web.get("/v1/models", status.list_models),
             web.get("/v1/models/{id:.+}", status.retrieve_model),
-            web.post("/tokenize", tokenize.tokenize),
-            web.post("/detokenize", tokenize.detokenize),
+            web.post("/tokenize", tokenize.tokenize, expect_handler=expect),
+            web.post("/detokenize", tokenize.detokenize, expect_handler=expect),
             web.get("/health", status.health),
             web.get("/live", status.live),
             web.get("/ready", status.ready),

@@ -9,15 +9,27 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from commutator.errors import RequestError
-from commutator.frontend.errors import HttpError
+from commutator.frontend.errors import HttpError, error_response
 from commutator.frontend.parse import parse_body
 
-__all__ = ["read_request"]
+__all__ = ["expect", "read_request"]
 
 T = TypeVar("T")
 
 # Parsing this much takes a few milliseconds; a thread costs a fraction of one.
 _INLINE_BYTES = 64 << 10
+
+
+async def expect(request: web.Request) -> web.Response | None:
+    """Answer an ``Expect`` header: that the client may go on, or an error in OpenAI's shape."""
+    expected = request.headers.get("Expect", "")
+    if expected.lower() != "100-continue":
+        status = web.HTTPExpectationFailed.status_code
+        text = f"expected Expect: 100-continue or none, got {expected[:100]}"
+        return error_response(HttpError(status, text, "expectation_failed"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the response itself has not begun
+    return None
 
 
 async def read_request(request: web.Request, cls: type[T]) -> T:

@@ -6,7 +6,7 @@ Each is a marker inside ``Annotated``: ``Annotated[tuple[str, ...], Items(1, 16)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 import cattrs
@@ -18,6 +18,7 @@ __all__ = [
     "MAX_INT",
     "Items",
     "Off",
+    "OneOf",
     "PromptList",
     "Special",
     "TokenId",
@@ -67,6 +68,29 @@ class Off(Special):
         if any(value == off and type(value) is type(off) for off in self.allowed):
             return value
         raise ValueError(f"not supported: {self.why}; leave it out")
+
+
+@frozen(eq=False)
+class OneOf(Special):
+    """One of a few words; of some others it is known why they are not served."""
+
+    allowed: tuple[str, ...]
+    refused: Mapping[str, str]
+    """Word to reason."""
+
+    def hook(self, inner: Any, converter: cattrs.Converter) -> Hook:
+        return self._check
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"enum": list(self.allowed)}
+
+    def _check(self, value: Any) -> str:
+        if isinstance(value, str):
+            if value in self.allowed:
+                return value
+            if why := self.refused.get(value):
+                raise ValueError(f"not supported: {value}, because {why}")
+        raise Mismatch("one of " + ", ".join(f'"{word}"' for word in self.allowed), value)
 
 
 @frozen(eq=False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import attrs
 import msgspec
 
 from commutator.errors import RequestError
-from commutator.frontend.fields import Off, build_request_converter, special_of
+from commutator.frontend.fields import build_request_converter
 from commutator.schema import StructureError, structure
 
 __all__ = ["parse_body"]
@@ -44,21 +43,21 @@ def _parse_thoroughly(data: object, cls: type[T]) -> T:
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
     path, text = problems[0]
-    raise RequestError("; ".join(shown), _shorten(path) or None, _code(path, text, cls)) from None
+    raise RequestError("; ".join(shown), _shorten(path) or None, _code(text)) from None
 
 
 def _line(path: str, text: str) -> str:
     return _shorten(f"{path}: {text}" if path else text)
 
 
-def _code(path: str, text: str, cls: type) -> str:
-    if text.startswith("unknown key"):
-        return "unknown_parameter"
-    if text.startswith("required"):
-        return "missing_required_parameter"
-    field = attrs.fields_dict(cls).get(path)
-    off = field is not None and isinstance(special_of(field.type), Off)
-    return "unsupported_parameter" if off else "invalid_value"
+def _code(text: str) -> str:
+    by_beginning = {
+        "unknown key": "unknown_parameter",
+        "required": "missing_required_parameter",
+        "not supported": "unsupported_parameter",
+    }
+    found = (code for beginning, code in by_beginning.items() if text.startswith(beginning))
+    return next(found, "invalid_value")
 
 
 def _shorten(text: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from attrs import frozen
 
-from commutator.frontend.fields import MAX_INT, Items, Off, PromptList, TokenId, TokenIds
+from commutator.frontend.fields import MAX_INT, Items, Off, OneOf, PromptList, TokenId, TokenIds
 from commutator.schema import Bounds, Fraction, PositiveInt, setting
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
 
 _NO_TOOLS = "tool calling is not built yet"
 _NO_AUDIO = "only text is served"
+_NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
+_NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
 
 Tokens = Annotated[int, Bounds(minimum=1, maximum=MAX_INT)]
 Penalty = Annotated[float, Bounds(minimum=-2, maximum=2)]
@@ -43,7 +45,7 @@ class StreamOptions:
 class TextPart:
     """One part of a message's content."""
 
-    type: Literal["text"] = setting("The kind of part; only text is served.")
+    type: Annotated[str, OneOf(("text",), _NO_MEDIA)] = setting("The kind of part.")
     text: str = setting("The text.")
 
 
@@ -51,7 +53,9 @@ class TextPart:
 class ChatMessage:
     """One turn of a conversation."""
 
-    role: Literal["developer", "system", "user", "assistant"] = setting("Who speaks.")
+    role: Annotated[str, OneOf(("developer", "system", "user", "assistant"), _NO_ROLES)] = setting(
+        "Who speaks."
+    )
     content: str | Annotated[tuple[TextPart, ...], Items(1)] = setting(
         "What is said; parts are joined by newlines."
     )
