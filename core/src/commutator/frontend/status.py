@@ -8,6 +8,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from commutator.errors import RoutingError
+from commutator.frontend.errors import error_response, to_http_error
 from commutator.frontend.responses import ModelCard, ModelList
 from commutator.frontend.services import SERVICES, Services
 
@@ -23,10 +24,13 @@ async def ready(request: web.Request) -> web.Response:
     """GET /ready: every model has a worker, and the process does not end."""
     services = request.app[SERVICES]
     if services.draining:
-        raise RoutingError("this front door is shutting down")
-    if not services.dispatcher.ready():
-        raise RoutingError("not every model has a ready worker; GET /health tells more")
-    return _json({"status": "ok"})
+        problem = "this front door is shutting down"
+    elif not services.dispatcher.ready():
+        problem = "not every model has a ready worker; GET /health tells more"
+    else:
+        return _json({"status": "ok"})
+    # Answered here rather than raised: probes ask all the time, and a raised error is logged.
+    return error_response(to_http_error(RoutingError(problem), ""))
 
 
 async def health(request: web.Request) -> web.Response:
