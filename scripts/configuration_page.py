@@ -25,9 +25,15 @@ and where each comes from. See [how to configure](../how-to/configure.md) for ov
 def page() -> str:
     host = load_plugins()
     parts = [HEAD]
+    attrs.resolve_types(Config, include_extras=True)
     for field in attrs.fields(Config):
         parts.append(f"## `{field.name}`\n\n{field.metadata['doc']}\n")
         seam = {"engines": host.engines, "router": host.routers, "tiers": host.tiers}
+        if field.name == "router":
+            parts.append(
+                "Every policy has `block_size`, `use_kv_events` and `router_ttl_s`; stages of the "
+                "`pipeline` are listed by `commutator plugins`.\n"
+            )
         if field.name in seam:
             parts += kinds(seam[field.name])
         else:

@@ -1,4 +1,4 @@
-"""Brings every generated part of the docs up to date: console blocks and the configuration page."""
+"""Brings every generated part of the docs up to date: console blocks, configuration, HTTP."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import sys
 
 import configuration_page
 import docs_console
+import http_page
 
 if __name__ == "__main__":
     configuration_page.write()
+    http_page.write()
     sys.argv.append("--write")
     docs_console.main()

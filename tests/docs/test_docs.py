@@ -16,7 +16,9 @@ from commutator.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import docs_console  # noqa: E402 - it lies in scripts/
+import configuration_page  # noqa: E402 - these lie in scripts/
+import docs_console  # noqa: E402
+import http_page  # noqa: E402
 
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,6 +54,11 @@ def test_yaml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
 def test_examples_are_valid(example: Path) -> None:
     done = CliRunner().invoke(main, ["config", "check", str(example)])
     assert done.exit_code == 0, done.output
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
+    assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
 
 
 def test_every_hook_has_its_heading() -> None:
