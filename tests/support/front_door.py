@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import ClientSession, web
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 from commutator.config.model import FrontendConfig
 from commutator.errors import EngineError
@@ -17,6 +17,7 @@ from commutator.frontend.server import serve_app
 from commutator.frontend.services import SERVICES, Services
 from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
+from commutator.routing.pool import RouteFacts
 from commutator.text.load import load_text_model
 from commutator.text.model import TextModel
 from commutator.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
@@ -139,6 +140,16 @@ class FakeDispatch:
         if not self.over:
             self.over = True
             self.dispatcher.open -= 1
+
+    async def stop(self) -> None:
+        await self.aclose()
+
+    def explain(self) -> dict[str, Any]:
+        return {**asdict(self.decision), "candidates": [{"worker_id": self.worker_id}]}
+
+    @property
+    def facts(self) -> RouteFacts:
+        return RouteFacts(routing_s=1e-5, overlap_blocks=2, best_overlap_blocks=3)
 
 
 @define

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import attrs
 from aiohttp import web
 
 from commutator.frontend.body import read_request
@@ -22,7 +21,6 @@ from commutator.frontend.requests import ChatRequest, CompletionRequest, Generat
 from commutator.frontend.services import SERVICES, Services
 from commutator.frontend.shape import Shape, encode
 from commutator.frontend.sse import EventStream
-from commutator.routing.contract import Decision
 from commutator.text.model import TextModel
 
 __all__ = ["chat_completions", "completions"]
@@ -138,19 +136,21 @@ def _tell_routing(request: web.Request, exchange: Exchange, generation: Generati
     exchange.workers = generation.worker_ids
     exchange.headers["X-Commutator-Worker"] = ",".join(generation.worker_ids)
     if request.headers.get("X-Commutator-Explain") == "1":
-        exchange.headers["X-Commutator-Decision"] = _decision_header(generation.decisions)
+        exchange.headers["X-Commutator-Decision"] = _decision_header(generation.explanations)
 
 
-def _decision_header(decisions: list[Decision]) -> str:
+def _decision_header(explanations: list[dict[str, Any]]) -> str:
     """Compact JSON: an object, or for several answers a list of them, cut to what fits."""
-    shown = [attrs.asdict(decision) for decision in decisions]
-    text = _compact(shown)
+    text = _compact(explanations)
     if len(text) > _MAX_HEADER_CHARACTERS:
-        for decision in shown:
-            del decision["scores"]
-            decision["reason"] = decision["reason"][:_MAX_REASON_CHARACTERS]
-        while len(text := _compact(shown)) > _MAX_HEADER_CHARACTERS:
-            shown = shown[: len(shown) // 2]
+        # Of many workers the chosen one matters most, so the others go.
+        for one in explanations:
+            chosen = [c for c in one["candidates"] if c["worker_id"] == one["worker_id"]]
+            one["left_out"] = len(one["candidates"]) - len(chosen)
+            one["candidates"] = chosen
+            one["reason"] = one["reason"][:_MAX_REASON_CHARACTERS]
+        while len(text := _compact(explanations)) > _MAX_HEADER_CHARACTERS:
+            explanations = explanations[: len(explanations) // 2]
     return text
 
 

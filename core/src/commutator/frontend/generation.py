@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from commutator.frontend.choice import Choice, Piece
 from commutator.frontend.plan import Plan
 from commutator.frontend.responses import PromptTokensDetails, Usage
 from commutator.frontend.services import Dispatched, RequestDispatcher
 from commutator.observe.metrics import FrontendMetrics
-from commutator.routing.contract import Decision
 
 __all__ = ["Generation"]
 
@@ -37,13 +36,14 @@ class Generation:
     ) -> None:
         self._dispatcher = dispatcher
         self._plan = plan
+        self._metrics = metrics
         self.choices = [Choice(plan.text, plan.rules) for _ in plan.requests]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatched] = []
 
     @property
-    def decisions(self) -> list[Decision]:
-        return [dispatched.decision for dispatched in self._dispatched]
+    def explanations(self) -> list[dict[str, Any]]:
+        return [dispatched.explain() for dispatched in self._dispatched]
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -54,8 +54,14 @@ class Generation:
         plan = self._plan
         try:
             for request in plan.requests:
-                self._dispatched.append(
-                    await self._dispatcher.dispatch(plan.model, request, plan.session_id)
+                dispatched = await self._dispatcher.dispatch(plan.model, request, plan.session_id)
+                self._dispatched.append(dispatched)
+                facts = dispatched.facts
+                self._metrics.routed(
+                    plan.model,
+                    facts.routing_s,
+                    facts.overlap_blocks,
+                    facts.best_overlap_blocks - facts.overlap_blocks,
                 )
         except BaseException:
             await self._close()
@@ -98,7 +104,7 @@ class Generation:
             if piece.finish_reason is not None:
                 break
         # After a stop string the engine may still be at work.
-        await self._dispatched[number].aclose()
+        await self._dispatched[number].stop()
 
     async def _merged(self) -> AsyncGenerator[Batch, None]:
         ready: asyncio.Queue[tuple[int, Piece] | BaseException] = asyncio.Queue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from attrs import define, field
@@ -13,8 +13,8 @@ from commutator.config.model import FrontendConfig
 from commutator.errors import RequestError
 from commutator.frontend.limiter import Limiter
 from commutator.observe.metrics import FrontendMetrics
-from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
+from commutator.routing.pool import RouteFacts
 from commutator.text.model import TextModel
 from commutator.types import GenerateRequest, TokenDelta
 
@@ -25,16 +25,20 @@ class Dispatched(Protocol):
     """One request on its worker; see ``commutator.routing.dispatch.Dispatch``."""
 
     @property
-    def decision(self) -> Decision: ...
+    def worker_id(self) -> str: ...
 
     @property
-    def worker_id(self) -> str: ...
+    def facts(self) -> RouteFacts: ...
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
 
     async def __anext__(self) -> TokenDelta: ...
 
     async def aclose(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def explain(self) -> dict[str, Any]: ...
 
 
 class RequestDispatcher(Protocol):

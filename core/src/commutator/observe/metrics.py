@@ -19,6 +19,8 @@ _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
+_ROUTING_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
+
 
 class FrontendMetrics:
     """All metrics, in a registry of their own, so that a process may hold several."""
@@ -70,6 +72,25 @@ class FrontendMetrics:
         self.generated_tokens = Counter(
             "commutator_generated_tokens", "Tokens generated.", ("model",), registry=registry
         )
+        self.routing_s = Histogram(
+            "commutator_router_decision_seconds",
+            "Time to match a prompt against the prefix index and ask the policy.",
+            ("model",),
+            buckets=_ROUTING_BUCKETS_S,
+            registry=registry,
+        )
+        self.overlap_blocks = Counter(
+            "commutator_router_overlap_blocks",
+            "Prompt blocks that the chosen worker was thought to hold.",
+            ("model",),
+            registry=registry,
+        )
+        self.given_up_blocks = Counter(
+            "commutator_router_given_up_blocks",
+            "Prompt blocks that another worker held beyond the chosen one's: reuse for balance.",
+            ("model",),
+            registry=registry,
+        )
 
     def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the two gauges from the limiter whenever they are scraped."""
@@ -79,6 +100,12 @@ class FrontendMetrics:
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self.requests.labels(endpoint, model, str(code)).inc()
         self.duration_s.labels(endpoint, model).observe(duration_s)
+
+    def routed(self, model: str, taken_s: float, overlap: int, given_up: int) -> None:
+        """One decision: its time, and blocks of prompt reused and not reused."""
+        self.routing_s.labels(model).observe(taken_s)
+        self.overlap_blocks.labels(model).inc(overlap)
+        self.given_up_blocks.labels(model).inc(given_up)
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
         self.prompt_tokens.labels(model).inc(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from attrs import evolve
 
@@ -13,9 +14,10 @@ from commutator.plugins import PluginHost
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import Decision
 from commutator.routing.load import InFlightLoad
-from commutator.routing.pool import Route
+from commutator.routing.pool import Route, RouteFacts
 from commutator.routing.view import WorkerView
 from commutator.types import (
+    FinishReason,
     GenerateRequest,
     RequestOutcome,
     RequestSummary,
@@ -66,6 +68,10 @@ class Dispatch:
         return self.route.decision
 
     @property
+    def facts(self) -> RouteFacts:
+        return self.route.facts
+
+    @property
     def worker_id(self) -> str:
         return self._worker.record.worker_id
 
@@ -98,6 +104,16 @@ class Dispatch:
         await self._stream.aclose()
         self._end(asyncio.CancelledError())
 
+    async def stop(self) -> None:
+        """End it as finished: the caller has what it wants, such as a stop string. Idempotent."""
+        await self._stream.aclose()
+        if not self._over:
+            self._finish(FinishReason.STOP)
+
+    def explain(self) -> dict[str, Any]:
+        """Why this worker: see ``Route.explain``."""
+        return self.route.explain()
+
     def _account(self, delta: TokenDelta) -> None:
         if delta.cached_tokens is not None:
             self._cached_tokens = delta.cached_tokens
@@ -109,17 +125,20 @@ class Dispatch:
                     self._cache.computed(self.worker_id, self.route.sequence_hashes)
             self._load.progress(self._ticket, len(delta.token_ids))
         if delta.finish_reason is not None:
-            self._close_account()
-            self._host.request_finished(
-                self.summary,
-                RequestOutcome(
-                    worker_id=self.worker_id,
-                    finish_reason=delta.finish_reason,
-                    generated_tokens=self._ticket.generated_tokens,
-                    cached_tokens=self._cached_tokens,
-                    duration_s=time.perf_counter() - self._started_s,
-                ),
-            )
+            self._finish(delta.finish_reason)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._close_account()
+        self._host.request_finished(
+            self.summary,
+            RequestOutcome(
+                worker_id=self.worker_id,
+                finish_reason=reason,
+                generated_tokens=self._ticket.generated_tokens,
+                cached_tokens=self._cached_tokens,
+                duration_s=time.perf_counter() - self._started_s,
+            ),
+        )
 
     def _end(self, error: BaseException) -> None:
         if not self._over:

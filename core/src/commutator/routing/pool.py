@@ -22,9 +22,20 @@ from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.routing.view import LiveWorker
 from commutator.types import GenerateRequest, RequestSummary
 
-__all__ = ["KnownBlocks", "ModelPool", "Route"]
+__all__ = ["KnownBlocks", "ModelPool", "Route", "RouteFacts"]
 
 _NOTHING = Overlap()
+
+
+@frozen
+class RouteFacts:
+    """One decision in numbers, for metrics."""
+
+    routing_s: float
+    overlap_blocks: int
+    """Of the prompt's blocks, those that the chosen worker is thought to hold."""
+    best_overlap_blocks: int
+    """The same of the worker that holds most."""
 
 
 @frozen(eq=False)
@@ -48,6 +59,11 @@ class Route:
     def best_overlap_blocks(self) -> int:
         """The longest cached prefix that any candidate had."""
         return max(candidate.overlap.blocks for candidate in self.candidates)
+
+    @property
+    def facts(self) -> RouteFacts:
+        overlap = self.candidate.overlap.blocks
+        return RouteFacts(self.routing_s, overlap, self.best_overlap_blocks)
 
     def explain(self) -> dict[str, Any]:
         """For people: every candidate with its overlap, load and scores, and why one won."""
