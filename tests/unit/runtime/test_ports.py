@@ -22,6 +22,12 @@ def test_picked_ports_are_free_and_never_the_same() -> None:
         socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_picking_goes_on_for_ever() -> None:
+    picker = PortPicker()
+    for _ in range(40_000):  # more than there are ephemeral ports
+        picker.pick("127.0.0.1")
+
+
 def test_a_reserved_port_is_for_our_front_doors_only() -> None:
     with reserved_port("127.0.0.1", 0) as port:
         assert port > 0

@@ -112,8 +112,11 @@ async def test_stop_ends_a_process_that_was_stopped(launcher: Launcher) -> None:
     assert await process.wait() == "was killed by SIGTERM"
 
 
-async def test_a_dead_process_leaves_no_children(launcher: Launcher, printed: Printed) -> None:
-    process = await launcher.start("child", python(FAMILY), {})
+@pytest.mark.parametrize("code", [FAMILY, FAMILY.replace("600)'])", "600)'], process_group=0)")])
+async def test_a_dead_process_leaves_no_children(
+    launcher: Launcher, printed: Printed, code: str
+) -> None:
+    process = await launcher.start("child", python(code), {})
     async with asyncio.timeout(10):
         while not printed:
             await asyncio.sleep(0.02)

@@ -45,6 +45,10 @@ def serve(
     """
     from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
 
+    if url_file is not None:
+        if not url_file.parent.is_dir():
+            raise click.BadParameter(f"no such folder: {url_file.parent}", param_hint="--url-file")
+        url_file.unlink(missing_ok=True)  # whoever waits for it must not find an old one
     loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
     sys.exit(_serve(loaded, url_file))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,19 +11,21 @@ from commutator.errors import ConfigError
 
 __all__ = ["PortPicker", "reserved_port"]
 
+_REMEMBERED = 512
+
 
 class PortPicker:
-    """Picks free TCP ports. None is given out twice, for its first owner may not listen yet."""
+    """Picks free TCP ports, none again soon: its first owner may not listen yet."""
 
     def __init__(self) -> None:
-        self._given: set[int] = set()
+        self._given: deque[int] = deque(maxlen=_REMEMBERED)
 
     def pick(self, host: str) -> int:
         while True:
             with socket.create_server((host, 0)) as probe:
                 port = int(probe.getsockname()[1])
             if port not in self._given:
-                self._given.add(port)
+                self._given.append(port)
                 return port
 
 

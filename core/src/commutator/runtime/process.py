@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
+from commutator.runtime import guard
 from commutator.runtime.guardian import MARK, Guardian
 
 __all__ = ["Launcher", "Process"]
 
 log = logging.getLogger(__name__)
 
+_PROCESS_MARK = "COMMUTATOR_PROCESS"
 _LONGEST_LINE = 1 << 16
 _LAST_LINES_S = 2.0
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -25,8 +28,12 @@ OnLine = Callable[[str, str, str], None]
 class Process:
     """A running or ended process, made by ``Launcher.start``."""
 
-    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output) -> None:
+    def __init__(
+        self, name: str, transport: asyncio.SubprocessTransport, output: _Output, mark: str
+    ) -> None:
         self.name = name
+        self.mark = mark
+        """What its environment holds, and that of every process which it started."""
         self.pid = transport.get_pid()
         self._transport = transport
         self._output = output
@@ -40,7 +47,10 @@ class Process:
         return f"exited with status {status}"
 
     async def stop(self, grace_s: float) -> None:
-        """End the process and its group: SIGTERM, and SIGKILL once ``grace_s`` is over."""
+        """End the process and its group: SIGTERM, and SIGKILL once ``grace_s`` is over.
+
+        Children that left the group are killed then, too.
+        """
         try:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
@@ -52,6 +62,7 @@ class Process:
             log.warning("%s did not stop within %g s and is killed", self.name, grace_s)
         finally:
             self.kill()
+            await asyncio.to_thread(guard.send, (), self.mark, signal.SIGKILL)
             # The last lines, often the reason for a crash, may still be in the pipes.
             await asyncio.wait({self._output.ended}, timeout=_LAST_LINES_S)
             self._transport.close()
@@ -77,17 +88,19 @@ class Launcher:
         self._on_line = on_line
         self._env = {"PYTHONUNBUFFERED": "1", **env, MARK: guardian.run_id}
         self._running: set[Process] = set()
+        self._numbers = itertools.count()
 
     async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Process:
         """Start ``argv`` with ``env`` added to the environment. Raises OSError if it cannot."""
+        mark = f"{name}-{next(self._numbers)}-{self._guardian.run_id}"
         transport, protocol = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Output(name, self._on_line),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
-            env={**self._env, **env},
+            env={**self._env, **env, _PROCESS_MARK: mark},
         )
-        process = Process(name, transport, protocol)
+        process = Process(name, transport, protocol, f"{_PROCESS_MARK}={mark}")
         self._running.add(process)
         self._guardian.add(process.pid)
         return process
