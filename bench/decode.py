@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,7 +36,7 @@ def run() -> list[Figure]:
 
 def transformers_rate(folder: str, file: str, prompt: list[int]) -> float:
     """Tokens per second of ``generate`` after its first token, the best of some rounds."""
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     best = 0.0

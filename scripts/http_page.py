@@ -79,7 +79,8 @@ def fields(cls: Any) -> str:
 
 def metrics() -> str:
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for collector in FrontendMetrics().registry._collector_to_names:  # noqa: SLF001
+    collectors: list[Any] = list(FrontendMetrics().registry._collector_to_names)  # noqa: SLF001
+    for collector in collectors:
         for family in collector.describe():
             suffix = "_total" if family.type == "counter" else ""
             labels = ", ".join(getattr(collector, "_labelnames", ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,7 +36,7 @@ def expected() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     from transformers import AutoModelForCausalLM
 
     path = locate_model(MODEL.source)
-    oracle = AutoModelForCausalLM.from_pretrained(
+    oracle: Any = AutoModelForCausalLM.from_pretrained(
         str(path.parent), gguf_file=path.name, dtype=torch.float32
     )
     oracle.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token

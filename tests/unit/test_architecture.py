@@ -65,9 +65,7 @@ def test_the_contract_needs_next_to_nothing(name: str) -> None:
         "import sys, commutator." + name + "; "
         "print('\\n'.join(sorted({m.split('.')[0] for m in sys.modules})))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     third_party = set(done.stdout.split()) - set(sys.stdlib_module_names)
     heavy = third_party & (HEAVY | {"aiohttp", "tokenizers", "numpy", "zmq", "yaml", "gguf"})
     assert not heavy, f"importing commutator.{name} imports {heavy}"

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from commutator.cli.options import set_option
 from commutator.config.load import load_config
-from commutator.errors import ConfigError
+from commutator.engine import VirtualEngine
+from commutator.errors import CommutatorError, ConfigError
 from commutator.observe.replay_report import Report, report
 from commutator.routing.replay import replay as run_replay
 from commutator.routing.trace import ideal_hit_ratio, read_trace
@@ -55,17 +56,21 @@ def replay(
     loaded = load_config([file], sets=sets)
     engine = loaded.config.engines[0]
     connector = loaded.host.engines.kinds[engine.kind].thing
-    if connector.virtual(engine) is None:
-        raise ConfigError(
-            [f'engines[0].kind: "{engine.kind}" has no model in virtual time; use sim'], str(file)
-        )
+
+    def make_engine() -> VirtualEngine:
+        made = connector.virtual(engine)
+        if made is None:
+            problem = f'engines[0].kind: "{engine.kind}" has no model in virtual time; use sim'
+            raise ConfigError([problem], str(file))
+        return made
+
     names = (compare or policy or loaded.config.router.kind).split(",")
     recorded = read_trace(trace, requests)
     reports = []
     for name in names:
         outcome = run_replay(
             recorded,
-            lambda: connector.virtual(engine),
+            make_engine,
             workers or engine.replicas,
             make_policy(loaded.host, loaded.config.router, name),
             seed=seed,
@@ -80,9 +85,17 @@ def replay(
     else:
         Console().print(table(reports, ideal))
     if plot is not None:
-        from commutator.observe.replay_plot import draw  # noqa: PLC0415 - matplotlib is heavy
+        draw_plot(reports, ideal, plot)
 
-        draw(reports, ideal, plot)
+
+def draw_plot(reports: list[Report], ideal: float, path: Path) -> None:
+    try:
+        from commutator.observe.replay_plot import draw  # noqa: PLC0415 - an option, and heavy
+    except ImportError as error:
+        raise CommutatorError(
+            f"--plot needs matplotlib ({error}): pip install matplotlib"
+        ) from None
+    draw(reports, ideal, path)
 
 
 def make_policy(host: Any, router: Any, name: str) -> Any:

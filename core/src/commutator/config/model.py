@@ -71,7 +71,7 @@ class RouterConfig:
         "Tokens in one block of the prefix index; best the same as the engines' KV blocks.", 16
     )
     use_kv_events: bool = setting(
-        "Learn from the engines' KV events what they hold; otherwise guess it from what was routed.",
+        "Learn what engines hold from their KV events; otherwise guess it from what was routed.",
         True,
     )
     router_ttl_s: PositiveSeconds = setting(

@@ -1,0 +1,43 @@
+"""A picture of several replays beside each other; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+from commutator.observe.replay_report import Report
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+__all__ = ["draw"]
+
+_CHOSEN, _OTHER, _SECOND = "#2f6f9f", "#b9c4cc", "#e39b3a"
+
+
+def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
+    """Write cached tokens beside the ideal, and times to the first token, as SVG or PNG."""
+    names = [report.policy for report in reports]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    cached = [report.cached_ratio * 100 for report in reports]
+    left.bar(names, cached, color=[_CHOSEN, *[_OTHER] * (len(names) - 1)])
+    left.axhline(ideal * 100, color=_SECOND, linestyle="--")
+    left.text(len(names) - 0.5, ideal * 100, "infinite cache", ha="right", va="bottom")
+    left.set_ylabel("prompt tokens found in a cache, %")
+    left.set_ylim(0, ideal * 115)
+    places = range(len(names))
+    p50, p99 = ([getattr(r, field) for r in reports] for field in ("ttft_p50_s", "ttft_p99_s"))
+    right.bar([x - 0.2 for x in places], p50, 0.4, label="p50", color=_CHOSEN)
+    right.bar([x + 0.2 for x in places], p99, 0.4, label="p99", color=_OTHER)
+    right.set_xticks(list(places), names)
+    right.set_yscale("log")
+    right.set_ylabel("time to first token, s")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelrotation=20)
+    figure.savefig(path)
+    plt.close(figure)
