@@ -1,7 +1,6 @@
 """Keeps the ``console`` blocks of the docs true: each ``$ command`` is run, its output compared.
 
-``--write`` replaces what stands there by what the command prints now. Output lines that differ from
-run to run are masked the same way on both sides (times, versions of this package's plugins are not).
+``--write`` replaces what stands there by what the command prints now.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def pages() -> list[Path]:
 
 
 def run(command: str) -> str:
-    """What ``command`` prints, run from the repository's root, without colours, 100 columns wide."""
+    """What ``command`` prints, run from the root, without colours, 100 columns wide."""
     env = {
         **os.environ,
         "COLUMNS": "100",
