@@ -1,0 +1,34 @@
+"""The shipped example of simulated workers, through the whole deployment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from commutator.testing import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+
+def test_simulated_workers_answer_with_plausible_text(root: Path) -> None:
+    with (
+        LocalCluster(root / "examples" / "sim.yaml") as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        chunks = list(
+            client.chat.completions.create(
+                model="smollm2-135m",
+                messages=[{"role": "user", "content": "Rivers run to the sea"}],
+                max_tokens=40,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert "Rivers run to the sea" in text
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 40
+        with pytest.raises(openai.BadRequestError, match="sim engine"):
+            client.completions.create(model="smollm2-135m", prompt="a", logprobs=1)

