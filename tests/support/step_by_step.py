@@ -201,26 +201,25 @@ class StepByStep:
         return job
 
     def take(self, job: Job, count: int) -> None:
-        for _ in range(count):
-            job.blocks.append(None)
-            if self.used() + len(self.idle) > self.p.kv_capacity_blocks:
-                key = self.idle.pop(0)
-                self.offload(0, key)
-                self.out.append(("removed", self.clock, DEVICE, key))
+        job.blocks += [None] * count
+        excess = max(0, self.used() + len(self.idle) - self.p.kv_capacity_blocks)
+        evicted, self.idle = self.idle[:excess], self.idle[excess:]
+        self.offload(0, evicted)
+        self.out += [("removed", self.clock, DEVICE, key) for key in evicted]
 
-    def offload(self, depth: int, key: int) -> None:
-        if depth < len(self.tiers):
-            tier, content = self.tiers[depth]
-            if key in content:
-                content.remove(key)
-                content.append(key)
-                return
-            if len(content) == tier.capacity_blocks:
-                oldest = content.pop(0)
-                self.offload(depth + 1, oldest)
-                self.out.append(("removed", self.clock, tier.name, oldest))
-            content.append(key)
-            self.out.append(("offloaded", self.clock, tier.name, key))
+    def offload(self, depth: int, keys: list[int]) -> None:
+        if depth == len(self.tiers) or not keys:
+            return
+        tier, content = self.tiers[depth]
+        touched = [key for key in keys if key in content]
+        arriving = [key for key in keys if key not in content]
+        by_age = [key for key in content if key not in touched] + touched + arriving
+        leaving = by_age[: max(0, len(by_age) - tier.capacity_blocks)]
+        self.offload(depth + 1, leaving)
+        name = tier.name
+        self.out += [("removed", self.clock, name, key) for key in leaving if key in content]
+        content[:] = by_age[len(leaving) :]
+        self.out += [("offloaded", self.clock, name, key) for key in arriving if key in content]
 
     def end(self) -> None:
         assert self.step_ns is not None

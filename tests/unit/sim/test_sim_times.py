@@ -135,19 +135,6 @@ def test_the_cost_is_by_event_not_by_token() -> None:
     assert len(events) < 2 * 2 * 100_000 / 512
 
 
-def test_an_aborted_turn_does_not_hide_a_later_one() -> None:
-    """The first run's next block was due in two steps; it leaves, prefills go on, others decode."""
-    parameters = SimParameters(block_size=4, max_running_requests=4, max_tokens_per_step=4)
-    model = SimModel(parameters)
-    model.submit(0, SimRequest(2, 30))
-    model.advance(max_steps=1)
-    model.submit(1, SimRequest(3, 3))
-    model.submit(2, SimRequest(40, 2))
-    model.abort(0)
-    ended = {event.key for event in model.advance() if isinstance(event, Finished)}
-    assert ended == {1, 2}
-
-
 def test_what_never_fits_is_refused() -> None:
     model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=3))
     model.submit(0, SimRequest(17, 8))

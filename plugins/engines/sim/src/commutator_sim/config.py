@@ -28,13 +28,14 @@ class SimTier:
 def _different_kinds(_config: Any, _field: Attribute[Any], tiers: tuple[SimTier, ...]) -> None:
     kinds = [tier.kind for tier in tiers]
     if len(set(kinds)) < len(kinds):
-        raise ValueError(f"each kind of tier may stand here once, got {', '.join(kinds)}")
+        raise ValueError(f"tiers: each kind may stand here once, got {', '.join(kinds)}")
 
 
 def _room_for_the_batch(config: SimConfig, _field: Attribute[Any], tokens: int) -> None:
     if tokens < config.max_running_requests:
         raise ValueError(
-            f"expected at least max_running_requests ({config.max_running_requests}), got {tokens}"
+            f"max_tokens_per_step: expected at least max_running_requests "
+            f"({config.max_running_requests}), got {tokens}"
         )
 
 

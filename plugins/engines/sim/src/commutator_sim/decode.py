@@ -59,7 +59,7 @@ class DecodeBatch:
         self._step += steps
         turns, now = self._turns, self._step
         due = []
-        while turns and turns[0][0] <= now:  # earlier ones are void
+        while turns and turns[0][0] == now:
             _, _, epoch, run = heapq.heappop(turns)
             if epoch == run.epoch:
                 run.computed = run.decode_base + now

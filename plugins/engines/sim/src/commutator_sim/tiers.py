@@ -54,12 +54,14 @@ class OffloadTiers:
         return ready_ns
 
     def evict(self, keys: Sequence[int], now_ns: int) -> list[Offloaded | Removed]:
-        """``keys`` leave the device; returns what that changes there and in every tier."""
-        changes: list[tuple[type[Offloaded | Removed], str, int]] = []
-        for key in keys:
-            self._put(0, key, changes)
-            changes.append((Removed, DEVICE, key))
-        return _grouped(changes, now_ns)
+        """``keys`` leave the device; returns what that changes in the tiers and there.
+
+        Copies are told of before what they were copied from is gone, and no tier ever overflows.
+        """
+        events: list[Offloaded | Removed] = []
+        self._put(0, keys, now_ns, events)
+        events.append(Removed(now_ns, DEVICE, tuple(keys)))
+        return events
 
     def clear(self, now_ns: int) -> list[Removed]:
         """Forget every block."""
@@ -69,32 +71,23 @@ class OffloadTiers:
         return [Removed(now_ns, name, blocks) for name, blocks in held if blocks]
 
     def _put(
-        self, depth: int, key: int, changes: list[tuple[type[Offloaded | Removed], str, int]]
+        self, depth: int, keys: Sequence[int], now_ns: int, events: list[Offloaded | Removed]
     ) -> None:
-        if depth == len(self._tiers):
+        if depth == len(self._tiers) or not keys:
             return
         tier = self._tiers[depth]
-        name = tier.parameters.name
-        if key in tier.blocks:
-            tier.blocks.move_to_end(key)
-            return
-        if len(tier.blocks) == tier.parameters.capacity_blocks:
-            oldest, _ = tier.blocks.popitem(last=False)
-            self._put(depth + 1, oldest, changes)
-            changes.append((Removed, name, oldest))
-        tier.blocks[key] = None
-        changes.append((Offloaded, name, key))
-
-
-def _grouped(
-    changes: Sequence[tuple[type[Offloaded | Removed], str, int]], now_ns: int
-) -> list[Offloaded | Removed]:
-    """Neighbouring changes of one kind in one tier as one event."""
-    events: list[Offloaded | Removed] = []
-    start = 0
-    for end in range(1, len(changes) + 1):
-        if end == len(changes) or changes[end][:2] != changes[start][:2]:
-            kind, tier, _ = changes[start]
-            events.append(kind(now_ns, tier, tuple(key for _, _, key in changes[start:end])))
-            start = end
-    return events
+        capacity, blocks = tier.parameters.capacity_blocks, tier.blocks
+        fresh = []
+        for key in keys:
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                fresh.append(key)
+        kept = fresh[-capacity:]
+        dropped = [blocks.popitem(last=False)[0] for _ in range(len(blocks) + len(kept) - capacity)]
+        self._put(depth + 1, dropped + fresh[: len(fresh) - len(kept)], now_ns, events)
+        if dropped:
+            events.append(Removed(now_ns, tier.parameters.name, tuple(dropped)))
+        if kept:
+            events.append(Offloaded(now_ns, tier.parameters.name, tuple(kept)))
+        blocks.update(dict.fromkeys(kept))

@@ -1,0 +1,96 @@
+"""The options of a `sim` entry, and how they reach the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from commutator.config.load import load_config
+from commutator.schema import StructureError, build_converter, structure
+from commutator_sim import SimConfig, SimParameters, TierParameters
+
+
+def build(**settings: Any) -> SimConfig:
+    return structure(build_converter(), {"kind": "sim", **settings}, SimConfig)
+
+
+def test_the_defaults_are_the_published_figures() -> None:
+    assert build().parameters() == SimParameters()
+
+
+def test_every_setting_reaches_the_model() -> None:
+    config = build(
+        prefill_tokens_per_s=1000,
+        decode_base_s=0.01,
+        decode_per_request_s=0.001,
+        max_running_requests=3,
+        max_tokens_per_step=30,
+        block_size=8,
+        kv_capacity_blocks=99,
+        kv_bytes_per_token=1000,
+        tiers=[{"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}],
+    )
+    assert config.parameters() == SimParameters(
+        prefill_tokens_per_s=1000,
+        decode_base_ns=10_000_000,
+        decode_request_ns=1_000_000,
+        max_running_requests=3,
+        max_tokens_per_step=30,
+        block_size=8,
+        kv_capacity_blocks=99,
+        tiers=(TierParameters(name="host", capacity_blocks=5, load_block_ns=8_000_000),),
+    )
+
+
+@pytest.mark.parametrize(("speedup", "factor"), [("unlimited", 0), (0, 0), (1, 1), (2.5, 2.5)])
+def test_speedup(speedup: float | str, factor: float) -> None:
+    assert build(speedup=speedup).time_factor == factor
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "text"),
+    [
+        ({"speedup": "fast"}, "speedup", 'a number of at least 0 or one of "unlimited"'),
+        ({"speedup": -1}, "speedup", "at least 0"),
+        (
+            {"max_tokens_per_step": 100},
+            "",
+            "max_tokens_per_step: expected at least max_running_requests (256), got 100",
+        ),
+        (
+            {"tiers": [{"kind": "host", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}] * 2},
+            "",
+            "tiers: each kind may stand here once, got host, host",
+        ),
+        (
+            {"tiers": [{"kind": "tape", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}]},
+            "tiers[0].kind",
+            'one of "host", "disk", "object"',
+        ),
+    ],
+)
+def test_mistakes_are_told(settings: dict[str, Any], path: str, text: str) -> None:
+    with pytest.raises(StructureError) as caught:
+        build(**settings)
+    ((where, message),) = caught.value.problems
+    assert where == path
+    assert text in message
+
+
+def test_the_example_is_right(root: Path) -> None:
+    config = load_config([root / "examples" / "sim.yaml"], environ={}).config
+    (engine,) = config.engines
+    assert isinstance(engine, SimConfig)
+    assert engine.time_factor == 0
+    assert engine.replicas == 2
+
+
+def test_it_travels_to_the_worker_process() -> None:
+    config = build(
+        speedup="unlimited",
+        tiers=[{"kind": "disk", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}],
+    )
+    assert structure(build_converter(), attrs.asdict(config), SimConfig) == config
