@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
+import torch
 from attrs import evolve
 
 from commutator.errors import EngineOverloadedError
@@ -114,7 +115,7 @@ class ReferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs, before the next step."""
         with self._changed:
-            self._inbox.append(lambda: self._scheduler.pool.clear())
+            self._inbox.append(self._forget_prefixes)
             self._changed.notify()
 
     def load(self) -> EngineLoad:
@@ -133,6 +134,8 @@ class ReferenceEngine:
 
     def run(self, emit: Callable[[Deltas], None], stop: threading.Event) -> None:
         """Step while there is work, sleep while there is none, until ``stop`` is set."""
+        # OpenMP keeps a thread count for each thread; asking PyTorch for its own applies it here.
+        torch.get_num_threads()
         while not stop.is_set():
             deltas = self.step()
             if deltas:
@@ -177,6 +180,10 @@ class ReferenceEngine:
         seed = secrets.randbits(62) if seed is None else seed
         self._scheduler.add(Sequence.start(key, request, self._arrivals, seed))
         self._arrivals += 1
+
+    def _forget_prefixes(self) -> None:
+        # Looked up when it runs: the scheduler may have been replaced since.
+        self._scheduler.pool.clear()
 
     def _tick(self) -> Deltas:
         step = self._scheduler.schedule()
@@ -227,7 +234,7 @@ class ReferenceEngine:
 
     def _start_over(self, error: Exception) -> Deltas:
         """The books cannot be trusted: end every request, forget every block."""
-        deltas = [(key, _failure(error)) for key in self._scheduler.keys()]
+        deltas = [(key, _failure(error)) for key in self._scheduler.live]
         self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
         if self._on_kv_events is not None:
             self._on_kv_events([BlocksCleared()])

@@ -135,5 +135,5 @@ def _half_split(weight: Tensor, heads: int) -> Tensor:
 
     [heads * head size, in], row 2i + j of a head goes to row j * (head size / 2) + i.
     """
-    pairs = weight.unflatten(0, (heads, -1, 2))
+    pairs = weight.view(heads, -1, 2, weight.shape[-1])
     return pairs.transpose(1, 2).reshape(weight.shape)

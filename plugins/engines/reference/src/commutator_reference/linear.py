@@ -12,8 +12,8 @@ __all__ = ["Linear"]
 class Linear:
     """``x @ weight.T`` for one weight [out, in].
 
-    On x86 CPUs float32 weights are kept in oneDNN's blocked order, the one that PyTorch's own
-    compiler uses: twice as fast as the plain order for a handful of rows, which is what decoding is.
+    On CPUs float32 weights are kept in oneDNN's blocked order, as PyTorch's own compiler does: for
+    the handful of rows that decoding has, it is twice as fast as the plain order.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -59,9 +59,7 @@ def find_stop(
     return None
 
 
-def _completed_stop_string(
-    sequence: Sequence, stop: tuple[str, ...], decode: Decode
-) -> str | None:
+def _completed_stop_string(sequence: Sequence, stop: tuple[str, ...], decode: Decode) -> str | None:
     """The first of the stop strings that the newest token completed."""
     tail, text = _tail(sequence, max(map(len, stop)), decode)
     candidates = [string for string in stop if string in text]

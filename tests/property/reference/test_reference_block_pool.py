@@ -1,0 +1,123 @@
+"""The block pool against a model of it: nothing lost, nothing shared that is not the same."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from commutator.kv import BlockRemoved, BlocksCleared, BlockStored
+from commutator_reference.block_identity import BlockIdentity, Namespace
+from commutator_reference.blocks import BlockPool
+
+BLOCK_SIZE = 2
+# Few tokens and salts, so that prompts share prefixes often.
+blocks_of_tokens = st.lists(st.tuples(*[st.integers(0, 1)] * BLOCK_SIZE), min_size=1, max_size=5)
+namespaces = st.builds(
+    Namespace, st.sampled_from([None, "a"]), st.sampled_from([None, "a", "salt"])
+)
+
+
+def chain(namespace: Namespace, contents: list[tuple[int, ...]]) -> list[BlockIdentity]:
+    identities: list[BlockIdentity] = []
+    for tokens in contents:
+        last = identities[-1] if identities else None
+        identities.append(
+            BlockIdentity.first(namespace, tokens) if last is None else last.child(tokens)
+        )
+    return identities
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Requests come with chains of blocks, compute what is not cached, and leave."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.holders: list[list[int]] = []
+        # What is in each block's memory, written only by whoever computed it.
+        self.memory: dict[int, tuple[Namespace, tuple[tuple[int, ...], ...]]] = {}
+        self.announced: set[int] = set()
+
+    @rule(namespace=namespaces, contents=blocks_of_tokens)
+    def come(self, namespace: Namespace, contents: list[tuple[int, ...]]) -> None:
+        identities = chain(namespace, contents)
+        held: list[int] = []
+        for index, identity in enumerate(identities):
+            block = self.pool.find(identity)
+            if block is None:
+                break
+            wanted = (namespace, tuple(contents[: index + 1]))
+            assert self.memory[block] == wanted, "a block of another content was served"
+            self.pool.acquire(block)
+            held.append(block)
+        hits = len(held)
+        available = self.pool.available
+        fresh = self.pool.allocate(len(identities) - hits)
+        if fresh is None:
+            assert len(identities) - hits > available
+            self.pool.release(held)
+            return
+        for index, block in enumerate(fresh, start=hits):
+            self.memory[block] = (namespace, tuple(contents[: index + 1]))
+        held += fresh
+        for index in range(hits, len(identities)):
+            held[index] = self.pool.register(held[index], identities[index])
+            assert self.memory[held[index]] == (namespace, tuple(contents[: index + 1]))
+        self.holders.append(held)
+
+    @rule(count=st.integers(0, 4))
+    def come_with_unfinished_blocks(self, count: int) -> None:
+        blocks = self.pool.allocate(count)
+        if blocks is not None:
+            for block in blocks:
+                self.memory.pop(block, None)
+            self.holders.append(blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.holders) - 1))
+        self.pool.release(self.holders.pop(index))
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear()
+        assert self.pool.cached == 0
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pool.check_integrity()
+        held = {block for blocks in self.holders for block in blocks}
+        assert self.pool.held == len(held)
+        assert self.pool.available == self.pool.num_blocks - len(held)
+
+    @invariant()
+    def events_tell_the_truth(self) -> None:
+        for event in self.pool.take_events():
+            match event:
+                case BlockStored(hashes, parent, token_ids):
+                    assert parent is None or parent in self.announced, "an orphan was announced"
+                    assert len(token_ids) == BLOCK_SIZE * len(hashes)
+                    assert not self.announced & set(hashes), "stored twice"
+                    self.announced |= {h for h in hashes if isinstance(h, int)}
+                case BlockRemoved(hashes):
+                    assert set(hashes) <= self.announced, "removed but never stored"
+                    self.announced -= {h for h in hashes if isinstance(h, int)}
+                case BlocksCleared():
+                    self.announced.clear()
+        indexed = {identity.event_hash for identity in self.pool._identities if identity}
+        assert self.announced == indexed
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for blocks in self.holders:
+                self.pool.release(blocks)
+            assert self.pool.held == 0
+            self.pool.clear()
+            assert self.pool.cached == 0
+            self.pool.check_integrity()
+
+
+TestBlockPool = BlockPoolMachine.TestCase
+TestBlockPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
