@@ -20,7 +20,7 @@ serve: $(VENV)/.serve
 	$(BIN)/commutator serve examples/quickstart.yaml --port $(PORT)
 
 demo: $(VENV)/.serve
-	$(BIN)/commutator demo examples/quickstart.yaml
+	$(BIN)/commutator demo examples/kv.yaml
 
 test: $(VENV)/.test
 	$(BIN)/pytest -m "not long"

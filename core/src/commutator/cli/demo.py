@@ -17,16 +17,17 @@ from commutator.runtime.local_cluster import LocalCluster
 __all__ = ["demo"]
 
 SYSTEM = (
-    "You are a helpful guide for travellers in Europe. Answer in one short sentence. "
-    "Name the place first, then one fact about it. Be kind, and do not repeat the question."
+    "You are a helpful AI assistant for people who plan a journey. You know countries, their "
+    "capitals, rivers and mountains. You answer in one short and simple sentence, you are kind, "
+    "and you never make up facts. If you do not know something, you say so."
 )
 SCRIPT = (
     ("ann", "What is the capital of France?"),
-    ("ben", "What is the capital of Italy?"),
-    ("ann", "And which river runs through it?"),
-    ("ben", "And what should I eat there?"),
-    ("ann", "Name one museum there."),
-    ("ben", "Name one church there."),
+    ("ben", "What is the capital of Germany?"),
+    ("cleo", "What is the capital of Japan?"),
+    ("ann", "What is the capital of Spain?"),
+    ("ben", "What is the highest mountain in the world?"),
+    ("cleo", "What is the largest ocean?"),
 )
 
 
@@ -107,9 +108,10 @@ def tell(console: Console, answer: Answer) -> None:
     console.print(f"     [green]{answer.text.strip()}[/]")
     reused = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens reused"
     rate = answer.generated_tokens / max(answer.duration_s - answer.ttft_s, 1e-9)
+    console.print(f"     [dim]{answer.worker}: {answer.reason}[/]")
     console.print(
-        f"     [dim]{answer.worker}: {answer.reason} | {reused} | "
-        f"first token after {answer.ttft_s * 1000:.0f} ms, then {rate:.0f} tokens/s[/]\n"
+        f"     [dim]{reused}; first token after {answer.ttft_s * 1000:.0f} ms, "
+        f"then {rate:.0f} tokens/s[/]\n"
     )
 
 
