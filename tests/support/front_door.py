@@ -17,6 +17,7 @@ from commutator.frontend.server import serve_app
 from commutator.frontend.services import SERVICES, Services
 from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
+from commutator.routing.event_health import EventWarning
 from commutator.routing.pool import RouteFacts
 from commutator.text.load import load_text_model
 from commutator.text.model import TextModel
@@ -83,6 +84,12 @@ class FakeDispatcher:
 
     def status(self) -> Sequence[WorkerStatus]:
         return [WorkerStatus("fake-0", MODEL, "fake", "ready", self.open)]
+
+    def indexed_blocks(self) -> dict[str, int]:
+        return {MODEL: 3}
+
+    def warnings(self) -> list[EventWarning]:
+        return []
 
     def ready(self) -> bool:
         return self.is_ready

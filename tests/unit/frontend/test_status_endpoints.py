@@ -33,6 +33,8 @@ async def test_live_ready_health() -> None:
                 }
             ],
             "requests": {"running": 0, "queued": 0},
+            "indexed_blocks": {MODEL: 3},
+            "warnings": [],
         }
         dispatcher.is_ready = False
         assert (await door.get("/health"))[1]["status"] == "degraded"

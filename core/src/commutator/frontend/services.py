@@ -14,6 +14,7 @@ from commutator.errors import RequestError
 from commutator.frontend.limiter import Limiter
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.dispatcher import WorkerStatus
+from commutator.routing.event_health import EventWarning
 from commutator.routing.pool import RouteFacts
 from commutator.text.model import TextModel
 from commutator.types import GenerateRequest, TokenDelta
@@ -49,6 +50,10 @@ class RequestDispatcher(Protocol):
     def status(self) -> Sequence[WorkerStatus]: ...
 
     def ready(self) -> bool: ...
+
+    def indexed_blocks(self) -> Mapping[str, int]: ...
+
+    def warnings(self) -> Sequence[EventWarning]: ...
 
     def max_model_len(self, model: str) -> int | None: ...
 

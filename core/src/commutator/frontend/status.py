@@ -44,6 +44,8 @@ async def health(request: web.Request) -> web.Response:
             "models": list(services.models),
             "workers": [attrs.asdict(worker) for worker in services.dispatcher.status()],
             "requests": {"running": queue.running, "queued": queue.waiting},
+            "indexed_blocks": services.dispatcher.indexed_blocks(),
+            "warnings": [attrs.asdict(warning) for warning in services.dispatcher.warnings()],
         }
     )
 

@@ -57,6 +57,14 @@ class Dispatcher:
         """Every model of the configuration, whether or not a worker is up for it."""
         return list(self._pools)
 
+    def indexed_blocks(self) -> dict[str, int]:
+        """By model: distinct KV blocks that some worker is known to hold."""
+        return {
+            model: pool.cache.index.statistics().blocks
+            for model, pool in self._pools.items()
+            if pool.cache is not None
+        }
+
     def warnings(self) -> list[EventWarning]:
         """Why routing may work on a wrong view of what some worker holds."""
         caches = [pool.cache for pool in self._pools.values() if pool.cache is not None]

