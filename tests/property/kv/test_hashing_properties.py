@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
+from bench.peers import DynamoPeer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commutator.kv.hashing import local_block_hashes, sequence_hashes
-
-if TYPE_CHECKING:
-    from bench.peers import DynamoPeer
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
 BLOCK_SIZES = st.integers(1, 80)

@@ -10,10 +10,11 @@ And the tree takes for granted that all engines name equal blocks alike, so it i
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from attrs import define, field
+from bench.peers import DynamoPeer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.property.routing.streams import (
@@ -32,9 +33,6 @@ from commutator.kv.hashing import local_block_hashes
 from commutator.kv.medium import Tier
 from commutator.routing.overlap import WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
-
-if TYPE_CHECKING:
-    from bench.peers import DynamoPeer
 
 EXAMPLES = 350
 STEPS = 80

@@ -118,6 +118,16 @@ def test_orphans_are_bounded_and_the_oldest_go() -> None:
     assert index.match(HASHES) == {W0: Overlap(device=1)}, "block 1 was the oldest"
 
 
+def test_an_orphan_that_is_stored_anew_waits_for_its_new_parent() -> None:
+    index = PrefixIndex(SIZE)
+    index.apply("w0", stored(2, 3, parent_block_hash=5))
+    index.apply("w0", stored(2, 3))
+    index.apply("w0", stored(0, 1, block_hashes=(5,), token_ids=tuple(range(SIZE))))
+    assert index.statistics().orphans == 1
+    index.apply("w0", stored(0, 2))
+    assert index.match(HASHES) == {W0: Overlap(device=3)}
+
+
 def test_a_block_that_is_its_own_parent_harms_nobody() -> None:
     index = PrefixIndex(SIZE)
     index.apply("w0", stored(1, 2, parent_block_hash=1001))

@@ -56,7 +56,8 @@ class SequenceCounters:
     """What happened to a source's messages."""
 
     applied: int = 0
-    duplicate: int = 0
+    passed_over: int = 0
+    """Live messages that a replay had brought, or had already gone beyond."""
     gaps: int = 0
     lost: int = 0
     """Messages that no replay could bring back."""
@@ -88,8 +89,12 @@ class EventSequence:
     _replay: int = 0
     _running: bool = False
     _asked_from: int = -1
+    _asked_live: int = -1
+    """The live watermark when the running replay was asked for."""
     _anchored: bool = False
     """The running replay began with the message at ``position``, so nothing lies between."""
+    _unverified: bool = False
+    """Since the last connection nothing has shown that the engine is the same."""
     _ahead: dict[int, int] = field(factory=dict)
     """Digests of replayed messages that may still come live, to tell them from a new life's."""
 
@@ -98,12 +103,17 @@ class EventSequence:
         return self._running
 
     def connected(self) -> list[Action]:
-        """The connection is new: what was sent before was missed, perhaps by another life."""
+        """The connection is new: what was sent before was missed, perhaps by another life.
+
+        What waited for a replay came from before, so the new replay has it too, if it still counts.
+        """
+        self._held.clear()
+        self._unverified = self.position is not None
         return [self._ask()] if self.can_replay else []
 
     def check(self) -> list[Action]:
         """A regular check is due: ask whether anything was missed."""
-        return [] if self._running else self.connected()
+        return [self._ask()] if self.can_replay and not self._running else []
 
     def on_live(self, sequence: int, body: bytes) -> list[Action]:
         """A message came on the live connection."""
@@ -127,6 +137,7 @@ class EventSequence:
             return []
         if sequence == position.sequence:
             self._anchored = True
+            self._unverified = False
             if xxh3_64_intdigest(body) == position.digest:
                 return []
             self.counters.restarts += 1
@@ -142,7 +153,8 @@ class EventSequence:
         if number != self._replay or not self._running:
             return []
         self._running = False
-        if self.position is not None and not self._anchored and not self._held:
+        lost = self.position is not None and not self._anchored
+        if lost and (self._unverified or not self._held):
             # Not even the last message we applied is kept: another life of the engine.
             self.counters.restarts += 1
             return [self._forget("the engine restarted and has sent less than before"), self._ask()]
@@ -154,6 +166,10 @@ class EventSequence:
             return []
         self._running = False
         self.counters.replays_failed += 1
+        if self._unverified and not self._anchored:
+            self.counters.resyncs += 1
+            reset = self._forget("after a new connection no replay showed what was missed")
+            return [reset, *self._drain()]
         return self._drain()
 
     def _advance(self, sequence: int, body: bytes) -> list[Action]:
@@ -162,9 +178,10 @@ class EventSequence:
             self._ahead.clear()
             return [self._apply(sequence, body)]
         if sequence <= known_to:
-            if self._ahead.pop(sequence, None) != xxh3_64_intdigest(body):
+            replayed = self._ahead.pop(sequence, None)
+            if replayed not in (None, xxh3_64_intdigest(body)):
                 return self._restarted(sequence, body)
-            self.counters.duplicate += 1
+            self.counters.passed_over += 1
             return []
         if not self.can_replay:
             return self._skip_to(sequence, body)
@@ -178,8 +195,10 @@ class EventSequence:
         while self._held:
             sequence, body = self._held.popleft()
             known_to = -1 if self.position is None else self.position.sequence
-            if sequence > known_to + 1 and known_to == self._asked_from:
-                actions += self._skip_to(sequence, body)  # the replay brought nothing new
+            fruitless = known_to == self._asked_from and sequence <= self._asked_live
+            if fruitless and sequence > known_to + 1:
+                # The gap was there when the replay was asked for, and it brought nothing.
+                actions += self._skip_to(sequence, body)
                 continue
             actions += self._advance(sequence, body)
             if self._running:  # a gap: the message went to the end of those that wait
@@ -211,12 +230,11 @@ class EventSequence:
         self.counters.resyncs += 1
         self.counters.lost += lost
         reset = self._forget(f"{lost} messages before {sequence} are lost")
-        self._anchored = True  # what comes next follows this message
         return [reset, self._apply(sequence, body, replayed=replayed)]
 
     def _apply(self, sequence: int, body: bytes, *, replayed: bool = False) -> Apply:
         if self.position is None:
-            self._anchored = True
+            self._anchored = True  # what comes next follows this message
         digest = xxh3_64_intdigest(body)
         self.position = Position(sequence, digest)
         if replayed:
@@ -228,6 +246,7 @@ class EventSequence:
 
     def _forget(self, reason: str) -> Reset:
         self.position = None
+        self._unverified = False
         self._ahead.clear()
         return Reset(reason)
 
@@ -242,5 +261,6 @@ class EventSequence:
         self._anchored = False
         self.replayed = -1
         self._asked_from = -1 if self.position is None else self.position.sequence
+        self._asked_live = self.live
         self.counters.replays += 1
         return Replay(self._replay, max(self._asked_from, 0))

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from commutator.errors import EngineUnavailableError
 from commutator.kv.events import EventBatch, decode_batch
-from commutator.routing.event_replay import replay_messages
+from commutator.routing.event_replay import SEQUENCE_BYTES, receive_burst, replay_messages
 from commutator.routing.event_sequence import (
     Action,
     Apply,
@@ -31,7 +31,6 @@ __all__ = ["EventSink", "SourceReader", "SourceTimes"]
 log = logging.getLogger(__name__)
 
 _FRAMES = 3
-_SEQUENCE_BYTES = 8
 _HIGH_WATER = 100_000
 
 
@@ -75,6 +74,7 @@ class SourceReader:
         self._times = times
         self._tasks: list[asyncio.Task[None]] = []
         self._replaying: asyncio.Task[None] | None = None
+        self._settling: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Subscribe. What was published before is asked for when the connection stands."""
@@ -85,12 +85,14 @@ class SourceReader:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(self.source.endpoint)
         work = (self._read(), self._watch_connection(), self._check_regularly())
-        self._tasks = [asyncio.create_task(_logged(task, self.source.endpoint)) for task in work]
+        self._tasks = [self._spawn(task) for task in work]
 
     async def close(self) -> None:
         tasks = [*self._tasks, *([self._replaying] if self._replaying else [])]
         for task in tasks:
             task.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._tasks:
             self._socket.disable_monitor()
@@ -100,24 +102,29 @@ class SourceReader:
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
-            if len(frames) == _FRAMES and len(frames[1]) == _SEQUENCE_BYTES:
-                self._do(self.sequence.on_live(int.from_bytes(frames[1], "big"), frames[2]))
-            else:
-                self._sink.undecodable(ValueError(f"a message of {len(frames)} frames"))
-            await asyncio.sleep(0)  # a burst must not keep the event loop from everything else
+            for frames in await receive_burst(self._socket):
+                if len(frames) == _FRAMES and len(frames[1]) == SEQUENCE_BYTES:
+                    self._do(self.sequence.on_live(int.from_bytes(frames[1], "big"), frames[2]))
+                else:
+                    self._sink.undecodable(ValueError(f"a message of {len(frames)} frames"))
+            await asyncio.sleep(0)  # many bursts must not keep the loop from everything else
 
     async def _watch_connection(self) -> None:
         while True:
             await recv_monitor_message(self._monitor)
             self._do(self.sequence.connected())
-            await asyncio.sleep(self._times.settle_s)
-            self._do(self.sequence.check())
+            if self._settling is not None:
+                self._settling.cancel()
+            loop = asyncio.get_running_loop()
+            self._settling = loop.call_later(self._times.settle_s, self._check)
 
     async def _check_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._times.check_interval_s)
-            self._do(self.sequence.check())
+            self._check()
+
+    def _check(self) -> None:
+        self._do(self.sequence.check())
 
     async def _replay(self, request: Replay) -> None:
         endpoint = self.source.replay_endpoint
@@ -127,8 +134,9 @@ class SourceReader:
         )
         try:
             async with contextlib.aclosing(messages):
-                async for sequence, body in messages:
-                    self._do(self.sequence.on_replayed(request.number, sequence, body))
+                async for burst in messages:
+                    for sequence, body in burst:
+                        self._do(self.sequence.on_replayed(request.number, sequence, body))
                     await asyncio.sleep(0)
         except EngineUnavailableError as error:
             log.warning("%s", error)
@@ -146,8 +154,7 @@ class SourceReader:
                 case Replay():
                     if self._replaying is not None:
                         self._replaying.cancel()
-                    work = _logged(self._replay(action), self.source.endpoint)
-                    self._replaying = asyncio.create_task(work)
+                    self._replaying = self._spawn(self._replay(action))
 
     def _apply(self, body: bytes) -> None:
         try:
@@ -155,10 +162,11 @@ class SourceReader:
         except Exception as error:  # noqa: BLE001 - whatever a worker sends, the next is read
             self._sink.undecodable(error)
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
 
-async def _logged(work: Coroutine[Any, Any, None], endpoint: str) -> None:
-    try:
-        await work
-    except Exception:
-        log.exception("events from %s are no longer read", endpoint)
-        raise
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("events from %s are no longer read", self.source.endpoint, exc_info=error)

@@ -87,7 +87,7 @@ class EventSubscriber:
         self.index = index
         self._times = times
         self._clock = clock
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context | None = None
         self._workers: dict[str, _Worker] = {}
         self._positions: dict[tuple[str, str], Position] = {}
         self._reviews: asyncio.Task[None] | None = None
@@ -107,6 +107,8 @@ class EventSubscriber:
         if None in positions:
             self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
             positions = [None] * len(sources)
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
         for rank, (one, position) in enumerate(zip(sources, positions, strict=True)):
             sink = _Sink(worker_id, rank if len(sources) > 1 else None, self.index, health)
             reader = SourceReader(self._context, one, sink, self._times, position)
@@ -188,7 +190,9 @@ class EventSubscriber:
         readers = [reader for worker in self._workers.values() for reader in worker.readers]
         await asyncio.gather(*(reader.close() for reader in readers))
         self._workers.clear()
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
 
     async def _review_regularly(self) -> None:
         while True:

@@ -1,0 +1,95 @@
+"""What would make overlap silently zero is said: in the log, once, and for as long as it holds."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tests.unit.routing.fake_engine import (
+    HASHES,
+    SIZE,
+    FakeEngine,
+    info,
+    known,
+    stored,
+    until,
+)
+
+from commutator.kv.events import BlockStored
+from commutator.kv.hashing import sequence_hashes
+from commutator.routing.event_health import Cause
+from commutator.routing.event_subscriber import EventSubscriber
+
+
+async def test_a_worker_that_publishes_nothing_is_named(
+    subscriber: EventSubscriber, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    await subscriber.add_worker("w1", info(None))
+    for _ in range(3):
+        subscriber.computed("w0", HASHES)
+    assert [warning.cause for warning in subscriber.warnings()] == [Cause.NO_SOURCE]
+    now_s = 10.0
+    for _ in range(2):
+        causes = [(warning.worker_id, warning.cause) for warning in subscriber.warnings()]
+        assert causes == [("w0", Cause.SILENT), ("w1", Cause.NO_SOURCE)]
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2, "each is said once"
+    assert engine.source.endpoint in said[1]
+
+
+@pytest.mark.parametrize(("block_size", "words"), [(6, "does not divide"), (8, "whole blocks")])
+async def test_a_block_size_that_differs_is_said_loudly(
+    subscriber: EventSubscriber, engine: FakeEngine, block_size: int, words: str
+) -> None:
+    await subscriber.add_worker("w0", info(engine.source))
+    assert subscriber.warnings() == []
+    await engine.publish(stored(0, 2, block_size=block_size))
+    await until(lambda: bool(subscriber.warnings()))
+    [warning] = subscriber.warnings()
+    assert warning.cause is Cause.BLOCK_SIZE
+    assert f"{block_size} tokens" in warning.message
+    assert words in warning.message
+
+
+async def test_an_announced_block_size_is_compared_before_any_event(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    await subscriber.add_worker("w0", info(engine.source, block_size=6))
+    assert [warning.cause for warning in subscriber.warnings()] == [Cause.BLOCK_SIZE]
+
+
+async def test_tokens_that_differ_make_overlap_silently_zero_so_it_is_said(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    await engine.publish(stored(0, 4))
+    await known(subscriber, 4)
+    other = sequence_hashes(range(32), SIZE)
+    for _ in range(8):
+        subscriber.computed("w0", other)
+    subscriber.computed("w0", [])  # shorter than a block: says nothing
+    now_s = 10.0
+    assert [warning.cause for warning in subscriber.warnings()] == [Cause.NEVER_MATCHES]
+    assert subscriber.statistics()["w0"].missing_prompts == 8
+    subscriber.computed("w0", HASHES)
+    now_s = 20.0
+    assert subscriber.warnings() == []
+
+
+async def test_tiers_that_do_not_match_the_events_are_said(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    await subscriber.add_worker("w0", info(engine.source))
+    offloaded = BlockStored((1001, 1009), 1000, (), SIZE, medium="CPU")
+    await engine.publish(stored(0, 2), stored(2, 3, medium="TAPE"), offloaded)
+    await until(lambda: len(subscriber.warnings()) == 2)
+    medium, untraceable = subscriber.warnings()
+    assert medium.cause is Cause.UNKNOWN_MEDIUM
+    assert "TAPE" in medium.message
+    assert untraceable.cause is Cause.UNTRACEABLE
+    assert "self_describing_kv_events" in untraceable.message
