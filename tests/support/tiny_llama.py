@@ -23,7 +23,9 @@ TINY = LlamaConfig(
 )
 
 
-def tiny_model(config: LlamaConfig = TINY, *, seed: int = 0) -> LlamaModel:
+def tiny_model(
+    config: LlamaConfig = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> LlamaModel:
     """Weights large enough that the next token depends on every token before it."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -43,4 +45,4 @@ def tiny_model(config: LlamaConfig = TINY, *, seed: int = 0) -> LlamaModel:
         return torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
 
     device = torch.device("cpu")
-    return LlamaModel(config, build_weights(config, source, device=device, dtype=torch.float32))
+    return LlamaModel(config, build_weights(config, source, device=device, dtype=dtype))

@@ -77,7 +77,7 @@ class ReferenceEngine:
         # What follows is guarded by the condition's lock.
         self._inbox: deque[Callable[[], object]] = deque()
         self._live: set[int] = set()
-        self._pending: set[int] = set()
+        self._pending: dict[int, GenerateRequest] = {}
         self._load = EngineLoad(kv_capacity_blocks=options.num_blocks)
 
     def submit(self, key: int, request: GenerateRequest) -> None:
@@ -100,7 +100,7 @@ class ReferenceEngine:
                     f"{limit} requests run or wait here already; try again later"
                 )
             self._live.add(key)
-            self._pending.add(key)
+            self._pending[key] = request
             self._inbox.append(lambda: self._admit(key, request))
             self._changed.notify()
 
@@ -108,7 +108,7 @@ class ReferenceEngine:
         """Stop a request and free what it holds before the next step. Nothing if unknown."""
         with self._changed:
             self._live.discard(key)
-            self._pending.discard(key)
+            self._pending.pop(key, None)
             self._inbox.append(lambda: self._scheduler.remove(key))
             self._changed.notify()
 
@@ -173,9 +173,9 @@ class ReferenceEngine:
             self._load = self._current_load()
 
     def _admit(self, key: int, request: GenerateRequest) -> None:
-        if key not in self._pending:
+        if self._pending.get(key) is not request:
             return  # aborted before it was seen
-        self._pending.remove(key)
+        del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
         self._scheduler.add(Sequence.start(key, request, self._arrivals, seed))

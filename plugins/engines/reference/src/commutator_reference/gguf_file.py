@@ -47,6 +47,7 @@ class GgufFile:
     """A GGUF file opened for reading. Raises ConfigError when it is damaged."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -58,20 +59,35 @@ class GgufFile:
             raise ConfigError([f"not a readable GGUF file: {error}"], str(path)) from error
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as float32, in memory of its own. KeyError when there is none."""
+        """The tensor as float32, in memory of its own.
+
+        Raises KeyError when there is none, ConfigError when it cannot be read.
+        """
         entry = self.tensors[name]
         block_items, block_bytes = GGML_QUANT_SIZES[entry.kind]
         *outer, inner = entry.shape
         row_bytes = inner // block_items * block_bytes
         size_bytes = math.prod(outer) * row_bytes
+        if entry.offset + size_bytes > len(self._data):
+            raise ConfigError([f'the file ends before the tensor "{name}" does'], str(self._path))
         raw = np.frombuffer(self._data, np.uint8, size_bytes, entry.offset)
         if entry.kind == GGMLQuantizationType.F32:
             values = raw.view(np.float32).reshape(entry.shape)
         elif entry.kind == GGMLQuantizationType.F16:
             values = raw.view(np.float16).reshape(entry.shape).astype(np.float32)
         else:
-            values = dequantize(raw.reshape(*outer, row_bytes), entry.kind)
+            values = self._dequantized(raw.reshape(*outer, row_bytes), entry.kind)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def _dequantized(
+        self, rows: np.ndarray[Any, Any], kind: GGMLQuantizationType
+    ) -> np.ndarray[Any, Any]:
+        try:
+            values: np.ndarray[Any, Any] = dequantize(rows, kind)
+        except NotImplementedError:
+            message = f"tensors of the type {kind.name} cannot be read; use another quantization"
+            raise ConfigError([message], str(self._path)) from None
+        return values
 
 
 class _Header:

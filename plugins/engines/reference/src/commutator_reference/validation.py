@@ -28,7 +28,11 @@ def validate_request(
             "prompt",
             "context_length_exceeded",
         )
-    ids = {"prompt": tokens, "logit_bias": sampling.logit_bias, "stop": sampling.stop_token_ids}
+    ids = {
+        "prompt": tokens,
+        "logit_bias": sampling.logit_bias,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
     for param, values in ids.items():
         # A model has no row for other ids, and indexing one would fail the whole batch.
         wrong = next((token for token in values if not 0 <= token < vocab_size), None)
