@@ -316,3 +316,19 @@ def test_memory_stays_bounded_under_prefix_churn() -> None:
             index.remove(worker, [1000 * (prompt - 20) + block for block in range(10)])
     assert index.statistics().blocks == 200
     assert index.statistics().holder_sets == 2
+
+
+@pytest.mark.parametrize("asked", [1, 63, 64, 65, 128, 129, 200])
+def test_long_prefixes_are_looked_up_in_pieces_without_a_seam(asked: int) -> None:
+    index = PrefixIndex(SIZE)
+    hashes = list(range(1, 201))
+    lengths = {"w1": 1, "w63": 63, "w64": 64, "w65": 65, "w128": 128, "w129": 129, "w200": 200}
+    for worker, blocks in lengths.items():
+        index.store(worker, hashes[:blocks])
+    index.store("w200", hashes[60:130], tier=Tier.DISK)
+    index.remove("w200", hashes[60:130])
+    found = index.match(hashes[:asked])
+    for worker, blocks in lengths.items():
+        held = min(blocks, asked)
+        on_disk = len(range(60, min(asked, 130))) if worker == "w200" else 0
+        assert found[WorkerRank(worker)] == Overlap(device=held - on_disk, disk=on_disk)

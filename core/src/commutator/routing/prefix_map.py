@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 from commutator.kv.medium import Tier
 from commutator.routing.holders import NOBODY, Holders, HolderSets
 
 __all__ = ["Ended", "PrefixMap", "slots_of"]
 
+
+_AT_ONCE = 64
 
 Ended = tuple[int, int]
 """Slots, as a bit mask, and the length of their prefix in blocks."""
@@ -83,7 +86,10 @@ class PrefixMap:
         ended: list[Ended] = []
         lower: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(Tier))
         alive, current, depth = 0, NOBODY, 0
-        for holders, run in groupby(map(self._holders.get, hashes)):
+        for holders, blocks in self._runs(hashes):
+            if holders is current:
+                depth += blocks
+                continue
             if holders is None:
                 break
             staying = alive & holders.all if depth else holders.all
@@ -94,12 +100,27 @@ class PrefixMap:
             alive, current = staying, holders
             if not alive:
                 break
-            depth += len(list(run))
+            depth += blocks
         if alive:
             ended.append((alive, depth))
             if current.lower:
                 _turn(lower, depth, (current, alive), (NOBODY, 0))
         return ended, lower
+
+    def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[Holders | None, int]]:
+        """Stretches of blocks with the same holders; an ``itemgetter`` looks up many at once."""
+        known = self._holders
+        for start in range(0, len(hashes), _AT_ONCE):
+            some = hashes[start : start + _AT_ONCE]
+            try:
+                found = itemgetter(*some)(known) if len(some) > 1 else (known[some[0]],)
+            except KeyError:
+                found = tuple(map(known.get, some))
+            if found.count(found[0]) == len(found):
+                yield found[0], len(found)
+            else:
+                for holders, run in groupby(found):
+                    yield holders, len(list(run))
 
 
 def slots_of(mask: int) -> Iterator[int]:
