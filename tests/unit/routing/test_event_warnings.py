@@ -19,6 +19,7 @@ from commutator.kv.events import BlockStored
 from commutator.kv.hashing import sequence_hashes
 from commutator.routing.event_health import Cause
 from commutator.routing.event_subscriber import EventSubscriber
+from commutator.types import EventSource
 
 
 async def test_a_worker_that_publishes_nothing_is_named(
@@ -93,3 +94,15 @@ async def test_tiers_that_do_not_match_the_events_are_said(
     assert "TAPE" in medium.message
     assert untraceable.cause is Cause.UNTRACEABLE
     assert "self_describing_kv_events" in untraceable.message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "ranks"), [("tcp://*:5557", 1), ("nonsense", 1), ("ipc:///tmp/x", 2)]
+)
+async def test_an_address_that_cannot_be_connected_to_is_named(
+    subscriber: EventSubscriber, endpoint: str, ranks: int
+) -> None:
+    await subscriber.add_worker("w0", info(EventSource(endpoint), ranks=ranks))
+    [warning] = subscriber.warnings()
+    assert warning.cause is Cause.UNREADABLE
+    assert endpoint in warning.message

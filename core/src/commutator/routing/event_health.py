@@ -21,6 +21,7 @@ class Cause(StrEnum):
     """What is wrong with a worker's events."""
 
     NO_SOURCE = "no_source"
+    UNREADABLE = "unreadable"
     SILENT = "silent"
     BLOCK_SIZE = "block_size"
     NEVER_MATCHES = "never_matches"
@@ -51,6 +52,8 @@ class EventHealth:
     endpoint: str | None
     block_size: int
     grace_s: float = 2.0
+    unreadable: str = ""
+    """Why its events cannot be subscribed to at all."""
     messages: int = 0
     decode_errors: int = 0
     lost: int = 0
@@ -101,6 +104,11 @@ class EventHealth:
                 for cause, message in filter(None, found)]  # fmt: skip
 
     def _no_source(self) -> tuple[Cause, str] | None:
+        if self.unreadable:
+            return Cause.UNREADABLE, (
+                f"publishes KV events where they cannot be read ({self.unreadable}); give it an "
+                "address that can be connected to from here"
+            )
         if self.endpoint is not None:
             return None
         return Cause.NO_SOURCE, (
@@ -109,7 +117,12 @@ class EventHealth:
         )
 
     def _silent(self) -> tuple[Cause, str] | None:
-        if self.endpoint is None or self.messages or self.checked < _SILENT_AFTER:
+        if (
+            self.endpoint is None
+            or self.unreadable
+            or self.messages
+            or self.checked < _SILENT_AFTER
+        ):
             return None
         return Cause.SILENT, (
             f"has computed {self.checked} prompts, but no KV event came from {self.endpoint}; "

@@ -77,13 +77,20 @@ class SourceReader:
         self._settling: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Subscribe. What was published before is asked for when the connection stands."""
+        """Subscribe. What was published before is asked for when the connection stands.
+
+        Raises ValueError when the endpoint is none that can be connected to.
+        """
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(_HIGH_WATER)
         self._socket.subscribe(self.source.topic)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._socket.connect(self.source.endpoint)
+        try:
+            self._socket.connect(self.source.endpoint)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ValueError(f"{self.source.endpoint}: {error}") from None
         work = (self._read(), self._watch_connection(), self._check_regularly())
         self._tasks = [self._spawn(task) for task in work]
 
@@ -95,10 +102,13 @@ class SourceReader:
             self._settling.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._tasks:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
+            self._close_sockets()
             self._tasks = []
+
+    def _close_sockets(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
 
     async def _read(self) -> None:
         while True:

@@ -98,24 +98,30 @@ class EventSubscriber:
         Each data-parallel rank publishes on a port of its own, counted up from the first.
         """
         await self.remove_worker(worker_id)
-        source = info.kv_events
-        endpoint = source.endpoint if source is not None else None
+        endpoint = info.kv_events.endpoint if info.kv_events is not None else None
         health = EventHealth(worker_id, endpoint, self.index.block_size)
         worker = self._workers[worker_id] = _Worker(info, health)
-        sources = _sources_by_rank(source, info.data_parallel_size) if source else []
+        try:
+            self._subscribe(worker_id, worker)
+        except ValueError as error:
+            health.unreadable = str(error)
+        if self._reviews is None:
+            self._reviews = asyncio.create_task(self._review_regularly())
+
+    def _subscribe(self, worker_id: str, worker: _Worker) -> None:
+        sources = _sources_by_rank(worker.info)
         positions = [self._positions.pop((worker_id, s.endpoint), None) for s in sources]
         if None in positions:
             self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
             positions = [None] * len(sources)
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        for rank, (one, position) in enumerate(zip(sources, positions, strict=True)):
-            sink = _Sink(worker_id, rank if len(sources) > 1 else None, self.index, health)
-            reader = SourceReader(self._context, one, sink, self._times, position)
+        for rank, (source, position) in enumerate(zip(sources, positions, strict=True)):
+            only = len(sources) == 1
+            sink = _Sink(worker_id, None if only else rank, self.index, worker.health)
+            reader = SourceReader(self._context, source, sink, self._times, position)
             reader.start()
             worker.readers.append(reader)
-        if self._reviews is None:
-            self._reviews = asyncio.create_task(self._review_regularly())
 
     async def remove_worker(self, worker_id: str) -> None:
         """Unsubscribe, and forget what the worker held. Unknown workers are ignored."""
@@ -200,17 +206,21 @@ class EventSubscriber:
             self.warnings()
 
 
-def _sources_by_rank(source: EventSource, ranks: int) -> list[EventSource]:
+def _sources_by_rank(info: EngineInfo) -> list[EventSource]:
     """The source of each rank, as vLLM and SGLang number their ports."""
-    if ranks == 1:
+    source = info.kv_events
+    if source is None:
+        return []
+    if info.data_parallel_size == 1:
         return [source]
+    replay = source.replay_endpoint
     return [
         EventSource(
             _next_port(source.endpoint, rank),
-            source.replay_endpoint and _next_port(source.replay_endpoint, rank),
+            None if replay is None else _next_port(replay, rank),
             source.topic,
         )
-        for rank in range(ranks)
+        for rank in range(info.data_parallel_size)
     ]
 
 
