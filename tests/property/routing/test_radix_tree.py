@@ -34,7 +34,7 @@ from commutator.kv.medium import Tier
 from commutator.routing.overlap import WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
 
-EXAMPLES = 350
+EXAMPLES = 400
 STEPS = 80
 EVENTS_WANTED = 10_000
 
