@@ -2,6 +2,7 @@
 # make demo     a scripted conversation against a fresh local cluster
 # make test     install the tools and run the tests; test-quick and test-all run fewer and more
 # make lint     ruff and mypy
+# make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
 # make docs     regenerate the generated pages
 
@@ -13,7 +14,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 PACKAGES := core $(wildcard plugins/*/*)
 PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 
-.PHONY: serve demo test test-quick test-all lint bench docs clean
+.PHONY: serve demo test test-quick test-all peers lint bench docs clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -28,15 +29,18 @@ test: $(VENV)/.test
 test-quick: $(VENV)/.test
 	$(BIN)/pytest -m "not slow and not long"
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test peers
 	$(BIN)/pytest
+
+peers: $(VENV)/.base
+	$(BIN)/python scripts/install_peers.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/typecheck.py
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test peers
 	$(BIN)/python -m bench
 
 docs: $(VENV)/.test

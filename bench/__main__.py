@@ -13,6 +13,7 @@ from bench.result import Figure, save
 
 SCENARIOS = {
     "decode": "the reference engine against transformers, same weights",
+    "routing": "hashing, events and matching against Dynamo's own index",
     "frontdoor": "a request through the front door against the worker asked directly",
 }
 

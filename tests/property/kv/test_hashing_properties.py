@@ -35,7 +35,7 @@ def test_equal_prefixes_and_only_those_share_hashes(
         assert (mine == other) == (first[:end] == second[:end])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(
     max_examples=300,
     deadline=None,

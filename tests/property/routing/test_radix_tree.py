@@ -106,7 +106,7 @@ def scores_of(index: PrefixIndex, prompt: Path) -> list[list[int]]:
     return sorted([int(m.worker_id[1:]), m.rank, found.device] for m, found in matches.items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_equal_the_radix_trees(dynamo: DynamoPeer) -> None:
     compared: Counter[str] = Counter()
 

@@ -47,6 +47,7 @@ class EventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(100_000)
         self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.set_hwm(0)  # a replay may be every message that is kept
         pub_port = self._pub.bind_to_random_port(f"tcp://{host}")
         replay_port = self._replay.bind_to_random_port(f"tcp://{host}")
         self.source = EventSource(f"tcp://{host}:{pub_port}", f"tcp://{host}:{replay_port}", topic)
