@@ -1,0 +1,221 @@
+"""Remembers the tokens of prompts' beginnings, so that a shared one is tokenized only once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from attrs import define, frozen
+from tokenizers import Tokenizer
+
+from commutator.text.cut_points import CutPoints, find_cut_points
+
+__all__ = ["BlockHashing", "FoundPrefix", "PrefixCache", "PromptTokens", "cut_points_of"]
+
+CHUNK_CHARACTERS = 400
+"""A chunk ends at the first exact cut after this many."""
+
+# A list entry and the int that it refers to; an entry of the cache without its contents.
+_INT_BYTES = 40
+_NODE_BYTES = 500
+
+
+@frozen
+class BlockHashing:
+    """How the sequence hashes of a prompt's blocks are made."""
+
+    block_size: int
+    """In tokens."""
+    hashes: Callable[[Sequence[int], Sequence[int]], list[int]]
+    """Of (token ids, hashes of the first blocks as far as they are known), those of all blocks."""
+
+
+@frozen(eq=False)
+class PromptTokens:
+    """A tokenized prompt."""
+
+    token_ids: list[int]
+    sequence_hashes: list[int] | None
+    """Of its full blocks; None when they were not asked for."""
+    hit_tokens: int
+    """So many of the tokens were known before."""
+
+
+@define(eq=False)
+class _Node:
+    """A chunk of text after all the chunks before it."""
+
+    key: tuple[int, str]
+    """(the number of the node before, the chunk)"""
+    number: int
+    token_ids: list[int]
+    hashes: list[int]
+    """Of the blocks that end in this chunk."""
+
+    @property
+    def size_bytes(self) -> int:
+        entries = len(self.token_ids) + len(self.hashes)
+        return _NODE_BYTES + sys.getsizeof(self.key[1]) + _INT_BYTES * entries
+
+
+@frozen(eq=False)
+class FoundPrefix:
+    """What is known of a prompt."""
+
+    text: str
+    special: bool
+    """Whether special tokens are put around the text."""
+    nodes: list[_Node]
+    known_characters: int
+
+    @property
+    def missing_characters(self) -> int:
+        """How much is still to be tokenized."""
+        return len(self.text) - self.known_characters
+
+
+def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
+    """Where texts of this tokenizer may be cut."""
+    if tokenizer.encode_special_tokens:
+        return CutPoints(problem="it reads special tokens as plain text")
+    try:
+        description = json.loads(tokenizer.to_str())
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
+        return CutPoints(problem=f"it cannot be described: {error}")
+    return find_cut_points(description)
+
+
+class PrefixCache:
+    """Tokens, and sequence hashes if wanted, by text prefix. Threads may share it.
+
+    A prompt is cut into chunks at exact cuts, always the same way, and each chunk is kept under
+    the ones before it. The least recently used go first; a chunk never before those after it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_bytes: int,
+        *,
+        hashing: BlockHashing | None = None,
+        on_hit: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """With ``max_bytes`` 0 nothing is kept. ``on_hit`` is told each prompt's known tokens."""
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._hashing = hashing
+        self._on_hit = on_hit
+        off = CutPoints(problem="it has no room for anything")
+        self.cuts = cut_points_of(tokenizer) if max_bytes > 0 else off
+        self.size_bytes = 0
+        self._nodes: OrderedDict[tuple[int, str], _Node] = OrderedDict()
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> PromptTokens:
+        """The prompt's tokens, equal to those without a cache."""
+        return self.complete(self.look_up(text, add_special_tokens=add_special_tokens))
+
+    def look_up(self, text: str, *, add_special_tokens: bool) -> FoundPrefix:
+        """What is known of the prompt; quick."""
+        nodes: list[_Node] = []
+        start, last = 0, self._root(add_special_tokens)
+        if self.cuts.any:
+            next_cut, get = self.cuts.next_cut, self._nodes.get
+            with self._lock:
+                while (cut := next_cut(text, start + CHUNK_CHARACTERS)) is not None:
+                    node = get((last, text[start:cut]))
+                    if node is None:
+                        break
+                    nodes.append(node)
+                    start, last = cut, node.number
+                self._touch(nodes)
+        return FoundPrefix(text, add_special_tokens, nodes, start)
+
+    def complete(self, found: FoundPrefix) -> PromptTokens:
+        """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile."""
+        if not self.cuts.any:
+            return self._plain(found)
+        token_ids: list[int] = []
+        hashes: list[int] = []
+        if found.special:
+            token_ids.extend(self.cuts.first_ids)
+        hit_tokens = -len(token_ids)
+        for node in found.nodes:
+            token_ids += node.token_ids
+            hashes += node.hashes
+        hit_tokens += len(token_ids)
+        known_tokens = len(token_ids)
+        chunks = self._chunks(found.text, found.known_characters)
+        encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
+        parts: list[list[int]] = [encoding.ids for encoding in encodings]
+        for part in parts:
+            token_ids += part
+        if found.special:
+            token_ids.extend(self.cuts.last_ids)
+        if self._hashing is not None:
+            hashes = self._hashing.hashes(token_ids, hashes)
+        self._keep(found, known_tokens, chunks[:-1], parts, hashes)
+        self._on_hit(hit_tokens)
+        return PromptTokens(token_ids, hashes if self._hashing else None, hit_tokens)
+
+    def _plain(self, found: FoundPrefix) -> PromptTokens:
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [found.text], add_special_tokens=found.special
+        )
+        token_ids: list[int] = encoding.ids
+        hashes = None if self._hashing is None else self._hashing.hashes(token_ids, ())
+        return PromptTokens(token_ids, hashes, 0)
+
+    def _root(self, special: bool) -> int:
+        """Prompts that begin with special tokens have other blocks than those that do not."""
+        return -1 if special and self.cuts.first_ids else 0
+
+    def _chunks(self, text: str, start: int) -> list[str]:
+        """``text`` from ``start`` on; the last one ends with the text, not at a cut."""
+        chunks = []
+        while (cut := self.cuts.next_cut(text, start + CHUNK_CHARACTERS)) is not None:
+            chunks.append(text[start:cut])
+            start = cut
+        chunks.append(text[start:])
+        return chunks
+
+    def _keep(
+        self,
+        found: FoundPrefix,
+        known_tokens: int,
+        chunks: Sequence[str],
+        parts: Sequence[list[int]],
+        hashes: Sequence[int],
+    ) -> None:
+        if not chunks:
+            return
+        path = list(found.nodes)
+        last = path[-1].number if path else self._root(found.special)
+        block_size = self._hashing.block_size if self._hashing else sys.maxsize
+        tokens = known_tokens
+        with self._lock:
+            for chunk, part in zip(chunks, parts, strict=False):
+                blocks, tokens = tokens // block_size, tokens + len(part)
+                key = (last, chunk)
+                node = self._nodes.get(key)
+                if node is None:
+                    ended = list(hashes[blocks : tokens // block_size])
+                    node = self._nodes[key] = _Node(key, next(self._numbers), part, ended)
+                    self.size_bytes += node.size_bytes
+                path.append(node)
+                last = node.number
+            self._touch(path)
+            while self.size_bytes > self._max_bytes:
+                _, oldest = self._nodes.popitem(last=False)
+                self.size_bytes -= oldest.size_bytes
+
+    def _touch(self, path: Sequence[_Node]) -> None:
+        # Backwards, so that what stands first in a prompt is the last to be dropped.
+        for node in reversed(path):
+            if node.key in self._nodes:  # another thread may have dropped it
+                self._nodes.move_to_end(node.key)
