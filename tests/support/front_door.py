@@ -76,6 +76,8 @@ class FakeDispatcher:
     longest: int | None = None
     requests: list[GenerateRequest] = field(factory=list)
     sessions: list[str | None] = field(factory=list)
+    hashes: list[Sequence[int] | None] = field(factory=list)
+    block_size: int | None = None
     open: int = 0
     """Requests neither finished nor closed."""
 
@@ -97,10 +99,18 @@ class FakeDispatcher:
     def max_model_len(self, model: str) -> int | None:
         return self.longest
 
+    def hashed_block_size(self, model: str) -> int | None:
+        return self.block_size
+
     async def dispatch(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
+        self,
+        model: str,
+        request: GenerateRequest,
+        session_id: str | None = None,
+        sequence_hashes: Sequence[int] | None = None,
     ) -> FakeDispatch:
         self.requests.append(request)
+        self.hashes.append(sequence_hashes)
         self.sessions.append(session_id)
         if self.refuse is not None:
             raise self.refuse

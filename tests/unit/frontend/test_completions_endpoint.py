@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, FrontDoor, answer, front_door
 
+from commutator.kv.hashing import sequence_hashes
 from commutator.types import FinishReason
 
 
@@ -109,3 +110,30 @@ async def test_logprobs() -> None:
     assert bare["choices"][0]["logprobs"]["top_logprobs"] is None
     streamed = [event["choices"][0]["logprobs"] for event in events]
     assert [lists["text_offset"] for lists in streamed if lists] == [[0], [3]]
+
+
+async def test_a_shared_beginning_is_tokenized_and_hashed_once() -> None:
+    dispatcher = FakeDispatcher(block_size=16)
+    document = "The same long document is pasted by everyone who asks about it. " * 100
+    async with front_door(dispatcher) as door:
+        for question in ("What is it?", "Who pasted it?"):
+            status, _ = await door.complete(prompt=document + question, max_tokens=4)
+            assert status == 200
+        hits = door.services.metrics.prompt_cache_hits.labels(MODEL)._value.get()
+        status, again = await door.post("/tokenize", {"prompt": document + "What is it?"})
+    first, second = dispatcher.requests
+    assert list(first.token_ids) == TEXT.encode(document + "What is it?") == again["tokens"]
+    assert list(second.token_ids) == TEXT.encode(document + "Who pasted it?")
+    assert dispatcher.hashes == [
+        sequence_hashes(request.token_ids, 16) for request in dispatcher.requests
+    ]
+    assert hits > 0.9 * len(second.token_ids)
+
+
+async def test_the_prompt_cache_can_be_off() -> None:
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher, prompt_cache_bytes=0) as door:
+        await door.complete(prompt="word " * 2_000, max_tokens=4)
+        await door.complete(prompt="word " * 2_000, max_tokens=4)
+        assert door.services.prompt_caches[MODEL].size_bytes == 0
+    assert dispatcher.hashes == [None, None]

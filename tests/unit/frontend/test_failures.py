@@ -117,10 +117,14 @@ async def test_one_failed_answer_ends_the_others() -> None:
 async def test_a_refused_answer_closes_those_already_sent() -> None:
     class Second(FakeDispatcher):
         async def dispatch(
-            self, model: str, request: GenerateRequest, session_id: str | None = None
+            self,
+            model: str,
+            request: GenerateRequest,
+            session_id: str | None = None,
+            sequence_hashes: Sequence[int] | None = None,
         ) -> FakeDispatch:
             self.refuse = RoutingError("gone") if len(self.requests) == 2 else None
-            return await super().dispatch(model, request, session_id)
+            return await super().dispatch(model, request, session_id, sequence_hashes)
 
     dispatcher = Second(delay_s=0.01)
     async with front_door(dispatcher) as door:

@@ -126,7 +126,9 @@ class Watcher:
 
 
 class Setup:
-    def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, faults: Faults | None = None, seed: int = 0, router: str = "round_robin"
+    ) -> None:
         self.connector = FakeConnector(faults or Faults(), seed)
         self.watcher = Watcher()
         self.host = load_plugins()
@@ -142,6 +144,7 @@ class Setup:
         config = Config(
             models=(ModelConfig(name="m", source="-"),),
             engines=(EngineConfig(kind="fake", name="e", model="m"),),
+            router=self.host.routers.kinds[router].config_class(kind=router),
         )
         self.dispatcher = Dispatcher(config, self.host, random.Random(1))
 
@@ -203,6 +206,22 @@ async def test_a_dead_worker_is_left_out_and_comes_back() -> None:
     async with asyncio.timeout(3):
         while await setup.run("again") != "w-0":
             await asyncio.sleep(0.02)
+    await setup.dispatcher.close()
+
+
+async def test_hashes_that_are_known_are_not_made_again() -> None:
+    assert Setup().dispatcher.hashed_block_size("m") is None, "nobody looks at overlaps"
+    setup = Setup(router="kv")
+    await setup.up("w-0")
+    assert setup.dispatcher.hashed_block_size("m") == 16
+    overlaps = []
+    for number, known in enumerate([[77], [77], None]):
+        dispatch = await setup.dispatcher.dispatch("m", request(str(number)), None, known)
+        overlaps.append(dispatch.facts.overlap_blocks)
+        async for _ in dispatch:
+            pass
+        await dispatch.aclose()
+    assert overlaps == [0, 1, 0], "the given hash is the one that was looked up"
     await setup.dispatcher.close()
 
 

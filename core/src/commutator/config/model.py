@@ -112,6 +112,11 @@ class FrontendConfig:
         600.0,
     )
     max_body_bytes: PositiveInt = setting("Larger request bodies are answered 413.", 16 << 20)
+    prompt_cache_bytes: NonNegativeInt = setting(
+        "Memory of one front-door process and model for the tokens of prompts' beginnings, so that "
+        "a shared one is tokenized only once; 0 keeps none.",
+        64 << 20,
+    )
     api_keys: tuple[Secret, ...] = setting(
         "Clients must send one of these as a bearer token; empty lets everyone in.", ()
     )

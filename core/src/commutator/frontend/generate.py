@@ -22,11 +22,12 @@ from commutator.frontend.services import SERVICES, Services
 from commutator.frontend.shape import Shape, encode
 from commutator.frontend.sse import EventStream
 from commutator.text.model import TextModel
+from commutator.text.prefix_cache import PrefixCache
 
 __all__ = ["chat_completions", "completions"]
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-Planner = Callable[[RequestT, str, TextModel, int, str], Awaitable[Plan]]
+Planner = Callable[[RequestT, str, TextModel, PrefixCache, int, str], Awaitable[Plan]]
 Shaper = Callable[[RequestT, Plan, str], Shape]
 
 # Proxies and clients refuse longer headers.
@@ -80,7 +81,8 @@ async def _serve(
             exchange.user = _label(body)
             async with services.limiter.place():
                 limit = services.max_model_len(name)
-                plan = await make_plan(body, name, text, limit, exchange.request_id)
+                cache = services.prompt_caches[name]
+                plan = await make_plan(body, name, text, cache, limit, exchange.request_id)
                 shape = shaper(body, plan, exchange.request_id)
                 async with Generation(
                     services.dispatcher, services.metrics, plan, exchange.arrived_s

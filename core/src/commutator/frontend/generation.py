@@ -53,8 +53,10 @@ class Generation:
     async def __aenter__(self) -> Self:
         plan = self._plan
         try:
-            for request in plan.requests:
-                dispatched = await self._dispatcher.dispatch(plan.model, request, plan.session_id)
+            for request, hashes in zip(plan.requests, plan.sequence_hashes, strict=True):
+                dispatched = await self._dispatcher.dispatch(
+                    plan.model, request, plan.session_id, hashes
+                )
                 self._dispatched.append(dispatched)
                 facts = dispatched.facts
                 self._metrics.routed(

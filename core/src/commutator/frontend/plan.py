@@ -12,6 +12,7 @@ from commutator.frontend.prompts import chat_prompt, completion_prompts
 from commutator.frontend.requests import ChatRequest, CompletionRequest, GenerationRequest
 from commutator.frontend.sampling import choice_rules, max_tokens_of, sampling_params
 from commutator.text.model import TextModel
+from commutator.text.prefix_cache import PrefixCache, PromptTokens
 from commutator.types import GenerateRequest
 
 __all__ = ["Plan", "plan_chat", "plan_completion"]
@@ -27,6 +28,8 @@ class Plan:
     text: TextModel
     requests: tuple[GenerateRequest, ...]
     """One for each answer; the answers to one prompt stand together."""
+    sequence_hashes: tuple[Sequence[int] | None, ...]
+    """For each answer those of its prompt's blocks, where they are known."""
     rules: ChoiceRules
     answers_per_prompt: int
     echoes: tuple[str, ...] | None = None
@@ -40,17 +43,27 @@ class Plan:
 
 
 async def plan_chat(
-    request: ChatRequest, model: str, text: TextModel, max_model_len: int, request_id: str
+    request: ChatRequest,
+    model: str,
+    text: TextModel,
+    cache: PrefixCache,
+    max_model_len: int,
+    request_id: str,
 ) -> Plan:
     """Raises RequestError when the request cannot be served as it is."""
     _check_stream_options(request)
-    prompts = [await chat_prompt(text, request)]
+    prompts = [await chat_prompt(text, cache, request)]
     plan = _plan(request, model, text, prompts, max_model_len, request_id)
     return evolve(plan, session_id=request.session_id or request.prompt_cache_key)
 
 
 async def plan_completion(
-    request: CompletionRequest, model: str, text: TextModel, max_model_len: int, request_id: str
+    request: CompletionRequest,
+    model: str,
+    text: TextModel,
+    cache: PrefixCache,
+    max_model_len: int,
+    request_id: str,
 ) -> Plan:
     """Raises RequestError when the request cannot be served as it is."""
     _check_stream_options(request)
@@ -67,7 +80,7 @@ async def plan_completion(
             "echo",
             "unsupported_parameter",
         )
-    prompts = await completion_prompts(text, request.prompt)
+    prompts = await completion_prompts(text, cache, request.prompt)
     plan = _plan(request, model, text, prompts, max_model_len, request_id)
     if not request.echo:
         return plan
@@ -83,7 +96,7 @@ def _plan(
     request: GenerationRequest,
     model: str,
     text: TextModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[PromptTokens],
     max_model_len: int,
     request_id: str,
 ) -> Plan:
@@ -97,20 +110,21 @@ def _plan(
     rules = choice_rules(request, text)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
-        max_tokens = max_tokens_of(request, len(prompt), max_model_len)
+        max_tokens = max_tokens_of(request, len(prompt.token_ids), max_model_len)
         sampling = sampling_params(request, rules, text, max_tokens)
         for answer in range(answers):
             number = len(requests)
             requests.append(
                 GenerateRequest(
                     request_id=_own_id(request_id, number, answers * len(prompts)),
-                    token_ids=prompt,
+                    token_ids=prompt.token_ids,
                     sampling=evolve(sampling, seed=_own_seed(sampling.seed, answer)),
                     cache_salt=request.cache_salt,
                     priority=request.priority or 0,
                 )
             )
-    return Plan(model, text, tuple(requests), rules, answers, session_id=request.session_id)
+    hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
+    return Plan(model, text, tuple(requests), hashes, rules, answers, session_id=request.session_id)
 
 
 def _own_id(request_id: str, number: int, count: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from commutator.errors import RequestError
 from commutator.frontend.requests import ChatMessage, ChatRequest, TokenizeRequest
 from commutator.text.model import TextModel
+from commutator.text.prefix_cache import PrefixCache, PromptTokens
 
 __all__ = ["chat_prompt", "completion_prompts", "encode_text"]
 
@@ -16,34 +17,52 @@ T = TypeVar("T")
 
 # Tokenizing this much takes a few milliseconds; a thread costs a fraction of one.
 _INLINE_CHARACTERS = 8_000
+# Rendering does little more than copy.
+_INLINE_RENDER_CHARACTERS = 100_000
 
 
 async def completion_prompts(
-    model: TextModel, items: Sequence[str | list[int]]
-) -> list[Sequence[int]]:
-    """Token ids of each prompt. Raises RequestError for empty prompts and unknown token ids."""
-    characters = sum(len(item) for item in items if isinstance(item, str))
-    return await _maybe_in_thread(characters, lambda: [_token_ids(model, item) for item in items])
+    model: TextModel, cache: PrefixCache, items: Sequence[str | list[int]]
+) -> list[PromptTokens]:
+    """Each prompt, tokenized. Raises RequestError for empty prompts and unknown token ids."""
+    texts = [item for item in items if isinstance(item, str)]
+    encoded = iter(await _encode(cache, texts, add_special_tokens=True))
+    prompts = [
+        next(encoded) if isinstance(item, str) else PromptTokens(item, None, 0) for item in items
+    ]
+    for prompt in prompts:
+        _check(model, prompt.token_ids)
+    return prompts
 
 
-async def encode_text(model: TextModel, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text, which may be empty."""
+async def encode_text(cache: PrefixCache, text: str, *, add_special_tokens: bool) -> PromptTokens:
+    """The tokens of a text, which may be empty."""
+    (prompt,) = await _encode(cache, [text], add_special_tokens=add_special_tokens)
+    return prompt
+
+
+async def _encode(
+    cache: PrefixCache, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[PromptTokens]:
+    found = [cache.look_up(text, add_special_tokens=add_special_tokens) for text in texts]
+    missing = sum(one.missing_characters for one in found)
     return await _maybe_in_thread(
-        len(text), lambda: model.encode(text, add_special_tokens=add_special_tokens)
+        missing, _INLINE_CHARACTERS, lambda: [cache.complete(one) for one in found]
     )
 
 
-async def chat_prompt(model: TextModel, request: ChatRequest | TokenizeRequest) -> list[int]:
-    """Token ids of the rendered conversation. Raises RequestError."""
+async def chat_prompt(
+    model: TextModel, cache: PrefixCache, request: ChatRequest | TokenizeRequest
+) -> PromptTokens:
+    """The rendered conversation, tokenized. Raises RequestError."""
     special = isinstance(request, TokenizeRequest) and bool(request.add_special_tokens)
     messages = [_as_mapping(message) for message in request.messages or ()]
     characters = sum(len(message["content"]) for message in messages)
-
-    def render_and_encode() -> list[int]:
-        # The template itself writes BOS and its like.
-        return model.encode(_render(model, messages, request), add_special_tokens=special)
-
-    return await _maybe_in_thread(characters, render_and_encode)
+    text = await _maybe_in_thread(
+        characters, _INLINE_RENDER_CHARACTERS, lambda: _render(model, messages, request)
+    )
+    # The template itself writes BOS and its like.
+    return await encode_text(cache, text, add_special_tokens=special)
 
 
 def _render(
@@ -74,16 +93,14 @@ def _as_mapping(message: ChatMessage) -> dict[str, Any]:
     return {"role": message.role, "content": content, **name}
 
 
-def _token_ids(model: TextModel, prompt: str | list[int]) -> Sequence[int]:
-    token_ids = model.encode(prompt) if isinstance(prompt, str) else prompt
+def _check(model: TextModel, token_ids: Sequence[int]) -> None:
     if not token_ids:
         raise RequestError("prompt: expected at least one token, got an empty prompt", "prompt")
     if max(token_ids) >= model.vocab_size:
         raise RequestError(
             f"prompt: expected token ids below {model.vocab_size}, got {max(token_ids)}", "prompt"
         )
-    return token_ids
 
 
-async def _maybe_in_thread(characters: int, work: Callable[[], T]) -> T:
-    return work() if characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+async def _maybe_in_thread(characters: int, inline_characters: int, work: Callable[[], T]) -> T:
+    return work() if characters <= inline_characters else await asyncio.to_thread(work)

@@ -12,11 +12,13 @@ from attrs import define, field
 from commutator.config.model import FrontendConfig
 from commutator.errors import RequestError
 from commutator.frontend.limiter import Limiter
+from commutator.frontend.prompt_cache import prompt_cache
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
 from commutator.routing.pool import RouteFacts
 from commutator.text.model import TextModel
+from commutator.text.prefix_cache import PrefixCache
 from commutator.types import GenerateRequest, TokenDelta
 
 __all__ = ["SERVICES", "Dispatched", "RequestDispatcher", "Services"]
@@ -57,8 +59,14 @@ class RequestDispatcher(Protocol):
 
     def max_model_len(self, model: str) -> int | None: ...
 
+    def hashed_block_size(self, model: str) -> int | None: ...
+
     async def dispatch(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
+        self,
+        model: str,
+        request: GenerateRequest,
+        session_id: str | None = None,
+        sequence_hashes: Sequence[int] | None = None,
     ) -> Dispatched: ...
 
 
@@ -71,6 +79,8 @@ class Services:
     dispatcher: RequestDispatcher
     metrics: FrontendMetrics = field(factory=FrontendMetrics)
     limiter: Limiter = field(init=False)
+    prompt_caches: Mapping[str, PrefixCache] = field(init=False)
+    """By model."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` says no from then on."""
@@ -80,6 +90,16 @@ class Services:
         self.limiter = Limiter(limits.max_concurrent_requests, limits.max_queued_requests)
         queue = self.limiter.queue
         self.metrics.watch_limiter(lambda: queue.running, lambda: queue.waiting)
+        self.prompt_caches = {
+            name: prompt_cache(
+                name,
+                text,
+                self.config.prompt_cache_bytes,
+                self.dispatcher.hashed_block_size(name),
+                self.metrics,
+            )
+            for name, text in self.models.items()
+        }
 
     def text_model(self, name: str | None) -> tuple[str, TextModel]:
         """(name, model); None means the only one. Raises RequestError."""

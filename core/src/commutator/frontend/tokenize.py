@@ -24,14 +24,16 @@ async def tokenize(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     body = await read_request(request, TokenizeRequest)
     name, model = services.text_model(body.model)
+    cache = services.prompt_caches[name]
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("expected either prompt or messages", "prompt")
     if body.prompt is None:
-        token_ids = await chat_prompt(model, body)
+        prompt = await chat_prompt(model, cache, body)
     else:
-        token_ids = await encode_text(
-            model, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        prompt = await encode_text(
+            cache, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
+    token_ids = prompt.token_ids
     return _json(
         TokenizeResponse(
             count=len(token_ids),

@@ -69,6 +69,18 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
+        self.prompt_cache_hits = Counter(
+            "commutator_prompt_cache_hit_tokens",
+            "Prompt tokens that the front door did not have to tokenize again.",
+            ("model",),
+            registry=registry,
+        )
+        self.prompt_cache_bytes = Gauge(
+            "commutator_prompt_cache_bytes",
+            "Memory that the front door's cache of tokenized prompts takes.",
+            ("model",),
+            registry=registry,
+        )
         self.generated_tokens = Counter(
             "commutator_generated_tokens", "Tokens generated.", ("model",), registry=registry
         )

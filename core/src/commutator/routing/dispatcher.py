@@ -95,6 +95,11 @@ class Dispatcher:
         workers = self._view.routable(model)
         return min((worker.record.info.max_model_len for worker in workers), default=None)
 
+    def hashed_block_size(self, model: str) -> int | None:
+        """Tokens in a block of the sequence hashes to give to ``dispatch``; None: none needed."""
+        cache = self._cache(model)
+        return None if cache is None else cache.index.block_size
+
     async def worker_up(self, record: WorkerRecord) -> None:
         """The registry has a new worker, or a change of a known one."""
         known = self._view.get(record.worker_id)
@@ -124,9 +129,16 @@ class Dispatcher:
             self._host.worker_down(worker.record, reason)
 
     async def dispatch(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
+        self,
+        model: str,
+        request: GenerateRequest,
+        session_id: str | None = None,
+        sequence_hashes: Sequence[int] | None = None,
     ) -> Dispatch:
         """Pick a worker and send the request; returns at once, the tokens come from the result.
+
+        ``sequence_hashes`` are those of the prompt's full blocks for the request's adapter, if
+        they were made already; see ``hashed_block_size``.
 
         Raises RoutingError when no worker can take it. A worker whose connection turns out to be
         dead is left out and the policy asked again.
@@ -141,7 +153,7 @@ class Dispatcher:
         )
         self._host.request_received(summary)
         try:
-            route = await self._choose(summary, request)
+            route = await self._choose(summary, request, sequence_hashes)
         except RoutingError as error:
             self._host.request_failed(summary, error)
             raise
@@ -149,9 +161,11 @@ class Dispatcher:
         cache = self._cache(model)
         return Dispatch(summary, request, route, cache, self._view, self._load, self._host)
 
-    async def _choose(self, summary: RequestSummary, request: GenerateRequest) -> Route:
+    async def _choose(
+        self, summary: RequestSummary, request: GenerateRequest, known: Sequence[int] | None
+    ) -> Route:
         pool = self._pools[summary.model]
-        hashes = pool.hashes(request)
+        hashes = pool.hashes(request) if known is None else known
         while True:
             workers = self._view.routable(summary.model)
             if not workers:
