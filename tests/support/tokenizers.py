@@ -96,6 +96,8 @@ def _made() -> Iterator[tuple[str, Tokenizer]]:
     yield "qwen2", trained(bpe(), _split(QWEN2), normalizers.NFC())
     yield "o200k", trained(bpe(), _split(O200K))
     yield "added words", trained(bpe(), _split(LLAMA3), added=("the", "<s", " fox", "\n\n"))
+    over = (AddedToken("the<", normalized=False), AddedToken("|>  ", normalized=False))
+    yield "overlapping", trained(bpe(), _split(LLAMA3), added=over)
     yield "added phrase", trained(bpe(), _split(LLAMA3), added=("of the",))
     yield (
         "normalized",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.tokenizers import SPECIAL, tokenizers_by_name
 
@@ -52,6 +52,8 @@ def _hashing() -> BlockHashing:
 
 @kinds
 @given(text=texts)
+@example(text="fox of the fox of the")
+@example(text="fox the<|im_end|> the<|im_start|>")
 def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     cuts = cut_points_of(tokenizer)
