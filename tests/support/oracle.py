@@ -29,8 +29,13 @@ def _model() -> Any:
 @torch.inference_mode()
 def greedy(token_ids: list[int], new_tokens: int) -> list[int]:
     """The greedy continuation of one prompt, in float32."""
+    prompt = torch.tensor([token_ids])
+    # Without a mask, transformers takes every <|im_end|> of a chat for padding and hides it.
     output = _model().generate(
-        torch.tensor([token_ids]), max_new_tokens=new_tokens, do_sample=False
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        do_sample=False,
     )
     continuation: list[int] = output[0, len(token_ids) :].tolist()
     return continuation

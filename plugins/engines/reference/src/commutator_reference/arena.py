@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -37,12 +40,15 @@ class KVArena:
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_size = config.head_size
-        # Zeros, because what attention masks out must still be finite.
-        self.tensor = torch.zeros(
-            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_size),
-            device=device,
-            dtype=dtype,
+        shape = (
+            num_blocks,
+            config.num_layers,
+            2,
+            config.num_kv_heads,
+            block_size,
+            config.head_size,
         )
+        self.tensor = _zeros(shape, device, dtype)
         self._runs = self.tensor.view(-1, block_size * config.head_size)
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
 
@@ -71,3 +77,12 @@ class KVArena:
         shape = (2, num_sequences, self.num_kv_heads, -1, self.head_size)
         keys, values = runs.view(shape).unbind(0)
         return keys, values
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros, because what attention masks out must still be finite."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # Memory straight from the system: page-aligned, and each page is supplied when first used.
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 
 from commutator.errors import EngineOverloadedError
-from commutator.kv import BlocksCleared, KvEvent
+from commutator.kv import KvEvent
 from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
@@ -152,8 +152,8 @@ class ReferenceEngine:
 
         Whatever goes wrong ends the requests that it concerns with ``FinishReason.ERROR``.
         """
-        self._take_inbox()
         try:
+            self._take_inbox()
             deltas = self._tick()
         except Exception as error:
             log.exception("the engine's books are broken: every request is ended")
@@ -234,11 +234,11 @@ class ReferenceEngine:
 
     def _start_over(self, error: Exception) -> Deltas:
         """The books cannot be trusted: end every request, forget every block."""
-        deltas = [(key, _failure(error)) for key in self._scheduler.live]
+        with self._changed:
+            ended = self._live - set(self._pending)
         self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
-        if self._on_kv_events is not None:
-            self._on_kv_events([BlocksCleared()])
-        return deltas
+        self._scheduler.pool.clear()  # an event that says so
+        return [(key, _failure(error)) for key in ended]
 
     def _new_scheduler(self, preemptions: int = 0) -> Scheduler:
         options = self._options

@@ -69,11 +69,6 @@ class Scheduler:
         """The live request, or None."""
         return self._sequences.get(key)
 
-    @property
-    def live(self) -> tuple[int, ...]:
-        """The keys of every request, running or waiting."""
-        return tuple(self._sequences)
-
     def add(self, sequence: Sequence) -> None:
         """Take a request whose prompt plus one token is at most ``max_model_len``."""
         if sequence.key in self._sequences:
