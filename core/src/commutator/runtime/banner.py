@@ -48,7 +48,7 @@ def banner(config: Config, url: str, *, colour: bool) -> str:
 
 def _curl(config: Config, url: str) -> str:
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": config.models[0].name, "messages": [question]}
+    body = {"model": config.models[0].name, "messages": [question], "max_tokens": 64}
     parts = [f"curl -s {url}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.frontend.api_keys:
         key = config.frontend.api_keys[0]
