@@ -9,6 +9,9 @@
     ├── EngineError            a worker failed a request
     │   ├── EngineUnavailableError   connection refused, lost or silent
     │   └── EngineOverloadedError    the engine is healthy but full
+    ├── TransferError          NIXL could not move some bytes
+    │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
+    ├── TierError              a storage tier cannot be used
     ├── RegistryError          the registry of workers cannot be reached
     └── DeadlineError          the request's time limit passed
 
@@ -29,6 +32,9 @@ __all__ = [
     "RegistryError",
     "RequestError",
     "RoutingError",
+    "TierError",
+    "TransferError",
+    "TransferTimeoutError",
 ]
 
 
@@ -86,6 +92,18 @@ class EngineUnavailableError(EngineError):
 
 class EngineOverloadedError(EngineError):
     """The worker is healthy but full. Not a failure: it must not open a breaker."""
+
+
+class TransferError(CommutatorError):
+    """NIXL could not move some bytes. What was at the destination may be overwritten in part."""
+
+
+class TransferTimeoutError(TransferError):
+    """A move did not end in time. NIXL may still touch the memory until it lets go of it."""
+
+
+class TierError(CommutatorError):
+    """A storage tier cannot be used, or not now; the message says what to do."""
 
 
 class RegistryError(CommutatorError):

@@ -1,0 +1,39 @@
+"""Names pieces of memory, files and objects the way NIXL descriptors do."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import frozen
+
+__all__ = ["Memory", "Region", "Span"]
+
+
+class Memory(StrEnum):
+    """NIXL's kinds of memory, spelled as it spells them."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+    FILE = "FILE"
+    OBJ = "OBJ"
+
+
+@frozen
+class Span:
+    """One contiguous piece of a region: what one NIXL descriptor names."""
+
+    address: int
+    """A byte address (DRAM, VRAM), or a byte offset (FILE, OBJ)."""
+    size_bytes: int
+    device: int = 0
+    """The GPU (VRAM), the file descriptor (FILE) or the number of the object (OBJ)."""
+
+
+@frozen
+class Region:
+    """A piece that NIXL must know before anything in it can be moved."""
+
+    memory: Memory
+    span: Span
+    name: str = ""
+    """The object's key (OBJ), or what NIXL's path mode wants (FILE); else empty."""
