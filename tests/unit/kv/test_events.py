@@ -24,6 +24,11 @@ def test_round_trip() -> None:
     assert decode_batch(encode_batch(batch)) == batch
 
 
+def test_a_salt_survives_the_round_trip() -> None:
+    batch = EventBatch(0.0, (BlockStored((1,), None, (1, 2), 2, cache_salt="t"),))
+    assert decode_batch(encode_batch(batch)) == batch
+
+
 def test_maps_with_defaults_left_out() -> None:
     event = {"type": "BlockStored", "block_hashes": [-7], "token_ids": [1, 2], "block_size": 2}
     body = msgspec.msgpack.encode([0.0, [event, {"type": "AllBlocksCleared"}, {"type": "New"}]])
@@ -80,3 +85,22 @@ def test_published_and_replayed() -> None:
     finally:
         publisher.close()
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "salt"),
+    [
+        ({"cache_salt": "t"}, "t"),
+        ({"extra_keys": [["t"], None]}, "t"),
+        ({"extra_keys": [["a", "t"], ["a"]], "lora_name": "a"}, "t"),
+        ({"extra_keys": [["a"]], "lora_name": "a"}, None),
+        ({"extra_keys": [None, None]}, None),
+        ({"extra_keys": [[["image", 3], "t"]]}, "[['image', 3], 't']"),
+    ],
+)
+def test_the_salt_as_each_engine_tells_it(fields: dict[str, object], salt: str | None) -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1}
+    body = msgspec.msgpack.encode([0.0, [event | fields]])
+    (decoded,) = decode_batch(body).events
+    assert isinstance(decoded, BlockStored)
+    assert decoded.cache_salt == salt

@@ -102,3 +102,13 @@ def test_a_parent_makes_another_chain() -> None:
     assert chain_hashes([3, 4], whole[1]) == whole[2:]
     assert chain_hashes([], 7) == []
     assert chain_hashes([]) == []
+
+
+def test_a_salt_has_hashes_of_its_own() -> None:
+    plain = sequence_hashes(TOKENS, 16)
+    salted = sequence_hashes(TOKENS, 16, cache_salt="a")
+    assert not set(plain) & set(salted)
+    assert salted == sequence_hashes(TOKENS, 16, cache_salt="a", known=salted[:1])
+    assert salted != sequence_hashes(TOKENS, 16, cache_salt="b")
+    assert sequence_hashes(TOKENS, 16, cache_salt="") != plain, "an empty salt is a salt"
+    assert sequence_hashes(TOKENS, 16, cache_salt="\ud800"), "JSON can bring half a character"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from attrs import evolve
+
 from commutator.config.model import RouterConfig
 from commutator.kv import BlockStored, EventPublisher
 from commutator.routing.cache_view import CacheView
@@ -67,3 +69,14 @@ async def test_events_can_be_ignored() -> None:
     assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
     await view.close()
     publisher.close()
+
+
+async def test_a_salted_prompt_matches_what_its_own_salt_routed() -> None:
+    view = CacheView(RouterConfig(kind="kv"))
+    await view.add(worker("w-0"))
+    salted = evolve(request(), cache_salt="tenant-1")
+    view.routed(worker("w-0"), view.hashes(salted))
+    assert view.match(view.hashes(salted)) == {WorkerRank("w-0"): Overlap(device=3)}
+    assert view.match(view.hashes(request())) == {}
+    assert view.match(view.hashes(evolve(request(), cache_salt="tenant-2"))) == {}
+    await view.close()

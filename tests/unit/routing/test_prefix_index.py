@@ -332,3 +332,16 @@ def test_long_prefixes_are_looked_up_in_pieces_without_a_seam(asked: int) -> Non
         held = min(blocks, asked)
         on_disk = len(range(60, min(asked, 130))) if worker == "w200" else 0
         assert found[WorkerRank(worker)] == Overlap(device=held - on_disk, disk=on_disk)
+
+
+def test_a_salt_sets_blocks_apart() -> None:
+    index = PrefixIndex(SIZE)
+    index.apply("w0", stored(2, 4))  # comes before its parents; engines salt the first block only
+    index.apply("w0", stored(0, 2, cache_salt="a"))
+    index.apply("w1", stored(0, 3))
+    salted = {salt: sequence_hashes(TOKENS, SIZE, cache_salt=salt) for salt in "ab"}
+    assert index.match(salted["a"]) == {W0: Overlap(device=4)}
+    assert index.match(salted["b"]) == {}
+    assert index.match(HASHES) == {W1: Overlap(device=3)}
+    index.apply("w0", removed(0, 1, 2, 3))
+    assert index.match(salted["a"]) == {}

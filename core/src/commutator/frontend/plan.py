@@ -123,7 +123,11 @@ def _plan(
                     priority=request.priority or 0,
                 )
             )
-    hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
+    # Those of the prompt cache are made without a salt; routing makes salted ones itself.
+    salted = request.cache_salt is not None
+    hashes = tuple(
+        None if salted else prompt.sequence_hashes for prompt in prompts for _ in range(answers)
+    )
     return Plan(model, text, tuple(requests), hashes, rules, answers, session_id=request.session_id)
 
 

@@ -34,6 +34,7 @@ _STORED_FIELDS = (
     "lora_id",
     "medium",
     "lora_name",
+    "extra_keys",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium")
 
@@ -51,6 +52,8 @@ class BlockStored:
     block_size: int
     lora_name: str | None = None
     medium: str | None = "GPU"
+    cache_salt: str | None = None
+    """Set when only requests of this salt find the blocks; read with a first block only."""
 
 
 @frozen
@@ -109,7 +112,11 @@ def _to_map(event: KvEvent) -> dict[str, Any]:
                 "block_size": event.block_size,
                 "medium": event.medium,
             }
-            return stored | ({"lora_name": event.lora_name} if event.lora_name else {})
+            if event.lora_name:
+                stored["lora_name"] = event.lora_name
+            if event.cache_salt is not None:
+                stored["cache_salt"] = event.cache_salt
+            return stored
         case BlockRemoved():
             return {
                 "type": "BlockRemoved",
@@ -131,6 +138,7 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
                 block_size=int(fields["block_size"]),
                 lora_name=fields.get("lora_name"),
                 medium=fields.get("medium"),
+                cache_salt=_salt(fields),
             )
         case "BlockRemoved":
             return BlockRemoved(tuple(fields["block_hashes"]), fields.get("medium"))
@@ -138,6 +146,20 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
             return BlocksCleared()
         case _:
             return None
+
+
+def _salt(fields: Mapping[str, Any]) -> str | None:
+    """SGLang names the salt; vLLM gives it, untagged, among the first block's extra keys.
+
+    Whatever else stands there (an image's hash) also sets the block apart, so it counts as a salt.
+    """
+    if (named := fields.get("cache_salt")) is not None:
+        return str(named)
+    first = next(iter(fields.get("extra_keys") or ()), None) or ()
+    found = [key for key in first if key != fields.get("lora_name")]
+    if not found:
+        return None
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else repr(found)
 
 
 def _split(raw: Mapping[str, Any] | Sequence[Any]) -> tuple[str, Mapping[str, Any]]:

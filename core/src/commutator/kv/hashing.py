@@ -17,6 +17,7 @@ import xxhash
 __all__ = [
     "HASH_SEED",
     "chain_hashes",
+    "hash_root",
     "hash_seed",
     "local_block_hashes",
     "sequence_hashes",
@@ -36,6 +37,14 @@ def hash_seed(lora_name: str | None = None) -> int:
     if not lora_name:
         return HASH_SEED
     return (HASH_SEED + _hash64(lora_name.encode())) % _UINT64
+
+
+def hash_root(cache_salt: str | None = None) -> int | None:
+    """What the first block is chained to, so that only prompts of one salt share hashes.
+
+    None without a salt: the chain then begins with the first block, as Dynamo's does.
+    """
+    return None if cache_salt is None else _hash64(cache_salt.encode("utf-8", "surrogatepass"))
 
 
 def local_block_hashes(
@@ -80,6 +89,7 @@ def sequence_hashes(
     block_size: int,
     *,
     lora_name: str | None = None,
+    cache_salt: str | None = None,
     known: Sequence[int] = (),
 ) -> list[int]:
     """The sequence hash of every full block of ``token_ids``.
@@ -89,7 +99,8 @@ def sequence_hashes(
     blocks are known than there are.
     """
     if not known:
-        return chain_hashes(local_block_hashes(token_ids, block_size, lora_name=lora_name))
+        local = local_block_hashes(token_ids, block_size, lora_name=lora_name)
+        return chain_hashes(local, hash_root(cache_salt))
     if len(known) * block_size > len(token_ids):
         raise ValueError(f"{len(known)} blocks are known of {len(token_ids)} tokens")
     rest = token_ids[len(known) * block_size :]

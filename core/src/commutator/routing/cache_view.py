@@ -44,7 +44,10 @@ class CacheView:
     def hashes(self, request: GenerateRequest) -> list[int]:
         """The sequence hashes of the prompt's full blocks."""
         return sequence_hashes(
-            request.token_ids, self.index.block_size, lora_name=request.lora_name
+            request.token_ids,
+            self.index.block_size,
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
         )
 
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:

@@ -55,6 +55,7 @@ class Dispatch:
             record.info.block_size,
             cached_tokens=route.overlap_tokens,
         )
+        self._salted = request.cache_salt is not None
         self._cached_tokens = 0
         self._over = False
         if cache is not None:
@@ -121,7 +122,8 @@ class Dispatch:
             if self._ticket.prefilling:
                 ttft_s = time.perf_counter() - self._started_s
                 self._host.request_first_token(self.summary, self.worker_id, ttft_s)
-                if self._cache is not None:
+                # An engine's events may leave the salt out, so nothing is expected of them then.
+                if self._cache is not None and not self._salted:
                     self._cache.computed(self.worker_id, self.route.sequence_hashes)
             self._load.progress(self._ticket, len(delta.token_ids))
         if delta.finish_reason is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from attrs import asdict, frozen
 
 from commutator.kv.events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-from commutator.kv.hashing import local_block_hashes
+from commutator.kv.hashing import hash_root, local_block_hashes
 from commutator.kv.medium import Tier, tier_of
 from commutator.routing.index_snapshot import IndexSnapshot, rank_from_snapshot, rank_to_snapshot
 from commutator.routing.orphans import BlockKey, Orphans
@@ -202,7 +202,7 @@ class PrefixIndex:
         parent: BlockKey | None = event.parent_block_hash
         if parts > 1 and event.parent_block_hash is not None:
             parent = (event.parent_block_hash, parts - 1)
-        blocks.store(tier, keys, local, parent)
+        blocks.store(tier, keys, local, parent, hash_root(event.cache_salt))
 
     def _parts_of(self, engine_block_size: int | None) -> int:
         """How many of our blocks make one of the engine's; 0 when they do not fit."""

@@ -67,10 +67,11 @@ class RankBlocks:
         keys: Sequence[BlockKey],
         local_hashes: Sequence[int],
         parent: BlockKey | None,
+        root: int | None = None,
     ) -> None:
-        """Consecutive blocks, the first of them after ``parent``."""
+        """Consecutive blocks, the first of them after ``parent`` or, without one, ``root``."""
         self.counters.stored += len(keys)
-        parent_hash = None if parent is None else self.hash_of(parent)
+        parent_hash = root if parent is None else self.hash_of(parent)
         if parent is None or parent_hash is not None:
             self.hold(tier, keys, chain_hashes(local_hashes, parent_hash))
             return

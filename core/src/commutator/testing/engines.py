@@ -213,7 +213,8 @@ class EngineContract:
         try:
             await asyncio.sleep(0.3)  # a subscription takes a moment to arrive
             prompt = list(self.tokenized_prompt)
-            await collect(client, make_request("a", prompt))
+            request = evolve(make_request("a", prompt), cache_salt="tenant-1")
+            await collect(client, request)
             expected = prompt[: len(prompt) // info.block_size * info.block_size]
             async with asyncio.timeout(5):
                 while stored[: len(expected)] != expected:
@@ -221,6 +222,8 @@ class EngineContract:
                     for event in decode_batch(body).events:
                         if isinstance(event, BlockStored):
                             assert event.block_size == info.block_size
+                            if event.parent_block_hash is None:
+                                assert event.cache_salt == "tenant-1"
                             assert len(event.token_ids) == len(event.block_hashes) * info.block_size
                             stored += event.token_ids
         finally:

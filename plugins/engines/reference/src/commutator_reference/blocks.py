@@ -142,8 +142,16 @@ class BlockPool:
         else:
             hashes = (identity.event_hash,)
             parent, token_ids = identity.parent_event_hash, identity.token_ids
-        lora_name = identity.namespace.lora_name
-        self._events.append(BlockStored(hashes, parent, token_ids, self.block_size, lora_name))
+        space = identity.namespace
+        stored = BlockStored(
+            hashes,
+            parent,
+            token_ids,
+            self.block_size,
+            lora_name=space.lora_name,
+            cache_salt=space.cache_salt,
+        )
+        self._events.append(stored)
 
     def _removed(self, identities: Iterable[BlockIdentity]) -> None:
         hashes = tuple(identity.event_hash for identity in identities)

@@ -39,7 +39,7 @@ class _Stream:
     token_ids: list[int]
     """Prompt and answer."""
     keys: Sequence[int]
-    lora_name: str | None
+    request: GenerateRequest
     cached_tokens: int | None = None
     """Set between the first token's event and its delta."""
     sent: int = 0
@@ -167,13 +167,13 @@ class SimEngine(TokenEngine):
         )
         token_ids = [*request.token_ids, *answer.token_ids]
         if not config.prefix_caching:
-            return _Stream(answer, token_ids, (), request.lora_name)
+            return _Stream(answer, token_ids, (), request)
         try:
             root = root_key(request.lora_name, request.cache_salt)
             keys = block_keys(token_ids[:-1], config.block_size, root)
         except OverflowError as error:
             raise RequestError(f"a token id is out of range: {error}") from error
-        return _Stream(answer, token_ids, keys, request.lora_name)
+        return _Stream(answer, token_ids, keys, request)
 
     # ----------------------------------------------------------------------- time
 
@@ -247,6 +247,7 @@ class SimEngine(TokenEngine):
     def _feed_blocks(self, event: Event, feed: EventFeed) -> None:
         if isinstance(event, Stored):
             stream = self._streams[event.key]
-            feed.stored(event, stream.keys, stream.token_ids, stream.lora_name)
+            asked = stream.request
+            feed.stored(event, stream.keys, stream.token_ids, asked.lora_name, asked.cache_salt)
         elif isinstance(event, Offloaded | Removed):
             feed.moved(event)

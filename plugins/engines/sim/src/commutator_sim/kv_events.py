@@ -21,6 +21,7 @@ class _Block:
     parent: int | None
     token_ids: tuple[int, ...]
     lora_name: str | None
+    cache_salt: str | None
     places: int = 1
     """In how many tiers it is, the device included."""
 
@@ -35,13 +36,21 @@ class EventFeed:
         self._ready: list[KvEvent] = []
 
     def stored(
-        self, event: Stored, keys: Sequence[int], token_ids: Sequence[int], lora_name: str | None
+        self,
+        event: Stored,
+        keys: Sequence[int],
+        token_ids: Sequence[int],
+        lora_name: str | None,
+        cache_salt: str | None,
     ) -> None:
         """Blocks of a request with these keys and tokens are on the device."""
         first, size = event.first_block, self._block_size
         parent = keys[first - 1] if first else None
         tokens = tuple(token_ids[first * size : (first + len(event.blocks)) * size])
-        self._ready.append(BlockStored(event.blocks, parent, tokens, size, lora_name))
+        stored = BlockStored(
+            event.blocks, parent, tokens, size, lora_name=lora_name, cache_salt=cache_salt
+        )
+        self._ready.append(stored)
         if self._blocks is None:
             return
         for index, key in enumerate(event.blocks):
@@ -49,7 +58,7 @@ class EventFeed:
                 block.places += 1
             else:
                 mine = tokens[index * size : (index + 1) * size]
-                self._blocks[key] = _Block(parent, mine, lora_name)
+                self._blocks[key] = _Block(parent, mine, lora_name, cache_salt)
             parent = key
 
     def moved(self, event: Offloaded | Removed) -> None:
@@ -65,7 +74,13 @@ class EventFeed:
             block = self._blocks[key]
             block.places += 1
             stored = BlockStored(
-                (key,), block.parent, block.token_ids, self._block_size, block.lora_name, medium
+                (key,),
+                block.parent,
+                block.token_ids,
+                self._block_size,
+                lora_name=block.lora_name,
+                medium=medium,
+                cache_salt=block.cache_salt,
             )
             self._ready.append(stored)
 
