@@ -12,11 +12,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Environment: requirements, and an import that shows that the installation works.
+# Environment: what to install, and an import that shows that the installation works. What Dynamo's
+# front door says that it requires includes whole engines, and versions that exclude each other.
 PEERS = {
     ".venv-dynamo": (
-        ["ai-dynamo-runtime==1.6.1"],
-        "from dynamo.llm import RadixTree, compute_block_hash_for_seq",
+        [
+            "ai-dynamo-runtime==1.6.1",
+            "aiohttp msgspec prometheus-client pyzmq redis tqdm transformers zstandard",
+            "--no-deps ai-dynamo==1.6.1",
+        ],
+        "from dynamo.llm import RadixTree, compute_block_hash_for_seq; import dynamo.frontend",
     ),
 }
 
@@ -29,9 +34,10 @@ def install(name: str, requirements: list[str], check: str) -> None:
         print(f"{name} is there")
         return
     venv.create(ROOT / name, with_pip=True, clear=True)
-    subprocess.run([*pip, *requirements], check=True)
+    for some in requirements:
+        subprocess.run([*pip, *some.split()], check=True)
     subprocess.run([python, "-c", check], check=True)
-    print(f"{name} has {', '.join(requirements)}")
+    print(f"{name} is installed")
 
 
 def main() -> int:

@@ -1,0 +1,123 @@
+"""Dynamo's own front door with its KV router, over mocker workers, in the peer's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.peers import ROOT
+from commutator.runtime.ports import PortPicker
+from commutator.text import load_text_model, locate_model
+from commutator.text.gguf_metadata import read_gguf_metadata
+
+__all__ = ["DynamoCluster"]
+
+_PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+
+
+class DynamoCluster:
+    """Serves ``source``'s tokenizer and template as model ``name`` while its ``with`` block lasts.
+
+    Raises FileNotFoundError when the peer is not installed, TimeoutError when it does not start.
+    """
+
+    def __init__(self, name: str, source: str, *, workers: int, timeout_s: float = 60) -> None:
+        self._python = ROOT / ".venv-dynamo" / "bin" / "python"
+        if not self._python.exists():
+            raise FileNotFoundError(f"{self._python} is missing: install it with `make peers`")
+        self._name = name
+        self._source = source
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._closing = ExitStack()
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-dynamo-")))
+            self._closing = stack
+            write_model(self._source, folder / "model")
+            port = PortPicker().pick("127.0.0.1")
+            self.url = f"http://127.0.0.1:{port}"
+            self._start(folder, "mocker", [
+                "--model-path", str(folder / "model"), "--model-name", self._name,
+                "--num-workers", str(self._workers), "--speedup-ratio", "1000",
+                "--block-size", "16",
+            ])  # fmt: skip
+            self._start(folder, "frontend", ["--router-mode", "kv", "--http-port", str(port)])
+            self._wait(folder)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.close()
+
+    def _start(self, folder: Path, module: str, arguments: Sequence[str]) -> None:
+        env = {**os.environ, "DYN_FILE_KV": str(folder / "kv"), "HF_HUB_OFFLINE": "1"}
+        log = self._closing.enter_context((folder / f"{module}.log").open("wb"))
+        argv = [str(self._python), "-m", f"dynamo.{module}", *arguments, *_PLANES]
+        process = subprocess.Popen(argv, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        self._closing.callback(_stop, process)
+
+    def _wait(self, folder: Path) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2) as answer:
+                    if json.load(answer)["data"]:
+                        return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+        raise TimeoutError(f"Dynamo was not ready within {self._timeout_s:g} s:\n{logs}")
+
+
+def write_model(source: str, folder: Path) -> None:
+    """What the peer reads of a model directory, made from a .gguf file: no weights."""
+    path = locate_model(source)
+    text, metadata = load_text_model(source), read_gguf_metadata(path)
+    folder.mkdir()
+    text.tokenizer.save(str(folder / "tokenizer.json"))
+    ends = sorted(text.eos_ids)
+    files = {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "bos_token_id": text.bos_id,
+            "eos_token_id": ends[0],
+            "max_position_embeddings": text.max_model_len,
+            "vocab_size": text.vocab_size,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None if text.bos_id is None else text.token_text(text.bos_id),
+            "eos_token": text.token_text(ends[0]),
+            "chat_template": metadata["tokenizer.chat_template"],
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
