@@ -104,7 +104,9 @@ class PrefixIndex:
         ended, lower = self._map.match(sequence_hashes)
         result: dict[WorkerRank, Overlap] = {}
         for slots, blocks in ended:
-            result.update(dict.fromkeys(self._members_of(slots), on_device(blocks)))
+            overlap = on_device(blocks)
+            for member in self._members_of(slots):
+                result[member] = overlap
         for slot, tiers in lower.items():
             member = self._slots[slot]
             assert member is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from operator import itemgetter
 
 from commutator.kv.medium import Tier
@@ -116,11 +115,13 @@ class PrefixMap:
                 found = itemgetter(*some)(known) if len(some) > 1 else (known[some[0]],)
             except KeyError:
                 found = tuple(map(known.get, some))
-            if found.count(found[0]) == len(found):
-                yield found[0], len(found)
-            else:
-                for holders, run in groupby(found):
-                    yield holders, len(list(run))
+            current, begun = found[0], 0
+            if found.count(current) < len(found):
+                for number, holders in enumerate(found):
+                    if holders is not current:
+                        yield current, number - begun
+                        current, begun = holders, number
+            yield current, len(found) - begun
 
 
 def slots_of(mask: int) -> Iterator[int]:

@@ -11,7 +11,14 @@ from commutator.routing.trace import TRACE_BLOCK_TOKENS
 from commutator.routing.view import LiveWorker
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, WorkerRecord
 
-__all__ = ["VirtualWorker"]
+__all__ = ["VirtualWorker", "virtual_live_worker"]
+
+
+def virtual_live_worker(worker_id: str) -> LiveWorker:
+    """A worker that can be routed to, with nothing behind it."""
+    info = EngineInfo("virtual", "1", "model", 1 << 20, TRACE_BLOCK_TOKENS, 1 << 20)
+    record = WorkerRecord(worker_id, "virtual", "virtual", "model", "", info)
+    return LiveWorker(record, _NoClient(), connected=True)
 
 
 @frozen(eq=False)
@@ -24,9 +31,7 @@ class VirtualWorker:
 
     @classmethod
     def make(cls, worker_id: str, engine: VirtualEngine) -> VirtualWorker:
-        info = EngineInfo("virtual", "1", "model", 1 << 20, TRACE_BLOCK_TOKENS, 1 << 20)
-        record = WorkerRecord(worker_id, "virtual", "virtual", "model", "", info)
-        return cls(worker_id, engine, LiveWorker(record, _NoClient(), connected=True))
+        return cls(worker_id, engine, virtual_live_worker(worker_id))
 
 
 class _NoClient(EngineClient):
