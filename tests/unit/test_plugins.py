@@ -11,7 +11,7 @@ import pytest
 
 from commutator import EngineConfig, RouterConfig, RoutingPolicy, Scorer, hookimpl
 from commutator.errors import PluginError
-from commutator.plugins import Installed, PluginHost, load_plugins
+from commutator.plugins import Installed, Offer, PluginHost, load_plugins
 from commutator.types import EngineInfo, WorkerRecord
 
 WORKER = WorkerRecord("w-0", "w", "fake", "m", "127.0.0.1:1", EngineInfo("fake", "1", "m", 1, 1, 1))
@@ -37,7 +37,7 @@ def router_register(register: Any) -> None:
 def test_registered_kinds_and_hooks_are_listed() -> None:
     host = PluginHost()
     installed = add(host, module(router_register=router_register))
-    assert installed.kinds == ["router turns (beta)"]
+    assert installed.kinds == [Offer("router", "turns", "beta")]
     assert installed.hooks == ("router_register",)
     assert host.routers.kinds["turns"].distribution == "dist-mine"
 

@@ -25,6 +25,7 @@ __all__ = [
     "EngineRegister",
     "Installed",
     "Kind",
+    "Offer",
     "PluginHost",
     "RouterRegister",
     "Stability",
@@ -53,6 +54,18 @@ class Kind(Generic[ThingT]):
     distribution: str
 
 
+@frozen
+class Offer:
+    """What one plugin registered under one seam."""
+
+    seam: str
+    kind: str
+    stability: Stability
+
+    def __str__(self) -> str:
+        return f"{self.seam} {self.kind} ({self.stability})"
+
+
 @define
 class Installed:
     """One entry point, loaded or not."""
@@ -61,8 +74,7 @@ class Installed:
     distribution: str
     version: str
     hooks: tuple[str, ...] = ()
-    kinds: list[str] = field(factory=list)
-    """Such as "engine reference (beta)"."""
+    kinds: list[Offer] = field(factory=list)
     problem: str | None = None
     """Why it is not loaded."""
 
@@ -110,7 +122,7 @@ class Register(Generic[ThingT]):
                 f"already registered by {other.distribution}; block one of the two plugins"
             )
         self.kinds[kind] = Kind(kind, config_class, thing, stability, plugin.distribution)
-        plugin.kinds.append(f"{self.seam} {kind} ({stability})")
+        plugin.kinds.append(Offer(self.seam, kind, stability))
 
 
 class StageRegister(Register[type[RouteStage]]):

@@ -111,7 +111,9 @@ def test_the_schema_describes_the_examples(root: Path) -> None:
 
 def test_plugins_as_json() -> None:
     listed = {plugin["name"]: plugin for plugin in json.loads(run("plugins", "--json").output)}
-    assert listed["round_robin"]["kinds"] == ["router round_robin (stable)"]
+    assert listed["round_robin"]["kinds"] == [
+        {"seam": "router", "kind": "round_robin", "stability": "stable"}
+    ]
     assert listed["round_robin"]["hooks"] == ["router_register"]
     assert listed["round_robin"]["problem"] is None
     assert listed["reference"]["distribution"] == "commutator-reference"

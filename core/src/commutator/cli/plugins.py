@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import click
+from attrs import asdict
 
 from commutator.cli.options import no_plugin_option
 
@@ -34,7 +35,7 @@ def _fields(plugin: Installed) -> dict[str, object]:
         "name": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "kinds": plugin.kinds,
+        "kinds": [asdict(kind) for kind in plugin.kinds],
         "hooks": list(plugin.hooks),
         "problem": plugin.problem,
     }
