@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 from aiohttp import web
 
 from commutator.errors import DeadlineError, RequestError
 
-__all__ = ["TIMEOUT_HEADER", "time_limit", "timeout_of"]
+__all__ = ["TIMEOUT_HEADER", "TimeLimit", "timeout_of"]
 
 TIMEOUT_HEADER = "X-Request-Timeout-S"
 
@@ -36,14 +35,24 @@ def timeout_of(request: web.Request, longest_s: float) -> float:
     return min(timeout_s, longest_s)
 
 
-@asynccontextmanager
-async def time_limit(timeout_s: float) -> AsyncIterator[None]:
+class TimeLimit:
     """Cancel what is inside after ``timeout_s`` and raise DeadlineError instead."""
-    timer = asyncio.timeout(timeout_s)
-    try:
-        async with timer:
-            yield
-    except TimeoutError as error:
-        if not timer.expired():
-            raise
-        raise DeadlineError(f"the request took longer than its {timeout_s:g} s") from error
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._timer = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> None:
+        await self._timer.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self._timer.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            text = f"the request took longer than its {self._timeout_s:g} s"
+            raise DeadlineError(text) from late

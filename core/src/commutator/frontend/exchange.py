@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from uuid import uuid4
+from secrets import token_hex
 
 from aiohttp import web
 from attrs import define, field
 
 __all__ = ["EXCHANGE", "Exchange", "request_id_of"]
 
+_ID_BYTES = 16
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -57,5 +58,5 @@ EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 
 def request_id_of(request: web.BaseRequest) -> str:
     """The client's X-Request-Id if it is printable and short, otherwise a new one."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _SANE_ID.fullmatch(given) else uuid4().hex
+    given = request.headers.get("X-Request-Id")
+    return given if given and _SANE_ID.fullmatch(given) else token_hex(_ID_BYTES)

@@ -13,7 +13,7 @@ from commutator.frontend.body import read_request
 from commutator.frontend.chat import ChatShape
 from commutator.frontend.choice import Piece
 from commutator.frontend.completions import CompletionShape
-from commutator.frontend.deadline import time_limit, timeout_of
+from commutator.frontend.deadline import TimeLimit, timeout_of
 from commutator.frontend.exchange import EXCHANGE, Exchange
 from commutator.frontend.generation import Generation
 from commutator.frontend.plan import Plan, plan_chat, plan_completion
@@ -74,7 +74,7 @@ async def _serve(
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     stream = EventStream(request)
     try:
-        async with time_limit(timeout_of(request, services.config.request_timeout_s)):
+        async with TimeLimit(timeout_of(request, services.config.request_timeout_s)):
             body = await read_request(request, cls)
             name, text = services.text_model(body.model)
             exchange.model = name

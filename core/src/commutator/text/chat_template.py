@@ -53,6 +53,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError([f"its syntax is wrong: {error}"], "chat template") from error
+        # The engine's chain of mappings would be copied key by key for each conversation.
+        self._template.globals = dict(self._template.globals)
         self._variables = dict(variables)
         self._knows_developer = "developer" in source
 
