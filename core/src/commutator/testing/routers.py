@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 
+from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,11 @@ _loads = st.builds(
     active_decode_blocks=st.integers(0, 10_000),
 )
 _states = st.tuples(_loads, st.builds(Overlap, *(st.integers(0, 500) for _ in range(4))))
+_extremes = st.sampled_from([0, 1, 2**31, 10**15])
+_extreme_states = st.tuples(
+    st.builds(WorkerLoad, _extremes, _extremes, _extremes),
+    st.builds(Overlap, *(_extremes for _ in range(4))),
+)
 _requests = st.builds(
     RouteRequest,
     request_id=st.uuids().map(str),
@@ -47,15 +53,18 @@ _requests = st.builds(
     session_id=st.none() | st.sampled_from(["alice", "bob"]),
     priority=st.integers(-3, 3),
 )
-_pools = st.dictionaries(st.integers(0, 99).map("w-{:02}".format), _states, min_size=1, max_size=5)
+_names = st.integers(0, 99).map("w-{:02}".format)
+_pools = st.dictionaries(_names, _states, min_size=1, max_size=5)
+_extreme_pools = st.dictionaries(_names, _extreme_states, min_size=1, max_size=5)
 History = list[tuple[RouteRequest, dict[str, tuple[WorkerLoad, Overlap]]]]
 _histories = st.lists(st.tuples(_requests, _pools), min_size=1, max_size=10)
+_extreme_histories = st.lists(st.tuples(_requests, _extreme_pools), min_size=1, max_size=5)
 
 
 # One inherited test runs for many policies, and histories are large values to draw.
 _settings = settings(
     deadline=None,
-    max_examples=50,
+    max_examples=30,
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
@@ -66,12 +75,15 @@ class RouterContract:
     def make_policy(self) -> RoutingPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")
 
-    def _decide(self, history: History) -> list[Decision]:
-        """One policy's decisions over a history in which workers come and go."""
+    def _decide(self, history: History, *, news: bool = True) -> list[Decision]:
+        """One policy's decisions over a history in which workers come and go.
+
+        Without ``news`` the policy is not told of those that go.
+        """
         policy, rng, known = self.make_policy(), random.Random(7), set[str]()  # noqa: S311
         decisions = []
         for request, pool in history:
-            for gone in known - set(pool):
+            for gone in sorted(known - set(pool)) if news else ():
                 policy.forget(gone)
             known = set(pool)
             candidates = [make_candidate(name, *state) for name, state in sorted(pool.items())]
@@ -91,6 +103,55 @@ class RouterContract:
     @given(_histories)
     def test_equal_history_and_chance_give_equal_decisions(self, history: History) -> None:
         assert self._decide(history) == self._decide(history)
+
+    @_settings
+    @given(_histories)
+    def test_workers_may_vanish_without_news(self, history: History) -> None:
+        """A worker is lost from the candidates first, and the policy told later or never."""
+        self._decide(history, news=False)
+
+    @_settings
+    @given(_extreme_histories)
+    def test_absurd_loads_and_overlaps_do_no_harm(self, history: History) -> None:
+        """Counters that went wrong, or events of another prompt, must not stop requests."""
+        self._decide(history)
+
+    @_settings
+    @given(_requests, _states | _extreme_states)
+    def test_the_only_candidate_is_taken(
+        self, request_: RouteRequest, state: tuple[WorkerLoad, Overlap]
+    ) -> None:
+        candidate = make_candidate("only", *state)
+        rng = random.Random(5)  # noqa: S311
+        assert self.make_policy().pick(request_, [candidate], rng).worker_id == "only"
+
+    @_settings
+    @given(_histories)
+    def test_no_cache_is_known(self, history: History) -> None:
+        """KV events that never come leave every overlap empty."""
+        bare = [
+            (request, {name: (load, Overlap()) for name, (load, _) in pool.items()})
+            for request, pool in history
+        ]
+        self._decide(bare)
+
+    def test_a_forgotten_worker_may_stay(self) -> None:
+        """Its lease lapsed and came back before the next request."""
+        policy, rng = self.make_policy(), random.Random(2)  # noqa: S311
+        candidates = [make_candidate(f"w-{i}") for i in range(3)]
+        for number in range(20):
+            request = RouteRequest(f"r-{number}", "model", 100)
+            check_decision(policy.pick(request, candidates, rng), candidates)
+            policy.forget(f"w-{number % 3}")
+
+    def test_ranks_are_candidates_of_their_own(self) -> None:
+        policy, rng = self.make_policy(), random.Random(4)  # noqa: S311
+        one = make_candidate("w")
+        info = evolve(one.worker.info, data_parallel_size=2)
+        ranks = [Candidate(evolve(one.worker, info=info), rank=rank) for rank in (0, 1)]
+        for number in range(20):
+            request = RouteRequest(f"r-{number}", "model", 100, session_id=f"s-{number}")
+            check_decision(policy.pick(request, ranks, rng), ranks)
 
     def test_forgetting_an_unknown_worker_is_harmless(self) -> None:
         self.make_policy().forget("never-seen")
