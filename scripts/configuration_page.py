@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, get_args
 
 import attrs
 
-from commutator.config.model import Config
+from commutator.config.model import Config, RouterConfig
 from commutator.plugins import load_plugins
 from commutator.schema.structure import describe
 
@@ -31,15 +32,31 @@ def page() -> str:
         seam = {"engines": host.engines, "router": host.routers, "tiers": host.tiers}
         if field.name == "router":
             parts.append(
-                "Every policy has `block_size`, `use_kv_events` and `router_ttl_s`; stages of the "
-                "`pipeline` are listed by `commutator plugins`.\n"
+                "Every policy has the options from `block_size` to `busy`; stages of the `pipeline` "
+                "are listed by `commutator plugins`.\n"
             )
+            parts += inner(field.name, RouterConfig)
         if field.name in seam:
             parts += kinds(seam[field.name])
-        else:
-            cls = next((c for c in (field.type, *get_args(field.type)) if attrs.has(c)), None)
+        elif (cls := class_of(field)) is not None:
             parts.append(table(cls))
+            parts += inner(field.name, cls)
     return "\n".join(parts)
+
+
+def class_of(field: Any) -> Any:
+    """The class of options that an option itself holds, if it does."""
+    kinds = (field.type, *get_args(field.type))
+    return next((c for c in kinds if isinstance(c, type) and attrs.has(c)), None)
+
+
+def inner(path: str, cls: Any) -> Iterator[str]:
+    """A section for each option of ``cls`` that is a mapping of options."""
+    attrs.resolve_types(cls, include_extras=True)
+    for field in attrs.fields(cls):
+        if (kind := class_of(field)) is not None:
+            yield f"### `{path}.{field.name}`\n\n{inspect.getdoc(kind)}\n"
+            yield table(kind)
 
 
 def kinds(register: Any) -> Iterator[str]:

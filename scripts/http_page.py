@@ -50,7 +50,7 @@ Always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`:
 | 401 | no or a wrong API key |
 | 404, 405 | no such model, path or method |
 | 413 | the body is over `frontend.max_body_bytes` |
-| 429 | the queue is full; `Retry-After` says when to try again |
+| 429 | a queue is full, or every worker stayed busy; `code` says which, `Retry-After` when to try again |
 | 503 | no worker is ready; `Retry-After` |
 | 504 | the request's time is up |
 

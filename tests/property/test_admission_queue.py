@@ -21,6 +21,7 @@ class Queue(RuleBasedStateMachine):
         self.limits = (2, 3)
         self.queue = AdmissionQueue(*self.limits)
         self.running: list[int] = []
+        self.aside: list[int] = []
         self.waiting: deque[int] = deque()
         self.next = 0
 
@@ -42,11 +43,23 @@ class Queue(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         self.running.pop(which % len(self.running))
         following = self.queue.finish()
-        if self.waiting:
+        if self.waiting and len(self.running) < self.limits[0]:
             assert following == self.waiting.popleft()
             self.running.append(following)
         else:
             assert following is None
+
+    @precondition(lambda self: self.aside)
+    @rule()
+    def step_back(self) -> None:
+        self.running.append(self.aside.pop())
+        self.queue.step_back()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def step_aside(self) -> None:
+        self.aside.append(self.running[0])
+        self.finish(0)
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 2))
@@ -63,7 +76,7 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         assert (self.queue.running, self.queue.waiting) == (len(self.running), len(self.waiting))
-        assert not self.waiting or len(self.running) == self.limits[0]
+        assert not self.waiting or len(self.running) >= self.limits[0]
 
 
 TestQueue = Queue.TestCase
@@ -82,8 +95,10 @@ def test_no_place_is_lost(plan: list[tuple[int, int, bool]], limits: tuple[int, 
         order: list[int] = []
 
         async def request(number: int, ticks: int) -> None:
+            waits = limiter.queue.running >= limits[0]
             async with limiter.place():
-                order.append(number)
+                if waits:  # others may begin before one whose turn has come hears of it
+                    order.append(number)
                 assert limiter.queue.running <= limits[0]
                 for _ in range(ticks):
                     await asyncio.sleep(0)

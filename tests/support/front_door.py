@@ -18,7 +18,7 @@ from commutator.frontend.services import SERVICES, Services
 from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
-from commutator.routing.pool import RouteFacts
+from commutator.routing.route import RouteFacts
 from commutator.text.load import load_text_model
 from commutator.text.model import TextModel
 from commutator.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
@@ -85,7 +85,13 @@ class FakeDispatcher:
         return [MODEL]
 
     def status(self) -> Sequence[WorkerStatus]:
-        return [WorkerStatus("fake-0", MODEL, "fake", "ready", self.open)]
+        return [WorkerStatus("fake-0", MODEL, "fake", "ready", self.open, self.open)]
+
+    def watch_waiting(self, heard: Callable[[int], None]) -> None:
+        """Nobody waits here."""
+
+    def waiting(self, model: str) -> int:
+        return 0
 
     def indexed_blocks(self) -> dict[str, int]:
         return {MODEL: 3}
@@ -108,6 +114,8 @@ class FakeDispatcher:
         request: GenerateRequest,
         session_id: str | None = None,
         sequence_hashes: Sequence[int] | None = None,
+        *,
+        may_wait: bool = True,
     ) -> FakeDispatch:
         self.requests.append(request)
         self.hashes.append(sequence_hashes)

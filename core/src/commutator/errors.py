@@ -75,10 +75,16 @@ class RoutingError(CommutatorError):
 
 
 class OverloadedError(RoutingError):
-    """A queue or a limit is full; try again after ``retry_after_s`` seconds."""
+    """A queue or a limit is full; try again after ``retry_after_s`` seconds.
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    ``reason`` is one word for clients and metrics.
+    """
+
+    def __init__(
+        self, message: str, retry_after_s: float = 1.0, reason: str = "queue_full"
+    ) -> None:
         self.retry_after_s = retry_after_s
+        self.reason = reason
         super().__init__(message)
 
 

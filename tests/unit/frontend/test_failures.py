@@ -122,6 +122,8 @@ async def test_a_refused_answer_closes_those_already_sent() -> None:
             request: GenerateRequest,
             session_id: str | None = None,
             sequence_hashes: Sequence[int] | None = None,
+            *,
+            may_wait: bool = True,
         ) -> FakeDispatch:
             self.refuse = RoutingError("gone") if len(self.requests) == 2 else None
             return await super().dispatch(model, request, session_id, sequence_hashes)

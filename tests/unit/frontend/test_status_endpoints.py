@@ -30,9 +30,11 @@ async def test_live_ready_health() -> None:
                     "kind": "fake",
                     "state": "ready",
                     "active_requests": 0,
+                    "active_requests_of_all": 0,
                 }
             ],
             "requests": {"running": 0, "queued": 0},
+            "waiting_for_a_worker": {MODEL: 0},
             "indexed_blocks": {MODEL: 3},
             "warnings": [],
         }

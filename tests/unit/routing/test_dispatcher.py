@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commutator import EngineClient, EngineConfig, EngineConnector, LaunchContext, hookimpl
-from commutator.config.model import Config, ModelConfig
+from commutator.config.model import BusyConfig, Config, ModelConfig
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
@@ -127,7 +127,11 @@ class Watcher:
 
 class Setup:
     def __init__(
-        self, faults: Faults | None = None, seed: int = 0, router: str = "round_robin"
+        self,
+        faults: Faults | None = None,
+        seed: int = 0,
+        router: str = "round_robin",
+        busy: BusyConfig | None = None,
     ) -> None:
         self.connector = FakeConnector(faults or Faults(), seed)
         self.watcher = Watcher()
@@ -144,7 +148,9 @@ class Setup:
         config = Config(
             models=(ModelConfig(name="m", source="-"),),
             engines=(EngineConfig(kind="fake", name="e", model="m"),),
-            router=self.host.routers.kinds[router].config_class(kind=router),
+            router=self.host.routers.kinds[router].config_class(
+                kind=router, busy=busy or BusyConfig()
+            ),
         )
         self.dispatcher = Dispatcher(config, self.host, random.Random(1))
 
@@ -165,8 +171,9 @@ class Setup:
         return sum(worker.active_requests for worker in self.dispatcher.status())
 
 
-def request(request_id: str, max_tokens: int = 3) -> GenerateRequest:
-    return GenerateRequest(request_id, [1] * 20, SamplingParams(max_tokens=max_tokens))
+def request(request_id: str, max_tokens: int = 3, priority: int = 0) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(request_id, [1] * 20, sampling, priority=priority)
 
 
 async def test_hooks_see_a_request_once_and_in_order() -> None:

@@ -65,7 +65,8 @@ def ask(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
 def show(decision: dict[str, Any]) -> None:
     """One line for the decision, one for each candidate."""
     click.secho(f"{decision['worker_id']}", bold=True, nl=False)
-    click.echo(f"  by {decision['policy']}: {decision['reason']}")
+    waited = f" (waited {decision['waited_s']:.3f} s)" if decision["waited_s"] else ""
+    click.echo(f"  by {decision['policy']}: {decision['reason']}{waited}")
     for candidate in decision["candidates"]:
         mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
         overlap = " ".join(f"{tier}={n}" for tier, n in candidate["overlap_blocks"].items() if n)
@@ -75,6 +76,7 @@ def show(decision: dict[str, Any]) -> None:
             f"in flight: {load['active_requests']} requests, "
             f"{load['active_prefill_tokens']} prefill tokens, "
             f"{load['active_decode_blocks']} blocks"
+            + (f"; busy by {candidate['busy']}" if candidate["busy"] else "")
         )
         scores = "  ".join(f"{term} {value:.2f}" for term, value in candidate["scores"].items())
         if scores:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from commutator.config.secret import Secret
 from commutator.schema import (
+    Bounds,
     NonNegativeInt,
     Port,
     PositiveInt,
@@ -17,6 +18,7 @@ from commutator.schema import (
 )
 
 __all__ = [
+    "BusyConfig",
     "Config",
     "EngineConfig",
     "FrontendConfig",
@@ -62,6 +64,54 @@ class EngineConfig:
     )
 
 
+def _needs_threshold(config: BusyConfig, field: Attribute[Any], value: float) -> None:
+    if value != field.default and not config.enabled:
+        raise ValueError(
+            f"{field.name}: without effect, as no worker is ever busy; set max_active_requests, "
+            "active_prefill_tokens_threshold or active_decode_blocks_threshold, or remove it"
+        )
+
+
+@frozen(kw_only=True)
+class BusyConfig:
+    """When a worker is too busy for one more request, and how requests wait until one is not.
+
+    Without any threshold no worker is ever too busy.
+    """
+
+    max_active_requests: PositiveInt | None = setting(
+        "A worker with so many requests in flight is busy.", None
+    )
+    active_prefill_tokens_threshold: NonNegativeInt | None = setting(
+        "A worker is busy with more prompt tokens than this sent to it and not yet computed.", None
+    )
+    active_decode_blocks_threshold: Annotated[float, Bounds(above=0, maximum=10)] | None = setting(
+        "A worker is busy when its requests in flight need more than this part of its KV blocks. "
+        "Blocks count once for each request, so that with shared prefixes it may well be above 1.",
+        None,
+    )
+    max_queued_requests: NonNegativeInt = setting(
+        "Requests of one model that may wait, in each front door, while every worker is busy; one "
+        "more is answered 429. Lower `priority` goes first.",
+        1024,
+        validator=_needs_threshold,
+    )
+    max_queue_s: PositiveSeconds = setting(
+        "A request that has waited so long for a worker is answered 429.",
+        60.0,
+        validator=_needs_threshold,
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any threshold is set."""
+        return (
+            self.max_active_requests is not None
+            or self.active_prefill_tokens_threshold is not None
+            or self.active_decode_blocks_threshold is not None
+        )
+
+
 @frozen(kw_only=True)
 class RouterConfig:
     """What every routing policy has; each policy plugin adds options of its own."""
@@ -76,6 +126,13 @@ class RouterConfig:
     )
     router_ttl_s: PositiveSeconds = setting(
         "When guessing: how long a routed prompt is assumed to stay in a worker's cache.", 120.0
+    )
+    router_replica_sync: bool = setting(
+        "Front doors tell each other what they have in flight, so that each sees the whole load.",
+        True,
+    )
+    busy: BusyConfig = setting(
+        "When every worker has enough to do, and who waits then.", factory=BusyConfig
     )
 
 
@@ -102,7 +159,9 @@ class FrontendConfig:
     port: Port = setting("Port to listen on; 0 chooses a free one.", 8000)
     replicas: PositiveInt = setting("Front-door processes that share the port.", 1)
     max_concurrent_requests: PositiveInt = setting(
-        "Requests served at the same time by one front-door process.", 256
+        "Requests served at the same time by one front-door process, which this protects; those "
+        "that wait for a worker (`router.busy`) do not count.",
+        256,
     )
     max_queued_requests: NonNegativeInt = setting(
         "Requests that may wait for a place; one more is answered 429.", 1024

@@ -71,7 +71,7 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             status = 404 if error.code == "model_not_found" else 400
             return HttpError(status, str(error), error.code, error.param)
         case OverloadedError():
-            return _later(429, str(error), "queue_full", error.retry_after_s)
+            return _later(429, str(error), error.reason, error.retry_after_s)
         case EngineOverloadedError():
             return _later(429, "every worker is busy; try again soon", "workers_busy")
         case RoutingError():

@@ -54,8 +54,14 @@ class Generation:
         plan = self._plan
         try:
             for request, hashes in zip(plan.requests, plan.sequence_hashes, strict=True):
+                # Waiting for a worker that runs an earlier answer to the same request might never
+                # end, so the first is admitted for all of them.
                 dispatched = await self._dispatcher.dispatch(
-                    plan.model, request, plan.session_id, hashes
+                    plan.model,
+                    request,
+                    plan.session_id,
+                    hashes,
+                    may_wait=not self._dispatched,
                 )
                 self._dispatched.append(dispatched)
                 facts = dispatched.facts
@@ -65,6 +71,8 @@ class Generation:
                     facts.overlap_blocks,
                     facts.best_overlap_blocks - facts.overlap_blocks,
                 )
+                if facts.waited_s:
+                    self._metrics.waited(plan.model, facts.waited_s)
         except BaseException:
             await self._close()
             raise

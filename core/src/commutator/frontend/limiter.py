@@ -1,4 +1,10 @@
-"""Lets a limited number of requests run; a limited number waits, in order of arrival."""
+"""Lets a limited number of requests run; a limited number waits, in order of arrival.
+
+This protects the front-door process: its memory and its event loop. The workers are protected by
+``commutator.routing.admission``, which knows how busy they are, and priorities. A request that
+waits there has stepped aside here, so that the two limits do not add up: a full deployment must
+not keep out the urgent request that could be the next to get a worker.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +53,18 @@ class AdmissionQueue:
         return Admission.REFUSE
 
     def finish(self) -> int | None:
-        """A running request is over. Returns the ticket that takes its place, if one waits."""
+        """A running request is over, or steps aside. Returns the ticket that runs now instead."""
+        self.running -= 1
         first = next(iter(self._waiting), None)
-        if first is None:
-            self.running -= 1
-        else:
-            del self._waiting[first]
+        if first is None or self.running >= self.max_running:
+            return None
+        del self._waiting[first]
+        self.running += 1
         return first
+
+    def step_back(self) -> None:
+        """Who stepped aside runs again, even if more run then than otherwise may."""
+        self.running += 1
 
     def give_up(self, ticket: int) -> bool:
         """Stop waiting. False when the ticket does not wait any more: it runs already."""
@@ -84,6 +95,13 @@ class Limiter:
             yield
         finally:
             self._leave()
+
+    def stepped(self, change: int) -> None:
+        """A running request stepped aside (1) or came back (-1)."""
+        if change > 0:
+            self._leave()
+        else:
+            self.queue.step_back()
 
     async def _wait(self, ticket: int) -> None:
         turn = self._turns[ticket] = asyncio.get_running_loop().create_future()

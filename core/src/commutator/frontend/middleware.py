@@ -37,6 +37,8 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         answer = to_http_error(error, known.request_id)
         log_failure(error, answer, known.request_id)
         code = answer.status
+        if code == web.HTTPTooManyRequests.status_code and answer.code is not None:
+            request.app[SERVICES].metrics.request_rejected(known.model, answer.code)
         response = error_response(answer)
     finally:
         _record(request, known, code)

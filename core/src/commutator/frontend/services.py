@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -16,7 +17,7 @@ from commutator.frontend.prompt_cache import prompt_cache
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
-from commutator.routing.pool import RouteFacts
+from commutator.routing.route import RouteFacts
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache
 from commutator.types import GenerateRequest, TokenDelta
@@ -67,7 +68,13 @@ class RequestDispatcher(Protocol):
         request: GenerateRequest,
         session_id: str | None = None,
         sequence_hashes: Sequence[int] | None = None,
+        *,
+        may_wait: bool = True,
     ) -> Dispatched: ...
+
+    def watch_waiting(self, heard: Callable[[int], None]) -> None: ...
+
+    def waiting(self, model: str) -> int: ...
 
 
 @define
@@ -90,6 +97,9 @@ class Services:
         self.limiter = Limiter(limits.max_concurrent_requests, limits.max_queued_requests)
         queue = self.limiter.queue
         self.metrics.watch_limiter(lambda: queue.running, lambda: queue.waiting)
+        self.dispatcher.watch_waiting(self.limiter.stepped)
+        for name in self.models:
+            self.metrics.watch_router_queue(name, partial(self.dispatcher.waiting, name))
         self.prompt_caches = {
             name: prompt_cache(
                 name,

@@ -44,6 +44,9 @@ async def health(request: web.Request) -> web.Response:
             "models": list(services.models),
             "workers": [attrs.asdict(worker) for worker in services.dispatcher.status()],
             "requests": {"running": queue.running, "queued": queue.waiting},
+            "waiting_for_a_worker": {
+                name: services.dispatcher.waiting(name) for name in services.models
+            },
             "indexed_blocks": services.dispatcher.indexed_blocks(),
             "warnings": [attrs.asdict(warning) for warning in services.dispatcher.warnings()],
         }

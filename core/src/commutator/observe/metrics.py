@@ -39,6 +39,25 @@ class FrontendMetrics:
         self.queued = Gauge(
             "commutator_requests_queued", "Requests waiting for a place.", registry=registry
         )
+        self.rejected = Counter(
+            "commutator_requests_rejected",
+            "Requests answered 429; the reason is the error's code.",
+            ("model", "reason"),
+            registry=registry,
+        )
+        self.router_queue = Gauge(
+            "commutator_router_queue_requests",
+            "Requests waiting because every worker is busy.",
+            ("model",),
+            registry=registry,
+        )
+        self.router_queue_s = Histogram(
+            "commutator_router_queue_seconds",
+            "How long requests waited that got a worker after waiting.",
+            ("model",),
+            buckets=_DURATION_BUCKETS_S,
+            registry=registry,
+        )
         self.ttft_s = Histogram(
             "commutator_time_to_first_token_seconds",
             "From a request's arrival to the first token of each answer.",
@@ -108,6 +127,17 @@ class FrontendMetrics:
         """Read the two gauges from the limiter whenever they are scraped."""
         self.in_flight.set_function(running)
         self.queued.set_function(waiting)
+
+    def watch_router_queue(self, model: str, waiting: Callable[[], float]) -> None:
+        """Read the queue's length whenever it is scraped."""
+        self.router_queue.labels(model).set_function(waiting)
+
+    def waited(self, model: str, waited_s: float) -> None:
+        """A request got a worker after waiting for one."""
+        self.router_queue_s.labels(model).observe(waited_s)
+
+    def request_rejected(self, model: str, reason: str) -> None:
+        self.rejected.labels(model, reason).inc()
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self.requests.labels(endpoint, model, str(code)).inc()

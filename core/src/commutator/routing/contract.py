@@ -36,13 +36,20 @@ class RouteRequest:
 
 @frozen
 class WorkerLoad:
-    """What this front door has sent to a worker and not yet got back. Never a scraped gauge."""
+    """What front doors have sent to a worker and not yet got back. Never a scraped gauge."""
 
     active_requests: int = 0
     active_prefill_tokens: int = 0
     """Prompt tokens dispatched whose first output token has not come yet."""
     active_decode_blocks: int = 0
     """KV blocks that the requests in flight hold, prompt and answer."""
+
+    def __add__(self, other: WorkerLoad) -> WorkerLoad:
+        return WorkerLoad(
+            self.active_requests + other.active_requests,
+            self.active_prefill_tokens + other.active_prefill_tokens,
+            self.active_decode_blocks + other.active_decode_blocks,
+        )
 
 
 @frozen

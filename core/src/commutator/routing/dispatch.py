@@ -14,7 +14,8 @@ from commutator.plugins import PluginHost
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import Decision
 from commutator.routing.load import InFlightLoad
-from commutator.routing.pool import Route, RouteFacts
+from commutator.routing.placer import Placed
+from commutator.routing.route import RouteFacts
 from commutator.routing.view import WorkerView
 from commutator.types import (
     FinishReason,
@@ -34,27 +35,22 @@ class Dispatch:
         self,
         summary: RequestSummary,
         request: GenerateRequest,
-        route: Route,
+        placed: Placed,
         cache: CacheView | None,
         view: WorkerView,
         load: InFlightLoad,
         host: PluginHost,
     ) -> None:
         self.summary = summary
-        self.route = route
+        route = self.route = placed.route
         self._worker = route.worker
         self._cache = cache
         self._view = view
         self._load = load
         self._host = host
-        self._started_s = time.perf_counter()
+        self._started_s = time.perf_counter() - route.waited_s
         record = route.worker.record
-        self._ticket = load.dispatch(
-            route.candidate.worker_id,
-            summary.prompt_tokens,
-            record.info.block_size,
-            cached_tokens=route.overlap_tokens,
-        )
+        self._ticket = placed.ticket
         self._salted = request.cache_salt is not None
         self._cached_tokens = 0
         self._over = False

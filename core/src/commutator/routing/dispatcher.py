@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
 from commutator.config.model import Config, EngineConfig, RouterConfig
-from commutator.errors import EngineUnavailableError, RoutingError
+from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import candidate_id
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.event_health import EventWarning
 from commutator.routing.load import InFlightLoad
-from commutator.routing.pool import ModelPool, Route
+from commutator.routing.placer import Placed, Placer
+from commutator.routing.pool import ModelPool
 from commutator.routing.view import LiveWorker, WorkerView
 from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
 
@@ -35,6 +37,9 @@ class WorkerStatus:
     state: str
     """ "ready", "draining" or "unreachable"."""
     active_requests: int
+    """From this front door."""
+    active_requests_of_all: int
+    """From every front door that tells this one of its load."""
 
 
 class Dispatcher:
@@ -43,15 +48,29 @@ class Dispatcher:
     def __init__(self, config: Config, host: PluginHost, rng: random.Random | None = None) -> None:
         self._host = host
         self._engines: dict[str, EngineConfig] = {e.name or e.kind: e for e in config.engines}
-        self._view = WorkerView()
-        self._load = InFlightLoad()
+        self._view = WorkerView(on_routable=self._wake)
+        busy = config.router.busy
+        self.load = InFlightLoad(on_fall=self._wake if busy.enabled else None)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
         self._pools = {model.name: self._pool(config.router, rng) for model in config.models}
+        self._placers = {
+            model: Placer(model, pool, self._view, self.load, busy, self._waits)
+            for model, pool in self._pools.items()
+        }
+        self._when_waiting: Callable[[int], None] | None = None
 
     def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool[CacheView]:
         policy = self._host.routers.kinds[config.kind].thing(config)
         cache = CacheView(config) if policy.uses_overlap else None
-        return ModelPool(policy, cache, self._load, rng, config.block_size)
+        return ModelPool(policy, cache, self.load, rng, config.block_size)
+
+    def watch_waiting(self, heard: Callable[[int], None]) -> None:
+        """``heard`` gets 1 when a request begins to wait for a worker, -1 when that ends."""
+        self._when_waiting = heard
+
+    def waiting(self, model: str) -> int:
+        """Requests that wait because every worker is busy."""
+        return self._placers[model].waiting
 
     def models(self) -> Sequence[str]:
         """Every model of the configuration, whether or not a worker is up for it."""
@@ -79,7 +98,11 @@ class Dispatcher:
                 worker.record.kind,
                 _state(worker),
                 sum(
-                    self._load.of(candidate_id(worker.record, rank)).active_requests
+                    self.load.own(candidate_id(worker.record, rank)).active_requests
+                    for rank in range(worker.record.info.data_parallel_size)
+                ),
+                sum(
+                    self.load.of(candidate_id(worker.record, rank)).active_requests
                     for rank in range(worker.record.info.data_parallel_size)
                 ),
             )
@@ -134,14 +157,14 @@ class Dispatcher:
         request: GenerateRequest,
         session_id: str | None = None,
         sequence_hashes: Sequence[int] | None = None,
+        *,
+        may_wait: bool = True,
     ) -> Dispatch:
-        """Pick a worker and send the request; returns at once, the tokens come from the result.
+        """Pick a worker and send the request; the tokens come from the result.
 
         ``sequence_hashes`` are those of the prompt's full blocks for the request's adapter, if
-        they were made already; see ``hashed_block_size``.
-
-        Raises RoutingError when no worker can take it. A worker whose connection turns out to be
-        dead is left out and the policy asked again.
+        they were made already; see ``hashed_block_size``. While every worker is busy the request
+        waits, unless it may not; see ``Placer.place``, also for the errors.
         """
         summary = RequestSummary(
             request_id=request.request_id,
@@ -153,31 +176,31 @@ class Dispatcher:
         )
         self._host.request_received(summary)
         try:
-            route = await self._choose(summary, request, sequence_hashes)
-        except RoutingError as error:
+            placed = await self._place(summary, request, sequence_hashes, may_wait)
+        except (RoutingError, asyncio.CancelledError) as error:
             self._host.request_failed(summary, error)
             raise
-        self._host.request_routed(summary, route.decision)
+        self._host.request_routed(summary, placed.route.decision)
         cache = self._cache(model)
-        return Dispatch(summary, request, route, cache, self._view, self._load, self._host)
+        return Dispatch(summary, request, placed, cache, self._view, self.load, self._host)
 
-    async def _choose(
-        self, summary: RequestSummary, request: GenerateRequest, known: Sequence[int] | None
-    ) -> Route:
-        pool = self._pools[summary.model]
-        hashes = pool.hashes(request) if known is None else known
-        while True:
-            workers = self._view.routable(summary.model)
-            if not workers:
-                raise RoutingError(f'no worker is ready for model "{summary.model}"')
-            route = pool.route(summary, hashes, workers)
-            try:
-                await route.worker.client.start()
-            except EngineUnavailableError as error:
-                log.warning("worker %s left out: %s", route.decision.worker_id, error)
-                self._view.lost(route.worker)
-                continue
-            return route
+    async def _place(
+        self,
+        summary: RequestSummary,
+        request: GenerateRequest,
+        known: Sequence[int] | None,
+        may_wait: bool,
+    ) -> Placed:
+        hashes = self._pools[summary.model].hashes(request) if known is None else known
+        return await self._placers[summary.model].place(summary, hashes, may_wait=may_wait)
+
+    def _wake(self) -> None:
+        for placer in self._placers.values():
+            placer.wake()
+
+    def _waits(self, change: int) -> None:
+        if self._when_waiting is not None:
+            self._when_waiting(change)
 
     async def close(self) -> None:
         """Abort what runs and disconnect from every worker."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from attrs import define, field
 
 from commutator.routing.contract import WorkerLoad
 
 __all__ = ["InFlightLoad", "Ticket"]
+
+_NOTHING = WorkerLoad()
 
 
 @define
@@ -39,10 +43,14 @@ class InFlightLoad:
     """Sums the tickets of each worker.
 
     Prefill tokens count from dispatch to the first token; blocks grow with the answer; both go
-    when the ticket is released, on whichever way the request ended.
+    when the ticket is released, on whichever way the request ended. What other front doors have in
+    flight comes on top, in ``of``.
     """
 
+    on_fall: Callable[[], None] | None = None
+    """Called whenever some worker's load has fallen."""
     _totals: dict[str, _Totals] = field(factory=dict)
+    _of_peers: Mapping[str, WorkerLoad] = field(factory=dict)
 
     def dispatch(
         self, worker_id: str, prompt_tokens: int, block_size: int, cached_tokens: int = 0
@@ -64,6 +72,8 @@ class InFlightLoad:
             ticket.prefilling = False
             if totals is not None:
                 totals.prefill_tokens -= ticket.prefill_tokens
+            if self.on_fall is not None:
+                self.on_fall()
         ticket.generated_tokens += new_tokens
         if totals is not None:
             totals.blocks += ticket.blocks - before
@@ -79,9 +89,28 @@ class InFlightLoad:
             totals.prefill_tokens -= ticket.prefill_tokens
         if not totals.requests:
             del self._totals[ticket.worker_id]
+        if self.on_fall is not None:
+            self.on_fall()
 
-    def of(self, worker_id: str) -> WorkerLoad:
+    def set_peers(self, loads: Mapping[str, WorkerLoad]) -> None:
+        """What all other front doors together have in flight, by worker."""
+        self._of_peers = loads
+        if self.on_fall is not None:
+            self.on_fall()
+
+    def own(self, worker_id: str) -> WorkerLoad:
+        """What this front door has in flight on the worker."""
         totals = self._totals.get(worker_id)
         if totals is None:
-            return WorkerLoad()
+            return _NOTHING
         return WorkerLoad(totals.requests, totals.prefill_tokens, totals.blocks)
+
+    def all_own(self) -> dict[str, WorkerLoad]:
+        """The same of every worker that has anything in flight from here."""
+        return {worker_id: self.own(worker_id) for worker_id in self._totals}
+
+    def of(self, worker_id: str) -> WorkerLoad:
+        """What all front doors have in flight on the worker, as far as is known."""
+        own = self.own(worker_id)
+        peers = self._of_peers.get(worker_id)
+        return own if peers is None else own + peers

@@ -5,84 +5,26 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from attrs import asdict, frozen
-
+from commutator.config.model import BusyConfig
 from commutator.errors import RoutingError
+from commutator.routing.busy import threshold_hit
 from commutator.routing.contract import (
     Candidate,
-    Decision,
     RouteRequest,
     RoutingPolicy,
     candidate_id,
 )
 from commutator.routing.load import InFlightLoad
 from commutator.routing.overlap import Overlap, WorkerRank
+from commutator.routing.route import Route
 from commutator.routing.view import LiveWorker
 from commutator.types import GenerateRequest, RequestSummary
 
-__all__ = ["KnownBlocks", "ModelPool", "Route", "RouteFacts"]
+__all__ = ["KnownBlocks", "ModelPool"]
 
 _NOTHING = Overlap()
-
-
-@frozen
-class RouteFacts:
-    """One decision in numbers, for metrics."""
-
-    routing_s: float
-    overlap_blocks: int
-    """Of the prompt's blocks, those that the chosen worker is thought to hold."""
-    best_overlap_blocks: int
-    """The same of the worker that holds most."""
-
-
-@frozen(eq=False)
-class Route:
-    """A decision, with everything it was based on."""
-
-    decision: Decision
-    candidate: Candidate
-    worker: LiveWorker
-    candidates: Sequence[Candidate]
-    sequence_hashes: Sequence[int]
-    block_size: int
-    routing_s: float
-
-    @property
-    def overlap_tokens(self) -> int:
-        """Prompt tokens that the chosen worker is thought to hold."""
-        return self.candidate.overlap.blocks * self.block_size
-
-    @property
-    def best_overlap_blocks(self) -> int:
-        """The longest cached prefix that any candidate had."""
-        return max(candidate.overlap.blocks for candidate in self.candidates)
-
-    @property
-    def facts(self) -> RouteFacts:
-        overlap = self.candidate.overlap.blocks
-        return RouteFacts(self.routing_s, overlap, self.best_overlap_blocks)
-
-    def explain(self) -> dict[str, Any]:
-        """For people: every candidate with its overlap, load and scores, and why one won."""
-        return {
-            "worker_id": self.decision.worker_id,
-            "policy": self.decision.policy,
-            "reason": self.decision.reason,
-            "overlap_blocks": self.candidate.overlap.blocks,
-            "best_overlap_blocks": self.best_overlap_blocks,
-            "candidates": [
-                {
-                    "worker_id": candidate.worker_id,
-                    "overlap_blocks": asdict(candidate.overlap),
-                    "load": asdict(candidate.load),
-                    "scores": dict(self.decision.scores.get(candidate.worker_id, {})),
-                }
-                for candidate in self.candidates
-            ],
-        }
 
 
 class KnownBlocks(Protocol):
@@ -123,12 +65,56 @@ class ModelPool(Generic[CacheT]):
     ) -> Route:
         """Ask the policy. Raises RoutingError when it picks somebody who is no candidate."""
         started_s = time.perf_counter()
+        return self._decide(summary, hashes, self._pairs(hashes, workers), (), started_s)
+
+    def route_to_free(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        workers: Sequence[LiveWorker],
+        busy: BusyConfig,
+    ) -> Route | None:
+        """The same among the ranks of workers that are not busy; None if there is none."""
+        started_s = time.perf_counter()
+        hits = self.busy_ranks(workers, busy)
+        if len(hits) == sum(worker.record.info.data_parallel_size for worker in workers):
+            return None
+        pairs = self._pairs(hashes, workers)
+        free = [pair for pair in pairs if pair[0].worker_id not in hits]
+        left_out = [(c, hits[c.worker_id]) for c, _ in pairs if c.worker_id in hits]
+        return self._decide(summary, hashes, free, left_out, started_s)
+
+    def busy_ranks(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> dict[str, str]:
+        """Candidate id to the threshold that it has hit, for those that have."""
+        hits = {}
+        for worker in workers:
+            for rank in range(worker.record.info.data_parallel_size):
+                name = candidate_id(worker.record, rank)
+                hit = threshold_hit(
+                    busy, self._load.of(name), worker.record.info.kv_capacity_blocks
+                )
+                if hit is not None:
+                    hits[name] = hit
+        return hits
+
+    def _pairs(
+        self, hashes: Sequence[int], workers: Sequence[LiveWorker]
+    ) -> list[tuple[Candidate, LiveWorker]]:
         matches = self.cache.match(hashes) if self.cache is not None and hashes else {}
-        pairs = [
+        return [
             (self._candidate(worker, rank, matches), worker)
             for worker in workers
             for rank in range(worker.record.info.data_parallel_size)
         ]
+
+    def _decide(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        pairs: Sequence[tuple[Candidate, LiveWorker]],
+        left_out: Sequence[tuple[Candidate, str]],
+        started_s: float,
+    ) -> Route:
         request = RouteRequest(
             request_id=summary.request_id,
             model=summary.model,
@@ -144,7 +130,14 @@ class ModelPool(Generic[CacheT]):
             if candidate.worker_id == decision.worker_id:
                 taken_s = time.perf_counter() - started_s
                 return Route(
-                    decision, candidate, worker, candidates, hashes, self._block_size, taken_s
+                    decision=decision,
+                    candidate=candidate,
+                    worker=worker,
+                    candidates=candidates,
+                    sequence_hashes=hashes,
+                    block_size=self._block_size,
+                    routing_s=taken_s,
+                    busy=left_out,
                 )
         raise RoutingError(
             f"policy {decision.policy} picked {decision.worker_id}, which is no candidate"

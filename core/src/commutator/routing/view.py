@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from attrs import define, evolve
 
@@ -35,8 +36,10 @@ class LiveWorker:
 class WorkerView:
     """Keeps one connected client for each worker that the registry knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_routable: Callable[[], None] = lambda: None) -> None:
+        """``on_routable`` is called when a worker may have become routable."""
         self._workers: dict[str, LiveWorker] = {}
+        self._on_routable = on_routable
 
     def get(self, worker_id: str) -> LiveWorker | None:
         return self._workers.get(worker_id)
@@ -63,6 +66,7 @@ class WorkerView:
     def set_draining(self, worker_id: str, draining: bool) -> None:
         if (worker := self._workers.get(worker_id)) is not None:
             worker.record = evolve(worker.record, draining=draining)
+            self._on_routable()
 
     async def remove(self, worker_id: str) -> LiveWorker | None:
         worker = self._workers.pop(worker_id, None)
@@ -88,6 +92,7 @@ class WorkerView:
             return
         worker.record = evolve(worker.record, info=info)
         worker.connected = True
+        self._on_routable()
 
     async def _reconnect(self, worker: LiveWorker) -> None:
         attempt = 0

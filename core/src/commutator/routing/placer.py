@@ -1,0 +1,149 @@
+"""Finds a worker for each request of one model: asks the policy, waits if it must, connects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import evolve, frozen
+
+from commutator.config.model import BusyConfig
+from commutator.errors import EngineUnavailableError, OverloadedError, RoutingError
+from commutator.routing.admission import Admission
+from commutator.routing.busy import describe_busy
+from commutator.routing.load import InFlightLoad, Ticket
+from commutator.routing.pool import ModelPool
+from commutator.routing.route import Route
+from commutator.routing.view import WorkerView
+from commutator.types import RequestSummary
+
+__all__ = ["Placed", "Placer"]
+
+log = logging.getLogger(__name__)
+
+
+@frozen(eq=False)
+class Placed:
+    """A decision whose load is accounted for. Whoever gets it releases the ticket."""
+
+    route: Route
+    ticket: Ticket
+
+
+class Placer:
+    """One model's way from a request to a worker that can be reached. Used from one event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        pool: ModelPool[Any],
+        view: WorkerView,
+        load: InFlightLoad,
+        busy: BusyConfig,
+        waits: Callable[[int], None],
+    ) -> None:
+        """``waits`` hears 1 when a request begins to wait for a worker, -1 when that ends."""
+        self._model = model
+        self._pool = pool
+        self._view = view
+        self._load = load
+        self._busy = busy
+        self._admission: Admission[Placed] | None = None
+        if busy.enabled:
+            self._admission = Admission(busy, self._give_back, self._refusal, waits)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a worker."""
+        return self._admission.waiting if self._admission is not None else 0
+
+    def wake(self) -> None:
+        """Some worker may have become free."""
+        if self._admission is not None:
+            self._admission.wake()
+
+    async def place(
+        self, summary: RequestSummary, hashes: Sequence[int], *, may_wait: bool
+    ) -> Placed:
+        """Pick a worker that can be reached.
+
+        While all are busy the request waits, unless it may not: then it gets a busy one. A worker
+        whose connection turns out to be dead is left out and the policy asked again. Raises
+        RoutingError when no worker is ready, and its subclass OverloadedError when one has waited
+        too long or too many do.
+        """
+        if self._admission is not None and may_wait:
+            return await self._place_in_turn(self._admission, summary, hashes)
+        while True:
+            placed = self._take_any(summary, hashes)
+            if await self._reachable(placed):
+                return placed
+
+    async def _place_in_turn(
+        self, admission: Admission[Placed], summary: RequestSummary, hashes: Sequence[int]
+    ) -> Placed:
+        arrived_s = asyncio.get_running_loop().time()
+        place = admission.place(summary.priority)
+        attempt = partial(self._take_free, summary, hashes)
+        again = False
+        while True:
+            if not self._view.routable(self._model):
+                raise self._none_ready()
+            placed, waited_s = await admission.admit(place, arrived_s, attempt, again=again)
+            if await self._reachable(placed):
+                return evolve(placed, route=evolve(placed.route, waited_s=waited_s))
+            again = True
+
+    def _take_any(self, summary: RequestSummary, hashes: Sequence[int]) -> Placed:
+        workers = self._view.routable(self._model)
+        if not workers:
+            raise self._none_ready()
+        return self._taken(summary, self._pool.route(summary, hashes, workers))
+
+    def _take_free(self, summary: RequestSummary, hashes: Sequence[int]) -> Placed | None:
+        """None when every worker is busy, or lost for the moment."""
+        workers = self._view.routable(self._model)
+        route = self._pool.route_to_free(summary, hashes, workers, self._busy)
+        return None if route is None else self._taken(summary, route)
+
+    def _taken(self, summary: RequestSummary, route: Route) -> Placed:
+        ticket = self._load.dispatch(
+            route.candidate.worker_id,
+            summary.prompt_tokens,
+            route.worker.record.info.block_size,
+            cached_tokens=route.overlap_tokens,
+        )
+        return Placed(route, ticket)
+
+    async def _reachable(self, placed: Placed) -> bool:
+        """Whether the worker's connection stands. If not, the load is given back."""
+        worker = placed.route.worker
+        try:
+            await worker.client.start()
+        except EngineUnavailableError as error:
+            log.warning("worker %s left out: %s", worker.record.worker_id, error)
+            self._view.lost(worker)
+            self._give_back(placed)
+            return False
+        except BaseException:
+            self._give_back(placed)
+            raise
+        return True
+
+    def _give_back(self, placed: Placed) -> None:
+        self._load.release(placed.ticket)
+
+    def _none_ready(self) -> RoutingError:
+        return RoutingError(f'no worker is ready for model "{self._model}"')
+
+    def _refusal(self, reason: str, words: str, retry_after_s: float) -> RoutingError:
+        workers = self._view.routable(self._model)
+        if not workers:
+            return self._none_ready()
+        hits = list(self._pool.busy_ranks(workers, self._busy).values())
+        # None may be busy any more: the queue is full of others who are about to be served.
+        busy = f"{describe_busy(self._busy, hits)}; " if hits else ""
+        return OverloadedError(f"{busy}{words}", retry_after_s, reason)

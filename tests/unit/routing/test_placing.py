@@ -1,0 +1,202 @@
+"""The dispatcher with busy thresholds: who waits, who gets which worker, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.routing.test_dispatcher import Setup, request
+
+from commutator.config.model import BusyConfig
+from commutator.errors import OverloadedError, RoutingError
+from commutator.routing.dispatch import Dispatch
+
+
+def setup_with(**busy: Any) -> Setup:
+    return Setup(busy=BusyConfig(**busy))
+
+
+async def begun(setup: Setup, name: str, priority: int = 0, **options: Any) -> Dispatch:
+    return await setup.dispatcher.dispatch("m", request(name, 50, priority), **options)
+
+
+async def until_waiting(setup: Setup, count: int) -> None:
+    async with asyncio.timeout(3):
+        while setup.dispatcher.waiting("m") != count:
+            await asyncio.sleep(0)
+
+
+async def test_busy_workers_are_left_out_and_explained() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0", "w-1")
+    first, second = await begun(setup, "a"), await begun(setup, "b")
+    assert [first.worker_id, second.worker_id] == ["w-0", "w-1"]
+    explained = second.explain()
+    assert {c["worker_id"]: c["busy"] for c in explained["candidates"]} == {
+        "w-0": "max_active_requests",
+        "w-1": None,
+    }
+    assert explained["waited_s"] == 0
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_a_request_waits_until_a_worker_has_finished_another() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0")
+    heard: list[int] = []
+    setup.dispatcher.watch_waiting(heard.append)
+    first = await begun(setup, "a")
+    second = asyncio.create_task(begun(setup, "b"))
+    await until_waiting(setup, 1)
+    async for _ in first:
+        assert not second.done()
+    dispatch = await second
+    assert heard == [1, -1]
+    assert dispatch.facts.waited_s > 0
+    assert dispatch.explain()["waited_s"] > 0
+    assert setup.watcher.seen.count("routed") == 2
+    await dispatch.aclose()
+    assert setup.active() == 0
+
+
+async def test_the_first_token_frees_prefill() -> None:
+    setup = setup_with(active_prefill_tokens_threshold=0)
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    second = asyncio.create_task(begun(setup, "b"))
+    await until_waiting(setup, 1)
+    await anext(first)
+    dispatch = await second
+    assert setup.active() == 2
+    await first.aclose()
+    await dispatch.aclose()
+
+
+async def test_blocks_of_long_answers_make_a_worker_busy() -> None:
+    setup = setup_with(active_decode_blocks_threshold=0.04)  # of 64 blocks: more than 2
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    second = await begun(setup, "b")  # 2 blocks are held
+    third = asyncio.create_task(begun(setup, "c"))
+    await until_waiting(setup, 1)
+    await second.aclose()
+    dispatch = await third
+    await first.aclose()
+    await dispatch.aclose()
+
+
+async def test_a_worker_that_comes_up_takes_who_waits() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    second = asyncio.create_task(begun(setup, "b"))
+    await until_waiting(setup, 1)
+    await setup.up("w-1")
+    dispatch = await second
+    assert dispatch.worker_id == "w-1"
+    await first.aclose()
+    await dispatch.aclose()
+
+
+async def test_urgent_requests_go_first() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0")
+    order: list[str] = []
+    first = await begun(setup, "a")
+
+    async def one(name: str, priority: int) -> None:
+        dispatch = await begun(setup, name, priority)
+        order.append(name)
+        await dispatch.aclose()
+
+    tasks = []
+    for name, priority in [("b", 0), ("c", 1), ("d", -1), ("e", 0)]:
+        tasks.append(asyncio.create_task(one(name, priority)))
+        await until_waiting(setup, len(tasks))
+    await first.aclose()
+    await asyncio.gather(*tasks)
+    assert order == ["d", "b", "e", "c"]
+
+
+async def test_refusals_name_the_threshold() -> None:
+    setup = setup_with(max_active_requests=1, max_queued_requests=1, max_queue_s=0.1)
+    await setup.up("w-0", "w-1")
+    running = [await begun(setup, "a"), await begun(setup, "b")]
+    waiting = asyncio.create_task(begun(setup, "c"))
+    await until_waiting(setup, 1)
+    busy = r"2 workers are busy \(2 by max_active_requests=1\); "
+    with pytest.raises(OverloadedError, match=busy + "1 requests wait already"):
+        await begun(setup, "d")
+    with pytest.raises(OverloadedError, match=busy + r"none became free within 0\.1 s"):
+        await waiting
+    assert setup.watcher.seen.count("failed") == 2
+    for dispatch in running:
+        await dispatch.aclose()
+
+
+async def test_a_later_answer_of_a_request_does_not_wait() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0")
+    first = await begun(setup, "a-0")
+    second = await begun(setup, "a-1", may_wait=False)
+    assert setup.active() == 2
+    await first.aclose()
+    await second.aclose()
+
+
+async def test_a_client_that_leaves_while_it_waits() -> None:
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    second = asyncio.create_task(begun(setup, "b"))
+    await until_waiting(setup, 1)
+    second.cancel()
+    await until_waiting(setup, 0)
+    assert isinstance(setup.watcher.failures[0], asyncio.CancelledError)
+    await first.aclose()
+    assert setup.active() == 0
+
+
+async def test_a_worker_found_dead_after_waiting_costs_no_place() -> None:
+    """It waits again, in front of who came later, and goes where a worker comes up."""
+    setup = setup_with(max_active_requests=1, max_queued_requests=2)
+    await setup.up("w-0", "w-1")
+    running = [await begun(setup, "a"), await begun(setup, "b")]
+    waiting = [asyncio.create_task(begun(setup, name)) for name in "cd"]
+    await until_waiting(setup, 2)
+    setup.connector.clients["w-0"].reachable = False
+    await running[0].aclose()
+    await asyncio.sleep(0.01)
+    assert setup.dispatcher.waiting("m") == 2
+    await running[1].aclose()
+    first = await waiting[0]
+    assert first.worker_id == "w-1"
+    assert not waiting[1].done()
+    await first.aclose()
+    await (await waiting[1]).aclose()
+    assert setup.active() == 0
+    await setup.dispatcher.close()
+
+
+async def test_who_waits_outlives_a_short_absence_of_every_worker() -> None:
+    setup = setup_with(max_active_requests=1, max_queue_s=0.3)
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    waiting = [asyncio.create_task(begun(setup, "b"))]
+    await until_waiting(setup, 1)
+    await setup.dispatcher.worker_down("w-0", "failed")
+    with pytest.raises(RoutingError, match="no worker is ready"):
+        await begun(setup, "c")
+    await first.aclose()
+    await setup.up("w-1")
+    dispatch = await waiting[0]
+    assert dispatch.worker_id == "w-1"
+    waiting = [asyncio.create_task(begun(setup, "d"))]
+    await until_waiting(setup, 1)
+    await setup.dispatcher.worker_down("w-1", "failed")
+    with pytest.raises(RoutingError, match="no worker is ready") as refused:
+        await waiting[0]
+    assert not isinstance(refused.value, OverloadedError)
+    await dispatch.aclose()
