@@ -40,7 +40,7 @@ kinds = pytest.mark.parametrize("kind", TOKENIZERS)
 def short_chunks() -> Iterator[None]:
     """Chunks of a few characters, so that short texts are cut everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "CHUNK_CHARACTERS", 1)
+        patch.setattr(prefix_cache, "chunk_end", lambda start: start + 1)
         yield
 
 

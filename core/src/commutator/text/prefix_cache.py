@@ -16,9 +16,7 @@ from commutator.text.cut_points import CutPoints, find_cut_points
 
 __all__ = ["BlockHashing", "FoundPrefix", "PrefixCache", "PromptTokens", "cut_points_of"]
 
-CHUNK_CHARACTERS = 400
-"""A chunk ends at the first exact cut after this many."""
-
+_SHORTEST_CHUNK, _LONGEST_CHUNK = 100, 400
 # A list entry and the int that it refers to; an entry of the cache without its contents.
 _INT_BYTES = 40
 _NODE_BYTES = 500
@@ -78,6 +76,15 @@ class FoundPrefix:
         return len(self.text) - self.known_characters
 
 
+def chunk_end(start: int) -> int:
+    """A chunk from ``start`` ends at the first exact cut from here on.
+
+    What follows the last known chunk is tokenized again, so chunks are short; each known one costs
+    a look-up, so further on in the text, where there are many before, they are longer.
+    """
+    return start + min(_SHORTEST_CHUNK + start // 10, _LONGEST_CHUNK)
+
+
 def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
     """Where texts of this tokenizer may be cut."""
     if tokenizer.encode_special_tokens:
@@ -127,7 +134,7 @@ class PrefixCache:
         if self.cuts.any:
             next_cut, get = self.cuts.next_cut, self._nodes.get
             with self._lock:
-                while (cut := next_cut(text, start + CHUNK_CHARACTERS)) is not None:
+                while (cut := next_cut(text, chunk_end(start))) is not None:
                     node = get((last, text[start:cut]))
                     if node is None:
                         break
@@ -178,7 +185,7 @@ class PrefixCache:
     def _chunks(self, text: str, start: int) -> list[str]:
         """``text`` from ``start`` on; the last one ends with the text, not at a cut."""
         chunks = []
-        while (cut := self.cuts.next_cut(text, start + CHUNK_CHARACTERS)) is not None:
+        while (cut := self.cuts.next_cut(text, chunk_end(start))) is not None:
             chunks.append(text[start:cut])
             start = cut
         chunks.append(text[start:])
