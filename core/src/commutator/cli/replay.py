@@ -20,6 +20,8 @@ from commutator.routing.trace import ideal_hit_ratio, read_trace
 
 __all__ = ["replay"]
 
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
 
 @click.command(
     epilog="Example: commutator replay trace.jsonl examples/replay.yaml --compare kv,round_robin"
@@ -30,12 +32,14 @@ __all__ = ["replay"]
 @click.option("--compare", help="Several policies, separated by commas; one row each.")
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of the trace's requests.")
-@click.option("--speed", type=float, default=1.0, show_default=True, help="Times as fast.")
+@click.option("--speed", type=_POSITIVE, default=1.0, show_default=True, help="Times as fast.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
-@click.option("--target-ttft", type=float, default=2.0, show_default=True, help="Goodput: s.")
-@click.option("--target-itl", type=float, default=0.05, show_default=True, help="Goodput: s.")
+@click.option("--target-ttft", type=_POSITIVE, default=2.0, show_default=True, help="Goodput: s.")
+@click.option("--target-itl", type=_POSITIVE, default=0.05, show_default=True, help="Goodput: s.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG or PNG."
+)
 @set_option
 def replay(
     trace: Path,
@@ -53,6 +57,8 @@ def replay(
     sets: tuple[str, ...],
 ) -> None:
     """Replay TRACE over FILE's first engine, in virtual time, and show what clients would see."""
+    if policy and compare:
+        raise click.UsageError("give --policy or --compare, not both")
     loaded = load_config([file], sets=sets)
     engine = loaded.config.engines[0]
     connector = loaded.host.engines.kinds[engine.kind].thing
@@ -68,14 +74,18 @@ def replay(
     recorded = read_trace(trace, requests)
     reports = []
     for name in names:
-        outcome = run_replay(
-            recorded,
-            make_engine,
-            workers or engine.replicas,
-            make_policy(loaded.host, loaded.config.router, name),
-            seed=seed,
-            speed=speed,
-        )
+        routing = make_policy(loaded.host, loaded.config.router, name)
+        try:
+            outcome = run_replay(
+                recorded,
+                make_engine,
+                workers or engine.replicas,
+                routing,
+                seed=seed,
+                speed=speed,
+            )
+        except ValueError as error:  # the engine's sizes do not fit the trace
+            raise ConfigError([f"engines[0]: {error}"], str(file)) from error
         reports.append(report(name, outcome, target_ttft, target_itl))
     ideal = ideal_hit_ratio(recorded)
     if as_json:
@@ -111,18 +121,18 @@ def make_policy(host: Any, router: Any, name: str) -> Any:
 
 def table(reports: list[Report], ideal: float) -> Table:
     title = f"Prompt tokens found in a cache; an infinite one would find {ideal:.1%}"
-    made = Table(title=title, box=None, padding=(0, 1), title_justify="left")
-    made.add_column("policy")
-    for column in ("cached", "TTFT p50", "p99", "ITL p50", "p99", "imbalance", "goodput"):
+    made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
+    made.add_column("policy", no_wrap=True)
+    times = ("TTFT p50  p99", "ITL p50  p99")
+    for column in ("cached", "given up", *times, "imbalance", "goodput"):
         made.add_column(column, justify="right", no_wrap=True)
     for one in reports:
         made.add_row(
             one.policy,
             f"{one.cached_ratio:.1%}",
-            f"{one.ttft_p50_s:.2f} s",
-            f"{one.ttft_p99_s:.2f} s",
-            f"{one.itl_p50_s * 1000:.1f} ms",
-            f"{one.itl_p99_s * 1000:.1f} ms",
+            "-" if one.given_up_ratio is None else f"{one.given_up_ratio:.1%}",
+            f"{one.ttft_p50_s:.2f} {one.ttft_p99_s:5.2f} s",
+            f"{one.itl_p50_s * 1000:.1f} {one.itl_p99_s * 1000:4.0f} ms",
             f"{one.imbalance:.2f}",
             f"{one.goodput_per_s:.2f}/s",
         )

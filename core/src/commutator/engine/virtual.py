@@ -79,6 +79,11 @@ VirtualEvent = PrefillDone | RequestDone | TokensMade | BlocksHeld | BlocksGone
 class VirtualEngine(ABC):
     """One worker in virtual time. Pure: no clock but the one passed in, no chance."""
 
+    @property
+    @abstractmethod
+    def block_size(self) -> int:
+        """Tokens in one KV block; a request's block hashes are of such blocks."""
+
     @abstractmethod
     def submit(self, key: int, request: VirtualRequest) -> None:
         """The request arrives at the time last advanced to. Raises ValueError if it cannot fit."""

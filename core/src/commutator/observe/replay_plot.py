@@ -10,6 +10,8 @@ import matplotlib as mpl
 from commutator.observe.replay_report import Report
 
 mpl.use("Agg")
+# Text stays text, and equal figures give equal files.
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 
 import matplotlib.pyplot as plt
 
@@ -39,5 +41,6 @@ def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelrotation=20)
-    figure.savefig(path)
+    undated = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, metadata=undated)
     plt.close(figure)

@@ -30,7 +30,11 @@ class Report:
     """Prompt tokens computed by the busiest worker, over the mean of all."""
     goodput_per_s: float
     """Requests a second that met both targets."""
-    overlap_blocks_given_up: int
+    given_up_ratio: float | None
+    """Prompt tokens that another worker held beyond the chosen one's, of all: reuse for balance.
+
+    None for a policy that is not told what workers hold.
+    """
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,6 +49,7 @@ def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: fl
     ttfts = sorted(one.ttft_s for one in done)
     good = sum(one.ttft_s <= target_ttft_s and one.itl_s <= target_itl_s for one in done)
     prompt_tokens = sum(one.prompt_tokens for one in done)
+    given_up = outcome.tokens_given_up
     return Report(
         policy=policy,
         requests=len(done),
@@ -57,7 +62,7 @@ def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: fl
         * len(computed)
         / max(1, sum(computed.values())),
         goodput_per_s=good / max(outcome.duration_s, 1e-9),
-        overlap_blocks_given_up=outcome.overlap_blocks_given_up,
+        given_up_ratio=None if given_up is None else given_up / max(1, prompt_tokens),
     )
 
 

@@ -53,8 +53,11 @@ class Outcome:
     finished: list[Finished] = field(factory=list)
     intervals: dict[int, int] = field(factory=dict)
     """Inter-token latency in ns to the number of tokens that came with it."""
-    overlap_blocks_given_up: int = 0
-    """Cached blocks on the best worker that the policy did not choose, for balance."""
+    tokens_given_up: int | None = None
+    """Prompt tokens that another worker held beyond the chosen one's: the price of balance.
+
+    None for a policy that is not told what workers hold.
+    """
     duration_s: float = 0.0
 
 
@@ -95,7 +98,7 @@ class _Replay:
         cache = _Cache(self._index) if policy.uses_overlap else None
         self._pool = ModelPool(policy, cache, self._load, rng, TRACE_BLOCK_TOKENS)
         self._flights: dict[int, _Flight] = {}
-        self.outcome = Outcome()
+        self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
 
     def arrive(self, key: int, request: TraceRequest, now_ns: int) -> None:
         self.pass_time(now_ns)
@@ -103,9 +106,9 @@ class _Replay:
         summary = RequestSummary(str(key), "model", request.input_length, request.output_length)
         live = [worker.live for worker in self._workers.values()]
         route = self._pool.route(summary, hashes, live)
-        self.outcome.overlap_blocks_given_up += (
-            route.best_overlap_blocks - route.candidate.overlap.blocks
-        )
+        if self.outcome.tokens_given_up is not None:
+            missed = route.best_overlap_blocks - route.candidate.overlap.blocks
+            self.outcome.tokens_given_up += missed * TRACE_BLOCK_TOKENS
         worker_id = route.candidate.worker_id
         ticket = self._load.dispatch(
             worker_id, request.input_length, TRACE_BLOCK_TOKENS, route.overlap_tokens
@@ -162,9 +165,15 @@ def replay(
 ) -> Outcome:
     """Replay ``trace``, ``speed`` times as fast as it was recorded, over ``workers`` engines.
 
-    Deterministic: equal arguments give equal outcomes.
+    Deterministic: equal arguments give equal outcomes. Raises ValueError when the engine's blocks
+    are not the trace's, or a request is longer than its memory.
     """
     fleet = [VirtualWorker.make(f"worker-{i:03}", make_engine()) for i in range(workers)]
+    if (size := fleet[0].engine.block_size) != TRACE_BLOCK_TOKENS:
+        raise ValueError(
+            f"the trace's blocks have {TRACE_BLOCK_TOKENS} tokens and the engine's {size}: "
+            f"set block_size: {TRACE_BLOCK_TOKENS} in the engine's entry"
+        )
     running = _Replay(fleet, policy, seed)
     for key, request in enumerate(trace):
         running.arrive(key, request, round(request.timestamp * 1e6 / speed))

@@ -40,6 +40,10 @@ class SimVirtualEngine(VirtualEngine):
     def __init__(self, parameters: SimParameters) -> None:
         self._model = SimModel(parameters)
 
+    @property
+    def block_size(self) -> int:
+        return self._model.parameters.block_size
+
     def submit(self, key: int, request: VirtualRequest) -> None:
         self._model.submit(
             key, SimRequest(request.prompt_tokens, request.output_tokens, request.block_hashes)
