@@ -10,12 +10,14 @@ import matplotlib as mpl
 from commutator.observe.replay_report import Report
 
 mpl.use("Agg")
-# Text stays text, and equal figures give equal files.
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 __all__ = ["draw"]
+
+# In an SVG text stays text, and equal figures give equal files.
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 
 _CHOSEN, _OTHER, _SECOND = "#2f6f9f", "#b9c4cc", "#e39b3a"
 
@@ -36,6 +38,9 @@ def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
     right.bar([x + 0.2 for x in places], p99, 0.4, label="p99", color=_OTHER)
     right.set_xticks(list(places), names)
     right.set_yscale("log")
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("")
     right.set_ylabel("time to first token, s")
     right.legend(frameon=False)
     for axes in (left, right):
