@@ -102,6 +102,25 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
             assert tokens(said[100 * round_ + index]) == output
 
 
+def test_a_step_that_nobody_wants_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.submit(1, request(PROMPTS[-1]))
+    engine.submit(2, request(PROMPTS[-2]))
+    forward = MODEL.forward
+
+    def abort_first(*args: Any, **options: Any) -> torch.Tensor:
+        engine.abort(1)
+        engine.abort(2)
+        return forward(*args, **options)
+
+    monkeypatch.setattr(MODEL, "forward", abort_first)
+    assert engine.step() == []
+    assert not engine.arena.tensor.any(), "no layer was computed"
+    assert engine.step() == []
+    assert engine.load() == EngineLoad(kv_capacity_blocks=128)
+    engine.check_integrity()
+
+
 def test_preemption_changes_nothing(expected: list[list[int]]) -> None:
     engine = make(num_blocks=20)
     for index, prompt in enumerate(PROMPTS):
@@ -269,7 +288,7 @@ def test_a_failing_step_ends_its_requests_and_no_other(
     engine.submit(1, request(PROMPTS[3]))
     engine.submit(2, request(PROMPTS[3]))
     with monkeypatch.context() as patched:
-        patched.setattr(MODEL, "forward", lambda *_: 1 / 0)
+        patched.setattr(MODEL, "forward", lambda *_, **__: 1 / 0)
         ((key, delta),) = engine.step()
     assert key == 1
     assert delta.finish_reason is FinishReason.ERROR

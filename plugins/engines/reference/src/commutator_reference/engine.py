@@ -18,7 +18,7 @@ from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDel
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
 from commutator_reference.blocks import BlockPool
-from commutator_reference.model import LlamaModel
+from commutator_reference.model import Abandoned, LlamaModel
 from commutator_reference.options import EngineOptions
 from commutator_reference.sampler import Sampled, sample
 from commutator_reference.scheduler import Scheduler
@@ -191,6 +191,8 @@ class ReferenceEngine:
             return []
         try:
             sampled = self._compute(step)
+        except Abandoned:
+            return []  # all of it is aborted, and will be removed before the next step
         except Exception as error:
             log.exception("a step failed; its %d requests are ended", len(step.chunks))
             return self._fail((chunk.key for chunk in step.chunks), error)
@@ -199,8 +201,12 @@ class ReferenceEngine:
         return [delta for key, token in sampled for delta in self._append(key, token)]
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
+        """The new tokens. Raises Abandoned when every request was aborted meanwhile."""
         batch = build_batch(step.chunks, self.arena, self._model.dtype)
-        logits = self._model.forward(batch, self.arena)
+        keys = [chunk.key for chunk in step.chunks]
+        logits = self._model.forward(
+            batch, self.arena, wanted=lambda: any(key in self._live for key in keys)
+        )
         sequences = [self._sequence(key) for key in batch.sample_keys]
         chosen = sample(logits, sequences, self._model.config.eos_token_ids) if sequences else []
         return list(zip(batch.sample_keys, chosen, strict=True))

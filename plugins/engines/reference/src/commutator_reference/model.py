@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
@@ -13,7 +15,11 @@ from commutator_reference.llama_config import LlamaConfig
 from commutator_reference.rope import rope_frequencies, rope_tables, rotate_
 from commutator_reference.weights import LayerWeights, LlamaWeights
 
-__all__ = ["LlamaModel"]
+__all__ = ["Abandoned", "LlamaModel"]
+
+
+class Abandoned(Exception):  # noqa: N818 - nothing went wrong
+    """Nobody wants the result of this forward pass any more."""
 
 
 class LlamaModel:
@@ -30,11 +36,18 @@ class LlamaModel:
         self._rope_frequencies = rope_frequencies(config).to(self.device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, arena: KVArena) -> Tensor:
-        """Logits [sampled rows, vocabulary], float32; the KV of every token goes to the arena."""
+    def forward(
+        self, batch: Batch, arena: KVArena, wanted: Callable[[], bool] = lambda: True
+    ) -> Tensor:
+        """Logits [sampled rows, vocabulary], float32; the KV of every token goes to the arena.
+
+        ``wanted`` is asked before each layer. Raises Abandoned once it says no.
+        """
         x = embedding(batch.token_ids, self._embedding)
         tables = rope_tables(self._rope_frequencies, batch.positions, self.dtype)
         for layer in self._layers:
+            if not wanted():
+                raise Abandoned
             layer(x, batch, arena, tables)
         sampled = x.index_select(0, batch.sample_rows)
         normed = rms_norm(sampled, self._norm.shape, self._norm, self.config.norm_epsilon)
