@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ from commutator.frontend.choice import Choice, Piece
 from commutator.frontend.plan import Plan
 from commutator.frontend.responses import PromptTokensDetails, Usage
 from commutator.frontend.services import Dispatched, RequestDispatcher
-from commutator.observe.metrics import FrontendMetrics
+from commutator.observe.metrics import FrontendMetrics, TokenTimes
 
 __all__ = ["Generation"]
 
@@ -86,15 +85,9 @@ class Generation:
     ) -> None:
         await self._close()
 
-    async def batches(self) -> AsyncGenerator[Batch, None]:
+    def batches(self) -> _Answer | AsyncGenerator[Batch, None]:
         """What has come, until every answer is finished. Close the iterator if you leave early."""
-        if len(self._dispatched) == 1:
-            async for piece in self._pieces(0):
-                yield [(0, piece)]
-            return
-        async with aclosing(self._merged()) as merged:
-            async for batch in merged:
-                yield batch
+        return self._answer(0) if len(self._dispatched) == 1 else self._merged()
 
     def usage(self) -> Usage:
         """Tokens so far. Cached tokens are those of each prompt's first answer."""
@@ -104,20 +97,11 @@ class Generation:
         cached = sum(choice.cached_tokens for choice in first_answers)
         return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
-    async def _pieces(self, number: int) -> AsyncGenerator[Piece, None]:
-        choice, times = self.choices[number], self.times[number]
-        async for delta in self._dispatched[number]:
-            if delta.token_ids:
-                times.tokens(len(delta.token_ids))
-            piece = choice.push(delta)
-            yield piece
-            if piece.finish_reason is not None:
-                break
-        # After a stop string the engine may still be at work.
-        await self._dispatched[number].stop()
+    def _answer(self, number: int) -> _Answer:
+        return _Answer(number, self._dispatched[number], self.choices[number], self.times[number])
 
     async def _merged(self) -> AsyncGenerator[Batch, None]:
-        ready: asyncio.Queue[tuple[int, Piece] | BaseException] = asyncio.Queue()
+        ready: asyncio.Queue[Batch | BaseException] = asyncio.Queue()
         pumps = [
             asyncio.create_task(self._pump(number, ready)) for number in range(len(self.choices))
         ]
@@ -131,23 +115,52 @@ class Generation:
                 for item in items:
                     if isinstance(item, BaseException):
                         raise item
-                    batch.append(item)
-                    running -= item[1].finish_reason is not None
+                    batch += item
+                    running -= item[-1][1].finish_reason is not None
                 yield batch
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(
-        self, number: int, ready: asyncio.Queue[tuple[int, Piece] | BaseException]
-    ) -> None:
+    async def _pump(self, number: int, ready: asyncio.Queue[Batch | BaseException]) -> None:
         try:
-            async for piece in self._pieces(number):
-                ready.put_nowait((number, piece))
+            async for batch in self._answer(number):
+                ready.put_nowait(batch)
         except Exception as error:  # noqa: BLE001 - handed to whoever reads the queue
             ready.put_nowait(error)
 
     async def _close(self) -> None:
         for dispatched in self._dispatched:
             await dispatched.aclose()
+
+
+class _Answer:
+    """The pieces of one answer. Not a generator: the loop keeps books on each of those."""
+
+    def __init__(
+        self, number: int, dispatched: Dispatched, choice: Choice, times: TokenTimes
+    ) -> None:
+        self._number = number
+        self._dispatched = dispatched
+        self._choice = choice
+        self._times = times
+        self._finished = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
+        if self._finished:
+            raise StopAsyncIteration
+        delta = await self._dispatched.__anext__()
+        if delta.token_ids:
+            self._times.tokens(len(delta.token_ids))
+        piece = self._choice.push(delta)
+        if piece.finish_reason is not None:
+            self._finished = True
+            await self._dispatched.stop()  # after a stop string the engine may still be at work
+        return [(self._number, piece)]
+
+    async def aclose(self) -> None:
+        """Nothing to do: the request belongs to the generation."""

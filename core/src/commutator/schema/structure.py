@@ -86,37 +86,42 @@ def describe(kind: Any) -> str:
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def matches(value: Any, kind: Any) -> bool:
-    """Whether plain ``value`` has the outer shape of the annotation ``kind``."""
+def matcher(kind: Any) -> Callable[[Any], bool]:
+    """Tells whether a plain value has the outer shape of the annotation ``kind``.
+
+    The annotation is looked at once, here, and not again for each value.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
+        inner = matcher(args[0])
         bounds = [extra for extra in args[1:] if isinstance(extra, Bounds)]
-        return matches(value, args[0]) and all(bound.allows(value) for bound in bounds)
+        return lambda value: inner(value) and all(bound.allows(value) for bound in bounds)
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in args)
+        return lambda value: any(value == one and type(value) is type(one) for one in args)
     if origin in (Union, types.UnionType):
-        return any(matches(value, arg) for arg in args)
+        members = [matcher(arg) for arg in args]
+        return lambda value: any(member(value) for member in members)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return lambda value: isinstance(value, int) and not isinstance(value, bool)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return any(value == member.value for member in kind)
+        return lambda value: any(value == member.value for member in kind)
     if origin in (list, tuple):
-        return isinstance(value, list | tuple)
+        return lambda value: isinstance(value, (list, tuple))
     if origin in (dict, Mapping) or attrs.has(kind):
-        return isinstance(value, Mapping)
+        return lambda value: isinstance(value, Mapping)
     if kind is Any:
-        return True
-    return isinstance(value, kind)
+        return lambda _: True
+    return lambda value: isinstance(value, kind)
 
 
 def build_converter(*, detailed: bool = True) -> cattrs.Converter:
     """A strict converter. With ``detailed=False`` it is quicker and stops at the first mistake."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=detailed)
     for primitive in (int, float, str, bool):  # cattrs has hooks of its own for exactly these
-        converter.register_structure_hook(primitive, _structure_leaf)
-    converter.register_structure_hook_func(_is_leaf, _structure_leaf)
+        converter.register_structure_hook(primitive, _leaf_hook(primitive, converter))
+    converter.register_structure_hook_factory(_is_leaf, _leaf_hook)
     converter.register_structure_hook_factory(_is_union, _union_hook)
     converter.register_structure_hook_factory(_is_container, _container_hook)
     converter.register_structure_hook_factory(attrs.has, _class_hook)
@@ -156,25 +161,34 @@ def _is_container(kind: Any) -> bool:
     return get_origin(kind) in (list, tuple, dict, Mapping) or kind in (list, tuple, dict)
 
 
-def _structure_leaf(value: Any, kind: Any) -> Any:
-    if not matches(value, kind):
-        raise Mismatch(describe(kind), value)
-    base = _base(kind)
-    if base is float:
-        return float(value)
-    return base(value) if isinstance(base, type) and issubclass(base, Enum) else value
+def _leaf_hook(kind: Any, _: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    fits, base = matcher(kind), _base(kind)
+    is_enum = isinstance(base, type) and issubclass(base, Enum)
+    convert = base if base is float or is_enum else None
+
+    def hook(value: Any, _: Any) -> Any:
+        if not fits(value):
+            raise Mismatch(describe(kind), value)
+        return value if convert is None else convert(value)
+
+    return hook
 
 
 def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     """The first member whose outer shape fits decides, so that its own errors are reported."""
-    members = get_args(kind)
+    members = [
+        (matcher(member), converter.get_structure_hook(member), member)
+        for member in get_args(kind)
+        if member is not type(None)
+    ]
+    optional = type(None) in get_args(kind)
 
     def hook(value: Any, _: Any) -> Any:
-        if value is None and type(None) in members:
+        if value is None and optional:
             return None
-        for member in members:
-            if member is not type(None) and matches(value, member):
-                return converter.structure(value, member)
+        for fits, structure_member, member in members:
+            if fits(value):
+                return structure_member(value, member)
         raise Mismatch(describe(kind), value)
 
     return hook
@@ -185,11 +199,11 @@ def _container_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, An
     into = dict if origin in (dict, Mapping) else origin
     item = (args[-1] if into is dict else args[0]) if args else Any
     key = args[0] if args and into is dict else Any
-    item_hook = converter.get_structure_hook(item)
+    item_hook, fits = converter.get_structure_hook(item), matcher(kind)
     collect = _items if converter.detailed_validation else _items_or_first_error
 
     def hook(value: Any, _: Any) -> Any:
-        if not matches(value, kind):
+        if not fits(value):
             raise Mismatch(describe(kind), value)
         if into is dict:
             keys = [converter.structure(k, key) for k in value]
