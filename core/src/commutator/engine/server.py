@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -65,11 +66,13 @@ class TokenApiServer:
         self._draining = False
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self.info: EngineInfo | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Start the engine and listen. Returns the port, which port 0 lets the system choose."""
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
         self.info = self._engine.start(self._emit_threadsafe)
         self._server = await self._loop.create_server(self._connect, host, port)
         return int(self._server.sockets[0].getsockname()[1])
@@ -87,6 +90,9 @@ class TokenApiServer:
 
     def _emit_threadsafe(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
         assert self._loop is not None
+        if threading.get_ident() == self._loop_thread:
+            self._emit(deltas)
+            return
         try:
             self._loop.call_soon_threadsafe(self._emit, deltas)
         except RuntimeError:

@@ -75,7 +75,7 @@ class EventPublisher:
                 if batch is None:
                     break
                 self._send(batch)
-            while self._replay.poll(0):
+            while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._answer_replay()
         self._pub.close(linger=200)
         self._replay.close(linger=0)
