@@ -93,6 +93,9 @@ class FakeDispatcher:
     def waiting(self, model: str) -> int:
         return 0
 
+    def load_peers(self) -> int:
+        return 0
+
     def indexed_blocks(self) -> dict[str, int]:
         return {MODEL: 3}
 

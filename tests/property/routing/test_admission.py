@@ -150,7 +150,7 @@ async def test_a_full_queue_says_how_long_others_waited() -> None:
     workers = Slots(0, max_queued=1)
     first = asyncio.create_task(workers.request(0))
     await asyncio.sleep(0.03)
-    with pytest.raises(OverloadedError, match="1 requests wait already") as refused:
+    with pytest.raises(OverloadedError, match="the queue of 1 is full") as refused:
         await workers.request(1)
     assert refused.value.reason == "router_queue_full"
     workers.give_back()

@@ -35,6 +35,7 @@ async def test_live_ready_health() -> None:
             ],
             "requests": {"running": 0, "queued": 0},
             "waiting_for_a_worker": {MODEL: 0},
+            "load_peers": 0,
             "indexed_blocks": {MODEL: 3},
             "warnings": [],
         }

@@ -127,7 +127,7 @@ async def test_refusals_name_the_threshold() -> None:
     waiting = asyncio.create_task(begun(setup, "c"))
     await until_waiting(setup, 1)
     busy = r"2 workers are busy \(2 by max_active_requests=1\); "
-    with pytest.raises(OverloadedError, match=busy + "1 requests wait already"):
+    with pytest.raises(OverloadedError, match=busy + "the queue of 1 is full"):
         await begun(setup, "d")
     with pytest.raises(OverloadedError, match=busy + r"none became free within 0\.1 s"):
         await waiting

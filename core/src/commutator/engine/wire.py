@@ -96,6 +96,11 @@ class FrameProtocol(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(pack(frame))
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was sent and the system has not taken yet."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()

@@ -76,6 +76,8 @@ class RequestDispatcher(Protocol):
 
     def waiting(self, model: str) -> int: ...
 
+    def load_peers(self) -> int: ...
+
 
 @define
 class Services:
@@ -97,6 +99,7 @@ class Services:
         self.limiter = Limiter(limits.max_concurrent_requests, limits.max_queued_requests)
         queue = self.limiter.queue
         self.metrics.watch_limiter(lambda: queue.running, lambda: queue.waiting)
+        self.metrics.load_peers.set_function(self.dispatcher.load_peers)
         self.dispatcher.watch_waiting(self.limiter.stepped)
         for name in self.models:
             self.metrics.watch_router_queue(name, partial(self.dispatcher.waiting, name))

@@ -47,6 +47,7 @@ async def health(request: web.Request) -> web.Response:
             "waiting_for_a_worker": {
                 name: services.dispatcher.waiting(name) for name in services.models
             },
+            "load_peers": services.dispatcher.load_peers(),
             "indexed_blocks": services.dispatcher.indexed_blocks(),
             "warnings": [attrs.asdict(warning) for warning in services.dispatcher.warnings()],
         }

@@ -58,6 +58,11 @@ class FrontendMetrics:
             buckets=_DURATION_BUCKETS_S,
             registry=registry,
         )
+        self.load_peers = Gauge(
+            "commutator_router_load_peers",
+            "Other front doors whose load this one hears of.",
+            registry=registry,
+        )
         self.ttft_s = Histogram(
             "commutator_time_to_first_token_seconds",
             "From a request's arrival to the first token of each answer.",

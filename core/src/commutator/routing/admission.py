@@ -80,7 +80,7 @@ class Admission(Generic[ResultT]):
         if (ahead is None or place < ahead) and (result := attempt()) is not None:
             return result, 0.0
         if not self._queue.enter(place, again=again):
-            words = f"{self.waiting} requests wait already"
+            words = f"the queue of {self.waiting} is full"
             raise self._refusal("router_queue_full", words, self._recent_wait_s)
         turn: asyncio.Future[ResultT] = loop.create_future()
         self._waiters[place] = _Waiter(attempt, turn)

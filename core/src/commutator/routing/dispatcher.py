@@ -72,6 +72,10 @@ class Dispatcher:
         """Requests that wait because every worker is busy."""
         return self._placers[model].waiting
 
+    def load_peers(self) -> int:
+        """How many other front doors tell this one of their load."""
+        return self.load.peers
+
     def models(self) -> Sequence[str]:
         """Every model of the configuration, whether or not a worker is up for it."""
         return list(self._pools)

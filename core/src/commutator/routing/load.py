@@ -49,6 +49,8 @@ class InFlightLoad:
 
     on_fall: Callable[[], None] | None = None
     """Called whenever some worker's load has fallen."""
+    peers: int = 0
+    """How many other front doors tell of their load."""
     _totals: dict[str, _Totals] = field(factory=dict)
     _of_peers: Mapping[str, WorkerLoad] = field(factory=dict)
 
@@ -92,9 +94,10 @@ class InFlightLoad:
         if self.on_fall is not None:
             self.on_fall()
 
-    def set_peers(self, loads: Mapping[str, WorkerLoad]) -> None:
-        """What all other front doors together have in flight, by worker."""
+    def set_peers(self, loads: Mapping[str, WorkerLoad], count: int) -> None:
+        """What ``count`` other front doors together have in flight, by worker."""
         self._of_peers = loads
+        self.peers = count
         if self.on_fall is not None:
             self.on_fall()
 
@@ -111,6 +114,6 @@ class InFlightLoad:
 
     def of(self, worker_id: str) -> WorkerLoad:
         """What all front doors have in flight on the worker, as far as is known."""
-        own = self.own(worker_id)
-        peers = self._of_peers.get(worker_id)
-        return own if peers is None else own + peers
+        if not self._of_peers:
+            return self.own(worker_id)
+        return self.own(worker_id) + self._of_peers.get(worker_id, _NOTHING)

@@ -16,6 +16,7 @@ from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import run_with_fast_loop, serve_app
 from commutator.routing.dispatcher import Dispatcher
+from commutator.runtime.load_sharing import LoadSharing
 from commutator.runtime.registry_client import RegistryClient
 from commutator.runtime.worker_follower import WorkerFollower
 from commutator.text.load import load_text_model
@@ -37,6 +38,10 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     registry = RegistryClient(registry_address)
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
+    tasks = [following]
+    if config.router.router_replica_sync and config.frontend.replicas > 1:
+        sharing = LoadSharing(Path(socket_path).stem, dispatcher.load, registry_address)
+        tasks.append(asyncio.create_task(sharing.run()))
     stop = asyncio.Event()
 
     def end(_: object) -> None:
@@ -61,8 +66,9 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         if following.done():
             following.result()
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await follower.close()
         await dispatcher.close()
         await registry.close()

@@ -19,7 +19,7 @@ from commutator.runtime.lease import LAPSED, Change, Down, Up
 from commutator.runtime.registry import Registry
 from commutator.types import WorkerRecord
 
-__all__ = ["RegistryClient", "difference"]
+__all__ = ["RegistryClient", "connect", "difference"]
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,28 @@ def difference(known: Mapping[str, WorkerRecord], present: Sequence[WorkerRecord
     return gone + [Up(record) for record in present if known.get(record.worker_id) != record]
 
 
+async def connect(
+    address: str, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+) -> FrameProtocol:
+    """A connection to the server at "host:port". Raises RegistryError."""
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            _, protocol = await loop.create_connection(
+                lambda: FrameProtocol(on_frame, lambda _: on_lost()), host, int(port)
+            )
+    except OSError as error:  # TimeoutError is one
+        what = error.strerror or "no answer"
+        raise RegistryError(f"registry at {address}: {what}") from error
+    return protocol
+
+
 class RegistryClient(Registry):
     """Talks to a ``RegistryServer`` at "host:port"."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asking: FrameProtocol | None = None
@@ -80,7 +95,8 @@ class RegistryClient(Registry):
     async def _watched_frames(self) -> AsyncGenerator[list[Any], None]:
         """The frames of one connection. Raises RegistryError when it ends."""
         frames: asyncio.Queue[list[Any] | None] = asyncio.Queue()
-        connection = await self._connect(frames.put_nowait, partial(frames.put_nowait, None))
+        lost = partial(frames.put_nowait, None)
+        connection = await connect(self.address, frames.put_nowait, lost)
         try:
             connection.send(["watch"])
             while (frame := await frames.get()) is not None:
@@ -89,23 +105,9 @@ class RegistryClient(Registry):
         finally:
             connection.close()
 
-    async def _connect(
-        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
-    ) -> FrameProtocol:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                _, protocol = await loop.create_connection(
-                    lambda: FrameProtocol(on_frame, lambda _: on_lost()), self._host, self._port
-                )
-        except OSError as error:  # TimeoutError is one
-            what = error.strerror or "no answer"
-            raise RegistryError(f"registry at {self.address}: {what}") from error
-        return protocol
-
     async def _ask(self, *question: Any) -> Any:
         if self._asking is None:
-            self._asking = await self._connect(self._on_answer, self._on_lost)
+            self._asking = await connect(self.address, self._on_answer, self._on_lost)
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._questions[number] = answer

@@ -7,6 +7,12 @@ client -> server                              server -> client
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
+
+Beside the registry, this is where front doors meet: what one shares is passed on to all others that
+share, as it is. Whatever of it cannot be sent at once is dropped, for the next will be newer.
+
+["share", peer, number, {worker id:           ["shared", peer, number, {...}]
+  [requests, prefill tokens, blocks]}]
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ __all__ = ["RegistryServer"]
 
 log = logging.getLogger(__name__)
 
+_MAX_UNSENT_BYTES = 64 << 10
+
 
 class RegistryServer:
     """Lets other processes use ``registry``."""
@@ -41,6 +49,13 @@ class RegistryServer:
         self._server = await loop.create_server(lambda: _Connection(self).frames, host, port)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
+    def pass_on(self, sender: _Connection, frame: list[Any]) -> None:
+        """Give what one shares to all others that do."""
+        for connection in self.connections:
+            unsent = connection.frames.unsent_bytes
+            if connection.shares and connection is not sender and unsent < _MAX_UNSENT_BYTES:
+                connection.frames.send(["shared", *frame[1:]])
+
     async def stop(self) -> None:
         """Stop listening and close every connection. Idempotent."""
         if self._server is not None:
@@ -55,6 +70,8 @@ class _Connection:
         self._server = server
         self._tasks: set[asyncio.Task[None]] = set()
         self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.shares = False
+        """Whether this is a front door that shares what it has in flight."""
         server.connections.add(self)
 
     def end(self) -> None:
@@ -67,6 +84,11 @@ class _Connection:
         self.end()
 
     def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case ["share", str(), int(), dict()]:
+                self.shares = True
+                self._server.pass_on(self, frame)
+                return
         task = asyncio.get_running_loop().create_task(self._handle(frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
