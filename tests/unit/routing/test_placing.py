@@ -6,11 +6,16 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.unit.routing.test_dispatcher import Setup, request
+from attrs import evolve
+from tests.unit.routing.test_dispatcher import FakeClient, Setup, request
 
+from commutator import hookimpl
 from commutator.config.model import BusyConfig
 from commutator.errors import OverloadedError, RoutingError
+from commutator.plugins import Installed
+from commutator.routing.contract import WorkerLoad
 from commutator.routing.dispatch import Dispatch
+from commutator.types import EngineInfo, RequestOutcome
 
 
 def setup_with(**busy: Any) -> Setup:
@@ -199,4 +204,62 @@ async def test_who_waits_outlives_a_short_absence_of_every_worker() -> None:
     with pytest.raises(RoutingError, match="no worker is ready") as refused:
         await waiting[0]
     assert not isinstance(refused.value, OverloadedError)
+    await dispatch.aclose()
+
+
+async def test_each_rank_of_a_worker_is_busy_by_itself() -> None:
+    class TwoRanks(FakeClient):
+        async def start(self) -> EngineInfo:
+            return evolve(await super().start(), data_parallel_size=2)
+
+    setup = setup_with(max_active_requests=1)
+    setup.connector.clients["w-0"] = TwoRanks("w-0")
+    await setup.up("w-0")
+    running = [await begun(setup, "a"), await begun(setup, "b")]
+    assert {dispatch.decision.worker_id for dispatch in running} == {"w-0@0", "w-0@1"}
+    third = asyncio.create_task(begun(setup, "c"))
+    await until_waiting(setup, 1)
+    await running[1].aclose()
+    dispatch = await third
+    assert dispatch.decision.worker_id == running[1].decision.worker_id
+    await running[0].aclose()
+    await dispatch.aclose()
+
+
+async def test_waiting_counts_towards_the_first_token() -> None:
+    class Times:
+        ttft_s = 0.0
+        duration_s = 0.0
+
+        @hookimpl
+        def request_first_token(self, ttft_s: float) -> None:
+            self.ttft_s = ttft_s
+
+        @hookimpl
+        def request_finished(self, outcome: RequestOutcome) -> None:
+            self.duration_s = outcome.duration_s
+
+    setup, times = setup_with(max_active_requests=1), Times()
+    setup.host.add(times, Installed("times", "dist-times", "1"))
+    await setup.up("w-0")
+    first = await begun(setup, "a")
+    second = asyncio.create_task(setup.run("b"))
+    await until_waiting(setup, 1)
+    await asyncio.sleep(0.1)
+    await first.aclose()
+    await second
+    assert 0.1 <= times.ttft_s <= times.duration_s < 5
+
+
+async def test_load_that_falls_elsewhere_lets_a_request_through() -> None:
+    setup = setup_with(max_active_requests=2)
+    await setup.up("w-0")
+    load = setup.dispatcher.load
+    load.set_peers({"w-0": WorkerLoad(active_requests=2)}, 1)
+    waiting = asyncio.create_task(begun(setup, "a"))
+    await until_waiting(setup, 1)
+    load.set_peers({"w-0": WorkerLoad(active_requests=1)}, 1)
+    dispatch = await waiting
+    (status,) = setup.dispatcher.status()
+    assert (status.active_requests, status.active_requests_of_all) == (1, 2)
     await dispatch.aclose()
