@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +15,8 @@ from prometheus_client import (
 )
 
 __all__ = ["FrontendMetrics", "TokenTimes"]
+
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -27,6 +30,7 @@ class FrontendMetrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self._children: dict[Any, Any] = {}
         self.requests = Counter(
             "commutator_requests",
             "Requests answered; code 499 means that the client went away.",
@@ -135,37 +139,44 @@ class FrontendMetrics:
 
     def watch_router_queue(self, model: str, waiting: Callable[[], float]) -> None:
         """Read the queue's length whenever it is scraped."""
-        self.router_queue.labels(model).set_function(waiting)
+        self._of(self.router_queue, model).set_function(waiting)
 
     def waited(self, model: str, waited_s: float) -> None:
         """A request got a worker after waiting for one."""
-        self.router_queue_s.labels(model).observe(waited_s)
+        self._of(self.router_queue_s, model).observe(waited_s)
 
     def request_rejected(self, model: str, reason: str) -> None:
-        self.rejected.labels(model, reason).inc()
+        self._of(self.rejected, model, reason).inc()
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
-        self.requests.labels(endpoint, model, str(code)).inc()
-        self.duration_s.labels(endpoint, model).observe(duration_s)
+        self._of(self.requests, endpoint, model, str(code)).inc()
+        self._of(self.duration_s, endpoint, model).observe(duration_s)
 
     def routed(self, model: str, taken_s: float, overlap: int, given_up: int) -> None:
         """One decision: its time, and blocks of prompt reused and not reused."""
-        self.routing_s.labels(model).observe(taken_s)
-        self.overlap_blocks.labels(model).inc(overlap)
-        self.given_up_blocks.labels(model).inc(given_up)
+        self._of(self.routing_s, model).observe(taken_s)
+        self._of(self.overlap_blocks, model).inc(overlap)
+        self._of(self.given_up_blocks, model).inc(given_up)
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
-        self.prompt_tokens.labels(model).inc(prompt)
-        self.cached_tokens.labels(model).inc(cached)
-        self.generated_tokens.labels(model).inc(generated)
+        self._of(self.prompt_tokens, model).inc(prompt)
+        self._of(self.cached_tokens, model).inc(cached)
+        self._of(self.generated_tokens, model).inc(generated)
 
     def token_times(self, model: str, arrived_s: float) -> TokenTimes:
         """For one answer to a request that arrived at ``arrived_s`` (``time.perf_counter``)."""
-        return TokenTimes(self.ttft_s.labels(model), self.itl_s.labels(model), arrived_s)
+        return TokenTimes(self._of(self.ttft_s, model), self._of(self.itl_s, model), arrived_s)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+    def _of(self, metric: MetricT, *labels: str) -> MetricT:
+        """``metric.labels``, without its conversions and its lock."""
+        child: MetricT | None = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = metric.labels(*labels)
+        return child
 
 
 class TokenTimes:
