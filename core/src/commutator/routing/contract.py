@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 from attrs import field, frozen
 
-from commutator.routing.overlap import Overlap
+from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.types import WorkerRecord
 
 __all__ = ["Candidate", "Decision", "Overlap", "RouteRequest", "RoutingPolicy", "WorkerLoad"]
@@ -72,6 +73,15 @@ def candidate_id(worker: WorkerRecord, rank: int) -> str:
     """The name of one rank of a worker: the worker's own id unless it has several ranks."""
     several = worker.info.data_parallel_size > 1
     return f"{worker.worker_id}@{rank}" if several else worker.worker_id
+
+
+@lru_cache(4096)
+def ranks_of(worker_id: str, count: int) -> tuple[tuple[WorkerRank, str], ...]:
+    """Each rank of a worker that has ``count`` of them, with its ``candidate_id``."""
+    return tuple(
+        (WorkerRank(worker_id, rank), f"{worker_id}@{rank}" if count > 1 else worker_id)
+        for rank in range(count)
+    )
 
 
 @frozen

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from commutator.config.model import BusyConfig
-from commutator.errors import RoutingError
 from commutator.routing.busy import threshold_hit
 from commutator.routing.contract import (
     Candidate,
     RouteRequest,
     RoutingPolicy,
-    candidate_id,
+    ranks_of,
 )
+from commutator.routing.fallback import Asker
 from commutator.routing.load import InFlightLoad
 from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.routing.route import Route
@@ -48,13 +48,19 @@ class ModelPool(Generic[CacheT]):
         load: InFlightLoad,
         rng: random.Random,
         block_size: int,
+        *,
+        strict: bool = False,
     ) -> None:
-        """``cache`` is None when the policy does not look at overlaps."""
+        """``cache`` is None when the policy does not look at overlaps.
+
+        ``strict``: a policy's failure is a RoutingError; see ``Asker``.
+        """
         self.policy = policy
         self.cache = cache
         self._load = load
         self._rng = rng
         self._block_size = block_size
+        self._asker = Asker(policy, strict=strict)
 
     def hashes(self, request: GenerateRequest) -> Sequence[int]:
         """The prompt's sequence hashes, or none when nobody needs them."""
@@ -63,7 +69,7 @@ class ModelPool(Generic[CacheT]):
     def route(
         self, summary: RequestSummary, hashes: Sequence[int], workers: Sequence[LiveWorker]
     ) -> Route:
-        """Ask the policy. Raises RoutingError when it picks somebody who is no candidate."""
+        """Ask the policy about ``workers``, of which there is at least one."""
         started_s = time.perf_counter()
         return self._decide(summary, hashes, self._pairs(hashes, workers), (), started_s)
 
@@ -88,11 +94,9 @@ class ModelPool(Generic[CacheT]):
         """Candidate id to the threshold that it has hit, for those that have."""
         hits = {}
         for worker in workers:
-            for rank in range(worker.record.info.data_parallel_size):
-                name = candidate_id(worker.record, rank)
-                hit = threshold_hit(
-                    busy, self._load.of(name), worker.record.info.kv_capacity_blocks
-                )
+            info = worker.record.info
+            for _, name in ranks_of(worker.record.worker_id, info.data_parallel_size):
+                hit = threshold_hit(busy, self._load.of(name), info.kv_capacity_blocks)
                 if hit is not None:
                     hits[name] = hit
         return hits
@@ -101,11 +105,14 @@ class ModelPool(Generic[CacheT]):
         self, hashes: Sequence[int], workers: Sequence[LiveWorker]
     ) -> list[tuple[Candidate, LiveWorker]]:
         matches = self.cache.match(hashes) if self.cache is not None and hashes else {}
-        return [
-            (self._candidate(worker, rank, matches), worker)
-            for worker in workers
-            for rank in range(worker.record.info.data_parallel_size)
-        ]
+        pairs = []
+        for worker in workers:
+            record = worker.record
+            for owner, name in ranks_of(record.worker_id, record.info.data_parallel_size):
+                overlap = matches.get(owner, _NOTHING)
+                candidate = Candidate(record, self._load.of(name), overlap, owner.rank)
+                pairs.append((candidate, worker))
+        return pairs
 
     def _decide(
         self,
@@ -125,27 +132,15 @@ class ModelPool(Generic[CacheT]):
             block_size=self._block_size,
         )
         candidates = [candidate for candidate, _ in pairs]
-        decision = self.policy.pick(request, candidates, self._rng)
-        for candidate, worker in pairs:
-            if candidate.worker_id == decision.worker_id:
-                taken_s = time.perf_counter() - started_s
-                return Route(
-                    decision=decision,
-                    candidate=candidate,
-                    worker=worker,
-                    candidates=candidates,
-                    sequence_hashes=hashes,
-                    block_size=self._block_size,
-                    routing_s=taken_s,
-                    busy=left_out,
-                )
-        raise RoutingError(
-            f"policy {decision.policy} picked {decision.worker_id}, which is no candidate"
+        decision, chosen = self._asker.ask(request, candidates, self._rng)
+        candidate, worker = pairs[chosen]
+        return Route(
+            decision=decision,
+            candidate=candidate,
+            worker=worker,
+            candidates=candidates,
+            sequence_hashes=hashes,
+            block_size=self._block_size,
+            routing_s=time.perf_counter() - started_s,
+            busy=left_out,
         )
-
-    def _candidate(
-        self, worker: LiveWorker, rank: int, matches: Mapping[WorkerRank, Overlap]
-    ) -> Candidate:
-        record = worker.record
-        overlap = matches.get(WorkerRank(record.worker_id, rank), _NOTHING)
-        return Candidate(record, self._load.of(candidate_id(record, rank)), overlap, rank)

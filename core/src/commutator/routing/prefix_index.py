@@ -107,12 +107,11 @@ class PrefixIndex:
             overlap = on_device(blocks)
             for member in self._members_of(slots):
                 result[member] = overlap
-        for slot, tiers in lower.items():
-            member = self._slots[slot]
-            assert member is not None
-            _, host, disk, external = tiers
-            device = result[member].device - host - disk - external
-            result[member] = Overlap(device, host, disk, external)
+        for slot, (_, host, disk, external) in lower.items():
+            owner = self._slots[slot]
+            assert owner is not None
+            device = result[owner].device - host - disk - external
+            result[owner] = Overlap(device, host, disk, external)
         return result
 
     def holds(self, worker_id: str, sequence_hash: int) -> bool:

@@ -96,7 +96,7 @@ class _Replay:
         self._load = InFlightLoad()
         rng = random.Random(seed)  # noqa: S311 - reproducible chance is the point
         cache = _Cache(self._index) if policy.uses_overlap else None
-        self._pool = ModelPool(policy, cache, self._load, rng, TRACE_BLOCK_TOKENS)
+        self._pool = ModelPool(policy, cache, self._load, rng, TRACE_BLOCK_TOKENS, strict=True)
         self._flights: dict[int, _Flight] = {}
         self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
 
