@@ -32,7 +32,7 @@ def pipe() -> Pipe:
 
 @pytest.fixture
 def log(pipe: Pipe) -> logging.Logger:
-    logger = logging.Logger("test", logging.INFO)
+    logger = logging.Logger("test", logging.INFO)  # noqa: LOG001 - of this test alone
     logger.addHandler(GroupedLog(pipe, delay_s=DELAY_S))
     return logger
 
