@@ -23,6 +23,13 @@ def test_totals_equal_a_recount(plan: list[tuple[str, int]]) -> None:
             load.progress(open_tickets[number % len(open_tickets)], number)
         elif open_tickets:
             load.release(open_tickets.pop(number % len(open_tickets)))
+        check(load, open_tickets)
+    for ticket in open_tickets:
+        load.release(ticket)
+    check(load, [])
+
+
+def check(load: InFlightLoad, open_tickets: list[Ticket]) -> None:
     for worker_id in ("w0", "w1", "w2"):
         mine = [ticket for ticket in open_tickets if ticket.worker_id == worker_id]
         assert load.of(worker_id) == WorkerLoad(
@@ -34,6 +41,3 @@ def test_totals_equal_a_recount(plan: list[tuple[str, int]]) -> None:
                 -(-(t.prompt_tokens + t.generated_tokens) // 16) for t in mine
             ),
         )
-    for ticket in open_tickets:
-        load.release(ticket)
-    assert all(load.of(f"w{i}") == WorkerLoad() for i in range(3))

@@ -36,6 +36,8 @@ class _Totals:
     requests: int = 0
     prefill_tokens: int = 0
     blocks: int = 0
+    load: WorkerLoad | None = None
+    """The same for policies; None when it changed since it was last asked for."""
 
 
 @define
@@ -64,6 +66,7 @@ class InFlightLoad:
         totals.requests += 1
         totals.prefill_tokens += prefill_tokens
         totals.blocks += ticket.blocks
+        totals.load = None
         return ticket
 
     def progress(self, ticket: Ticket, new_tokens: int) -> None:
@@ -74,11 +77,13 @@ class InFlightLoad:
             ticket.prefilling = False
             if totals is not None:
                 totals.prefill_tokens -= ticket.prefill_tokens
+                totals.load = None
             if self.on_fall is not None:
                 self.on_fall()
         ticket.generated_tokens += new_tokens
-        if totals is not None:
-            totals.blocks += ticket.blocks - before
+        if totals is not None and (grown := ticket.blocks - before):
+            totals.blocks += grown
+            totals.load = None
 
     def release(self, ticket: Ticket) -> None:
         """The request ended. Call exactly once for each ticket."""
@@ -87,6 +92,7 @@ class InFlightLoad:
             return  # the worker was forgotten, and its load with it
         totals.requests -= 1
         totals.blocks -= ticket.blocks
+        totals.load = None
         if ticket.prefilling:
             totals.prefill_tokens -= ticket.prefill_tokens
         if not totals.requests:
@@ -106,7 +112,9 @@ class InFlightLoad:
         totals = self._totals.get(worker_id)
         if totals is None:
             return _NOTHING
-        return WorkerLoad(totals.requests, totals.prefill_tokens, totals.blocks)
+        if totals.load is None:
+            totals.load = WorkerLoad(totals.requests, totals.prefill_tokens, totals.blocks)
+        return totals.load
 
     def all_own(self) -> dict[str, WorkerLoad]:
         """The same of every worker that has anything in flight from here."""
