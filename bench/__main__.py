@@ -14,6 +14,7 @@ from bench.result import Figure, save
 SCENARIOS = {
     "decode": "the reference engine against transformers, same weights",
     "routing": "hashing, events and matching against Dynamo's own index",
+    "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",
     "frontdoor": "a request through the front door against the worker asked directly",
 }
