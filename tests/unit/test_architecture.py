@@ -19,7 +19,10 @@ EXAMPLES = sorted(path.parent for path in ROOT.glob("docs/examples/*/src/*/__ini
 # A package may import those to its right only; schema, types and errors lie under everything.
 LAYERS = ["testing", "cli", "runtime", "frontend", "routing", "engine", "kv", "transfer"]
 FOUNDATION = {"types", "errors", "schema", "config", "text", "observe", "hookspecs", "plugins"}
-PUBLIC = {"types", "errors", "schema", "engine", "kv", "text", "testing", "routing.contract"}
+PUBLIC = {
+    *("types", "errors", "schema", "engine", "kv", "transfer", "text", "testing"),
+    "routing.contract",
+}
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 
 

@@ -1,8 +1,8 @@
 """Commutator: a plugin framework for distributed LLM inference.
 
 What a plugin may import is what stands here, ``commutator.types``, ``commutator.errors``, what
-``commutator.engine``, ``commutator.kv`` and ``commutator.text`` export, and
-``commutator.testing`` for its tests. Each name is imported when it is first used, so that the
+``commutator.engine``, ``commutator.kv``, ``commutator.transfer`` and ``commutator.text`` export,
+and ``commutator.testing`` for its tests. Each name is imported when it is first used, so that the
 command line answers quickly.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
+    from commutator.config.secret import Secret
     from commutator.engine.contract import (
         EngineClient,
         EngineConnector,
@@ -53,6 +54,7 @@ __all__ = [
     "RouterRegister",
     "RoutingPolicy",
     "Scorer",
+    "Secret",
     "StageRegister",
     "TierConfig",
     "TierRegister",
@@ -64,6 +66,7 @@ __all__ = [
 
 _HOMES = (
     "commutator.config.model",
+    "commutator.config.secret",
     "commutator.engine.contract",
     "commutator.hookspecs",
     "commutator.plugins",

@@ -1,5 +1,7 @@
 """KV cache blocks: which there are, and what is said about them."""
 
+from commutator.kv.arena import BlockArena, bytes_at
+from commutator.kv.checksum import checksum
 from commutator.kv.events import (
     BlockRemoved,
     BlocksCleared,
@@ -9,17 +11,35 @@ from commutator.kv.events import (
     decode_batch,
     encode_batch,
 )
+from commutator.kv.frame import HEADER_BYTES, FrameHeader
+from commutator.kv.keys import KEY_BYTES, BlockKey
 from commutator.kv.medium import Tier
 from commutator.kv.publisher import EventPublisher
+from commutator.kv.slot_tier import OpenedSlots, SlotTier
+from commutator.kv.tier import Slot, SlotGeometry, StorageTier, Stored, TierStatistics
 
 __all__ = [
+    "HEADER_BYTES",
+    "KEY_BYTES",
+    "BlockArena",
+    "BlockKey",
     "BlockRemoved",
     "BlockStored",
     "BlocksCleared",
     "EventBatch",
     "EventPublisher",
+    "FrameHeader",
     "KvEvent",
+    "OpenedSlots",
+    "Slot",
+    "SlotGeometry",
+    "SlotTier",
+    "StorageTier",
+    "Stored",
     "Tier",
+    "TierStatistics",
+    "bytes_at",
+    "checksum",
     "decode_batch",
     "encode_batch",
 ]
