@@ -16,9 +16,18 @@ from commutator.kv.keys import KEY_BYTES, BlockKey
 from commutator.kv.medium import Tier
 from commutator.kv.publisher import EventPublisher
 from commutator.kv.slot_tier import OpenedSlots, SlotTier
-from commutator.kv.tier import Slot, SlotGeometry, StorageTier, Stored, TierStatistics
+from commutator.kv.tier import (
+    UNBOUNDED,
+    Peer,
+    Slot,
+    SlotGeometry,
+    StorageTier,
+    Stored,
+    TierStatistics,
+)
 
 __all__ = [
+    "UNBOUNDED",
     "HEADER_BYTES",
     "KEY_BYTES",
     "BlockArena",

@@ -13,6 +13,7 @@ Methods are called from one thread. They may touch metadata on disk or a catalog
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,7 +22,18 @@ from attrs import frozen
 from commutator.kv.keys import BlockKey
 from commutator.transfer.spans import Memory, Region, Span
 
-__all__ = ["Slot", "SlotGeometry", "StorageTier", "Stored", "TierStatistics"]
+__all__ = [
+    "UNBOUNDED",
+    "Peer",
+    "Slot",
+    "SlotGeometry",
+    "StorageTier",
+    "Stored",
+    "TierStatistics",
+]
+
+UNBOUNDED = sys.maxsize
+"""Capacity of a tier that sets no limit of its own."""
 
 Slot = int
 """The number of a slot within its tier, from 0."""
@@ -36,6 +48,8 @@ class SlotGeometry:
     slot_bytes: int
     """Most bytes that will be written into one slot: the block, and a header where the tier is
     ``framed``, after encoding."""
+    block_tokens: int = 0
+    """Tokens in a full block: the most that ``Stored.token_ids`` will ever hold."""
     identity: str
     """Hex digest of the deployment's cache identity without adapter and salt: what lies on a shared
     or persistent medium under another identity is not ours."""
@@ -63,9 +77,21 @@ class TierStatistics:
     """How full a tier is, in slots."""
 
     capacity: int
+    """``UNBOUNDED`` where the tier sets no limit of its own."""
     committed: int
     reserved: int
     pinned: int
+    damaged: int = 0
+    """Blocks of a former life that were lost or not intact when the tier was opened."""
+
+
+@frozen
+class Peer:
+    """Another process's NIXL agent, whose memory holds a slot's bytes."""
+
+    name: str
+    metadata: bytes
+    """What ``TransferAgent.add_peer`` needs to know. From a process that is trusted."""
 
 
 class StorageTier(ABC):
@@ -81,6 +107,9 @@ class StorageTier(ABC):
     tier itself does not keep them."""
     shared: bool = False
     """Whether others write to the same medium, so that a block unknown here may still be there."""
+    alignment_bytes: int = 1
+    """Direct I/O: sizes given to ``place``, and the memory on the other side, must be multiples of
+    this, or NIXL fails to move them. May change with ``open``."""
 
     @property
     @abstractmethod
@@ -118,6 +147,7 @@ class StorageTier(ABC):
         """Make reserved slots valid: their bytes were written. Durable where the tier is.
 
         Raises TierError when the metadata cannot be written; the slots are then still reserved.
+        ValueError when a slot is not reserved for its block's key.
         """
 
     @abstractmethod
@@ -127,13 +157,25 @@ class StorageTier(ABC):
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
         """Like ``lookup``, but asks the medium where it is ``shared``. May wait for the network.
 
-        A block that is found stays known to ``lookup``.
+        ``keys`` are one chain from its beginning, as nothing behind a missing block can be used:
+        what lies behind it need not be asked for. A block that is found stays known to ``lookup``.
+        Raises TierError when the medium cannot be asked, now.
         """
         return self.lookup(keys)
 
+    def peer(self, slot: Slot) -> Peer | None:
+        """Whose memory the slot's span names; None: the medium's own, or this process's.
+
+        A slot of a peer's can only be read: name the peer to the transfer.
+        """
+        return None
+
     @abstractmethod
     def pin(self, slot: Slot) -> None:
-        """A reader needs the slot's bytes: nothing may overwrite them until ``unpin``. Counted."""
+        """Nothing else may use the slot until ``unpin``; counted. Raises ValueError when it is free.
+
+        For readers, and for a reserved slot that NIXL may still write to.
+        """
 
     @abstractmethod
     def unpin(self, slot: Slot) -> None:
@@ -141,11 +183,18 @@ class StorageTier(ABC):
 
     @abstractmethod
     def release(self, slots: Iterable[Slot]) -> None:
-        """Give reserved slots back: what was to be written will not be committed."""
+        """Give reserved slots back: what was to be written will not be committed.
+
+        Each is free as soon as nothing pins it.
+        """
 
     @abstractmethod
     def evict(self, keys: Iterable[BlockKey]) -> None:
-        """Forget committed blocks, durably; each slot is free as soon as nothing pins it."""
+        """Forget committed blocks, durably; each slot is free as soon as nothing pins it.
+
+        Unknown keys are passed over. Raises TierError when the metadata cannot be written; the
+        blocks are then still committed.
+        """
 
     @abstractmethod
     def committed(self) -> Iterable[Stored]:
