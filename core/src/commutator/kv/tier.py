@@ -172,9 +172,10 @@ class StorageTier(ABC):
 
     @abstractmethod
     def pin(self, slot: Slot) -> None:
-        """Nothing else may use the slot until ``unpin``; counted. Raises ValueError when it is free.
+        """Nothing else may use the slot until ``unpin``. Counted.
 
-        For readers, and for a reserved slot that NIXL may still write to.
+        For readers, and for a reserved slot that NIXL may still write to. Raises ValueError when
+        the slot is free.
         """
 
     @abstractmethod
