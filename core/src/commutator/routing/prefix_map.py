@@ -116,7 +116,8 @@ class PrefixMap:
             except KeyError:
                 found = tuple(map(known.get, some))
             current, begun = found[0], 0
-            if found.count(current) < len(found):
+            # Counting compares, which is slow for unequal sets; a last one that differs saves it.
+            if found[-1] is not current or found.count(current) < len(found):
                 for number, holders in enumerate(found):
                     if holders is not current:
                         yield current, number - begun

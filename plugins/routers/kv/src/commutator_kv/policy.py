@@ -62,7 +62,7 @@ class KvRouter(RoutingPolicy):
             + config.disk_cache_hit_weight * overlap.disk
             + config.shared_cache_multiplier * overlap.external
         )
-        prefill = max(0.0, raw - credit)
+        prefill = raw - credit if raw > credit else 0.0
         decode = float(load.active_decode_blocks)
         if config.formula == "product":
             cost = prefill * request.block_size * (load.active_requests + 1)
