@@ -143,7 +143,7 @@ class Placer:
         workers = self._view.routable(self._model)
         if not workers:
             return self._none_ready()
-        hits = list(self._pool.busy_ranks(workers, self._busy).values())
+        hits = [hit for hit in self._pool.hits(workers, self._busy) if hit is not None]
         # None may be busy any more: the queue is full of others who are about to be served.
         busy = f"{describe_busy(self._busy, hits)}; " if hits else ""
         return OverloadedError(f"{busy}{words}", retry_after_s, reason)

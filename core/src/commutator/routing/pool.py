@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from commutator.config.model import BusyConfig
@@ -82,24 +82,27 @@ class ModelPool(Generic[CacheT]):
     ) -> Route | None:
         """The same among the ranks of workers that are not busy; None if there is none."""
         started_s = time.perf_counter()
-        hits = self.busy_ranks(workers, busy)
-        if len(hits) == sum(worker.record.info.data_parallel_size for worker in workers):
+        # Mostly the first is free; when none is, the prompt need not be matched.
+        if all(self.hits(workers, busy)):
             return None
-        pairs = self._pairs(hashes, workers)
-        free = [pair for pair in pairs if pair[0].worker_id not in hits]
-        left_out = [(c, hits[c.worker_id]) for c, _ in pairs if c.worker_id in hits]
+        free: list[tuple[Candidate, LiveWorker]] = []
+        left_out: list[tuple[Candidate, str]] = []
+        for pair in self._pairs(hashes, workers):
+            candidate = pair[0]
+            capacity = candidate.worker.info.kv_capacity_blocks
+            hit = threshold_hit(busy, candidate.load, capacity)
+            if hit is None:
+                free.append(pair)
+            else:
+                left_out.append((candidate, hit))
         return self._decide(summary, hashes, free, left_out, started_s)
 
-    def busy_ranks(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> dict[str, str]:
-        """Candidate id to the threshold that it has hit, for those that have."""
-        hits = {}
+    def hits(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> Iterator[str | None]:
+        """For each rank of the workers the threshold that it has hit; None if it is not busy."""
         for worker in workers:
             info = worker.record.info
             for _, name in ranks_of(worker.record.worker_id, info.data_parallel_size):
-                hit = threshold_hit(busy, self._load.of(name), info.kv_capacity_blocks)
-                if hit is not None:
-                    hits[name] = hit
-        return hits
+                yield threshold_hit(busy, self._load.of(name), info.kv_capacity_blocks)
 
     def _pairs(
         self, hashes: Sequence[int], workers: Sequence[LiveWorker]
