@@ -6,10 +6,13 @@ from typing import Annotated, Literal
 
 import pytest
 from attrs import frozen
+from jsonschema import Draft202012Validator
 
 from commutator.schema import (
     Bounds,
+    ByteSize,
     PositiveInt,
+    Size,
     StructureError,
     build_converter,
     json_schema,
@@ -101,3 +104,54 @@ def test_json_schema_says_the_same() -> None:
     assert inner["properties"]["colour"]["enum"] == ["red", "blue"]
     assert schema["properties"]["share"]["exclusiveMinimum"] == 0
     assert schema["properties"]["label"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+
+
+@frozen(kw_only=True)
+class Store:
+    capacity: Size = setting("How much.")
+    spare: Size | None = setting("Left free.", None)
+    segment: Annotated[int, ByteSize(minimum=4096)] = setting("Of one file.", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("given", "size_bytes"),
+    [
+        (1, 1),
+        (4 << 30, 4 << 30),
+        ("4GiB", 4 << 30),
+        ("500MB", 500_000_000),
+        ("1.5 KiB", 1536),
+        ("2kB", 2000),
+        ("7 B", 7),
+        ("0.25TiB", 1 << 38),
+    ],
+)
+@pytest.mark.parametrize("detailed", [True, False])
+def test_sizes_may_have_units(given: object, size_bytes: int, detailed: bool) -> None:
+    data = {"capacity": given, "spare": given}
+    store = structure(build_converter(detailed=detailed), data, Store)
+    assert store == Store(capacity=size_bytes, spare=size_bytes)
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, 1.0, True, None, "", "4", "GiB", "4gib", "-4GiB", "4 GiB!", "0MB", "4GiB\n"]
+)
+def test_what_is_no_size(given: object) -> None:
+    with pytest.raises(StructureError) as caught:
+        structure(build_converter(), {"capacity": given}, Store)
+    ((path, text),) = caught.value.problems
+    assert path == "capacity"
+    assert text.startswith('expected a size such as 4294967296, "4GiB" or "500MB", got ')
+
+
+def test_a_size_that_is_too_small() -> None:
+    with pytest.raises(StructureError, match="a size of at least 4096 bytes such as"):
+        structure(build_converter(), {"capacity": 1, "segment": "1KiB"}, Store)
+
+
+def test_json_schema_of_a_size() -> None:
+    validator = Draft202012Validator(json_schema(Store))
+    for good in (1, "4GiB", "1.5 KiB"):
+        assert validator.is_valid({"capacity": good})
+    for bad in (0, "4", "4gib", 1.5, True, "x 4GiB"):
+        assert not validator.is_valid({"capacity": bad})

@@ -12,10 +12,12 @@ from commutator.schema.fields import (
     setting,
 )
 from commutator.schema.jsonschema import json_schema
+from commutator.schema.size import ByteSize, Size
 from commutator.schema.structure import Mismatch, StructureError, build_converter, structure
 
 __all__ = [
     "Bounds",
+    "ByteSize",
     "Count",
     "Fraction",
     "Mismatch",
@@ -24,6 +26,7 @@ __all__ = [
     "PositiveInt",
     "PositiveSeconds",
     "Seconds",
+    "Size",
     "StructureError",
     "build_converter",
     "json_schema",

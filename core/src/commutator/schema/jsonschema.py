@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import attrs
 
 from commutator.schema.fields import Bounds
+from commutator.schema.size import ByteSize
 
 __all__ = ["json_schema"]
 
@@ -34,6 +35,9 @@ def json_schema(kind: Any, special: Special | None = None) -> dict[str, Any]:
         return found
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
+        if (size := next((e for e in args[1:] if isinstance(e, ByteSize)), None)) is not None:
+            whole = {"type": "integer", "minimum": size.minimum}
+            return {"anyOf": [whole, {"type": "string", "pattern": size.pattern}]}
         return json_schema(args[0], special) | _limits(args[1:])
     if origin is Literal:
         return {"enum": list(args)}

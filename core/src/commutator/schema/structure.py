@@ -24,6 +24,7 @@ from cattrs.errors import (
 from cattrs.gen import make_dict_structure_fn
 
 from commutator.schema.fields import Bounds
+from commutator.schema.size import ByteSize
 
 __all__ = ["Mismatch", "StructureError", "build_converter", "structure"]
 
@@ -72,6 +73,8 @@ def describe(kind: Any) -> str:
     """A noun phrase for a type annotation: "an integer of at least 1"."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
+        if (size := _byte_size(kind)) is not None:
+            return size.describe()
         return describe(args[0]) + "".join(b.describe() for b in args[1:] if isinstance(b, Bounds))
     if origin is Literal:
         return "one of " + ", ".join(show(choice) for choice in args)
@@ -93,9 +96,7 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        inner = matcher(args[0])
-        bounds = [extra for extra in args[1:] if isinstance(extra, Bounds)]
-        return lambda value: inner(value) and all(bound.allows(value) for bound in bounds)
+        return _annotated_matcher(kind)
     if origin is Literal:
         return lambda value: any(value == one and type(value) is type(one) for one in args)
     if origin in (Union, types.UnionType):
@@ -114,6 +115,15 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
     if kind is Any:
         return lambda _: True
     return lambda value: isinstance(value, kind)
+
+
+def _annotated_matcher(kind: Any) -> Callable[[Any], bool]:
+    base, *extras = get_args(kind)
+    if (size := _byte_size(kind)) is not None:
+        return lambda value: size.parse(value) is not None
+    inner = matcher(base)
+    bounds = [extra for extra in extras if isinstance(extra, Bounds)]
+    return lambda value: inner(value) and all(bound.allows(value) for bound in bounds)
 
 
 def build_converter(*, detailed: bool = True) -> cattrs.Converter:
@@ -161,10 +171,15 @@ def _is_container(kind: Any) -> bool:
     return get_origin(kind) in (list, tuple, dict, Mapping) or kind in (list, tuple, dict)
 
 
+def _byte_size(kind: Any) -> ByteSize | None:
+    extras = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return next((extra for extra in extras if isinstance(extra, ByteSize)), None)
+
+
 def _leaf_hook(kind: Any, _: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    fits, base = matcher(kind), _base(kind)
+    fits, base, size = matcher(kind), _base(kind), _byte_size(kind)
     is_enum = isinstance(base, type) and issubclass(base, Enum)
-    convert = base if base is float or is_enum else None
+    convert = size.parse if size is not None else base if base is float or is_enum else None
 
     def hook(value: Any, _: Any) -> Any:
         if not fits(value):
