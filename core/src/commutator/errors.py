@@ -11,6 +11,7 @@
     │   └── EngineOverloadedError    the engine is healthy but full
     ├── TransferError          NIXL could not move some bytes
     │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
+    │       └── TransferCancelledError   nobody waits for it any more; the same holds
     ├── TierError              a storage tier cannot be used
     ├── RegistryError          the registry of workers cannot be reached
     └── DeadlineError          the request's time limit passed
@@ -33,6 +34,7 @@ __all__ = [
     "RequestError",
     "RoutingError",
     "TierError",
+    "TransferCancelledError",
     "TransferError",
     "TransferTimeoutError",
 ]
@@ -105,7 +107,19 @@ class TransferError(CommutatorError):
 
 
 class TransferTimeoutError(TransferError):
-    """A move did not end in time. NIXL may still touch the memory until it lets go of it."""
+    """A move did not end in time. NIXL may still touch the memory until it lets go of it.
+
+    ``token`` names the move: both its sides stay pinned until the agent's ``reap`` returns it. None
+    when the move was never begun.
+    """
+
+    def __init__(self, message: str, token: int | None = None) -> None:
+        self.token = token
+        super().__init__(message)
+
+
+class TransferCancelledError(TransferTimeoutError):
+    """A move was given up because nobody waits for it any more: no fault of the tier or peer."""
 
 
 class TierError(CommutatorError):

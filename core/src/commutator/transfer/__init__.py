@@ -1,5 +1,18 @@
 """How KV bytes move: every one of them through NIXL, from here and nowhere else."""
 
-from commutator.transfer.spans import Memory, Region, Span
+from commutator.transfer.agent import TransferAgent
+from commutator.transfer.move import move_blocks
+from commutator.transfer.plan import BlockMove
+from commutator.transfer.spans import Direction, Memory, Region, Span
+from commutator.transfer.transfer import Transfer
 
-__all__ = ["Memory", "Region", "Span"]
+__all__ = [
+    "BlockMove",
+    "Direction",
+    "Memory",
+    "Region",
+    "Span",
+    "Transfer",
+    "TransferAgent",
+    "move_blocks",
+]

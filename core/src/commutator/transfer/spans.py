@@ -6,7 +6,16 @@ from enum import StrEnum
 
 from attrs import frozen
 
-__all__ = ["Memory", "Region", "Span"]
+__all__ = ["Direction", "Memory", "Region", "Span"]
+
+
+class Direction(StrEnum):
+    """Which way bytes go, spelled as NIXL spells it."""
+
+    READ = "READ"
+    """From the remote side to the local one."""
+    WRITE = "WRITE"
+    """From the local side to the remote one."""
 
 
 class Memory(StrEnum):
