@@ -27,9 +27,9 @@ from commutator.kv.tier import (
 )
 
 __all__ = [
-    "UNBOUNDED",
     "HEADER_BYTES",
     "KEY_BYTES",
+    "UNBOUNDED",
     "BlockArena",
     "BlockKey",
     "BlockRemoved",
@@ -40,6 +40,7 @@ __all__ = [
     "FrameHeader",
     "KvEvent",
     "OpenedSlots",
+    "Peer",
     "Slot",
     "SlotGeometry",
     "SlotTier",

@@ -1,0 +1,181 @@
+"""What NIXL's OBJ backend cannot do with a bucket: look, list and delete. By boto3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import boto3
+from attrs import frozen
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+
+from commutator.errors import TierError
+
+__all__ = ["Bucket", "Credentials"]
+
+_DELETED_AT_ONCE = 1000
+"""As many keys as S3 takes in one request."""
+_FIRST_WAVE = 4
+_GROWTH = 4
+_REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
+
+
+@frozen(kw_only=True)
+class Credentials:
+    """Keys, already revealed; None where AWS's own chain is to be asked."""
+
+    access_key: str | None = None
+    secret_key: str | None = None
+    session_token: str | None = None
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"
+
+
+class Bucket:
+    """One bucket. Every method waits for the network and raises TierError, saying what to do."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        endpoint: str | None,
+        region: str,
+        credentials: Credentials,
+        ca_file: str | None,
+        path_style: bool,
+        max_concurrency: int,
+        timeout_s: float,
+    ) -> None:
+        self.name = name
+        self._where = f"S3 bucket {name} at {endpoint or f'Amazon S3, {region}'}"
+        self._region = region
+        self._waves = max_concurrency
+        self._pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="s3")
+        with self._explained():
+            self._client = boto3.session.Session().client(
+                "s3",
+                endpoint_url=endpoint,
+                region_name=region,
+                aws_access_key_id=credentials.access_key,
+                aws_secret_access_key=credentials.secret_key,
+                aws_session_token=credentials.session_token,
+                verify=ca_file,
+                config=Config(
+                    s3={"addressing_style": "path" if path_style else "virtual"},
+                    max_pool_connections=max_concurrency,
+                    connect_timeout=timeout_s,
+                    read_timeout=timeout_s,
+                    retries={"total_max_attempts": 2, "mode": "standard"},
+                    # The header inside each object has its own; simple servers know no trailers.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                ),
+            )
+
+    def check(self, *, create: bool) -> None:
+        """That it can be listed; it is created before where ``create`` says so."""
+        with self._explained():
+            try:
+                self._client.list_objects_v2(Bucket=self.name, MaxKeys=1)
+            except ClientError as error:
+                if not create or _code(error) not in {"404", "NoSuchBucket"}:
+                    raise
+                self._create()
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Bytes of each object; None for one that is missing, and for all behind the first of them.
+
+        Asks in parallel, in waves that grow: a chain that is not there costs few requests.
+        """
+        sizes: list[int | None] = []
+        wave = min(_FIRST_WAVE, self._waves)
+        while len(sizes) < len(names) and None not in sizes:
+            sizes += self._pool.map(self._size, names[len(sizes) : len(sizes) + wave])
+            wave = min(wave * _GROWTH, self._waves)
+        found = sizes.index(None) if None in sizes else len(sizes)
+        return sizes[:found] + [None] * (len(names) - found)
+
+    def listing(self, prefix: str, most: int) -> Iterator[tuple[str, int]]:
+        """Names and sizes of the first ``most`` objects under ``prefix``, in the order of names."""
+        with self._explained():
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.name, Prefix=prefix, PaginationConfig={"PageSize": min(most, 1000)}
+            )
+            objects = (item for page in pages for item in page.get("Contents", ()))
+            for item in islice(objects, most):
+                yield item["Key"], item["Size"]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; one that is missing counts as deleted."""
+        for start in range(0, len(names), _DELETED_AT_ONCE):
+            batch = names[start : start + _DELETED_AT_ONCE]
+            wanted = {"Objects": [{"Key": name} for name in batch], "Quiet": True}
+            with self._explained():
+                answer = self._client.delete_objects(Bucket=self.name, Delete=wanted)
+            if errors := answer.get("Errors"):
+                reason = errors[0].get("Message") or errors[0].get("Code")
+                raise TierError(f"{self._where}: {len(errors)} objects cannot be deleted: {reason}")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _size(self, name: str) -> int | None:
+        with self._explained():
+            try:
+                return int(self._client.head_object(Bucket=self.name, Key=name)["ContentLength"])
+            except ClientError as error:
+                if _code(error) in {"404", "NoSuchKey"}:
+                    return None
+                raise
+
+    def _create(self) -> None:
+        options: dict[str, Any] = {}
+        # S3 refuses to hear of its default region.
+        if self._region != "us-east-1":
+            options["CreateBucketConfiguration"] = {"LocationConstraint": self._region}
+        try:
+            self._client.create_bucket(Bucket=self.name, **options)
+        except ClientError as error:
+            # Another worker was quicker.
+            if _code(error) != "BucketAlreadyOwnedByYou":
+                raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise TierError(
+                f"{self._where}: no credentials: set access_key and secret_key, or the environment "
+                "variables, profile or role that AWS's tools use"
+            ) from error
+        except ClientError as error:
+            raise TierError(f"{self._where}: {_advice(error)}") from error
+        except (BotoCoreError, OSError, ValueError) as error:
+            raise TierError(f"{self._where} cannot be reached: {error}") from error
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _advice(error: ClientError) -> str:
+    code = _code(error)
+    if code in {"404", "NoSuchBucket"}:
+        return "there is no such bucket; create it, or set create_bucket: true"
+    if code in _REFUSED:
+        return f"refused ({code}); check the credentials and what they allow"
+    if code in {"301", "PermanentRedirect", "AuthorizationHeaderMalformed"}:
+        return f"the bucket is in another region ({code}); set region"
+    return str(error)

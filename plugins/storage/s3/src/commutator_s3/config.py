@@ -1,0 +1,79 @@
+"""The options of the `s3` tier."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from attrs import Attribute, frozen
+
+from commutator import Secret, TierConfig, setting
+from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds
+
+__all__ = ["S3TierConfig"]
+
+
+def _is_url(_: S3TierConfig, _field: Attribute[Any], value: str | None) -> None:
+    if value is None:
+        return
+    parts = urlsplit(value)
+    if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path.strip("/"):
+        raise ValueError('expected "http://HOST:PORT" or "https://HOST:PORT"')
+
+
+@frozen(kw_only=True)
+class S3TierConfig(TierConfig):
+    """Where the bucket is, and how it is used."""
+
+    bucket: str = setting("The bucket.")
+    prefix: str = setting("First part of every object's key.", "commutator")
+    endpoint: str | None = setting(
+        "URL of the store, such as http://127.0.0.1:9000; Amazon's own when not given.",
+        None,
+        validator=_is_url,
+    )
+    region: str = setting("The bucket's region.", "us-east-1")
+    access_key: Secret | None = setting(
+        "With secret_key; without them AWS's own chain is asked: environment variables, profile, "
+        "instance role.",
+        None,
+    )
+    secret_key: Secret | None = setting("See access_key.", None)
+    session_token: Secret | None = setting("Goes with temporary credentials.", None)
+    ca_file: str | None = setting(
+        "PEM file with the certificates to trust; the system's when not given.", None
+    )
+    addressing: Literal["auto", "path", "virtual"] = setting(
+        "The bucket's place in URLs: in the path or in the host's name. auto: in the path with an "
+        "endpoint, else in the host's name.",
+        "auto",
+    )
+    create_bucket: bool = setting("Create the bucket when it does not exist.", False)
+    capacity_bytes: PositiveInt | None = setting(
+        "Most bytes that this worker keeps track of, its own and what it found; to make room for "
+        "new ones it deletes objects. Not limited when not given: let the bucket's life-cycle "
+        "rules expire objects.",
+        None,
+    )
+    max_concurrency: PositiveInt = setting("Requests in flight, of each kind.", 16)
+    request_timeout_s: PositiveSeconds = setting(
+        "A request that is not answered in this time has failed.", 5.0
+    )
+    list_limit: NonNegativeInt = setting(
+        "Most objects to learn of at the start, 1000 in each request; the others are found when "
+        "they are asked for.",
+        10_000,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if (self.access_key is None) != (self.secret_key is None):
+            raise ValueError("access_key and secret_key: give both or none")
+        if self.session_token is not None and self.access_key is None:
+            raise ValueError("session_token: give access_key and secret_key, too")
+
+    @property
+    def path_style(self) -> bool:
+        """Whether the bucket stands in the path of URLs."""
+        if self.addressing == "auto":
+            return self.endpoint is not None
+        return self.addressing == "path"
