@@ -177,7 +177,13 @@ class FakeDispatch:
 
     @property
     def facts(self) -> RouteFacts:
-        return RouteFacts(routing_s=1e-5, overlap_blocks=2, best_overlap_blocks=3)
+        return RouteFacts(
+            routing_s=1e-5,
+            overlap_blocks=2,
+            best_overlap_blocks=3,
+            prompt_blocks=4,
+            fallback=True,
+        )
 
 
 @define

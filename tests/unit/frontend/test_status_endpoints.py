@@ -135,12 +135,19 @@ async def test_metrics() -> None:
     assert samples["commutator_requests_total", chat, "200", MODEL] == 1
     assert samples["commutator_requests_total", "", chat, "400"] == 1
     assert samples["commutator_requests_total", "", "404", "other"] == 1
-    assert samples["commutator_requests_in_flight",] == 1
-    assert samples["commutator_requests_queued",] == 0
-    assert samples["commutator_generated_tokens_total", MODEL] == 4
+    assert samples["commutator_active_requests",] == 1
+    assert samples["commutator_queued_requests",] == 0
+    assert samples["commutator_output_tokens_total", MODEL] == 4
+    assert samples["commutator_output_sequence_tokens_sum", MODEL] == 4
     assert samples["commutator_cached_tokens_total", MODEL] == 4
     prompt_tokens = len(dispatcher.requests[0].token_ids)
     assert samples["commutator_prompt_tokens_total", MODEL] == prompt_tokens
+    assert samples["commutator_input_sequence_tokens_sum", MODEL] == prompt_tokens
+    assert samples["commutator_router_decision_seconds_count", MODEL] == 2
+    assert samples["commutator_router_overlap_blocks_total", MODEL] == 4
+    assert samples["commutator_router_given_up_blocks_total", MODEL] == 2
+    assert samples["commutator_router_kv_hit_rate_sum", MODEL] == 1.0
+    assert samples["commutator_router_fallbacks_total", MODEL] == 2
     assert samples["commutator_inter_token_latency_seconds_count", MODEL] == 3
     assert samples["commutator_time_to_first_token_seconds_sum", MODEL] > 0.01
     assert samples["commutator_request_duration_seconds_count", chat, MODEL] == 1

@@ -11,7 +11,8 @@ from commutator.frontend.choice import Choice, Piece
 from commutator.frontend.plan import Plan
 from commutator.frontend.responses import PromptTokensDetails, Usage
 from commutator.frontend.services import Dispatched, RequestDispatcher
-from commutator.observe.metrics import FrontendMetrics, TokenTimes
+from commutator.observe.metrics import FrontendMetrics
+from commutator.observe.token_times import TokenTimes
 
 __all__ = ["Generation"]
 
@@ -63,15 +64,7 @@ class Generation:
                     may_wait=not self._dispatched,
                 )
                 self._dispatched.append(dispatched)
-                facts = dispatched.facts
-                self._metrics.routed(
-                    plan.model,
-                    facts.routing_s,
-                    facts.overlap_blocks,
-                    facts.best_overlap_blocks - facts.overlap_blocks,
-                )
-                if facts.waited_s:
-                    self._metrics.waited(plan.model, facts.waited_s)
+                self._metrics.routed(plan.model, dispatched.facts)
         except BaseException:
             await self._close()
             raise

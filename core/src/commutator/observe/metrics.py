@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,14 +13,20 @@ from prometheus_client import (
     generate_latest,
 )
 
-__all__ = ["FrontendMetrics", "TokenTimes"]
+from commutator.observe.token_times import TokenTimes
+
+if TYPE_CHECKING:
+    from commutator.routing.route import RouteFacts
+
+__all__ = ["FrontendMetrics"]
 
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-
+_LENGTH_BUCKETS = tuple(2**power for power in range(4, 18))
+_RATE_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 _ROUTING_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 
 
@@ -37,11 +42,11 @@ class FrontendMetrics:
             ("endpoint", "model", "code"),
             registry=registry,
         )
-        self.in_flight = Gauge(
-            "commutator_requests_in_flight", "Requests being served.", registry=registry
+        self.active = Gauge(
+            "commutator_active_requests", "Requests being served.", registry=registry
         )
         self.queued = Gauge(
-            "commutator_requests_queued", "Requests waiting for a place.", registry=registry
+            "commutator_queued_requests", "Requests waiting for a place.", registry=registry
         )
         self.rejected = Counter(
             "commutator_requests_rejected",
@@ -109,8 +114,22 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
-        self.generated_tokens = Counter(
-            "commutator_generated_tokens", "Tokens generated.", ("model",), registry=registry
+        self.output_tokens = Counter(
+            "commutator_output_tokens", "Tokens generated.", ("model",), registry=registry
+        )
+        self.input_lengths = Histogram(
+            "commutator_input_sequence_tokens",
+            "Prompt tokens of each request.",
+            ("model",),
+            buckets=_LENGTH_BUCKETS,
+            registry=registry,
+        )
+        self.output_lengths = Histogram(
+            "commutator_output_sequence_tokens",
+            "Tokens generated for each request.",
+            ("model",),
+            buckets=_LENGTH_BUCKETS,
+            registry=registry,
         )
         self.routing_s = Histogram(
             "commutator_router_decision_seconds",
@@ -125,6 +144,19 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
+        self.hit_rate = Histogram(
+            "commutator_router_kv_hit_rate",
+            "The part of a prompt's blocks that the chosen worker was thought to hold, 0 to 1.",
+            ("model",),
+            buckets=_RATE_BUCKETS,
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "commutator_router_fallbacks",
+            "Requests whose policy failed; the worker with the fewest requests got them.",
+            ("model",),
+            registry=registry,
+        )
         self.given_up_blocks = Counter(
             "commutator_router_given_up_blocks",
             "Prompt blocks that another worker held beyond the chosen one's: reuse for balance.",
@@ -134,16 +166,12 @@ class FrontendMetrics:
 
     def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the two gauges from the limiter whenever they are scraped."""
-        self.in_flight.set_function(running)
+        self.active.set_function(running)
         self.queued.set_function(waiting)
 
     def watch_router_queue(self, model: str, waiting: Callable[[], float]) -> None:
         """Read the queue's length whenever it is scraped."""
         self._of(self.router_queue, model).set_function(waiting)
-
-    def waited(self, model: str, waited_s: float) -> None:
-        """A request got a worker after waiting for one."""
-        self._of(self.router_queue_s, model).observe(waited_s)
 
     def request_rejected(self, model: str, reason: str) -> None:
         self._of(self.rejected, model, reason).inc()
@@ -152,16 +180,24 @@ class FrontendMetrics:
         self._of(self.requests, endpoint, model, str(code)).inc()
         self._of(self.duration_s, endpoint, model).observe(duration_s)
 
-    def routed(self, model: str, taken_s: float, overlap: int, given_up: int) -> None:
+    def routed(self, model: str, facts: RouteFacts) -> None:
         """One decision: its time, and blocks of prompt reused and not reused."""
-        self._of(self.routing_s, model).observe(taken_s)
-        self._of(self.overlap_blocks, model).inc(overlap)
-        self._of(self.given_up_blocks, model).inc(given_up)
+        self._of(self.routing_s, model).observe(facts.routing_s)
+        self._of(self.overlap_blocks, model).inc(facts.overlap_blocks)
+        self._of(self.given_up_blocks, model).inc(facts.given_up_blocks)
+        if (hit_rate := facts.hit_rate) is not None:
+            self._of(self.hit_rate, model).observe(hit_rate)
+        if facts.waited_s:
+            self._of(self.router_queue_s, model).observe(facts.waited_s)
+        if facts.fallback:
+            self._of(self.fallbacks, model).inc()
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
         self._of(self.prompt_tokens, model).inc(prompt)
         self._of(self.cached_tokens, model).inc(cached)
-        self._of(self.generated_tokens, model).inc(generated)
+        self._of(self.output_tokens, model).inc(generated)
+        self._of(self.input_lengths, model).observe(prompt)
+        self._of(self.output_lengths, model).observe(generated)
 
     def token_times(self, model: str, arrived_s: float) -> TokenTimes:
         """For one answer to a request that arrived at ``arrived_s`` (``time.perf_counter``)."""
@@ -177,24 +213,3 @@ class FrontendMetrics:
         if child is None:
             child = self._children[metric, labels] = metric.labels(*labels)
         return child
-
-
-class TokenTimes:
-    """Times one answer's tokens."""
-
-    def __init__(self, ttft: Histogram, itl: Histogram, arrived_s: float) -> None:
-        self._ttft = ttft
-        self._itl = itl
-        self._last_s = arrived_s
-        self._arrived_s = arrived_s
-        self.ttft_s: float | None = None
-
-    def tokens(self, count: int) -> None:
-        """``count`` tokens have just come together."""
-        now_s = time.perf_counter()
-        if self.ttft_s is None:
-            self.ttft_s = now_s - self._arrived_s
-            self._ttft.observe(self.ttft_s)
-        else:
-            self._itl.observe((now_s - self._last_s) / count)
-        self._last_s = now_s

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import asdict, frozen
 
 from commutator.routing.contract import Candidate, Decision
+from commutator.routing.fallback import FALLBACK
 from commutator.routing.view import LiveWorker
 
 __all__ = ["Route", "RouteFacts"]
@@ -25,6 +26,20 @@ class RouteFacts:
     """The same of the worker that holds most."""
     waited_s: float = 0.0
     """How long the request was held back because every worker was busy."""
+    prompt_blocks: int = 0
+    """The prompt's full blocks; 0 when the policy does not look at overlaps."""
+    fallback: bool = False
+    """The policy failed, and the worker was chosen without it."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The part of the prompt's blocks that the chosen worker is thought to hold, if known."""
+        return self.overlap_blocks / self.prompt_blocks if self.prompt_blocks else None
+
+    @property
+    def given_up_blocks(self) -> int:
+        """What the best worker holds beyond the chosen one: reuse given up for balance."""
+        return self.best_overlap_blocks - self.overlap_blocks
 
 
 @frozen(eq=False)
@@ -55,8 +70,14 @@ class Route:
 
     @property
     def facts(self) -> RouteFacts:
-        overlap = self.candidate.overlap.blocks
-        return RouteFacts(self.routing_s, overlap, self.best_overlap_blocks, self.waited_s)
+        return RouteFacts(
+            routing_s=self.routing_s,
+            overlap_blocks=self.candidate.overlap.blocks,
+            best_overlap_blocks=self.best_overlap_blocks,
+            waited_s=self.waited_s,
+            prompt_blocks=len(self.sequence_hashes),
+            fallback=self.decision.policy == FALLBACK,
+        )
 
     def explain(self) -> dict[str, Any]:
         """For people: every candidate with its overlap, load and scores, and why one won."""
