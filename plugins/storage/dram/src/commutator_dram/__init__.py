@@ -1,0 +1,13 @@
+"""Host memory as a tier: the first place for blocks that the engine's own memory cannot hold."""
+
+from __future__ import annotations
+
+from commutator import TierRegister, hookimpl
+from commutator_dram.tier import DramConfig, DramTier
+
+__all__ = ["DramConfig", "DramTier"]
+
+
+@hookimpl
+def tier_register(register: TierRegister) -> None:
+    register("dram", DramConfig, DramTier, stability="beta")

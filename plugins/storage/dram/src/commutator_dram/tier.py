@@ -1,0 +1,83 @@
+"""Slots side by side in one arena of host memory. Nothing survives the process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from commutator import TierConfig, setting
+from commutator.errors import TierError
+from commutator.kv import BlockArena, OpenedSlots, Slot, SlotGeometry, SlotTier
+from commutator.schema import Size
+from commutator.transfer import Memory, Region, Span
+from commutator_dram.memory import HugePages, allocate
+
+__all__ = ["DramConfig", "DramTier"]
+
+_ALIGNMENT_BYTES = 4096
+"""Of each slot, so that files can be read into it past the page cache."""
+
+
+@frozen(kw_only=True)
+class DramConfig(TierConfig):
+    """Options of the `dram` tier."""
+
+    capacity: Size = setting("Memory for blocks; taken page by page, as they arrive.")
+    huge_pages: HugePages = setting(
+        "auto: huge pages where they can be had. required: refuse to start without.", "auto"
+    )
+
+
+class DramTier(SlotTier):
+    """One arena, registered as one region."""
+
+    medium = "CPU"
+    memory = Memory.DRAM
+    backend = "UCX"
+
+    def __init__(self, config: DramConfig) -> None:
+        self._config = config
+        self._memory: mmap.mmap | None = None
+        self._arena: BlockArena | None = None
+
+    @property
+    def backend_parameters(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def arena(self) -> BlockArena:
+        """Where the slots lie. Raises TierError while the tier is not open."""
+        if self._arena is None:
+            raise TierError("dram: the tier is not open; call open() first")
+        return self._arena
+
+    def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
+        slot_bytes = -(-geometry.slot_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        count = self._config.capacity // slot_bytes
+        if not count:
+            raise TierError(
+                f"dram: a capacity of {self._config.capacity} bytes is less than one block; "
+                f"set it to at least {slot_bytes}"
+            )
+        self._memory = allocate(count * slot_bytes, self._config.huge_pages)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._arena = BlockArena(
+            memory=Memory.DRAM, address=address, block_bytes=slot_bytes, count=count
+        )
+        return OpenedSlots(count)
+
+    def close_slots(self) -> None:
+        self._arena = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def regions(self) -> Sequence[Region]:
+        return [self.arena.region]
+
+    def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
+        span = self.arena.span(slot)
+        return Span(span.address, size_bytes, span.device), None

@@ -1,0 +1,13 @@
+"""The engine's own block memory as a tier."""
+
+from __future__ import annotations
+
+from commutator import TierRegister, hookimpl
+from commutator_hbm.tier import HbmConfig, HbmTier
+
+__all__ = ["HbmConfig", "HbmTier"]
+
+
+@hookimpl
+def tier_register(register: TierRegister) -> None:
+    register("hbm", HbmConfig, HbmTier, stability="beta")
