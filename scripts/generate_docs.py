@@ -1,4 +1,4 @@
-"""Brings every generated part of the docs up to date: console blocks, configuration, HTTP."""
+"""Brings every generated part of the docs up to date: console blocks, reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import sys
 import configuration_page
 import docs_console
 import http_page
+import metrics_page
 
 if __name__ == "__main__":
     configuration_page.write()
     http_page.write()
+    metrics_page.write()
     sys.argv.append("--write")
     docs_console.main()

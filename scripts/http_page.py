@@ -1,4 +1,4 @@
-"""Writes ``docs/reference/http.md`` from the request classes and the metrics themselves."""
+"""Writes ``docs/reference/http.md`` from the request classes themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from commutator.frontend.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from commutator.observe.metrics import FrontendMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "http.md"
 HEAD = """# HTTP
@@ -26,7 +25,7 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `GET /v1/models`, `GET /v1/models/NAME` | what is served |
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
 | `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail |
-| `GET /metrics` | Prometheus |
+| `GET /metrics` | Prometheus; see [metrics](metrics.md) |
 | `GET /openapi.json` | OpenAPI 3.1 |
 
 ## Headers
@@ -64,7 +63,6 @@ def page() -> str:
     for cls in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
         doc = (cls.__doc__ or "").strip().splitlines()[0].removeprefix("Body of ").rstrip(".")
         parts.append(f"## {doc}\n\n{fields(cls)}")
-    parts.append(f"## Metrics\n\n{metrics()}")
     return "\n".join(parts)
 
 
@@ -74,19 +72,6 @@ def fields(cls: Any) -> str:
         needed = " (required)" if field.default is attrs.NOTHING else ""
         doc = field.metadata["doc"].replace("|", "\\|")
         lines.append(f"| `{field.name}`{needed} | {doc} |")
-    return "\n".join(lines) + "\n"
-
-
-def metrics() -> str:
-    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    collectors: list[Any] = list(FrontendMetrics().registry._collector_to_names)  # noqa: SLF001
-    for collector in collectors:
-        for family in collector.describe():
-            suffix = "_total" if family.type == "counter" else ""
-            labels = ", ".join(getattr(collector, "_labelnames", ()))
-            lines.append(
-                f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |"
-            )
     return "\n".join(lines) + "\n"
 
 

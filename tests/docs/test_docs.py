@@ -13,12 +13,14 @@ from click.testing import CliRunner
 
 from commutator import hookspecs
 from commutator.cli.main import main
+from commutator.observe.metrics import FrontendMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import configuration_page  # noqa: E402 - these lie in scripts/
 import docs_console  # noqa: E402
 import http_page  # noqa: E402
+import metrics_page  # noqa: E402
 
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -59,6 +61,18 @@ def test_examples_are_valid(example: Path) -> None:
 def test_generated_pages_are_up_to_date() -> None:
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
+    assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
+
+
+def test_every_metric_has_its_line() -> None:
+    scraped = FrontendMetrics().render().decode()
+    names = re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", scraped, re.MULTILINE)
+    assert len(names) > 20
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    for metric in names:
+        assert f"| `{metric}` |" in page
+    asked = re.findall(r"(commutator_\w+?)(?:_bucket|_sum|_count)?[\[{]", page)
+    assert set(asked) <= set(names), "the queries ask for metrics that there are"
 
 
 def test_every_hook_has_its_heading() -> None:
