@@ -21,6 +21,7 @@ __all__ = [
     "BusyConfig",
     "Config",
     "EngineConfig",
+    "EvictionConfig",
     "FrontendConfig",
     "LogConfig",
     "ModelConfig",
@@ -137,10 +138,55 @@ class RouterConfig:
 
 
 @frozen(kw_only=True)
+class EvictionConfig:
+    """What every eviction policy has; each policy plugin adds options of its own."""
+
+    kind: str = setting("The eviction policy plugin.")
+
+
+@frozen(kw_only=True)
+class AdmissionConfig:
+    """Which blocks a tier takes. A block is never stored twice in one tier."""
+
+    min_hits: PositiveInt = setting(
+        "Take a block once it was used so often; the first computation is a use.", 1
+    )
+    max_blocks: PositiveInt | None = setting(
+        "Take only so many blocks from the beginning of a prompt.", None
+    )
+    prompt_only: bool = setting("Leave out blocks with generated tokens.", False)
+
+
+def _default_eviction() -> EvictionConfig:
+    return EvictionConfig(kind="lru")
+
+
+@frozen(kw_only=True)
 class TierConfig:
     """What every storage tier has; each tier plugin adds options of its own."""
 
     kind: str = setting("The storage tier plugin.")
+    write: Literal["through", "on_evict"] = setting(
+        "When a block comes here: as soon as it is computed, or when the tier above gives it up.",
+        "through",
+    )
+    eviction: EvictionConfig = setting(
+        "Which block goes when room is needed.", factory=_default_eviction
+    )
+    admission: AdmissionConfig = setting("Which blocks come in.", factory=AdmissionConfig)
+    compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")
+    encryption_key: Secret | None = setting(
+        "32, 48 or 64 hex digits: blocks are encrypted with AES-GCM under this key.", None
+    )
+    load_timeout_s: PositiveSeconds = setting(
+        "A load that takes longer is given up, and the blocks are computed.", 5.0
+    )
+    store_timeout_s: PositiveSeconds = setting("A store that takes longer is given up.", 60.0)
+    max_attempts: PositiveInt = setting("How often a failed block is tried in all.", 2)
+    max_bytes_per_s: PositiveInt | None = setting("Limit of what is moved; none by default.", None)
+    max_failures: PositiveInt = setting(
+        "After so many failed jobs in a row the tier is left alone for a while.", 3
+    )
 
 
 @frozen(kw_only=True)

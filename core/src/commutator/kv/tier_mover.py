@@ -1,0 +1,143 @@
+"""Moves blocks between local memory and one tier's slots, and local memory among itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from commutator.errors import TransferError, TransferTimeoutError
+from commutator.kv.block_io import IoContext
+from commutator.kv.tier import Peer, Slot, StorageTier
+from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
+
+__all__ = ["LocalMover", "TierMover"]
+
+LOCAL_BACKEND = "UCX"
+_MEMORY_TIMEOUT_S = 60.0
+"""Copies within a machine's memory are not given up: nothing else could use the memory then."""
+
+
+class TierMover:
+    """Belongs to the tier's thread. Remembers which slots NIXL may still touch after a time-out."""
+
+    def __init__(
+        self, agent: TransferAgent, tier: StorageTier, local_memory: Memory, *, in_flight_bytes: int
+    ) -> None:
+        self._agent = agent
+        self._tier = tier
+        self._local_memory = local_memory
+        self._in_flight_bytes = in_flight_bytes
+        self._held: dict[Slot, int] = {}
+        """Slots under transfers that were given up, by the transfers' tokens."""
+        self._waiting: list[tuple[Slot, Callable[[], None]]] = []
+
+    def move(
+        self,
+        direction: Direction,
+        pieces: Sequence[tuple[Span, Slot, int]],
+        context: IoContext,
+        on_moved: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> list[TransferError | None]:
+        """Move (local span, slot, bytes) each; None for each that was moved, or why it was not.
+
+        ``on_moved`` is told the positions of blocks that have arrived while others are under way.
+        """
+        results: list[TransferError | None] = [None] * len(pieces)
+        by_peer: dict[Peer | None, list[int]] = {}
+        for position, (_, slot, _) in enumerate(pieces):
+            by_peer.setdefault(self._tier.peer(slot), []).append(position)
+        for peer, positions in by_peer.items():
+            moved = self._move(
+                direction, [pieces[position] for position in positions], peer, context,
+                lambda done, at=positions: on_moved([at[index] for index in done]),
+            )  # fmt: skip
+            for position, error in zip(positions, moved, strict=True):
+                results[position] = error
+                if isinstance(error, TransferTimeoutError) and error.token is not None:
+                    self._held[pieces[position][1]] = error.token
+        return results
+
+    def _move(
+        self,
+        direction: Direction,
+        pieces: Sequence[tuple[Span, Slot, int]],
+        peer: Peer | None,
+        context: IoContext,
+        on_moved: Callable[[Sequence[int]], None],
+    ) -> list[TransferError | None]:
+        try:
+            name = None if peer is None else self._agent.add_peer(peer.metadata)
+        except TransferError as error:
+            return [error] * len(pieces)
+        moves = []
+        alignment = self._tier.alignment_bytes
+        for local, slot, needed_bytes in pieces:
+            size_bytes = -(-needed_bytes // alignment) * alignment
+            remote, region = self._tier.place(slot, size_bytes)
+            moves.append(BlockMove(Span(local.address, size_bytes, local.device), remote, region))
+        return move_blocks(
+            self._agent,
+            direction,
+            moves,
+            local_memory=self._local_memory,
+            remote_memory=self._tier.memory,
+            backend=self._tier.backend,
+            timeout_s=context.remaining_s,
+            peer=name,
+            max_in_flight_bytes=self._in_flight_bytes,
+            on_done=on_moved,
+            cancelled=context.cancelled,
+        )
+
+    def is_held(self, slot: Slot) -> bool:
+        """Whether NIXL may still touch the slot, and the local memory that was moved with it."""
+        return slot in self._held
+
+    def when_let_go(self, slot: Slot, call: Callable[[], None]) -> None:
+        """Call once nothing touches the slot: now, or from ``reap``."""
+        if slot in self._held:
+            self._waiting.append((slot, call))
+        else:
+            call()
+
+    @property
+    def has_held(self) -> bool:
+        """Whether ``reap`` is worth calling."""
+        return bool(self._held)
+
+    def reap(self) -> None:
+        """See what NIXL has let go of since."""
+        over = set(self._agent.reap())
+        self._held = {slot: token for slot, token in self._held.items() if token not in over}
+        ready = [call for slot, call in self._waiting if slot not in self._held]
+        self._waiting = [(slot, call) for slot, call in self._waiting if slot in self._held]
+        for call in ready:
+            call()
+
+
+class LocalMover:
+    """Copies between the engine's memory and scratch memory, by NIXL too: it may be a GPU's."""
+
+    def __init__(self, agent: TransferAgent, engine_memory: Memory) -> None:
+        self._agent = agent
+        self._engine_memory = engine_memory
+
+    def pull(self, pairs: Sequence[tuple[Span, Span]]) -> list[TransferError | None]:
+        """Copy each engine span to the scratch span beside it."""
+        return self._copy(Direction.WRITE, pairs)
+
+    def push(self, pairs: Sequence[tuple[Span, Span]]) -> list[TransferError | None]:
+        """Copy each scratch span to the engine span beside it."""
+        return self._copy(Direction.READ, pairs)
+
+    def _copy(
+        self, direction: Direction, pairs: Sequence[tuple[Span, Span]]
+    ) -> list[TransferError | None]:
+        return move_blocks(
+            self._agent,
+            direction,
+            [BlockMove(engine, scratch) for engine, scratch in pairs],
+            local_memory=self._engine_memory,
+            remote_memory=Memory.DRAM,
+            backend=LOCAL_BACKEND,
+            timeout_s=_MEMORY_TIMEOUT_S,
+        )

@@ -1,0 +1,84 @@
+"""What the service is told about one tier, and the I/O that is made from it."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from commutator.kv.admission import AdmissionRule
+from commutator.kv.arena import BlockArena
+from commutator.kv.block_io import BlockIo
+from commutator.kv.codec import Codec
+from commutator.kv.direct_io import DirectIo
+from commutator.kv.eviction import EvictionPolicy
+from commutator.kv.frame import HEADER_BYTES
+from commutator.kv.guards import BandwidthLimit, Breaker, BreakerIo, RetryBudget, RetryIo
+from commutator.kv.staged_io import StagedIo
+from commutator.kv.staging import Staging
+from commutator.kv.tier import StorageTier
+from commutator.kv.tier_mover import LocalMover, TierMover
+from commutator.transfer import Memory, TransferAgent
+
+__all__ = ["TierSetup", "build_io", "slot_bytes"]
+
+_CODEC_SLACK = 128
+
+
+@frozen(kw_only=True)
+class TierSetup:
+    """One tier with everything that was configured for it."""
+
+    name: str
+    tier: StorageTier
+    eviction: EvictionPolicy
+    admission: tuple[AdmissionRule, ...] = ()
+    write_through: bool = True
+    codecs: tuple[Codec, ...] = ()
+    load_timeout_s: float = 5.0
+    store_timeout_s: float = 60.0
+    max_attempts: int = 2
+    retry_backoff_s: float = 0.02
+    max_bytes_per_s: float | None = None
+    in_flight_bytes: int = 32 << 20
+    breaker: Breaker = field(factory=Breaker)
+
+    @property
+    def framed(self) -> bool:
+        """Whether stored bytes begin with a header."""
+        return self.tier.framed or bool(self.codecs)
+
+    def is_direct(self, memory: Memory, arena: BlockArena) -> bool:
+        """Whether blocks of ``arena`` go to the tier without scratch memory."""
+        alignment = self.tier.alignment_bytes
+        aligned = arena.address % alignment == 0 and arena.block_bytes % alignment == 0
+        return memory is Memory.DRAM and aligned and not self.framed
+
+
+def slot_bytes(setup: TierSetup, block_bytes: int) -> int:
+    """The most that one stored block can take: header, and what codecs may add."""
+    if not setup.framed:
+        return block_bytes
+    overhead = sum(codec.overhead_bytes for codec in setup.codecs)
+    return HEADER_BYTES + block_bytes + block_bytes // _CODEC_SLACK + overhead
+
+
+def build_io(
+    setup: TierSetup, agent: TransferAgent, arena: BlockArena, staging: Staging, budget: RetryBudget
+) -> tuple[BlockIo, TierMover]:
+    """The tier's I/O for blocks of ``arena``, in all its wrappers.
+
+    From the inside: the moves, retries, the bandwidth limit, the breaker.
+    """
+    io: BlockIo
+    if setup.is_direct(arena.memory, arena):
+        mover = TierMover(agent, setup.tier, arena.memory, in_flight_bytes=setup.in_flight_bytes)
+        io = DirectIo(mover)
+    else:
+        mover = TierMover(agent, setup.tier, Memory.DRAM, in_flight_bytes=setup.in_flight_bytes)
+        local = LocalMover(agent, arena.memory)
+        io = StagedIo(mover, local, staging, framed=setup.framed, codecs=setup.codecs)
+    io = RetryIo(
+        io, max_attempts=setup.max_attempts, backoff_s=setup.retry_backoff_s, budget=budget
+    )
+    if setup.max_bytes_per_s is not None:
+        io = BandwidthLimit(io, setup.max_bytes_per_s)
+    return BreakerIo(io, setup.breaker), mover

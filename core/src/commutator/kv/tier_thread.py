@@ -1,0 +1,153 @@
+"""The thread that owns one tier: jobs by urgency, opening with back-off, and a bounded end."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator
+from enum import IntEnum
+
+from commutator.errors import CommutatorError
+from commutator.kv.guards import BreakerState
+from commutator.kv.tier_worker import TierWorker
+
+__all__ = ["Job", "JobUrgency", "TierThread"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 0.05
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+
+
+class JobUrgency(IntEnum):
+    """Lower goes first; within one, first come, first served."""
+
+    FREE = 0
+    """No bytes move, and stores need the room."""
+    LOAD = 1
+    MAKE_ROOM = 2
+    OFFLOAD = 3
+    PREFETCH = 4
+
+
+Job = Callable[[TierWorker | None], Generator[None, None, None]]
+"""A piece of work that yields between its parts, so that a more urgent one can go in between.
+
+It is given None when the tier is not open: then it reports failure, at once.
+"""
+
+
+class TierThread:
+    """``on_up`` and ``on_down`` are called on this thread when the tier becomes usable or not."""
+
+    def __init__(
+        self,
+        worker: TierWorker,
+        *,
+        on_up: Callable[[], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._worker = worker
+        self._on_up = on_up
+        self._on_down = on_down
+        self._jobs: list[tuple[JobUrgency, int, Generator[None, None, None] | Job]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.tried = threading.Event()
+        """Set once the tier was opened, or could not be for the first time."""
+        self._usable = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"tier-{worker.setup.name}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, urgency: JobUrgency, job: Job) -> None:
+        """From any thread. After ``stop`` the job is told that the tier is not open."""
+        with self._changed:
+            if not self._stopping:
+                heapq.heappush(self._jobs, (urgency, next(self._order), job))
+                self._changed.notify()
+                return
+        for _ in job(None):
+            pass
+
+    def stop(self, timeout_s: float) -> None:
+        """Finish the part that runs, fail what waits, and close the tier."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("tier %s did not stop within %.1f s", self._worker.setup.name, timeout_s)
+
+    def _run(self) -> None:
+        next_try_s, pause_s = 0.0, _FIRST_PAUSE_S
+        while not self._stopping:
+            if not self._worker.is_open and time.monotonic() >= next_try_s:
+                if not self._open():
+                    next_try_s = time.monotonic() + pause_s
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self.tried.set()
+            self._see_state()
+            self._run_part()
+            self._worker.reap()
+        self._fail_all()
+        self._worker.close()
+
+    def _open(self) -> bool:
+        name = self._worker.setup.name
+        try:
+            self._worker.open()
+        except (CommutatorError, OSError) as error:
+            log.warning("tier %s cannot be used, and is tried again later: %s", name, error)
+            return False
+        except Exception:
+            log.exception("tier %s failed to open, and is tried again later", name)
+            return False
+        return True
+
+    def _see_state(self) -> None:
+        """Tell when the tier becomes usable or unusable; a trial counts as usable."""
+        usable = self._worker.is_open and (
+            self._worker.setup.breaker.state(time.monotonic()) is not BreakerState.OPEN
+        )
+        if usable != self._usable:
+            self._usable = usable
+            if usable:
+                self._on_up()
+            else:
+                self._on_down("it failed too often")
+
+    def _run_part(self) -> None:
+        with self._changed:
+            if not self._jobs:
+                self._changed.wait(_IDLE_S)
+                return
+            urgency, order, job = heapq.heappop(self._jobs)
+        parts = job(self._worker if self._worker.is_open else None) if callable(job) else job
+        try:
+            next(parts)
+        except StopIteration:
+            return
+        except Exception:
+            log.exception("a job of tier %s failed", self._worker.setup.name)
+            return
+        with self._changed:
+            heapq.heappush(self._jobs, (urgency, order, parts))
+
+    def _fail_all(self) -> None:
+        with self._changed:
+            jobs, self._jobs = self._jobs, []
+        for _, _, job in jobs:
+            if callable(job):
+                for _ in job(None):
+                    pass
+            else:
+                job.close()

@@ -1,0 +1,236 @@
+"""What is done with one tier, on the tier's own thread: open, store, load, free, ask."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from attrs import evolve, frozen
+
+from commutator.errors import TierError, TransferError
+from commutator.kv.arena import BlockArena
+from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator.kv.guards import RetryBudget
+from commutator.kv.keys import BlockKey
+from commutator.kv.load_result import LoadResult
+from commutator.kv.offer import Offer
+from commutator.kv.staging import Staging
+from commutator.kv.tier import SlotGeometry, Stored
+from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
+from commutator.kv.tier_setup import TierSetup, build_io
+from commutator.transfer import Region, Span, TransferAgent
+
+__all__ = ["Source", "StoreOutcome", "TierWorker"]
+
+log = logging.getLogger(__name__)
+
+
+@frozen
+class Source:
+    """Where the bytes of a block to be stored are, and their checksum where it is known."""
+
+    span: Span
+    checksum: int | None = None
+
+
+@frozen
+class StoreOutcome:
+    """What became of a list of blocks."""
+
+    stored: list[Stored]
+    failed: dict[BlockKey, str]
+
+
+class TierWorker:
+    """``agent_name`` must be unique among all processes that exchange blocks."""
+
+    def __init__(
+        self,
+        setup: TierSetup,
+        geometry: SlotGeometry,
+        arena: BlockArena,
+        staging: Staging,
+        *,
+        agent_name: str,
+        on_open: Callable[[Sequence[Stored]], None],
+    ) -> None:
+        self.setup = setup
+        self._geometry = geometry
+        self._arena = arena
+        self._staging = staging
+        self._agent_name = agent_name
+        self._on_open = on_open
+        self._budget = RetryBudget()
+        self._agent: TransferAgent | None = None
+        self._engine: tuple[BlockIo, TierMover] | None = None
+        self._memory: tuple[BlockIo, TierMover] | None = None
+        self._registered: set[Region] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier can be used."""
+        return self._engine is not None
+
+    def open(self) -> None:
+        """Open the tier and its NIXL agent. Raises TierError, TransferError or OSError."""
+        setup = self.setup
+        found = setup.tier.open(self._geometry)
+        backends = {setup.tier.backend: dict(setup.tier.backend_parameters)}
+        backends.setdefault(LOCAL_BACKEND, {})
+        agent = self._agent or TransferAgent(self._agent_name, backends)
+        self._agent = agent
+        agent.register(setup.tier.regions(), setup.tier.backend)
+        self._register([self._staging.arena.region, self._arena.region])
+        self._engine = build_io(setup, agent, self._arena, self._staging, self._budget)
+        scratch = evolve(self._staging.arena, block_bytes=self._arena.block_bytes)
+        self._memory = build_io(setup, agent, scratch, self._staging, self._budget)
+        self._on_open(found)
+
+    def store(
+        self,
+        offers: Sequence[Offer],
+        sources: Sequence[Source],
+        context: IoContext,
+        *,
+        from_engine: bool,
+    ) -> StoreOutcome:
+        """Reserve, write, verify, commit. What is not stored leaves nothing behind."""
+        tier = self.setup.tier
+        io, mover = self._stack(from_engine=from_engine)
+        outcome = StoreOutcome([], {})
+        blocks: list[StoreBlock] = []
+        slots = tier.reserve([offer.key for offer in offers])
+        for offer, source, slot in zip(offers, sources, slots, strict=True):
+            if slot is None:
+                outcome.failed[offer.key] = "no free slot"
+                continue
+            blocks.append(
+                StoreBlock(
+                    key=offer.key,
+                    parent=offer.parent,
+                    token_ids=offer.token_ids,
+                    slot=slot,
+                    local=source.span,
+                    checksum=source.checksum,
+                )
+            )
+        written: list[Stored] = []
+        for block, result in zip(blocks, io.store(blocks, context), strict=True):
+            if isinstance(result, Unstored):
+                outcome.failed[block.key] = _reason(result)
+                self._let_go(mover, block.slot)
+            else:
+                written.append(result)
+        try:
+            tier.commit(written)
+        except TierError as error:
+            log.warning("tier %s: %s", self.setup.name, error)
+            outcome.failed.update({stored.key: "not committed" for stored in written})
+            tier.release([stored.slot for stored in written])
+        else:
+            outcome.stored.extend(written)
+        return outcome
+
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        spans: Sequence[Span],
+        context: IoContext,
+        *,
+        to_engine: bool,
+        on_let_go: Callable[[int], None] = lambda _: None,
+    ) -> list[LoadResult]:
+        """Read blocks and verify them.
+
+        ``on_let_go`` is told each position once NIXL cannot touch its span any more: mostly before
+        this returns.
+        """
+        tier = self.setup.tier
+        io, mover = self._stack(from_engine=to_engine)
+        results = [LoadResult.MISSING] * len(keys)
+        blocks: list[LoadBlock] = []
+        positions: list[int] = []
+        for position, stored in enumerate(tier.lookup(keys)):
+            if stored is None:
+                on_let_go(position)
+                continue
+            tier.pin(stored.slot)
+            positions.append(position)
+            blocks.append(LoadBlock(stored=stored, local=spans[position]))
+        outcomes = io.load(blocks, context)
+        for position, block, result in zip(positions, blocks, outcomes, strict=True):
+            results[position] = result
+            slot = block.stored.slot
+
+            def over(slot: int = slot, position: int = position) -> None:
+                tier.unpin(slot)
+                on_let_go(position)
+
+            mover.when_let_go(slot, over)
+        return results
+
+    def free(self, keys: Iterable[BlockKey]) -> None:
+        """Forget committed blocks."""
+        try:
+            self.setup.tier.evict(keys)
+        except TierError as error:
+            log.warning("tier %s: blocks could not be freed: %s", self.setup.name, error)
+
+    def probe(self, keys: Sequence[BlockKey]) -> list[Stored]:
+        """Which of a chain's blocks the medium has, whoever stored them."""
+        try:
+            return [stored for stored in self.setup.tier.probe(keys) if stored is not None]
+        except TierError as error:
+            log.warning("tier %s cannot be asked: %s", self.setup.name, error)
+            return []
+
+    def register(self, regions: Iterable[Region]) -> None:
+        """Let the tier's agent reach other memory, such as another tier's."""
+        self._register(list(regions))
+
+    def reap(self) -> None:
+        """Give back what NIXL has let go of since."""
+        for stack in (self._engine, self._memory):
+            if stack is not None and stack[1].has_held:
+                stack[1].reap()
+
+    def close(self) -> None:
+        """Close the agent, then the tier. Waits a few seconds for moves under way."""
+        self._engine = self._memory = None
+        try:
+            if self._agent is not None:
+                self._agent.close()
+        except TransferError as error:
+            log.warning("tier %s: %s", self.setup.name, error)
+            return  # its memory must stay as long as the process lives
+        self.setup.tier.close()
+
+    def _stack(self, *, from_engine: bool) -> tuple[BlockIo, TierMover]:
+        stack = self._engine if from_engine else self._memory
+        assert stack is not None, "the tier is open"
+        return stack
+
+    def _register(self, regions: list[Region]) -> None:
+        assert self._agent is not None, "the agent is there"
+        new = [region for region in regions if region not in self._registered]
+        for backend in {self.setup.tier.backend, LOCAL_BACKEND}:
+            self._agent.register(new, backend)
+        self._registered.update(new)
+
+    def _let_go(self, mover: TierMover, slot: int) -> None:
+        """Release a reserved slot once nothing writes there."""
+        tier = self.setup.tier
+        if mover.is_held(slot):
+            tier.pin(slot)
+            mover.when_let_go(slot, lambda: tier.unpin(slot))
+        tier.release([slot])
+
+
+def _reason(result: Unstored) -> str:
+    return "corrupt at its source" if result.corrupt_source else "write failed"
+
+
+def deadline(timeout_s: float) -> IoContext:
+    """A context that ends after ``timeout_s`` from now."""
+    return IoContext(time.monotonic() + timeout_s)
