@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from email.message import Message
 from typing import Any
 
 import click
@@ -30,15 +31,14 @@ def explain(
     prompt: str, url: str, model: str | None, chat: bool, as_json: bool, api_key: str | None
 ) -> None:
     """Send PROMPT for one token, and show every candidate, its scores, and why one won."""
-    body: dict[str, Any] = {"max_tokens": 1}
-    if model is not None:
-        body["model"] = model
+    url = url.rstrip("/")
+    body: dict[str, Any] = {"max_tokens": 1, "model": model or only_model(url, api_key)}
     if chat:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
         body["prompt"] = prompt
     path = "chat/completions" if chat else "completions"
-    decision = ask(f"{url.rstrip('/')}/v1/{path}", body, api_key)
+    decision = ask(f"{url}/v1/{path}", body, api_key)
     if as_json:
         click.echo(json.dumps(decision, indent=2))
     else:
@@ -47,14 +47,32 @@ def explain(
 
 def ask(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
     """The decision about one request. Raises CommutatorError with what the front door says."""
+    headers, _ = call(url, api_key, body)
+    decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
+    return decision
+
+
+def only_model(url: str, api_key: str | None) -> str:
+    """The model that is served there. Raises CommutatorError when there are several."""
+    _, models = call(f"{url}/v1/models", api_key)
+    names = [model["id"] for model in models["data"]]
+    if len(names) != 1:
+        raise CommutatorError(f"{url} serves several models; add --model, one of: {names}")
+    return str(names[0])
+
+
+def call(
+    url: str, api_key: str | None, body: dict[str, Any] | None = None
+) -> tuple[Message, dict[str, Any]]:
+    """Headers and body of a JSON answer; GET without a body, POST with one."""
     headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
-            decision: dict[str, Any] = json.loads(answer.headers["X-Commutator-Decision"])
-            return decision
+            return answer.headers, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         message = json.loads(error.read())["error"]["message"]
         raise CommutatorError(f"{url} answered {error.code}: {message}") from error
@@ -81,3 +99,5 @@ def show(decision: dict[str, Any]) -> None:
         scores = "  ".join(f"{term} {value:.2f}" for term, value in candidate["scores"].items())
         if scores:
             click.echo(f"{'':<19}{scores}")
+    if left_out := decision.get("left_out"):
+        click.echo(f"  and {left_out} more, whose scores are too long for an answer's header")

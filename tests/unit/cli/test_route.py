@@ -1,0 +1,72 @@
+"""`commutator route explain` against a front door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.support.front_door import MODEL, TEXT, FakeDispatch, FakeDispatcher, front_door
+
+from commutator.cli.main import main
+from commutator.routing.load import InFlightLoad
+from commutator.routing.pool import ModelPool
+from commutator.routing.virtual_worker import virtual_live_worker
+from commutator.types import RequestSummary
+from commutator_balance import BalanceConfig, LeastLoaded
+
+
+async def explain(*arguments: str) -> Result:
+    command = ["route", "explain", *arguments]
+    return await asyncio.to_thread(CliRunner().invoke, main, command)
+
+
+def decision(workers: int) -> dict[str, Any]:
+    """A real one: worker w-0 has a request in flight, the others none."""
+    load = InFlightLoad()
+    load.dispatch("w-0", 320, 16)
+    policy = LeastLoaded(BalanceConfig(kind="least_loaded"))
+    pool: ModelPool[Any] = ModelPool(policy, None, load, random.Random(1), 16)
+    live = [virtual_live_worker(f"w-{number}") for number in range(workers)]
+    return pool.route(RequestSummary("r", MODEL, 100, 1), (), live).explain()
+
+
+async def test_every_candidate_with_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision(2))
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        shown = await explain("Once upon a time", "--url", door.url)
+        raw = await explain("Once upon a time", "--url", door.url, "--json", "--chat")
+    assert shown.exit_code == 0, shown.output
+    first, *lines = shown.output.splitlines()
+    assert first.startswith("w-1  by least_loaded: least work (0.0 blocks) of 2 workers")
+    assert lines[0].startswith("  w-0 ")
+    assert "in flight: 1 requests, 320 prefill tokens, 20 blocks" in lines[0]
+    assert lines[1].strip() == "work_blocks 40.00"
+    assert lines[2].startswith("* w-1 ")
+    assert json.loads(raw.output) == decision(2)
+    assert [request.sampling.max_tokens for request in dispatcher.requests] == [1, 1]
+
+
+async def test_many_candidates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision(400))
+    async with front_door(FakeDispatcher()) as door:
+        shown = await explain("Once", "--url", door.url)
+    assert "and 399 more" in shown.output
+
+
+async def test_one_of_several_models_must_be_named() -> None:
+    async with front_door(FakeDispatcher(), {"a": TEXT, "b": TEXT}) as door:
+        shown = await explain("Once", "--url", door.url)
+        assert shown.exit_code == 1
+        assert "--model" in shown.output
+        assert "['a', 'b']" in shown.output
+
+
+async def test_nobody_listens() -> None:
+    shown = await explain("Once", "--url", "http://127.0.0.1:9")
+    assert shown.exit_code == 1
+    assert "is `commutator serve` running?" in shown.output
