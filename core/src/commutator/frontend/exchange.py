@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from secrets import token_hex
 
 from aiohttp import web
 from attrs import define, field
@@ -59,4 +59,4 @@ EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 def request_id_of(request: web.BaseRequest) -> str:
     """The client's X-Request-Id if it is printable and short, otherwise a new one."""
     given = request.headers.get("X-Request-Id")
-    return given if given and _SANE_ID.fullmatch(given) else token_hex(_ID_BYTES)
+    return given if given and _SANE_ID.fullmatch(given) else os.urandom(_ID_BYTES).hex()

@@ -13,7 +13,7 @@ from commutator.frontend.requests import ChatRequest, CompletionRequest, Generat
 from commutator.frontend.sampling import choice_rules, max_tokens_of, sampling_params
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache, PromptTokens
-from commutator.types import GenerateRequest
+from commutator.types import GenerateRequest, SamplingParams
 
 __all__ = ["Plan", "plan_chat", "plan_completion"]
 
@@ -53,8 +53,8 @@ async def plan_chat(
     """Raises RequestError when the request cannot be served as it is."""
     _check_stream_options(request)
     prompts = [await chat_prompt(text, cache, request)]
-    plan = _plan(request, model, text, prompts, max_model_len, request_id)
-    return evolve(plan, session_id=request.session_id or request.prompt_cache_key)
+    session_id = request.session_id or request.prompt_cache_key
+    return _plan(request, model, text, prompts, max_model_len, request_id, session_id)
 
 
 async def plan_completion(
@@ -81,7 +81,7 @@ async def plan_completion(
             "unsupported_parameter",
         )
     prompts = await completion_prompts(text, cache, request.prompt)
-    plan = _plan(request, model, text, prompts, max_model_len, request_id)
+    plan = _plan(request, model, text, prompts, max_model_len, request_id, request.session_id)
     if not request.echo:
         return plan
     texts = [
@@ -99,6 +99,7 @@ def _plan(
     prompts: Sequence[PromptTokens],
     max_model_len: int,
     request_id: str,
+    session_id: str | None,
 ) -> Plan:
     answers = request.n or 1
     if answers * len(prompts) > _MAX_ANSWERS:
@@ -118,7 +119,7 @@ def _plan(
                 GenerateRequest(
                     request_id=_own_id(request_id, number, answers * len(prompts)),
                     token_ids=prompt.token_ids,
-                    sampling=evolve(sampling, seed=_own_seed(sampling.seed, answer)),
+                    sampling=_with_own_seed(sampling, answer),
                     cache_salt=request.cache_salt,
                     priority=request.priority or 0,
                 )
@@ -128,17 +129,18 @@ def _plan(
     hashes = tuple(
         None if salted else prompt.sequence_hashes for prompt in prompts for _ in range(answers)
     )
-    return Plan(model, text, tuple(requests), hashes, rules, answers, session_id=request.session_id)
+    return Plan(model, text, tuple(requests), hashes, rules, answers, session_id=session_id)
 
 
 def _own_id(request_id: str, number: int, count: int) -> str:
     return request_id if count == 1 else f"{request_id}-{number}"
 
 
-def _own_seed(seed: int | None, answer: int) -> int | None:
-    if seed is None:
-        return None
-    return (seed + answer + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
+def _with_own_seed(sampling: SamplingParams, answer: int) -> SamplingParams:
+    if sampling.seed is None or not answer:
+        return sampling
+    seed = (sampling.seed + answer + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
+    return evolve(sampling, seed=seed)
 
 
 def _check_stream_options(request: GenerationRequest) -> None:

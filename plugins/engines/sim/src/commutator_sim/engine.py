@@ -29,6 +29,8 @@ from commutator_sim.request import SimRequest
 __all__ = ["SimEngine"]
 
 _SHORTEST_SLEEP_S = 0.001
+_GATHER_EVENTS_S = 0.005
+"""At unlimited speed. A real step takes as long, and its events come in one message."""
 
 
 @define(eq=False)
@@ -86,7 +88,7 @@ class SimEngine(TokenEngine):
         self._loop, self._emit = asyncio.get_running_loop(), emit
         self._started_s = self._loop.time()
         if config.kv_events and config.prefix_caching:
-            self._publisher = EventPublisher()
+            self._publisher = EventPublisher(gather_s=0 if self._factor else _GATHER_EVENTS_S)
             self._feed = EventFeed(self._publisher, config.block_size, has_tiers=bool(config.tiers))
         return EngineInfo(
             kind="sim",
