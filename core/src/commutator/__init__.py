@@ -12,7 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.config.model import EngineConfig, ModelConfig, RouterConfig, TierConfig
+    from commutator.config.model import (
+        EngineConfig,
+        EvictionConfig,
+        ModelConfig,
+        RouterConfig,
+        TierConfig,
+    )
     from commutator.config.secret import Secret
     from commutator.engine.contract import (
         EngineClient,
@@ -22,7 +28,14 @@ if TYPE_CHECKING:
         TokenStream,
     )
     from commutator.hookspecs import hookimpl
-    from commutator.plugins import EngineRegister, RouterRegister, StageRegister, TierRegister
+    from commutator.kv.eviction import EvictionPolicy
+    from commutator.plugins import (
+        EngineRegister,
+        EvictionRegister,
+        RouterRegister,
+        StageRegister,
+        TierRegister,
+    )
     from commutator.routing.contract import (
         Candidate,
         Decision,
@@ -43,6 +56,9 @@ __all__ = [
     "EngineConfig",
     "EngineConnector",
     "EngineRegister",
+    "EvictionConfig",
+    "EvictionPolicy",
+    "EvictionRegister",
     "Filter",
     "LaunchContext",
     "LaunchPlan",
@@ -69,6 +85,7 @@ _HOMES = (
     "commutator.config.secret",
     "commutator.engine.contract",
     "commutator.hookspecs",
+    "commutator.kv.eviction",
     "commutator.plugins",
     "commutator.routing.contract",
     "commutator.routing.stages",

@@ -5,7 +5,8 @@ its functions with ``commutator.hookimpl`` and names only the arguments it needs
 added here, never reordered or removed within a major version.
 
     registration   once, at start          engine_register, router_register,
-                                           route_stage_register, tier_register
+                                           route_stage_register, tier_register,
+                                           eviction_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_routed, request_first_token,
                                            request_finished or request_failed
@@ -23,6 +24,7 @@ import pluggy
 if TYPE_CHECKING:
     from commutator.plugins import (
         EngineRegister,
+        EvictionRegister,
         RouterRegister,
         StageRegister,
         TierRegister,
@@ -77,6 +79,16 @@ def tier_register(register: TierRegister) -> None:
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``TierConfig``; ``factory(config)`` makes the tier. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def eviction_register(register: EvictionRegister) -> None:
+    """Called once at start, in every process. Offer eviction policies for the tiers' blocks.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``EvictionConfig``; ``factory(config, capacity_blocks)`` makes one ``EvictionPolicy`` for a tier
+    of that size. Collect-all; must not block.
     """
 
 

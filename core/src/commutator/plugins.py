@@ -14,15 +14,17 @@ import pluggy
 from attrs import define, field, frozen
 
 from commutator import hookspecs
-from commutator.config.model import EngineConfig, RouterConfig, TierConfig
+from commutator.config.model import EngineConfig, EvictionConfig, RouterConfig, TierConfig
 from commutator.engine.contract import EngineConnector
 from commutator.errors import PluginError
+from commutator.kv.eviction import EvictionPolicy
 from commutator.routing.contract import Decision, RoutingPolicy
 from commutator.routing.stages import RouteStage
 from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
 
 __all__ = [
     "EngineRegister",
+    "EvictionRegister",
     "Installed",
     "Kind",
     "Offer",
@@ -138,6 +140,7 @@ class StageRegister(Register[type[RouteStage]]):
 EngineRegister = Register[EngineConnector[Any]]
 RouterRegister = Register[Callable[[Any], RoutingPolicy]]
 TierRegister = Register[Callable[[Any], Any]]
+EvictionRegister = Register[Callable[[Any, int], EvictionPolicy]]
 
 
 def _must_be_connector(thing: Any) -> str | None:
@@ -168,6 +171,7 @@ class PluginHost:
         self.routers = RouterRegister("router", RouterConfig, _must_be_factory)
         self.stages = StageRegister("stage", RouteStage, _must_be_concrete)
         self.tiers = TierRegister("tier", TierConfig, _must_be_factory)
+        self.evictions = EvictionRegister("eviction", EvictionConfig, _must_be_factory)
         self.installed: list[Installed] = []
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
@@ -194,6 +198,7 @@ class PluginHost:
             (self.routers, "router_register"),
             (self.stages, "route_stage_register"),
             (self.tiers, "tier_register"),
+            (self.evictions, "eviction_register"),
         )
         for seam, hook in seams:
             if hook in installed.hooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commutator.config.model import Config, EngineConfig, RouterConfig, TierConfig
+from commutator.config.model import Config, EngineConfig, EvictionConfig, RouterConfig, TierConfig
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
 from commutator.schema import json_schema
@@ -18,6 +18,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
         EngineConfig: host.engines,
         RouterConfig: host.routers,
         TierConfig: host.tiers,
+        EvictionConfig: host.evictions,
     }
 
     def special(cls: Any) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from commutator.kv.events import (
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.keys import KEY_BYTES, BlockKey
 from commutator.kv.medium import Tier
+from commutator.kv.offer import BlockFacts
 from commutator.kv.publisher import EventPublisher
 from commutator.kv.slot_tier import OpenedSlots, SlotTier
 from commutator.kv.tier import (
@@ -31,6 +32,7 @@ __all__ = [
     "KEY_BYTES",
     "UNBOUNDED",
     "BlockArena",
+    "BlockFacts",
     "BlockKey",
     "BlockRemoved",
     "BlockStored",

@@ -5,20 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from attrs import frozen
-
 from commutator.kv.keys import BlockKey
 from commutator.kv.offer import BlockFacts
-from commutator.schema import setting
 
-__all__ = ["EvictionConfig", "EvictionPolicy"]
-
-
-@frozen(kw_only=True)
-class EvictionConfig:
-    """What every eviction policy has; each plugin adds options of its own."""
-
-    kind: str = setting("The eviction policy plugin.")
+__all__ = ["EvictionPolicy"]
 
 
 class EvictionPolicy(ABC):

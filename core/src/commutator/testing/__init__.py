@@ -5,11 +5,13 @@ Needs ``pip install commutator[testing]``.
 
 from commutator.runtime.local_cluster import LocalCluster
 from commutator.testing.engines import EngineContract, collect, make_request
+from commutator.testing.eviction import EvictionContract, tree_block
 from commutator.testing.faults import Faults, FaultyClient
 from commutator.testing.routers import RouterContract, check_decision, make_candidate
 
 __all__ = [
     "EngineContract",
+    "EvictionContract",
     "Faults",
     "FaultyClient",
     "LocalCluster",
@@ -18,4 +20,5 @@ __all__ = [
     "collect",
     "make_candidate",
     "make_request",
+    "tree_block",
 ]
