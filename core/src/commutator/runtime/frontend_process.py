@@ -108,6 +108,8 @@ def main() -> None:
         # The supervisor wrote the effective values: the environment was heard already.
         loaded = load_config([config_file], environ={})
         level = loaded.config.log.level.upper()
+        # The format does not show them, so they need not be found out for each line.
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         form = "%(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
         run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
