@@ -90,6 +90,18 @@ class EvictionContract:
             sizes.append(len(pickle.dumps(policy)))
         assert sizes[-1] < 1.5 * max(sizes[: 20 * _CAPACITY]) + 1024
 
+    def test_what_comes_and_goes_is_forgotten_in_time(self) -> None:
+        """The same few blocks over and over take no more memory than a few times."""
+        policy, sizes = self.make_policy(_CAPACITY), []
+        for turn in range(200):
+            for number in range(1, _CAPACITY):
+                policy.added(*tree_block(number), float(turn))
+                policy.touched(tree_block(number)[0], float(turn))
+            for number in range(1, _CAPACITY):
+                policy.removed(tree_block(number)[0], evicted=number % 2 == 0)
+            sizes.append(len(pickle.dumps(policy)))
+        assert sizes[-1] < 1.5 * max(sizes[:20]) + 1024
+
     def test_one_victim_is_found_without_looking_at_every_block(self) -> None:
         policy, looked, total = self.make_policy(5000), 0, 5000
 
