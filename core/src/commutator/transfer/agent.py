@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator.transfer.backends import create_backend
 from commutator.transfer.block_lists import BlockList, BlockLists
-from commutator.transfer.nixl_library import load_nixl, nixl_errors
+from commutator.transfer.nixl_library import make_agent
 from commutator.transfer.peers import Peers
 from commutator.transfer.registrations import Registrations
 from commutator.transfer.request import Request
@@ -35,11 +34,9 @@ class TransferAgent:
         Raises TransferError when NIXL is not installed, when a backend is not there or does not
         load, and for a parameter that the backend does not know.
         """
-        api = load_nixl()
         self.name = name
         """Unique among all agents that may know each other."""
-        with nixl_errors(f"make the agent {name}"):
-            self._nixl: Any = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        self._nixl = make_agent(name)
         for backend, parameters in backends.items():
             create_backend(self._nixl, backend, parameters)
         self._registrations = Registrations(self._nixl)
