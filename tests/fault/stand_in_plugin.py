@@ -39,8 +39,8 @@ def engine_register(register):
 
 
 class Engine(TokenEngine):
-    def __init__(self, config, model):
-        self.delay_s, self.model, self.requests = config.delay_s, model.name, {}
+    def __init__(self, config, start):
+        self.delay_s, self.model, self.requests = config.delay_s, start.model.name, {}
         self.stopping = threading.Event()
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         if config.families:

@@ -36,11 +36,6 @@ def cross_problems(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     models = [model.get("name") for _, model in _entries(data, "models")]
     for index, engine in _entries(data, "engines"):
         yield from _engine_problems(f"engines[{index}]", engine, models)
-    if data.get("tiers"):
-        yield (
-            "tiers",
-            "storage tiers are not built yet: they arrive with the KV manager; remove this entry",
-        )
 
 
 def _engine_problems(

@@ -27,7 +27,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
             return _secret(cls)
         return {
             "oneOf": [
-                _of_kind(json_schema(kind.config_class, _secret), name)
+                _of_kind(json_schema(kind.config_class, special), name)
                 for name, kind in sorted(register.kinds.items())
             ]
         }

@@ -8,7 +8,7 @@ from typing import Any
 import cattrs
 from cattrs.errors import AttributeValidationNote, ClassValidationError
 
-from commutator.config.model import EngineConfig, EvictionConfig, RouterConfig
+from commutator.config.model import EngineConfig, EvictionConfig, RouterConfig, TierConfig
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
 from commutator.routing.stages import Filter, Picker, Scorer
@@ -24,6 +24,7 @@ def config_converter(host: PluginHost) -> cattrs.Converter:
     bases: tuple[tuple[type[Any], Register[Any]], ...] = (
         (EngineConfig, host.engines),
         (RouterConfig, host.routers),
+        (TierConfig, host.tiers),
         (EvictionConfig, host.evictions),
         (Filter, host.stages),
         (Scorer, host.stages),

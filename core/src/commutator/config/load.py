@@ -14,6 +14,7 @@ from commutator.config.check import cross_problems, fill_in
 from commutator.config.kinds import config_converter
 from commutator.config.model import Config
 from commutator.config.overrides import Override, apply_overrides, from_environment, from_option
+from commutator.config.tiers import tier_problems
 from commutator.config.tree import DEFAULT, Node, find, from_plain, merge, path_steps, plain
 from commutator.config.yaml_file import read_file
 from commutator.errors import ConfigError
@@ -104,12 +105,11 @@ def build_config(
     found: list[tuple[str, str]] = []
     config = None
     try:
-        # Tiers are refused below as a whole; their own mistakes would only be noise.
-        ignored: dict[str, Any] = {"tiers": []} if data.get("tiers") else {}
-        config = structure(config_converter(host), data | ignored, Config)
+        config = structure(config_converter(host), data, Config)
     except StructureError as error:
         found += error.problems
     found += cross_problems(data)
+    found += tier_problems(data, host)
     lines = [*problems, *(f"{path}: {text}{_source(tree, path, files)}" for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")

@@ -1,7 +1,7 @@
 """How a worker is reached, and what an engine of one's own needs to be one."""
 
 from commutator.engine.client import TokenApiClient
-from commutator.engine.process import engine_command, run_engine_process
+from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.engine.virtual import (
     BlocksGone,
@@ -18,6 +18,7 @@ __all__ = [
     "BlocksGone",
     "BlocksHeld",
     "Emit",
+    "EngineStart",
     "PrefillDone",
     "RequestDone",
     "TokenApiClient",

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from attrs import field, frozen
 
-from commutator.config.model import EngineConfig, ModelConfig
+from commutator.config.model import EngineConfig, ModelConfig, TierConfig
 from commutator.engine.virtual import VirtualEngine
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
@@ -29,6 +29,8 @@ class LaunchContext:
     """A free TCP port, chosen for this start of this worker."""
     state_dir: Path
     """A folder of this worker's own; removed when the supervisor stops."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Where KV blocks are kept beyond the engine's own memory, fastest first."""
 
 
 @frozen
@@ -93,6 +95,9 @@ class EngineConnector(ABC, Generic[ConfigT]):
 
     A connector is stateless; one instance serves every worker of its kind.
     """
+
+    uses_tiers: bool = False
+    """Whether its engines keep KV blocks in the configured storage tiers."""
 
     @abstractmethod
     def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import attrs
 import msgspec
 
-from commutator.config.model import EngineConfig, ModelConfig
+from commutator.config.model import EngineConfig, ModelConfig, TierConfig
 from commutator.engine.contract import LaunchContext, LaunchPlan
 from commutator.engine.server import TokenApiServer, TokenEngine
+from commutator.kv.tier_setup import TierSetup
 from commutator.schema import build_converter, structure
 
-__all__ = ["LOG_LEVEL", "engine_command", "run_engine_process"]
+__all__ = ["LOG_LEVEL", "EngineStart", "engine_command", "run_engine_process"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,18 @@ class _Handed:
     model: ModelConfig
     host: str
     port: int
+    worker_id: str
+    tiers: list[dict[str, Any]]
+
+
+@attrs.frozen
+class EngineStart:
+    """What an engine is built from, beside its own configuration."""
+
+    model: ModelConfig
+    worker_id: str
+    tiers: tuple[TierSetup, ...] = ()
+    """Fastest first, not opened yet."""
 
 
 def engine_command(module: str, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
@@ -46,6 +59,8 @@ def engine_command(module: str, config: EngineConfig, context: LaunchContext) ->
         "model": attrs.asdict(context.model),
         "host": context.host,
         "port": context.port,
+        "worker_id": context.worker_id,
+        "tiers": [attrs.asdict(tier) for tier in context.tiers],
     }
     return LaunchPlan(
         argv=(sys.executable, "-m", module),
@@ -55,7 +70,7 @@ def engine_command(module: str, config: EngineConfig, context: LaunchContext) ->
 
 
 def run_engine_process(
-    config_class: type[ConfigT], build: Callable[[ConfigT, ModelConfig], TokenEngine]
+    config_class: type[ConfigT], build: Callable[[ConfigT, EngineStart], TokenEngine]
 ) -> None:
     """Serve one engine until SIGTERM or SIGINT. The whole ``__main__`` of an engine plugin."""
     level = os.environ.get(LOG_LEVEL, "INFO")
@@ -66,13 +81,26 @@ def run_engine_process(
     converter = build_converter()
     handed = structure(converter, msgspec.json.decode(raw), _Handed)
     config = structure(converter, handed.config, config_class)
-    engine = build(config, handed.model)
+    tiers = _tiers(handed) if handed.tiers else ()
+    engine = build(config, EngineStart(handed.model, handed.worker_id, tiers))
     try:
         import uvloop  # noqa: PLC0415 - optional, and only for the process itself
     except ImportError:
         asyncio.run(_serve(engine, handed.host, handed.port))
     else:
         uvloop.run(_serve(engine, handed.host, handed.port))
+
+
+def _tiers(handed: _Handed) -> tuple[TierSetup, ...]:
+    # These know every plugin, and plugins know this package.
+    from commutator.config.kinds import config_converter  # noqa: PLC0415
+    from commutator.engine.tiers import make_tiers  # noqa: PLC0415
+    from commutator.plugins import load_plugins  # noqa: PLC0415
+
+    host = load_plugins()
+    converter = config_converter(host)
+    configs = [structure(converter, tier, TierConfig) for tier in handed.tiers]
+    return make_tiers(configs, host, handed.worker_id)
 
 
 async def _serve(engine: TokenEngine, host: str, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from commutator.kv.arena import bytes_at
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
@@ -182,10 +183,7 @@ class StagedIo(BlockIo):
         ]
         for scratch, tier_slot in held:
             slots.remove(scratch)
-            self._mover.when_let_go(tier_slot, lambda scratch=scratch: self._give_back(scratch))
-
-    def _give_back(self, scratch: int) -> None:
-        self._staging.give_back([scratch])
+            self._mover.when_let_go(tier_slot, partial(self._staging.give_back, [scratch]))
 
 
 def _part(span: Span, offset: int, size_bytes: int) -> Span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from commutator.kv.arena import BlockArena
@@ -17,13 +17,12 @@ PAGE_BYTES = 4096
 
 
 class Staging:
-    """A fixed number of page-aligned slots of DRAM, lent to whoever moves blocks.
+    """A fixed number of slots of DRAM, lent to whoever moves blocks.
 
     May be used from any thread. A slot that NIXL may still write to is not given back.
     """
 
     def __init__(self, slot_bytes: int, count: int) -> None:
-        slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
         self._memory = mmap.mmap(-1, slot_bytes * count)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.arena = BlockArena(
@@ -36,18 +35,23 @@ class Staging:
     def lend(self, wanted: int) -> Iterator[list[int]]:
         """Between one and ``wanted`` slots; waits until there is one.
 
-        The borrower removes from the list what must not be given back yet; see ``give_back``.
+        The borrower removes from the list what must not be given back yet.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._free))
-            taken = self._free[:wanted]
-            del self._free[:wanted]
+        taken = self.take(wanted)
         try:
             yield taken
         finally:
             self.give_back(taken)
 
-    def give_back(self, slots: list[int]) -> None:
+    def take(self, wanted: int) -> list[int]:
+        """Between one and ``wanted`` slots, to be given back; waits until there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._free))
+            taken = self._free[:wanted]
+            del self._free[:wanted]
+        return taken
+
+    def give_back(self, slots: Iterable[int]) -> None:
         """Nobody touches these slots any more."""
         with self._changed:
             self._free.extend(slots)

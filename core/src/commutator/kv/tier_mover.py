@@ -46,10 +46,12 @@ class TierMover:
         for position, (_, slot, _) in enumerate(pieces):
             by_peer.setdefault(self._tier.peer(slot), []).append(position)
         for peer, positions in by_peer.items():
-            moved = self._move(
-                direction, [pieces[position] for position in positions], peer, context,
-                lambda done, at=positions: on_moved([at[index] for index in done]),
-            )  # fmt: skip
+
+            def arrived(done: Sequence[int], positions: list[int] = positions) -> None:
+                on_moved([positions[index] for index in done])
+
+            some = [pieces[position] for position in positions]
+            moved = self._move(direction, some, peer, context, arrived)
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import field, frozen
 
+from commutator.errors import TierError
 from commutator.kv.admission import AdmissionRule
 from commutator.kv.arena import BlockArena
 from commutator.kv.block_io import BlockIo
@@ -14,13 +17,16 @@ from commutator.kv.frame import HEADER_BYTES
 from commutator.kv.guards import BandwidthLimit, Breaker, BreakerIo, RetryBudget, RetryIo
 from commutator.kv.staged_io import StagedIo
 from commutator.kv.staging import Staging
-from commutator.kv.tier import StorageTier
+from commutator.kv.tier import UNBOUNDED, StorageTier
+from commutator.kv.tier_book import TierSpec
 from commutator.kv.tier_mover import LocalMover, TierMover
 from commutator.transfer import Memory, TransferAgent
 
 __all__ = ["TierSetup", "build_io", "slot_bytes"]
 
 _CODEC_SLACK = 128
+_REMEMBERED_BLOCKS = 1 << 20
+"""What policies of an unbounded tier may remember."""
 
 
 @frozen(kw_only=True)
@@ -29,7 +35,8 @@ class TierSetup:
 
     name: str
     tier: StorageTier
-    eviction: EvictionPolicy
+    eviction: Callable[[int], EvictionPolicy]
+    """Makes the policy for a tier of so many blocks."""
     admission: tuple[AdmissionRule, ...] = ()
     write_through: bool = True
     codecs: tuple[Codec, ...] = ()
@@ -45,6 +52,22 @@ class TierSetup:
     def framed(self) -> bool:
         """Whether stored bytes begin with a header."""
         return self.tier.framed or bool(self.codecs)
+
+    def spec(self) -> TierSpec:
+        """The same as the manager sees it; the tier was opened, if it could be."""
+        try:
+            capacity = self.tier.statistics().capacity
+        except TierError:
+            capacity = UNBOUNDED  # it refuses what does not fit once it is open
+        return TierSpec(
+            name=self.name,
+            medium=self.tier.medium,
+            capacity_blocks=capacity,
+            shared=self.tier.shared,
+            eviction=self.eviction(min(capacity, _REMEMBERED_BLOCKS)),
+            admission=self.admission,
+            write="through" if self.write_through else "on_evict",
+        )
 
     def is_direct(self, memory: Memory, arena: BlockArena) -> bool:
         """Whether blocks of ``arena`` go to the tier without scratch memory."""

@@ -45,11 +45,7 @@ class TierThread:
     """``on_up`` and ``on_down`` are called on this thread when the tier becomes usable or not."""
 
     def __init__(
-        self,
-        worker: TierWorker,
-        *,
-        on_up: Callable[[], None],
-        on_down: Callable[[str], None],
+        self, worker: TierWorker, *, on_up: Callable[[], None], on_down: Callable[[str], None]
     ) -> None:
         self._worker = worker
         self._on_up = on_up
@@ -60,7 +56,8 @@ class TierThread:
         self._stopping = False
         self.tried = threading.Event()
         """Set once the tier was opened, or could not be for the first time."""
-        self._usable = False
+        self.usable = False
+        """Whether jobs are worth giving to it."""
         self._thread = threading.Thread(
             target=self._run, name=f"tier-{worker.setup.name}", daemon=True
         )
@@ -90,12 +87,12 @@ class TierThread:
     def _run(self) -> None:
         next_try_s, pause_s = 0.0, _FIRST_PAUSE_S
         while not self._stopping:
-            if not self._worker.is_open and time.monotonic() >= next_try_s:
-                if not self._open():
-                    next_try_s = time.monotonic() + pause_s
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                self.tried.set()
+            due = not self._worker.is_open and time.monotonic() >= next_try_s
+            if due and not self._open():
+                next_try_s = time.monotonic() + pause_s
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             self._see_state()
+            self.tried.set()
             self._run_part()
             self._worker.reap()
         self._fail_all()
@@ -118,8 +115,8 @@ class TierThread:
         usable = self._worker.is_open and (
             self._worker.setup.breaker.state(time.monotonic()) is not BreakerState.OPEN
         )
-        if usable != self._usable:
-            self._usable = usable
+        if usable != self.usable:
+            self.usable = usable
             if usable:
                 self._on_up()
             else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from commutator.errors import TierError, TransferError
 from commutator.kv.arena import BlockArena
@@ -19,7 +18,7 @@ from commutator.kv.staging import Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tier_setup import TierSetup, build_io
-from commutator.transfer import Region, Span, TransferAgent
+from commutator.transfer import Memory, Region, Span, TransferAgent
 
 __all__ = ["Source", "StoreOutcome", "TierWorker"]
 
@@ -43,7 +42,10 @@ class StoreOutcome:
 
 
 class TierWorker:
-    """``agent_name`` must be unique among all processes that exchange blocks."""
+    """``arena`` is the engine's memory, ``scratch`` holds blocks between two tiers.
+
+    ``agent_name`` must be unique among all processes that exchange blocks.
+    """
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class TierWorker:
         geometry: SlotGeometry,
         arena: BlockArena,
         staging: Staging,
+        scratch: Staging,
         *,
         agent_name: str,
         on_open: Callable[[Sequence[Stored]], None],
@@ -59,6 +62,7 @@ class TierWorker:
         self._geometry = geometry
         self._arena = arena
         self._staging = staging
+        self._scratch = scratch
         self._agent_name = agent_name
         self._on_open = on_open
         self._budget = RetryBudget()
@@ -81,9 +85,9 @@ class TierWorker:
         agent = self._agent or TransferAgent(self._agent_name, backends)
         self._agent = agent
         agent.register(setup.tier.regions(), setup.tier.backend)
-        self._register([self._staging.arena.region, self._arena.region])
+        scratch = self._scratch.arena
+        self._register([self._staging.arena.region, scratch.region, self._arena.region])
         self._engine = build_io(setup, agent, self._arena, self._staging, self._budget)
-        scratch = evolve(self._staging.arena, block_bytes=self._arena.block_bytes)
         self._memory = build_io(setup, agent, scratch, self._staging, self._budget)
         self._on_open(found)
 
@@ -185,10 +189,6 @@ class TierWorker:
             log.warning("tier %s cannot be asked: %s", self.setup.name, error)
             return []
 
-    def register(self, regions: Iterable[Region]) -> None:
-        """Let the tier's agent reach other memory, such as another tier's."""
-        self._register(list(regions))
-
     def reap(self) -> None:
         """Give back what NIXL has let go of since."""
         for stack in (self._engine, self._memory):
@@ -215,7 +215,9 @@ class TierWorker:
         assert self._agent is not None, "the agent is there"
         new = [region for region in regions if region not in self._registered]
         for backend in {self.setup.tier.backend, LOCAL_BACKEND}:
-            self._agent.register(new, backend)
+            # Storage reaches a GPU's memory by way of staging.
+            local = [r for r in new if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
+            self._agent.register(local, backend)
         self._registered.update(new)
 
     def _let_go(self, mover: TierMover, slot: int) -> None:
@@ -229,8 +231,3 @@ class TierWorker:
 
 def _reason(result: Unstored) -> str:
     return "corrupt at its source" if result.corrupt_source else "write failed"
-
-
-def deadline(timeout_s: float) -> IoContext:
-    """A context that ends after ``timeout_s`` from now."""
-    return IoContext(time.monotonic() + timeout_s)

@@ -43,6 +43,7 @@ def worker_specs(loaded: Loaded) -> list[WorkerSpec]:
             config=engine,
             model=models[engine.model or ""],
             connector=loaded.host.engines.kinds[engine.kind].thing,
+            tiers=loaded.config.tiers,
         )
         for engine in loaded.config.engines
         for replica in range(engine.replicas)

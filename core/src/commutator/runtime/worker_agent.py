@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from commutator.config.model import EngineConfig, ModelConfig, RuntimeConfig
+from commutator.config.model import EngineConfig, ModelConfig, RuntimeConfig, TierConfig
 from commutator.engine.contract import EngineClient, EngineConnector, LaunchContext
 from commutator.errors import CommutatorError, ConfigError, EngineError
 from commutator.runtime.backoff import Backoff
@@ -38,6 +38,7 @@ class WorkerSpec:
     config: EngineConfig
     model: ModelConfig
     connector: EngineConnector[Any]
+    tiers: tuple[TierConfig, ...] = ()
 
 
 class WorkerAgent:
@@ -107,7 +108,8 @@ class WorkerAgent:
         spec = self._spec
         folder = self._state_dir / self.name
         folder.mkdir(exist_ok=True)
-        context = LaunchContext(self.name, spec.model, _HOST, self._ports.pick(_HOST), folder)
+        port = self._ports.pick(_HOST)
+        context = LaunchContext(self.name, spec.model, _HOST, port, folder, spec.tiers)
         plan = spec.connector.launch_plan(spec.config, context)
         if plan is None:
             if spec.config.replicas > 1:

@@ -35,13 +35,13 @@ class Breaker:
     max_pause_s: float = 30.0
     _failures: int = 0
     _opened_s: float | None = None
-    _pause_s: float = 0.0
+    _now_pause_s: float = 0.0
     _trying: bool = False
 
     def state(self, now_s: float) -> BreakerState:
         if self._opened_s is None:
             return BreakerState.CLOSED
-        if self._trying or now_s >= self._opened_s + self._pause_s:
+        if self._trying or now_s >= self._opened_s + self._now_pause_s:
             return BreakerState.HALF_OPEN
         return BreakerState.OPEN
 
@@ -55,13 +55,13 @@ class Breaker:
         return state is not BreakerState.OPEN
 
     def succeeded(self) -> None:
-        self._failures, self._opened_s, self._pause_s, self._trying = 0, None, 0.0, False
+        self._failures, self._opened_s, self._now_pause_s, self._trying = 0, None, 0.0, False
 
     def failed(self, now_s: float) -> None:
         self._failures += 1
         if self._trying or self._failures >= self.max_failures:
-            longer_s = self._pause_s * 2 if self._pause_s else self.pause_s
-            self._pause_s = min(longer_s, self.max_pause_s)
+            longer_s = self._now_pause_s * 2 if self._now_pause_s else self.pause_s
+            self._now_pause_s = min(longer_s, self.max_pause_s)
             self._opened_s, self._trying = now_s, False
 
     def given_up(self) -> None:

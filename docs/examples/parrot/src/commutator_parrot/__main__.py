@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from commutator import ModelConfig
-from commutator.engine import Emit, TokenEngine, run_engine_process
+from commutator.engine import Emit, EngineStart, TokenEngine, run_engine_process
 from commutator.errors import RequestError
 from commutator.types import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator_parrot import ParrotConfig
@@ -16,9 +15,9 @@ MAX_MODEL_LEN = 4096
 class ParrotEngine(TokenEngine):
     """Says one token of each request's prompt a tick, over and over."""
 
-    def __init__(self, config: ParrotConfig, model: ModelConfig) -> None:
+    def __init__(self, config: ParrotConfig, start: EngineStart) -> None:
         self._tick_s = 1 / config.tokens_per_second
-        self._model = model.name
+        self._model = start.model.name
         self._said: dict[int, int] = {}
         self._requests: dict[int, GenerateRequest] = {}
         self._stopping = threading.Event()

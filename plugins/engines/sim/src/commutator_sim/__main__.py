@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from commutator import ModelConfig
-from commutator.engine import run_engine_process
+from commutator.engine import EngineStart, run_engine_process
 from commutator.text import load_text_model
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 
 
-def build(config: SimConfig, model: ModelConfig) -> SimEngine:
+def build(config: SimConfig, start: EngineStart) -> SimEngine:
     """Of the model, only its name, its tokenizer and its context length are used."""
+    model = start.model
     text = load_text_model(model.source)
     max_model_len = model.max_model_len or text.max_model_len
     return SimEngine(config, model=model.name, max_model_len=max_model_len, text=text)
