@@ -32,10 +32,28 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--compare", help="Several policies, separated by commas; one row each.")
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of the trace's requests.")
-@click.option("--speed", type=_POSITIVE, default=1.0, show_default=True, help="Times as fast.")
+@click.option(
+    "--speed",
+    type=_POSITIVE,
+    default=1.0,
+    show_default=True,
+    help="So many times as fast as recorded.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
-@click.option("--target-ttft", type=_POSITIVE, default=2.0, show_default=True, help="Goodput: s.")
-@click.option("--target-itl", type=_POSITIVE, default=0.05, show_default=True, help="Goodput: s.")
+@click.option(
+    "--target-ttft",
+    type=_POSITIVE,
+    default=2.0,
+    show_default=True,
+    help="For goodput: seconds to the first token, at most.",
+)
+@click.option(
+    "--target-itl",
+    type=_POSITIVE,
+    default=0.05,
+    show_default=True,
+    help="For goodput: seconds between tokens, at most, on average.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG or PNG."
