@@ -96,7 +96,7 @@ def test_no_place_is_lost(plan: list[tuple[int, int, bool]], limits: tuple[int, 
 
         async def request(number: int, ticks: int) -> None:
             waits = limiter.queue.running >= limits[0]
-            async with limiter.place():
+            async with limiter:
                 if waits:  # others may begin before one whose turn has come hears of it
                     order.append(number)
                 assert limiter.queue.running <= limits[0]

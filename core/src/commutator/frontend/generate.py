@@ -79,7 +79,7 @@ async def _serve(
             name, text = services.text_model(body.model)
             exchange.model = name
             exchange.user = _label(body)
-            async with services.limiter.place():
+            async with services.limiter:
                 limit = services.max_model_len(name)
                 cache = services.prompt_caches[name]
                 plan = await make_plan(body, name, text, cache, limit, exchange.request_id)

@@ -9,10 +9,9 @@ not keep out the urgent request that could be the next to get a worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from enum import Enum, auto
 from itertools import count
+from types import TracebackType
 
 from attrs import define, field
 
@@ -72,16 +71,15 @@ class AdmissionQueue:
 
 
 class Limiter:
-    """The asyncio side of ``AdmissionQueue``."""
+    """The asyncio side of ``AdmissionQueue``: who is inside ``async with`` it holds a place."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.queue = AdmissionQueue(max_running, max_waiting)
         self._tickets = count()
         self._turns: dict[int, asyncio.Future[None]] = {}
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Hold one of the places. Raises OverloadedError when the queue is full."""
+    async def __aenter__(self) -> None:
+        """Take one of the places. Raises OverloadedError when the queue is full."""
         ticket = next(self._tickets)
         admission = self.queue.arrive(ticket)
         if admission is Admission.REFUSE:
@@ -91,10 +89,14 @@ class Limiter:
             )
         if admission is Admission.WAIT:
             await self._wait(ticket)
-        try:
-            yield
-        finally:
-            self._leave()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
 
     def stepped(self, change: int) -> None:
         """A running request stepped aside (1) or came back (-1)."""
