@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from urllib.parse import urlsplit
@@ -47,6 +48,10 @@ class S3Tier(SlotTier):
 
     def __init__(self, config: S3TierConfig) -> None:
         self._config = config
+        # NIXL's S3 client has no other switch: by default it goes on for 25 s when the store is
+        # away. It reads them when the backend is made; what the operator set is left alone.
+        os.environ.setdefault("AWS_RETRY_MODE", "standard")
+        os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
         # At once: a secret that is not there will not come with time.
         self._credentials = Credentials(
             access_key=_reveal(config.access_key),
