@@ -160,7 +160,8 @@ def test_never_more_under_way_than_allowed(
         transfer = start(*args, **options)
         started.append(transfer)
         under_way = [each for each in started if not each._ended]
-        under_way_bytes.append(sum(each.request.size_bytes for each in under_way))
+        spans = [span for each in under_way for span in each.request.local]
+        under_way_bytes.append(sum(span.size_bytes for span in spans))
         return transfer
 
     monkeypatch.setattr(agent, "start", watched)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from commutator.errors import TransferError
@@ -64,12 +63,23 @@ def make_agent(name: str) -> Any:
     return agent
 
 
-@contextmanager
-def nixl_errors(doing: str) -> Iterator[None]:
+class nixl_errors:  # noqa: N801  used like a function
     """Whatever NIXL raises inside is raised as a TransferError that says what was being done."""
-    try:
-        yield
-    except TransferError:
-        raise
-    except Exception as error:
-        raise TransferError(f"NIXL could not {doing}: {error}") from error
+
+    __slots__ = ("_doing",)
+
+    def __init__(self, doing: object) -> None:
+        """``doing`` is made text only for an error: every transfer passes here."""
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransferError):
+            raise TransferError(f"NIXL could not {self._doing}: {error}") from error

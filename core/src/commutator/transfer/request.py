@@ -27,13 +27,10 @@ class Request:
     own_regions: Sequence[Region] = ()
     peer: str | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(span.size_bytes for span in self.local)
-
     def __str__(self) -> str:
+        size_bytes = sum(span.size_bytes for span in self.local)
         where = f" of peer {self.peer}" if self.peer else ""
-        return f"{self.direction} {self.size_bytes} B of {self.remote_memory}{where}"
+        return f"{self.direction} {size_bytes} B of {self.remote_memory}{where} by {self.backend}"
 
     def make_handle(self, nixl: Any, name: str, lists: BlockLists) -> Any:
         """NIXL's handle, by prepared lists where both sides have them.
@@ -41,7 +38,7 @@ class Request:
         Raises TransferError when something is not registered, or sizes differ.
         """
         direction, backend, owner = str(self.direction), self.backend, self.peer or name
-        with nixl_errors(f"{self} by {backend}"):
+        with nixl_errors(self):
             ours = lists.select(self.local, self.local_memory, backend, name, local=True)
             if ours is not None:
                 theirs = lists.select(self.remote, self.remote_memory, backend, owner, local=False)

@@ -74,7 +74,7 @@ class Transfer:
 
     def _look(self, call: Callable[[], str]) -> None:
         try:
-            with nixl_errors(str(self.request)):
+            with nixl_errors(self.request):
                 state = call()
             if state == "PROC":
                 return
