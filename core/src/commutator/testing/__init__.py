@@ -8,6 +8,7 @@ from commutator.testing.engines import EngineContract, collect, make_request
 from commutator.testing.eviction import EvictionContract, tree_block
 from commutator.testing.faults import Faults, FaultyClient
 from commutator.testing.routers import RouterContract, check_decision, make_candidate
+from commutator.testing.tiers import TierContract, TierUser
 
 __all__ = [
     "EngineContract",
@@ -16,6 +17,8 @@ __all__ = [
     "FaultyClient",
     "LocalCluster",
     "RouterContract",
+    "TierContract",
+    "TierUser",
     "check_decision",
     "collect",
     "make_candidate",

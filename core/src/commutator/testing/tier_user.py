@@ -1,0 +1,167 @@
+"""Puts blocks into a tier and gets them back, by NIXL, one at a time: for tests of a tier."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import uuid
+from ctypes import addressof, c_char
+from typing import Self
+
+from commutator.kv.arena import bytes_at
+from commutator.kv.checksum import checksum
+from commutator.kv.frame import HEADER_BYTES, FrameError, FrameHeader
+from commutator.kv.keys import BlockKey
+from commutator.kv.tier import Slot, SlotGeometry, StorageTier, Stored
+from commutator.transfer import Direction, Memory, Region, Span, TransferAgent
+
+__all__ = ["TierAgents", "TierUser", "slot_geometry"]
+
+_PAGE_BYTES = 4096
+_TIMEOUT_S = 30.0
+
+
+class TierAgents:
+    """One agent for each backend and its parameters: they take a while to make."""
+
+    def __init__(self) -> None:
+        self._agents: dict[tuple[str, tuple[tuple[str, str], ...]], TransferAgent] = {}
+
+    def of(self, tier: StorageTier) -> TransferAgent:
+        parameters = tier.backend_parameters
+        kind = tier.backend, tuple(sorted(parameters.items()))
+        if kind not in self._agents:
+            name = f"tier-user-{uuid.uuid4().hex}"
+            self._agents[kind] = TransferAgent(name, {tier.backend: parameters})
+        return self._agents[kind]
+
+    def close(self) -> None:
+        while self._agents:
+            self._agents.popitem()[1].close()
+
+
+class TierUser:
+    """Opens a tier, and moves its bytes. Not fast, and does one thing at a time."""
+
+    def __init__(
+        self, tier: StorageTier, geometry: SlotGeometry, agents: TierAgents | None = None
+    ) -> None:
+        """With ``agents``, those are used; else its own. Raises TierError when ``open`` does."""
+        self.tier = tier
+        self.geometry = geometry
+        self.recovered = list(tier.open(geometry))
+        pages = -(-geometry.slot_bytes // _PAGE_BYTES)
+        self._memory = mmap.mmap(-1, pages * _PAGE_BYTES)
+        address = addressof(c_char.from_buffer(self._memory))
+        self._scratch = Region(Memory.DRAM, Span(address, len(self._memory)))
+        self._agents = TierAgents() if agents is None else agents
+        self._owns_agents = agents is None
+        self._agent = self._agents.of(tier)
+        self._regions = [self._scratch, *tier.regions()]
+        for region in self._regions:
+            self._agent.register([region], tier.backend)
+
+    def put(self, key: BlockKey, block: bytes, parent: BlockKey | None = None) -> bool:
+        """Store a block; False when the tier has no slot for it."""
+        (slot,) = self.tier.reserve([key])
+        if slot is None:
+            return False
+        self.tier.commit([self.write(slot, key, block, parent)])
+        return True
+
+    def get(self, key: BlockKey) -> bytes | None:
+        """The block, verified; None when the tier does not have it."""
+        (stored,) = self.find(key)
+        if stored is None:
+            return None
+        self.tier.pin(stored.slot)
+        try:
+            return self.read(stored)
+        finally:
+            self.tier.unpin(stored.slot)
+
+    def find(self, *keys: BlockKey) -> list[Stored | None]:
+        """What the tier says it has."""
+        return self.tier.probe(keys) if self.tier.shared else self.tier.lookup(keys)
+
+    def write(
+        self, slot: Slot, key: BlockKey, block: bytes, parent: BlockKey | None = None
+    ) -> Stored:
+        """Write a block into a reserved slot; what is returned can be committed."""
+        data, total = block, checksum(block)
+        if self.tier.framed:
+            header = FrameHeader(
+                key=key, block_bytes=len(block), payload_bytes=len(block), checksum=total
+            )
+            data, total = header.pack() + block, 0
+        self._memory[: len(data)] = data
+        self._move(Direction.WRITE, slot, len(data))
+        return Stored(
+            key=key,
+            slot=slot,
+            size_bytes=len(data),
+            checksum=total,
+            parent=parent,
+            token_ids=tuple(key[: self.geometry.block_tokens]),
+        )
+
+    def read(self, stored: Stored) -> bytes:
+        """The bytes of a committed, pinned block. Raises ValueError when they are not intact."""
+        self._memory[:] = b"\xaa" * len(self._memory)  # so that what is not read is noticed
+        self._move(Direction.READ, stored.slot, stored.size_bytes)
+        data = bytes(bytes_at(self._scratch.span)[: stored.size_bytes])
+        if self.tier.framed:
+            header = FrameHeader.parse(memoryview(data), stored.key)
+            return bytes(header.payload(memoryview(data)))
+        if checksum(data) != stored.checksum:
+            raise FrameError(f"slot {stored.slot} has other bytes than were committed")
+        return data
+
+    def close(self) -> None:
+        """End it as a process ends that is asked to."""
+        self._let_go()
+        self.tier.close()
+
+    def crash(self) -> None:
+        """End it as a process ends that is killed: nobody closes the tier."""
+        self._let_go()
+        del self.tier
+        gc.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _let_go(self) -> None:
+        for region in self._regions:
+            self._agent.deregister([region], self.tier.backend)
+        if self._owns_agents:
+            self._agents.close()
+
+    def _move(self, direction: Direction, slot: Slot, size_bytes: int) -> None:
+        step = self.tier.alignment_bytes
+        remote, region = self.tier.place(slot, -(-size_bytes // step) * step)
+        local = Span(self._scratch.span.address, remote.size_bytes)
+        self._agent.start(
+            direction,
+            [local],
+            [remote],
+            local_memory=Memory.DRAM,
+            remote_memory=self.tier.memory,
+            backend=self.tier.backend,
+            own_regions=[region] if region is not None else [],
+        ).wait(_TIMEOUT_S)
+
+
+def slot_geometry(
+    tier: StorageTier, block_bytes: int, block_tokens: int, identity: str
+) -> SlotGeometry:
+    """Slots for blocks as they are, with room for a header where the tier wants one."""
+    return SlotGeometry(
+        block_bytes=block_bytes,
+        slot_bytes=block_bytes + (HEADER_BYTES if tier.framed else 0),
+        block_tokens=block_tokens,
+        identity=identity,
+    )

@@ -1,0 +1,137 @@
+"""The index of a folder: a header, and a record for each slot."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from commutator.errors import TierError
+from commutator.kv import Slot, Stored
+from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
+from commutator_nvme.header import HEADER_BYTES, Header, parse_header
+from commutator_nvme.layout import Layout
+from commutator_nvme.records import RecordFormat, Recovered
+from commutator_nvme.segments import Segments
+
+__all__ = ["Index"]
+
+_CHUNK_SLOTS = 1 << 16
+
+
+class Index:
+    """The file `index`. A record is written when its block's bytes are, never before."""
+
+    def __init__(self, folder: Path, layout: Layout, files: Files) -> None:
+        self._path = folder / "index"
+        self._layout = layout
+        self._files = files
+        self._sequence = 0
+
+    def open(self, on_mismatch: Literal["refuse", "discard"]) -> None:
+        """Open the folder's index, or begin a new one.
+
+        Raises TierError when it is for other blocks than ours, unless they are to be discarded.
+        """
+        with disk_errors(f"read {self._path}"):
+            try:
+                self._descriptor = self._files.open(self._path)
+            except FileNotFoundError:
+                self._begin()
+                return
+            header = parse_header(os.pread(self._descriptor, HEADER_BYTES, 0))
+        if header is None:
+            problem = "cannot be read: both copies of the header of its index are damaged"
+        else:
+            problem = header.layout.difference(self._layout) or ""
+        if problem or header is None:
+            if on_mismatch == "refuse":
+                raise TierError(
+                    f"nvme: what lies in {self._path.parent} is not for this deployment. The "
+                    f"blocks there {problem}. Choose another path, or set on_mismatch: discard"
+                )
+            with disk_errors(f"write {self._path}"):
+                self._begin()
+            return
+        self._use(header)
+
+    def recover(self, segments: Segments) -> Recovered:
+        """Every committed block, and erase what is no valid record. Call ``open`` before."""
+        recovered = Recovered()
+        with disk_errors(f"read {self._path}"), _no_garbage_collection():
+            for first in range(0, self._layout.slots, _CHUNK_SLOTS):
+                count = min(_CHUNK_SLOTS, self._layout.slots - first)
+                size_bytes = count * self._format.record_bytes
+                data = os.pread(self._descriptor, size_bytes, self._offset(first))
+                lost = segments.lost(range(first, first + count))
+                self._format.recover(data, first, lost, recovered)
+        self._sequence = recovered.last_sequence
+        self.erase(recovered.invalid)
+        return recovered
+
+    def write(self, blocks: Sequence[Stored], *, flush: bool) -> None:
+        """Make blocks valid, durably. All or, when it raises TierError, none."""
+        records = [self._format.pack(stored, self._sequence + 1) for stored in blocks]
+        self._sequence += 1
+        self._check_present()
+        try:
+            with disk_errors(f"write {self._path}"):
+                for stored, record in zip(blocks, records, strict=True):
+                    write_at(self._descriptor, record, self._offset(stored.slot))
+                if flush:
+                    os.fdatasync(self._descriptor)
+        except TierError:
+            self.erase(stored.slot for stored in blocks)
+            raise
+
+    def erase(self, slots: Iterable[Slot], *, flush: bool = False) -> None:
+        """Make slots invalid, durably. Raises TierError."""
+        nothing = bytes(self._format.record_bytes)
+        with disk_errors(f"write {self._path}"):
+            for slot in slots:
+                write_at(self._descriptor, nothing, self._offset(slot))
+            if flush:
+                os.fdatasync(self._descriptor)
+
+    def _begin(self) -> None:
+        """A new index without any block takes the place of the old one. Raises OSError."""
+        header = Header(nonce=int.from_bytes(os.urandom(8), "little"), layout=self._layout)
+        fresh = self._path.with_name("index.new")
+        self._descriptor = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._use(header)
+        os.fsync(self._descriptor)
+        fresh.rename(self._path)
+        flush_folder(self._path.parent)
+
+    def _use(self, header: Header) -> None:
+        """Room for exactly our slots, and both copies of the header in order. Raises OSError."""
+        layout = self._layout
+        self._format = RecordFormat(layout.block_tokens, layout.slot_bytes, header.nonce)
+        size_bytes = self._offset(layout.slots)
+        with disk_errors(f"take {size_bytes} bytes for {self._path}"):
+            if os.pread(self._descriptor, HEADER_BYTES, 0) != header.pack():
+                write_at(self._descriptor, header.pack(), 0)
+            os.posix_fallocate(self._descriptor, 0, size_bytes)
+            os.truncate(self._descriptor, size_bytes)
+
+    def _offset(self, slot: Slot) -> int:
+        return HEADER_BYTES + slot * self._format.record_bytes
+
+    def _check_present(self) -> None:
+        if not os.fstat(self._descriptor).st_nlink:
+            raise TierError(f"nvme: {self._path} was removed; close and open the tier again")
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is made meanwhile stays, and to look through it again and again would be slow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,120 @@
+"""Finds out by a small real transfer how a folder's files can be read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+from attrs import frozen
+
+from commutator.errors import TierError, TransferError
+from commutator.transfer import Direction, Memory, Region, Span, TransferAgent
+from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
+from commutator_nvme.files import disk_errors
+from commutator_nvme.layout import PAGE_BYTES
+
+__all__ = ["Access", "find_access"]
+
+_TIMEOUT_S = 10.0
+_PARAMETERS: Mapping[Io, Mapping[str, str]] = {
+    "uring": {"use_uring": "true"},
+    "aio": {"use_aio": "true"},
+}
+
+
+@frozen
+class Access:
+    """A way that works."""
+
+    parameters: Mapping[str, str]
+    direct: bool
+    """Whether the files are opened with O_DIRECT."""
+
+
+def find_access(folder: Path, config: NvmeConfig) -> Access:
+    """The best way that the options allow and that works in ``folder``. Takes some 20 ms.
+
+    Raises TierError when none does.
+    """
+    problems: list[str] = []
+    for direct, parameters in product(_directs(config.direct), _parameters(config)):
+        with _scratch_file(folder, direct=direct) as descriptor:
+            if descriptor is None:
+                problems.append(f"the file system of {folder} has no direct I/O; set direct: off")
+                continue
+            try:
+                _try(descriptor, config.backend, parameters)
+            except TransferError as error:
+                problems.append(str(error))
+            else:
+                return Access(parameters, direct)
+    if config.backend != "POSIX":
+        problems.append("GDS needs an NVIDIA GPU and GPUDirect storage; else set backend: POSIX")
+    raise TierError(
+        f"nvme: no way to move bytes works in {folder}: {'; '.join(dict.fromkeys(problems))}"
+    )
+
+
+def _directs(direct: Direct) -> Sequence[bool]:
+    return {"auto": (True, False), "on": (True,), "off": (False,)}[direct]
+
+
+def _parameters(config: NvmeConfig) -> Sequence[Mapping[str, str]]:
+    if config.backend != "POSIX":
+        return [{}]
+    return [how for name, how in _PARAMETERS.items() if config.io in {"auto", name}]
+
+
+@contextlib.contextmanager
+def _scratch_file(folder: Path, *, direct: bool) -> Iterator[int | None]:
+    """A file of one page without a name; None when it cannot be opened for direct I/O."""
+    path = folder / f"probe-{uuid.uuid4().hex}"
+    with disk_errors(f"write in {folder}"):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with disk_errors(f"write in {folder}"):
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+            if direct:
+                os.close(descriptor)
+                descriptor = -1
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        yield descriptor if descriptor >= 0 else None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def _try(descriptor: int, backend: Backend, parameters: Mapping[str, str]) -> None:
+    """Write a page and read it again. Raises TransferError."""
+    agent = TransferAgent(f"nvme-probe-{uuid.uuid4().hex}", {backend: parameters})
+    page = mmap.mmap(-1, PAGE_BYTES)
+    pattern = os.urandom(PAGE_BYTES)
+    page[:] = pattern
+    local = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES)
+    remote = Span(0, PAGE_BYTES, descriptor)
+    try:
+        agent.register([Region(Memory.DRAM, local), Region(Memory.FILE, remote)], backend)
+        for direction in (Direction.WRITE, Direction.READ):
+            transfer = agent.start(
+                direction,
+                [local],
+                [remote],
+                local_memory=Memory.DRAM,
+                remote_memory=Memory.FILE,
+                backend=backend,
+            )
+            transfer.wait(_TIMEOUT_S)
+            if direction is Direction.WRITE:
+                page[:] = bytes(PAGE_BYTES)
+        if page[:] != pattern:
+            raise TransferError(f"{backend} read other bytes than it had written")
+    finally:
+        agent.close()

@@ -1,0 +1,170 @@
+"""One record for each slot of the index: which block is in it, and a checksum over the record.
+
+Little-endian: checksum u64 | sequence u64 | payload checksum u64 | payload bytes u64 | key 32 |
+parent 32 | tokens u32 | has a parent u32 | token ids u32 each | zeros up to a multiple of 64. The
+checksum covers the rest and is seeded by the index and the slot, so that a record is valid in its
+own place only. A slot without a block has zeros. Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from attrs import define, field
+
+from commutator.kv import KEY_BYTES, BlockKey, Slot, Stored
+
+__all__ = ["RecordFormat", "Recovered"]
+
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_BYTES = 8
+_FIXED = struct.Struct(f"<QQQ{KEY_BYTES}s{KEY_BYTES}sII")
+_ALIGNMENT_BYTES = 64
+_UINT64 = 1 << 64
+_FEW_TOKEN_IDS = 1 << 20
+
+
+@define
+class Recovered:
+    """What an index says of its slots."""
+
+    blocks: dict[BlockKey, Stored] = field(factory=dict)
+    """Of two records for one key, the later one."""
+    invalid: list[Slot] = field(factory=list)
+    """Slots whose record must be erased: it is damaged, superseded, or its block is lost."""
+    damaged: int = 0
+    """How many of them tell of a block that was lost."""
+    last_sequence: int = 0
+    _sequences: dict[Slot, int] = field(factory=dict)
+
+    def add(self, blocks: Sequence[Stored], sequences: Sequence[int]) -> None:
+        """Records that are intact, and when they were written."""
+        self.last_sequence = max(self.last_sequence, max(sequences, default=0))
+        self._sequences |= zip((stored.slot for stored in blocks), sequences, strict=True)
+        for stored in blocks:
+            other = self.blocks.setdefault(stored.key, stored)
+            if other is not stored:
+                older, newer = sorted((other, stored), key=lambda one: self._sequences[one.slot])
+                self.blocks[stored.key] = newer
+                self.invalid.append(older.slot)
+
+
+class RecordFormat:
+    """Packs and unpacks the records of one index."""
+
+    def __init__(self, block_tokens: int, slot_bytes: int, nonce: int) -> None:
+        self._tokens = struct.Struct(f"<{block_tokens}I")
+        self._block_tokens = block_tokens
+        self._slot_bytes = slot_bytes
+        self._nonce = nonce
+        plain_bytes = _CHECKSUM_BYTES + _FIXED.size + self._tokens.size
+        self.record_bytes = -(-plain_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        names = ["checksum", "sequence", "payload", "size", "key", "parent", "tokens", "has_parent"]
+        formats = ["<u8", "<u8", "<u8", "<u8", f"V{KEY_BYTES}", f"V{KEY_BYTES}", "<u4", "<u4"]
+        sizes = [np.dtype(name).itemsize for name in formats]
+        self._dtype = np.dtype(
+            {
+                "names": [*names, "token_ids"],
+                "formats": [*formats, ("<u4", (block_tokens,))],
+                "offsets": [*np.cumsum([0, *sizes]).tolist()],
+                "itemsize": self.record_bytes,
+            }
+        )
+
+    def pack(self, stored: Stored, sequence: int) -> bytes:
+        """The record of a committed block. Raises ValueError when it has too many tokens."""
+        count = len(stored.token_ids)
+        if count > self._block_tokens:
+            raise ValueError(
+                f"a block has {count} tokens; the geometry says at most {self._block_tokens}"
+            )
+        fixed = _FIXED.pack(
+            sequence,
+            stored.checksum,
+            stored.size_bytes,
+            stored.key,
+            stored.parent or bytes(KEY_BYTES),
+            count,
+            stored.parent is not None,
+        )
+        tokens = self._tokens.pack(*stored.token_ids, *[0] * (self._block_tokens - count))
+        rest = (fixed + tokens).ljust(self.record_bytes - _CHECKSUM_BYTES, b"\0")
+        return _CHECKSUM.pack(self._checksum(rest, stored.slot)) + rest
+
+    def recover(
+        self, data: bytes, first_slot: Slot, lost: npt.NDArray[np.bool_], into: Recovered
+    ) -> None:
+        """Read the records of consecutive slots; ``lost`` says whose bytes are there no more."""
+        count = len(data) // self.record_bytes
+        raw = np.frombuffer(data, dtype=np.uint8).reshape(count, self.record_bytes)
+        records = raw.view(self._dtype).reshape(count)
+        used = np.flatnonzero(raw.any(axis=1))
+        split = struct.Struct(f"<{_CHECKSUM_BYTES}x{self.record_bytes - _CHECKSUM_BYTES}s")
+        rests = (rest for (rest,) in split.iter_unpack(raw[used].tobytes()))
+        slots = (used + first_slot).tolist()
+        found = np.fromiter(map(self._checksum, rests, slots), dtype=np.uint64, count=len(used))
+        mine = records[used]
+        intact = (
+            (found == mine["checksum"])
+            & (mine["sequence"] > 0)
+            & (mine["size"] <= self._slot_bytes)
+            & (mine["tokens"] <= self._block_tokens)
+            & ~lost[used]
+        )
+        into.damaged += int(len(used) - intact.sum())
+        into.invalid += (used[~intact] + first_slot).tolist()
+        blocks, sequences = _blocks(mine[intact], slots=(used[intact] + first_slot).tolist())
+        into.add(blocks, sequences)
+
+    def _checksum(self, rest: bytes, slot: Slot) -> int:
+        seed = (self._nonce + slot) % _UINT64
+        return int(xxhash.xxh3_64_intdigest(rest, seed))
+
+
+def _blocks(
+    records: npt.NDArray[np.void], slots: Sequence[Slot]
+) -> tuple[list[Stored], Sequence[int]]:
+    has_parent = records["has_parent"].tolist()
+    rows = zip(
+        _pieces(records["key"].tobytes()),
+        slots,
+        records["size"].tolist(),
+        records["payload"].tolist(),
+        _pieces(records["parent"].tobytes()),
+        has_parent,
+        _token_tuples(records["token_ids"], records["tokens"]),
+        strict=True,
+    )
+    blocks = [
+        Stored(
+            key=key,
+            slot=slot,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            parent=parent if has_parent else None,
+            token_ids=token_ids,
+        )
+        for key, slot, size_bytes, checksum, parent, has_parent, token_ids in rows
+    ]
+    return blocks, records["sequence"].tolist()
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    return [data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES)]
+
+
+def _token_tuples(
+    token_ids: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32]
+) -> list[tuple[int, ...]]:
+    largest = int(token_ids.max(initial=0))
+    if largest < _FEW_TOKEN_IDS:
+        # Shared integers: a million blocks would otherwise hold as many as they have tokens.
+        token_ids = np.arange(largest + 1).astype(object)[token_ids]
+    tuples = list(map(tuple, token_ids.tolist()))
+    for number in np.flatnonzero(counts != token_ids.shape[1]).tolist():
+        tuples[number] = tuples[number][: counts[number]]
+    return tuples

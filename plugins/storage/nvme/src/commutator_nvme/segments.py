@@ -1,0 +1,105 @@
+"""The files with the blocks' bytes, preallocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from commutator.errors import TierError
+from commutator.kv import Slot
+from commutator.transfer import Memory, Region, Span
+from commutator_nvme.files import Files, disk_errors
+from commutator_nvme.layout import Layout
+
+__all__ = ["Segments"]
+
+
+class Segments:
+    """Segment ``i`` has the slots from ``i * segment_slots`` on."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        """Look at what is there; ``allocate`` changes it."""
+        self._layout = layout
+        self._folder = folder
+        self._sizes = layout.segment_bytes()
+        self._paths = [folder / f"segment-{number:05}" for number in range(len(self._sizes))]
+        with disk_errors(f"look at the files in {folder}"):
+            self._found = [_size(path) for path in self._paths]
+        self._descriptors: list[int] = []
+
+    def lost(self, slots: Iterable[Slot]) -> npt.NDArray[np.bool_]:
+        """Which slots lay in a file that was missing, or had become too short."""
+        layout = self._layout
+        numbers = np.fromiter(slots, dtype=np.int64)
+        ends = (numbers % layout.segment_slots + 1) * layout.slot_bytes
+        found = np.array(self._found, dtype=np.int64)[numbers // layout.segment_slots]
+        return ends > found
+
+    def allocate(self, files: Files, *, direct: bool) -> None:
+        """Make every file as large as it must be, and remove those that are not needed.
+
+        Raises TierError, and leaves no file behind that was not there, when the disk is too small.
+        """
+        missing_bytes = sum(
+            max(0, size - found) for size, found in zip(self._sizes, self._found, strict=True)
+        )
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        with disk_errors(f"take {missing_bytes} bytes in {self._folder}"):
+            room = os.statvfs(self._folder)
+            free_bytes = room.f_bavail * room.f_frsize
+            if missing_bytes > free_bytes:
+                raise TierError(
+                    f"nvme: {self._folder} needs {missing_bytes} bytes more and has {free_bytes}; "
+                    "free some room, or lower capacity"
+                )
+            try:
+                for path, size in zip(self._paths, self._sizes, strict=True):
+                    descriptor = files.open(path, flags)
+                    self._descriptors.append(descriptor)
+                    os.posix_fallocate(descriptor, 0, size)
+                    os.truncate(descriptor, size)
+            except OSError:
+                for path, found in zip(self._paths, self._found, strict=True):
+                    if not found:
+                        path.unlink(missing_ok=True)
+                raise
+        self._remove_others()
+
+    def regions(self) -> list[Region]:
+        return [
+            Region(Memory.FILE, Span(0, size, descriptor))
+            for size, descriptor in zip(self._sizes, self._descriptors, strict=True)
+        ]
+
+    def place(self, slot: Slot, size_bytes: int) -> Span:
+        descriptor = self._descriptors[self._layout.segment_of(slot)]
+        return Span(self._layout.offset_of(slot), size_bytes, descriptor)
+
+    def check(self, slots: Iterable[Slot], *, flush: bool) -> None:
+        """Before slots are committed: their files exist, and with ``flush`` are on the disk.
+
+        Raises TierError. A file that was removed still works, but not for the next life.
+        """
+        for number in sorted({self._layout.segment_of(slot) for slot in slots}):
+            descriptor, path = self._descriptors[number], self._paths[number]
+            with disk_errors(f"flush {path}"):
+                if not os.fstat(descriptor).st_nlink:
+                    raise TierError(f"nvme: {path} was removed; close and open the tier again")
+                if flush:
+                    os.fdatasync(descriptor)
+
+    def _remove_others(self) -> None:
+        with disk_errors(f"remove files in {self._folder} that are not needed any more"):
+            for path in set(self._folder.glob("segment-*")) - set(self._paths):
+                path.unlink()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
