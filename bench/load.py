@@ -7,11 +7,15 @@ faster than real time.
 
 from __future__ import annotations
 
+import re
+import time
+
 import attrs
+from attrs import frozen
 
 from bench.dynamo_cluster import DynamoCluster
 from bench.result import Figure
-from bench.sample import cached_share
+from bench.sample import check_chats
 from bench.wrk import ChatLoad, Measured
 from commutator.testing import LocalCluster
 
@@ -25,23 +29,32 @@ SECONDS = 8
 WARM_UP_S = 3
 FRONT_DOORS = (1, 2)
 
-Results = dict[int, Measured]
+_LAST_LINES_S = 0.5
+_TOKENS = re.compile(r"tokens=(\d+)\+\d+ cached=(\d+)")
+
+
+@frozen
+class Run:
+    """One size of prompt."""
+
+    measured: Measured
+    cached: float
+    """The part of prompt tokens that came from KV caches; of ours only, from the log."""
 
 
 def run() -> list[Figure]:
-    found: list[Figure] = []
-    ours: dict[int, tuple[Results, float]] = {}
+    ours = {}
     for front_doors in FRONT_DOORS:
         with LocalCluster(config(front_doors)) as cluster:
-            ours[front_doors] = measure(cluster.url)
+            ours[front_doors] = measure(cluster.url, cluster)
     with DynamoCluster(MODEL, SOURCE, workers=WORKERS) as peer:
-        theirs, their_share = measure(peer.url)
-    for front_doors, (results, share) in ours.items():
-        name = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
-        for words, result in results.items():
-            found += figures(name, words, result, theirs[words])
-        found.append(figure(f"prompt tokens cached, {name}", share, their_share, "", higher=True))
-    return found
+        theirs = measure(peer.url)
+    return [
+        figure
+        for front_doors in FRONT_DOORS
+        for words in AIMS
+        for figure in figures(front_doors, words, ours, theirs[words].measured)
+    ]
 
 
 def config(front_doors: int) -> dict[str, object]:
@@ -53,24 +66,39 @@ def config(front_doors: int) -> dict[str, object]:
     }
 
 
-def measure(url: str) -> tuple[Results, float]:
-    """By words of a prompt; and the part of prompt tokens that came from KV caches."""
-    results: Results = {}
+def measure(url: str, cluster: LocalCluster | None = None) -> dict[int, Run]:
+    """By words of a prompt."""
+    check_chats(url, MODEL, LOAD.tokens)
+    runs = {}
     for words in AIMS:
         load = attrs.evolve(LOAD, words=words)
         load.run(url, WARM_UP_S)
-        results[words] = load.run(url, SECONDS)
-    return results, cached_share(url, MODEL, words=max(AIMS), tokens=LOAD.tokens)
+        before = len(cluster.log()) if cluster else 0
+        measured = load.run(url, SECONDS)
+        time.sleep(_LAST_LINES_S)
+        runs[words] = Run(measured, cached_share(cluster.log()[before:]) if cluster else 0.0)
+    return runs
 
 
-def figures(name: str, words: int, ours: Measured, theirs: Measured) -> list[Figure]:
-    what = f"{words:,} words, {name}"
-    rate = figure(f"requests/s, {what}", ours.rate, theirs.rate, "1/s", higher=True)
-    return [
+def cached_share(log: str) -> float:
+    """Of all prompt tokens in the front doors' log lines."""
+    found = [(int(prompt), int(cached)) for prompt, cached in _TOKENS.findall(log)]
+    return sum(cached for _, cached in found) / max(1, sum(prompt for prompt, _ in found))
+
+
+def figures(
+    front_doors: int, words: int, ours: dict[int, dict[int, Run]], theirs: Measured
+) -> list[Figure]:
+    what = f"{words:,} words, {front_doors} front door{'s' if front_doors > 1 else ''}"
+    one, here = ours[FRONT_DOORS[0]][words], ours[front_doors][words]
+    rate = figure(f"requests/s, {what}", here.measured.rate, theirs.rate, "1/s", higher=True)
+    found = [
         attrs.evolve(rate, aim=AIMS[words]),
-        figure(f"latency p50, {what}", ours.p50_ms, theirs.p50_ms, "ms", higher=False),
-        figure(f"latency p99, {what}", ours.p99_ms, theirs.p99_ms, "ms", higher=False),
+        figure(f"latency p50, {what}", here.measured.p50_ms, theirs.p50_ms, "ms", higher=False),
+        figure(f"latency p99, {what}", here.measured.p99_ms, theirs.p99_ms, "ms", higher=False),
     ]
+    cached = figure(f"prompt tokens cached, {what}", here.cached, one.cached, "", higher=True)
+    return [*found, attrs.evolve(cached, other_name=f"{FRONT_DOORS[0]} front door")]
 
 
 def figure(what: str, ours: float, theirs: float, unit: str, *, higher: bool) -> Figure:
