@@ -108,7 +108,7 @@ def test_evicted_objects_are_deleted_for_everybody(
 
 def test_capacity_bounds_what_is_reserved(make_tier: MakeTier) -> None:
     keys = random_keys(5)
-    with TierMover(make_tier(capacity_bytes=3 * FRAME_BYTES + 1)) as mover:
+    with TierMover(make_tier(capacity=3 * FRAME_BYTES + 1)) as mover:
         mover.store(keys[:3])
         assert mover.tier.reserve(keys[3:]) == [None, None]
         mover.tier.evict(keys[:1])
@@ -214,4 +214,34 @@ def test_a_block_written_and_not_committed_is_whole(make_tier: MakeTier) -> None
         mover.fill([key])
         assert mover.move(Direction.WRITE, [slot], [FRAME_BYTES]) == [None]
     with TierMover(make_tier()) as mover:
+        assert mover.load([key]) == [block_of(key, BLOCK_BYTES)]
+
+
+def test_an_evicted_object_stays_until_it_was_read(make_tier: MakeTier) -> None:
+    [key] = random_keys(1)
+    with TierMover(make_tier()) as mover, TierMover(make_tier(list_limit=0)) as other:
+        mover.store([key])
+        [stored] = mover.tier.lookup([key])
+        assert stored is not None
+        mover.tier.pin(stored.slot)
+        mover.tier.evict([key])
+        assert mover.tier.probe([key]) == [None], "evicted is evicted"
+        assert other.tier.probe([key]) != [None]
+        assert other.load([key]) == [block_of(key, BLOCK_BYTES)]
+        mover.tier.unpin(stored.slot)
+        mover.tier.probe(random_keys(1, seed=5))
+        assert other.load([key]) == ["failed"]
+
+
+def test_what_is_stored_anew_is_not_deleted_for_its_old_self(make_tier: MakeTier) -> None:
+    [key] = random_keys(1)
+    with TierMover(make_tier()) as mover:
+        mover.store([key])
+        [stored] = mover.tier.lookup([key])
+        assert stored is not None
+        mover.tier.pin(stored.slot)
+        mover.tier.evict([key])
+        mover.store([key])
+        mover.tier.unpin(stored.slot)
+        mover.tier.probe(random_keys(1, seed=5))
         assert mover.load([key]) == [block_of(key, BLOCK_BYTES)]

@@ -100,7 +100,7 @@ def test_mistakes_are_told_at_open(make_tier: MakeTier, monkeypatch: pytest.Monk
     with pytest.raises(TierError, match="no credentials: set access_key"):
         make_tier(access_key=None, secret_key=None).open(geometry)
     with pytest.raises(TierError, match="holds no block"):
-        make_tier(capacity_bytes=10).open(geometry)
+        make_tier(capacity=10).open(geometry)
     monkeypatch.delenv("TEST_S3_KEY")
     with pytest.raises(ConfigError, match="TEST_S3_KEY is not set"):
         make_tier()

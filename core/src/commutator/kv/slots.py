@@ -87,6 +87,9 @@ class SlotTable:
                 self._retired.remove(slot)
                 self._free.append(slot)
 
+    def is_pinned(self, slot: Slot) -> bool:
+        return slot in self._pins
+
     def release(self, slots: Iterable[Slot]) -> None:
         """Give reserved slots up; each is free once nothing pins it."""
         slots = set(slots)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from attrs import Attribute, frozen
 
 from commutator import Secret, TierConfig, setting
-from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds
+from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds, Size
 
 __all__ = ["S3TierConfig"]
 
@@ -49,7 +49,7 @@ class S3TierConfig(TierConfig):
         "auto",
     )
     create_bucket: bool = setting("Create the bucket when it does not exist.", False)
-    capacity_bytes: PositiveInt | None = setting(
+    capacity: Size | None = setting(
         "Most bytes that this worker keeps track of, its own and what it found; to make room for "
         "new ones it deletes objects. Not limited when not given: let the bucket's life-cycle "
         "rules expire objects.",

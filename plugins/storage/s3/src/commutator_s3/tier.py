@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ from commutator_s3.config import S3TierConfig
 
 __all__ = ["S3Tier"]
 
+log = logging.getLogger(__name__)
+
 
 class S3Tier(SlotTier):
     """Blocks in a bucket that any number of workers share.
@@ -33,7 +36,8 @@ class S3Tier(SlotTier):
     begins. A slot is what this worker knows of one object, in memory only; ``probe`` asks the
     bucket. Objects carry no other metadata, so a block that was written but not committed before a
     crash is found as committed afterwards: S3 shows whole objects only, and the frame inside tells
-    what it is. Evicting deletes the object, also for a reader that pins it: that is then a miss.
+    what it is. Evicting deletes the object; one that is being read is deleted later, with the next
+    call that reaches the bucket, or at the latest when the tier is closed.
 
     ``open`` raises TierError when the store cannot be reached or refuses; call it again later.
     Afterwards nothing needs to be opened again: while the store is away ``probe`` and ``evict``
@@ -59,6 +63,10 @@ class S3Tier(SlotTier):
             session_token=_reveal(config.session_token),
         )
         self._keys: dict[Slot, BlockKey] = {}
+        self._being_read: dict[Slot, BlockKey] = {}
+        """Evicted, but still pinned."""
+        self._doomed: set[BlockKey] = set()
+        """Evicted; their objects are to be deleted."""
         self._numbers = count()
         self._folder = ""
         self._slot_bytes = 0
@@ -87,16 +95,18 @@ class S3Tier(SlotTier):
         return parameters | {name: value for name, value in optional.items() if value is not None}
 
     def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
-        config, limit = self._config, self._config.capacity_bytes
+        config, limit = self._config, self._config.capacity
         capacity = UNBOUNDED if limit is None else limit // geometry.slot_bytes
         if not capacity:
             raise TierError(
-                f"s3 tier: capacity_bytes of {limit} holds no block of {geometry.slot_bytes} "
+                f"s3: a capacity of {limit} bytes holds no block of {geometry.slot_bytes} "
                 "bytes; raise it"
             )
         self._slot_bytes = geometry.slot_bytes
         self._folder = "/".join(filter(None, (config.prefix.strip("/"), geometry.identity)))
         self._keys.clear()
+        self._being_read.clear()
+        self._doomed.clear()
         bucket = Bucket(
             config.bucket,
             endpoint=config.endpoint,
@@ -117,11 +127,21 @@ class S3Tier(SlotTier):
         return OpenedSlots(capacity, known)
 
     def close_slots(self) -> None:
+        self._doomed.update(self._being_read.values())
+        try:
+            self._delete_doomed()
+        except TierError as error:
+            log.warning("evicted objects stay, and may be found again: %s", error)
         self._bucket.close()
 
     def reserve(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         slots = super().reserve(keys)
-        self._keys |= {slot: key for slot, key in zip(slots, keys, strict=True) if slot is not None}
+        given = {slot: key for slot, key in zip(slots, keys, strict=True) if slot is not None}
+        self._keys |= given
+        # What is written now must not be deleted for what lay there before.
+        anew = set(given.values())
+        self._doomed -= anew
+        self._being_read = {s: key for s, key in self._being_read.items() if key not in anew}
         return slots
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
@@ -130,7 +150,10 @@ class S3Tier(SlotTier):
         return span, Region(Memory.OBJ, span, self._name(self._keys[slot]))
 
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
-        unknown = [key for key in keys if self.table.lookup(key) is None]
+        table = self.table
+        self._delete_doomed()
+        gone = set(self._being_read.values())
+        unknown = [key for key in keys if table.lookup(key) is None and key not in gone]
         sizes = self._bucket.sizes([self._name(key) for key in unknown])
         found = {
             key: size
@@ -142,8 +165,20 @@ class S3Tier(SlotTier):
         self.commit(_stored(key, slot, found[key]) for key, slot in slots if slot is not None)
         return self.lookup(keys)
 
-    def forget(self, blocks: Iterable[Stored]) -> None:
-        self._bucket.delete([self._name(block.key) for block in blocks])
+    def unpin(self, slot: Slot) -> None:
+        super().unpin(slot)
+        if slot in self._being_read and not self.table.is_pinned(slot):
+            self._doomed.add(self._being_read.pop(slot))
+
+    def forget(self, blocks: Sequence[Stored]) -> None:
+        read = {block.slot: block.key for block in blocks if self.table.is_pinned(block.slot)}
+        self._bucket.delete([self._name(b.key) for b in blocks if b.slot not in read])
+        self._being_read |= read
+        self._delete_doomed()
+
+    def _delete_doomed(self) -> None:
+        self._bucket.delete([self._name(key) for key in self._doomed])
+        self._doomed.clear()
 
     def _name(self, key: BlockKey) -> str:
         digits = key.hex()
