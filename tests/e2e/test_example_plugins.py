@@ -28,7 +28,9 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(target)}
 
 
-@pytest.mark.parametrize("name", ["shortest_queue", "parrot", "prefer_local", "deepest_first"])
+@pytest.mark.parametrize(
+    "name", ["shortest_queue", "parrot", "prefer_local", "deepest_first", "folder_tier"]
+)
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
     env = install(root, name, tmp_path / "site")
     tests = root / "docs" / "examples" / name / "tests"

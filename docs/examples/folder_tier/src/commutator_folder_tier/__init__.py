@@ -1,0 +1,97 @@
+"""A storage tier: a folder with one file for each KV block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+from attrs import frozen
+
+from commutator import TierConfig, TierRegister, hookimpl, setting
+from commutator.errors import TierError
+from commutator.kv import KEY_BYTES, OpenedSlots, Slot, SlotGeometry, SlotTier, Stored
+from commutator.schema import Size
+from commutator.transfer import Memory, Region, Span
+
+
+@frozen(kw_only=True)
+class FolderConfig(TierConfig):
+    """Options of the tier; they stand in the YAML file beside `kind`."""
+
+    path: str = setting("The folder; made when it is missing.")
+    capacity: Size = setting("Most bytes of blocks.")
+
+
+class FolderTier(SlotTier):
+    """File names say which blocks are valid; what is in them is checked by its own header."""
+
+    medium = "DISK"
+    memory = Memory.FILE
+    backend = "POSIX"
+    framed = True  # each file begins with a header: the tier need not remember checksums
+
+    def __init__(self, config: FolderConfig) -> None:
+        self._config = config
+        self._folder = Path(config.path)
+        self._paths: dict[Slot, Path] = {}
+        self._numbers = count(1 << 32)  # NIXL's names for files: none may be used twice
+
+    @property
+    def backend_parameters(self) -> Mapping[str, str]:
+        return {}
+
+    def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
+        capacity = self._config.capacity // geometry.slot_bytes
+        if not capacity:
+            raise TierError(f"folder: set capacity to at least {geometry.slot_bytes} bytes")
+        self._folder = Path(self._config.path, geometry.identity)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._folder.glob("*.part"):
+                unfinished.unlink()
+            files = [file for file in self._folder.iterdir() if len(file.name) == 2 * KEY_BYTES]
+            for surplus in files[capacity:]:
+                surplus.unlink()
+            self._paths = dict(enumerate(files[:capacity]))
+            found = [
+                Stored(
+                    key=bytes.fromhex(file.name),
+                    slot=slot,
+                    size_bytes=file.stat().st_size,
+                    checksum=0,
+                )
+                for slot, file in self._paths.items()
+            ]
+        except OSError as error:
+            raise TierError(f"folder: {error}; choose a path that can be written") from error
+        return OpenedSlots(capacity, found)
+
+    def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
+        span = Span(0, size_bytes, next(self._numbers))
+        return span, Region(Memory.FILE, span, f"rw,create:{self._path(slot)}")
+
+    def remember(self, blocks: Sequence[Stored]) -> None:
+        for stored in blocks:
+            self._rename(stored.slot, stored.key.hex(), stored.size_bytes)
+
+    def forget(self, blocks: Sequence[Stored]) -> None:
+        for stored in blocks:  # not removed: somebody may still read it
+            self._rename(stored.slot, f"{stored.slot}.part", stored.size_bytes)
+
+    def _path(self, slot: Slot) -> Path:
+        return self._paths.get(slot, self._folder / f"{slot}.part")
+
+    def _rename(self, slot: Slot, name: str, size_bytes: int) -> None:
+        try:
+            path = self._path(slot)
+            with path.open("rb+") as file:
+                file.truncate(size_bytes)  # an older block in this slot may have been longer
+            self._paths[slot] = path.rename(self._folder / name)
+        except OSError as error:
+            raise TierError(f"folder: {error}; is somebody removing files?") from error
+
+
+@hookimpl
+def tier_register(register: TierRegister) -> None:
+    register("folder", FolderConfig, FolderTier)
