@@ -26,7 +26,7 @@ def chain(pool: BlockPool, *contents: tuple[int, ...]) -> list[int]:
 
 
 def test_a_digest_chains_the_parent_and_the_tokens() -> None:
-    root = sha256(b"00").digest()
+    root = PLAIN.digest
     first = BlockIdentity.first(PLAIN, [1, 258])
     assert first.digest == sha256(root + bytes([1, *[0] * 7, 2, 1, *[0] * 6])).digest()
     second = first.child([3])

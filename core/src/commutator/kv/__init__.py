@@ -1,6 +1,7 @@
 """KV cache blocks: which there are, and what is said about them."""
 
 from commutator.kv.arena import BlockArena, bytes_at
+from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.checksum import checksum
 from commutator.kv.events import (
     BlockRemoved,
@@ -12,10 +13,11 @@ from commutator.kv.events import (
     encode_batch,
 )
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
-from commutator.kv.keys import KEY_BYTES, BlockKey
+from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, next_key
 from commutator.kv.medium import Tier
-from commutator.kv.offer import BlockFacts
+from commutator.kv.offer import BlockFacts, Offer
 from commutator.kv.publisher import EventPublisher
+from commutator.kv.service import FinishedLoad, KvService
 from commutator.kv.slot_tier import OpenedSlots, SlotTier
 from commutator.kv.tier import (
     UNBOUNDED,
@@ -37,12 +39,17 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BlocksCleared",
+    "CacheIdentity",
     "EventBatch",
     "EventPublisher",
+    "FinishedLoad",
     "FrameHeader",
     "KvEvent",
+    "KvService",
+    "Offer",
     "OpenedSlots",
     "Peer",
+    "PrefillSpeed",
     "Slot",
     "SlotGeometry",
     "SlotTier",
@@ -54,4 +61,5 @@ __all__ = [
     "checksum",
     "decode_batch",
     "encode_batch",
+    "next_key",
 ]

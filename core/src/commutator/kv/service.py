@@ -94,14 +94,15 @@ class KvService:
     def _thread(
         self, number: int, setup: TierSetup, size: int, identity: str, agent_name: str
     ) -> TierThread:
+        geometry = SlotGeometry(
+            block_bytes=self._arena.block_bytes,
+            slot_bytes=size,
+            identity=identity,
+            block_tokens=self._block_size,
+        )
         worker = TierWorker(
             setup,
-            SlotGeometry(
-                block_bytes=self._arena.block_bytes,
-                slot_bytes=size,
-                identity=identity,
-                block_tokens=self._block_size,
-            ),
+            geometry,
             self._arena,
             self._staging,
             self._scratch,
@@ -195,6 +196,16 @@ class KvService:
         with self._lock:
             polled, self._polled = self._polled, Polled()
             return polled
+
+    @property
+    def takes_computed(self) -> bool:
+        """Whether any tier takes blocks as soon as they are computed, by ``offer``."""
+        return any(setup.write_through for setup in self._setups)
+
+    @property
+    def takes_evicted(self) -> bool:
+        """Whether the first tier takes what the device is about to forget, by ``evicting``."""
+        return not self._setups[0].write_through
 
     def evict(self, keys: Iterable[BlockKey] | None = None, tier: str | None = None) -> None:
         """Remove blocks from one tier or all; None: every block."""

@@ -37,13 +37,15 @@ def load_job(
     def run(worker: TierWorker | None) -> Generator[None, None, None]:
         started_s = time.monotonic()
         results = [LoadResult.FAILED] * len(keys)
-        if worker is None:
-            for position in range(len(keys)):
-                on_let_go(position)
-        else:
-            context = IoContext(started_s + timeout_s, cancelled)
-            results = worker.load(keys, spans, context, to_engine=True, on_let_go=on_let_go)
-        done(results, time.monotonic() - started_s)
+        try:
+            if worker is None:
+                for position in range(len(keys)):
+                    on_let_go(position)
+            else:
+                context = IoContext(started_s + timeout_s, cancelled)
+                results = worker.load(keys, spans, context, to_engine=True, on_let_go=on_let_go)
+        finally:
+            done(results, time.monotonic() - started_s)
         yield from ()
 
     return run
@@ -98,7 +100,11 @@ def probe_job(keys: Sequence[BlockKey], done: Callable[[Sequence[Stored]], None]
     """Ask a shared medium for a chain of blocks."""
 
     def run(worker: TierWorker | None) -> Generator[None, None, None]:
-        done([] if worker is None else worker.probe(keys))
+        found: Sequence[Stored] = ()
+        try:
+            found = () if worker is None else worker.probe(keys)
+        finally:
+            done(found)
         yield from ()
 
     return run

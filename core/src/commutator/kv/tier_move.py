@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from commutator.kv.block_io import IoContext
 from commutator.kv.keys import BlockKey
@@ -72,13 +72,27 @@ class TierMove:
             if not users[slot]:
                 self._scratch.give_back([slot])
 
-        results = worker.load(
-            [offer.key for offer in batch],
-            spans,
-            IoContext(time.monotonic() + self._load_timeout_s),
-            to_engine=False,
-            on_let_go=lambda position: done_with(slots[position]),
-        )
+        results = [LoadResult.FAILED] * len(batch)
+        try:
+            results = worker.load(
+                [offer.key for offer in batch],
+                spans,
+                IoContext(time.monotonic() + self._load_timeout_s),
+                to_engine=False,
+                on_let_go=lambda position: done_with(slots[position]),
+            )
+        finally:
+            self._write(batch, results, slots, done_with)
+        yield from ()
+
+    def _write(
+        self,
+        batch: Sequence[Offer],
+        results: Sequence[LoadResult],
+        slots: Sequence[int],
+        done_with: Callable[[int], None],
+    ) -> None:
+        """Store what was read, then go on with the next blocks."""
         good: list[int] = []
         for position, (offer, result) in enumerate(zip(batch, results, strict=True)):
             if result is LoadResult.LOADED:
@@ -98,10 +112,9 @@ class TierMove:
             self._urgency,
             store_job(
                 [batch[position] for position in good],
-                [Source(spans[position]) for position in good],
+                [Source(self._scratch.arena.span(slots[position])) for position in good],
                 timeout_s=self._store_timeout_s,
                 from_engine=False,
                 done=written,
             ),
         )
-        yield from ()

@@ -8,6 +8,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from commutator.kv import BlockArena
+from commutator.transfer import Memory
 from commutator_reference.llama_config import LlamaConfig
 
 __all__ = ["KVArena", "block_bytes"]
@@ -51,6 +53,17 @@ class KVArena:
         self.tensor = _zeros(shape, device, dtype)
         self._runs = self.tensor.view(-1, block_size * config.head_size)
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
+
+    @property
+    def block_arena(self) -> BlockArena:
+        """The same memory as storage tiers see it."""
+        return BlockArena(
+            memory=Memory.DRAM if self.tensor.device.type == "cpu" else Memory.VRAM,
+            address=self.tensor.data_ptr(),
+            block_bytes=self.tensor[0].nbytes,
+            count=self.num_blocks,
+            device=self.tensor.device.index or 0,
+        )
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys_values: Tensor) -> None:
         """Store ``keys_values`` [tokens, 2 * KV heads, head size] at (block, offset) each."""

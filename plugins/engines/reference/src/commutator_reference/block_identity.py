@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from hashlib import sha256
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-__all__ = ["BlockIdentity", "Namespace"]
+from commutator.kv import CacheIdentity, next_key
+
+__all__ = ["ANONYMOUS", "BlockIdentity", "Namespace"]
+
+ANONYMOUS = CacheIdentity(model="", weights="", tokenizer="", dtype="", layout="", block_size=0)
+"""Enough where blocks never leave the engine."""
 
 
 @frozen
@@ -17,11 +20,12 @@ class Namespace:
 
     lora_name: str | None = None
     cache_salt: str | None = None
+    base: CacheIdentity = ANONYMOUS
 
     @property
     def digest(self) -> bytes:
         """Root of every chain in this namespace; equal only for equal namespaces."""
-        return sha256(_framed(self.lora_name) + _framed(self.cache_salt)).digest()
+        return evolve(self.base, lora_name=self.lora_name, cache_salt=self.cache_salt).digest
 
 
 @frozen
@@ -59,18 +63,8 @@ class BlockIdentity:
 def _chained(
     parent_digest: bytes, token_ids: Sequence[int], namespace: Namespace, *, is_first: bool
 ) -> BlockIdentity:
-    packed = struct.pack(f"<{len(token_ids)}Q", *token_ids)
-    digest = sha256(parent_digest + packed).digest()
+    digest = next_key(parent_digest, token_ids)
     return BlockIdentity(parent_digest, tuple(token_ids), namespace, is_first, digest)
-
-
-def _framed(text: str | None) -> bytes:
-    """No two different values, and no two sequences of them, have the same bytes."""
-    if text is None:
-        return b"0"
-    # A JSON client can send lone surrogates, which strict UTF-8 refuses.
-    encoded = text.encode("utf-8", "surrogatepass")
-    return b"1" + struct.pack("<Q", len(encoded)) + encoded
 
 
 def _low_64_bits(digest: bytes) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 from commutator_reference.block_identity import BlockIdentity
@@ -19,7 +20,17 @@ class BlockPool:
     the one released longest ago first. A cached block's parent is always held or cached too.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.on_registered: Callable[[int, BlockIdentity], None] = lambda *_: None
+        """Told of each block whose content became reusable."""
+        self.has_tiers = False
+        """Whether blocks that are forgotten here may still be elsewhere."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -28,17 +39,18 @@ class BlockPool:
         self._by_digest: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._lent: dict[int, int] = {}
         self._events: list[KvEvent] = []
 
     @property
     def available(self) -> int:
-        """Blocks that ``allocate`` can give: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        """Blocks that ``allocate`` can give: free ones, and cached ones that nobody copies."""
+        return len(self._free) + len(self._cached) - sum(b in self._cached for b in self._lent)
 
     @property
     def held(self) -> int:
         """Blocks that requests refer to."""
-        return self.num_blocks - self.available
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
     def cached(self) -> int:
@@ -89,6 +101,7 @@ class BlockPool:
         self._identities[block] = identity
         self._by_digest[identity.digest] = block
         self._stored(identity)
+        self.on_registered(block, identity)
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -106,13 +119,39 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forget the content of every block that nobody holds."""
-        removed = [self._forget(block) for block in self._cached]
-        self._free.extend(self._cached)
-        self._cached.clear()
-        if self._by_digest:
+        gone = [block for block in self._cached if block not in self._lent]
+        removed = [self._forget(block) for block in gone]
+        self._free.extend(gone)
+        for block in gone:
+            del self._cached[block]
+        if self._by_digest or self.has_tiers:
             self._removed(removed)
         else:
             self._events.append(BlocksCleared())
+
+    def oldest_cached(self, count: int) -> list[tuple[int, BlockIdentity]]:
+        """Up to ``count`` cached blocks, those first that are given away first."""
+        oldest = []
+        for block in islice(self._cached, count):
+            identity = self._identities[block]
+            assert identity is not None
+            oldest.append((block, identity))
+        return oldest
+
+    @property
+    def free(self) -> int:
+        """Blocks without content."""
+        return len(self._free)
+
+    def lend(self, block: int) -> None:
+        """Somebody copies a registered block: it is not given away until ``take_back``. Counted."""
+        self._lent[block] = self._lent.get(block, 0) + 1
+
+    def take_back(self, block: int) -> None:
+        """A copy that ``lend`` began is over."""
+        self._lent[block] -= 1
+        if not self._lent[block]:
+            del self._lent[block]
 
     def take_events(self) -> list[KvEvent]:
         """What changed in the cache since the last call."""
@@ -122,7 +161,8 @@ class BlockPool:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        block, _ = self._cached.popitem(last=False)
+        block = next(block for block in self._cached if block not in self._lent)
+        del self._cached[block]
         self._removed([self._forget(block)])
         return block
 
@@ -162,6 +202,7 @@ class BlockPool:
         """Raise AssertionError when the books do not balance. Linear in the number of blocks."""
         free, cached = set(self._free), set(self._cached)
         held = {block for block, count in enumerate(self._references) if count > 0}
+        assert not free & set(self._lent), "a block that is being copied is free"
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & cached, "a block is free and cached"
         assert free | cached | held == set(range(self.num_blocks)), "a block is lost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
@@ -13,10 +14,11 @@ import torch
 from attrs import evolve
 
 from commutator.errors import EngineOverloadedError
-from commutator.kv import KvEvent
+from commutator.kv import CacheIdentity, KvEvent, KvService
 from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
+from commutator_reference.block_identity import ANONYMOUS
 from commutator_reference.blocks import BlockPool
 from commutator_reference.model import Abandoned, LlamaModel
 from commutator_reference.options import EngineOptions
@@ -25,6 +27,7 @@ from commutator_reference.scheduler import Scheduler
 from commutator_reference.sequence import Sequence
 from commutator_reference.step import Step
 from commutator_reference.stopping import Decode, Stop, find_stop
+from commutator_reference.tiering import Tiering
 from commutator_reference.validation import validate_request
 
 __all__ = ["Deltas", "ReferenceEngine"]
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 Deltas = list[tuple[int, TokenDelta]]
 """What one step added, by request key."""
 
+_SETTLE_S = 30.0
+"""When the books break, blocks on their way to and from tiers get this long to arrive."""
 _WAKE_S = 0.2
 """How often an idle ``run`` looks at its stop event."""
 
@@ -70,8 +75,14 @@ class ReferenceEngine:
             device=model.device,
             dtype=model.dtype,
         )
+        self._service: KvService | None = None
+        self._base = ANONYMOUS
+        self._tiering: Tiering | None = None
         self._scheduler = self._new_scheduler()
         self._arrivals = 0
+        self._computes = False
+        """Whether the last step had anything to compute."""
+        self._tier_events: list[KvEvent] = []
 
         self._changed = threading.Condition()
         # What follows is guarded by the condition's lock.
@@ -79,6 +90,21 @@ class ReferenceEngine:
         self._live: set[int] = set()
         self._pending: dict[int, GenerateRequest] = {}
         self._load = EngineLoad(kv_capacity_blocks=options.num_blocks)
+        self._woken = False
+
+    def use_tiers(self, service: KvService, identity: CacheIdentity) -> None:
+        """Keep blocks in storage tiers, too; before the first request.
+
+        ``identity`` is everything that decides a block's bytes, but for adapter and salt.
+        """
+        self._service, self._base = service, identity
+        self._scheduler = self._new_scheduler()
+
+    def wake(self) -> None:
+        """Something happened in the tiers; from any thread."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
 
     def submit(self, key: int, request: GenerateRequest) -> None:
         """Take a request, to begin with the next step; ``key`` names it until its last delta.
@@ -144,8 +170,10 @@ class ReferenceEngine:
                 except Exception:
                     log.exception("the receiver of %d deltas failed; they are lost", len(deltas))
             with self._changed:
-                if not self._inbox and not self._live:
+                # Without work: no request, or every one waits for blocks from a tier.
+                if not self._inbox and not self._woken and not (self._live and self._computes):
                     self._changed.wait(_WAKE_S)
+                self._woken = False
 
     def step(self) -> Deltas:
         """Compute one step and return what it added to each request. Never raises.
@@ -178,7 +206,7 @@ class ReferenceEngine:
         del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
-        self._scheduler.add(Sequence.start(key, request, self._arrivals, seed))
+        self._scheduler.add(Sequence.start(key, request, self._arrivals, seed, self._base))
         self._arrivals += 1
 
     def _forget_prefixes(self) -> None:
@@ -186,9 +214,13 @@ class ReferenceEngine:
         self._scheduler.pool.clear()
 
     def _tick(self) -> Deltas:
+        if self._tiering is not None:
+            self._tier_events += self._tiering.update()
         step = self._scheduler.schedule()
+        self._computes = bool(step.chunks)
         if not step.chunks:
             return []
+        started_s = time.perf_counter()
         try:
             sampled = self._compute(step)
         except Abandoned:
@@ -198,6 +230,8 @@ class ReferenceEngine:
             return self._fail((chunk.key for chunk in step.chunks), error)
         # Only now may other requests reuse the step's KV.
         self._scheduler.complete(step)
+        if self._tiering is not None and (prompt_tokens := step.prompt_tokens):
+            self._tiering.computed(prompt_tokens, time.perf_counter() - started_s)
         return [delta for key, token in sampled for delta in self._append(key, token)]
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
@@ -242,6 +276,8 @@ class ReferenceEngine:
         """The books cannot be trusted: end every request, forget every block."""
         with self._changed:
             ended = self._live - set(self._pending)
+        if self._tiering is not None:
+            self._tiering.settle(_SETTLE_S)
         self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
         self._scheduler.pool.clear()  # an event that says so
         return [(key, _failure(error)) for key in ended]
@@ -251,12 +287,15 @@ class ReferenceEngine:
         pool = BlockPool(
             options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
         )
-        scheduler = Scheduler(pool, options.limits, self.max_model_len)
+        if self._service is not None:
+            self._tiering = Tiering(self._service, pool)
+        scheduler = Scheduler(pool, options.limits, self.max_model_len, self._tiering)
         scheduler.preemptions = preemptions
         return scheduler
 
     def _publish_events(self) -> None:
-        events = self._scheduler.pool.take_events()
+        events = self._scheduler.pool.take_events() + self._tier_events
+        self._tier_events = []
         if events and self._on_kv_events is not None:
             try:
                 self._on_kv_events(events)

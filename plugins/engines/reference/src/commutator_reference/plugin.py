@@ -19,6 +19,8 @@ __all__ = ["ReferenceConnector"]
 class ReferenceConnector(EngineConnector[ReferenceConfig]):
     """Starts `python -m commutator_reference` and speaks the token API to it."""
 
+    uses_tiers = True
+
     def launch_plan(self, config: ReferenceConfig, context: LaunchContext) -> LaunchPlan:
         return engine_command("commutator_reference", config, context)
 

@@ -7,6 +7,7 @@ with ``complete`` and ``remove``.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Protocol
 
 from attrs import field, frozen
 
@@ -14,7 +15,7 @@ from commutator_reference.blocks import BlockPool
 from commutator_reference.sequence import Sequence
 from commutator_reference.step import Chunk, Step
 
-__all__ = ["Scheduler", "SchedulerLimits"]
+__all__ = ["Scheduler", "SchedulerLimits", "TierLoads"]
 
 
 @frozen
@@ -29,6 +30,19 @@ class SchedulerLimits:
             raise ValueError(f"every limit must be at least 1: {self}")
 
 
+class TierLoads(Protocol):
+    """Blocks that come back from storage tiers before a request is admitted."""
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether to admit it now, with the blocks ``hits`` in the pool; False: ask again."""
+
+    def drop(self, key: int) -> None:
+        """The request is gone."""
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that are held for loads."""
+
+
 class Scheduler:
     """Running requests first, decodes before prefills; then admission in order of rank.
 
@@ -37,7 +51,13 @@ class Scheduler:
     every request ends, provided that each fits into the pool when alone (``max_model_len``).
     """
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, max_model_len: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        max_model_len: int,
+        tiers: TierLoads | None = None,
+    ) -> None:
         capacity = pool.num_blocks * pool.block_size
         if not 2 <= max_model_len <= capacity:  # noqa: PLR2004 - one token in, one out
             raise ValueError(
@@ -45,6 +65,7 @@ class Scheduler:
                 f"{pool.num_blocks} blocks of {pool.block_size} hold"
             )
         self.pool = pool
+        self._tiers = tiers
         self.max_model_len = max_model_len
         self.preemptions = 0
         """How often a request lost its blocks, ever."""
@@ -83,6 +104,8 @@ class Scheduler:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return False
+        if self._tiers is not None:
+            self._tiers.drop(key)
         if self._running.pop(key, None) is None:
             del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
         self.pool.release(sequence.blocks)
@@ -114,6 +137,7 @@ class Scheduler:
         assert len(self._running) + len(self._waiting) == len(self._sequences), "one is lost"
         assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
         held = {block for sequence in self._running.values() for block in sequence.blocks}
+        held |= self._tiers.held_blocks() if self._tiers is not None else set()
         assert len(held) == self.pool.held, "a block is held by no request"
 
     def _plan_running(self, plan: dict[int, int]) -> list[int]:
@@ -139,12 +163,18 @@ class Scheduler:
 
     def _plan_admissions(self, plan: dict[int, int]) -> None:
         budget = self._limits.max_tokens_per_step - sum(plan.values())
-        while self._waiting and budget > 0 and len(self._running) < self._max_running:
-            sequence = self._waiting[0]
+        position = 0
+        while (
+            position < len(self._waiting) and budget > 0 and len(self._running) < self._max_running
+        ):
+            sequence = self._waiting[position]
             hits = self._cached_prefix(sequence)
             if not self._has_room_for(sequence, hits):
                 break
-            del self._waiting[0]
+            if self._tiers is not None and not self._tiers.ready(sequence, hits):
+                position += 1  # others go on while its blocks are loaded
+                continue
+            del self._waiting[position]
             self._running[sequence.key] = sequence
             for block in hits:
                 self.pool.acquire(block)
@@ -194,6 +224,7 @@ class Scheduler:
         del self._running[victim.key]
         self.pool.release(victim.blocks)
         victim.blocks, victim.computed, victim.registered = [], 0, 0
+        victim.tiers_asked = False
         insort(self._waiting, victim, key=_rank)
         self.preemptions += 1
 

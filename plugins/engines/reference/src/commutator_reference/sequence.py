@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from commutator.kv import CacheIdentity
 from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.block_identity import BlockIdentity, Namespace
+from commutator_reference.block_identity import ANONYMOUS, BlockIdentity, Namespace
 
 __all__ = ["Sequence"]
 
@@ -35,11 +36,20 @@ class Sequence:
     """Leading blocks that are in the prefix cache."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission."""
+    tiers_asked: bool = False
+    """Whether what lies in storage tiers was loaded, or need not be."""
     started: bool = False
     """Whether a delta has been emitted."""
 
     @classmethod
-    def start(cls, key: int, request: GenerateRequest, arrival: int, seed: int) -> Sequence:
+    def start(
+        cls,
+        key: int,
+        request: GenerateRequest,
+        arrival: int,
+        seed: int,
+        base: CacheIdentity = ANONYMOUS,
+    ) -> Sequence:
         """A sequence that has not been scheduled yet."""
         return cls(
             key,
@@ -48,7 +58,7 @@ class Sequence:
             tokens=list(request.token_ids),
             prompt_length=len(request.token_ids),
             seed=seed,
-            namespace=Namespace(request.lora_name, request.cache_salt),
+            namespace=Namespace(request.lora_name, request.cache_salt, base),
         )
 
     @property

@@ -8,15 +8,15 @@ from importlib.metadata import version
 
 import torch
 
-from commutator import ModelConfig
-from commutator.engine import Emit, TokenEngine
+from commutator.engine import Emit, EngineStart, TokenEngine
 from commutator.errors import ConfigError
-from commutator.kv import EventPublisher
+from commutator.kv import EventPublisher, KvService
 from commutator.text import load_text_model, locate_model
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest
 from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import ReferenceEngine
+from commutator_reference.identity import cache_identity
 from commutator_reference.loading import load_model
 from commutator_reference.options import EngineOptions
 from commutator_reference.scheduler import SchedulerLimits
@@ -27,11 +27,13 @@ __all__ = ["ReferenceServer"]
 class ReferenceServer(TokenEngine):
     """Loads the model, then runs the engine on one thread until ``stop``."""
 
-    def __init__(self, config: ReferenceConfig, model: ModelConfig) -> None:
+    def __init__(self, config: ReferenceConfig, start: EngineStart) -> None:
         """Raises ConfigError when the model or the KV arena cannot be what was asked for."""
+        model = start.model
         torch.set_num_threads(config.threads or _fair_threads(config.replicas))
         device, dtype = _device(config), _dtype(config)
-        llama = load_model(locate_model(model.source), device=device, dtype=dtype)
+        path = locate_model(model.source)
+        llama = load_model(path, device=device, dtype=dtype)
         num_blocks = config.kv_cache_bytes // block_bytes(llama.config, config.block_size, dtype)
         if num_blocks < 1:
             raise ConfigError(
@@ -55,6 +57,21 @@ class ReferenceServer(TokenEngine):
             decode=load_text_model(model.source).decode,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
+        self._service: KvService | None = None
+        if start.tiers:
+            identity = cache_identity(
+                model.name, path, llama.config, block_size=config.block_size, dtype=dtype
+            )
+            self._service = KvService(
+                start.tiers,
+                self._engine.arena.block_arena,
+                block_size=config.block_size,
+                identity=identity.digest.hex(),
+                agent_name=f"{start.worker_id}/{os.getpid()}",
+                wake=self._engine.wake,
+            )
+            self._service.start()
+            self._engine.use_tiers(self._service, identity)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
@@ -91,6 +108,8 @@ class ReferenceServer(TokenEngine):
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        if self._service is not None:
+            self._service.close()
         if self._publisher is not None:
             self._publisher.close()
 

@@ -33,3 +33,8 @@ class Step:
     chunks: tuple[Chunk, ...] = ()
     preempted: tuple[int, ...] = ()
     """Requests that lost their blocks to make room; they are waiting again."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of chunks with more than one."""
+        return sum(len(c.token_ids) for c in self.chunks if len(c.token_ids) > 1)

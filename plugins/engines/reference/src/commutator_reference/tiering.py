@@ -1,0 +1,217 @@
+"""Keeps the engine's blocks in storage tiers, and brings them back before a prompt is computed.
+
+On the engine's thread, all of it. The bytes are moved on the tiers' own threads meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence as Many
+
+from attrs import define, field
+
+from commutator.kv import BlockFacts, FinishedLoad, KvEvent, KvService, Offer, PrefillSpeed
+from commutator_reference.block_identity import BlockIdentity
+from commutator_reference.blocks import BlockPool
+from commutator_reference.sequence import Sequence
+
+__all__ = ["Tiering"]
+
+_LENT_SHARE = 0.25
+"""Blocks of the arena that may be on their way to a tier at a time; others wait."""
+_EVICTING_AT_A_TIME = 32
+_SPEED_FORGETTING = 0.8
+
+
+@define
+class _Load:
+    sequence: Sequence
+    first: int
+    """Position of the first block that is loaded."""
+    hits: list[int]
+    """Blocks before it, held meanwhile."""
+    blocks: list[int] = field(factory=list)
+    returned: set[int] = field(factory=set)
+    good: int | None = None
+    """How many of ``blocks`` are verified, once that is known."""
+
+
+class Tiering:
+    """Between the scheduler's pool and the KV service."""
+
+    def __init__(self, service: KvService, pool: BlockPool) -> None:
+        self._service = service
+        self._pool = pool
+        self._on_evict = service.takes_evicted
+        self._write_through = service.takes_computed
+        self._loads: dict[int, _Load] = {}
+        self._loading_blocks: dict[int, int] = {}
+        """Device block to the key of the request that it is loaded for."""
+        self._offers: deque[tuple[BlockIdentity, int]] = deque()
+        """Computed blocks that no tier was offered yet."""
+        self._asked: OrderedDict[bytes, None] = OrderedDict()
+        """Keys that were offered on their way out."""
+        self._lent = 0
+        self._tokens_per_s: float | None = None
+        pool.has_tiers = True
+        pool.on_registered = self._registered
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether the request can be admitted; begins to load what is worth it."""
+        if sequence.tiers_asked:
+            return True
+        if (running := self._loads.get(sequence.key)) is not None:
+            return running.good is not None
+        block_size = self._pool.block_size
+        wanted = (len(sequence.tokens) - 1) // block_size
+        if wanted <= len(hits):
+            return True
+        keys = [sequence.identity(index, block_size).digest for index in range(wanted)]
+        prefill = PrefillSpeed(tokens_per_s=self._tokens_per_s, block_size=block_size)
+        load_id = str(sequence.key)
+        count = self._service.plan(load_id, keys, len(hits), prefill)
+        if count is None:
+            return False
+        sequence.tiers_asked = True
+        if not count:
+            return True
+        for block in hits:
+            self._pool.acquire(block)
+        blocks = self._pool.allocate(count)
+        if blocks is None:
+            self._pool.release(hits)
+            self._service.drop(load_id)
+            return True
+        self._loads[sequence.key] = _Load(sequence, len(hits), list(hits), blocks)
+        self._loading_blocks.update(dict.fromkeys(blocks, sequence.key))
+        self._service.start_load(load_id, blocks)
+        sequence.tiers_asked = False
+        return False
+
+    def drop(self, key: int) -> None:
+        """The request is gone; its blocks come back as the load ends."""
+        self._service.drop(str(key))
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that are held for loads."""
+        hits = {block for load in self._loads.values() for block in load.hits}
+        return hits | set(self._loading_blocks)
+
+    def update(self) -> list[KvEvent]:
+        """Once a step: take what was loaded and released, and offer what is new.
+
+        Returns what routers are to be told of the tiers.
+        """
+        polled = self._service.poll()
+        for block in polled.released:
+            if (key := self._loading_blocks.get(block)) is not None:
+                self._loads[key].returned.add(block)
+            else:
+                self._pool.take_back(block)
+                self._lent -= 1
+        for finished in polled.loads:
+            self._finish(finished)
+        for key in [key for key, load in self._loads.items() if load.good is not None]:
+            self._give_back(key)
+        self._offer()
+        if self._on_evict:
+            self._offer_oldest()
+        return polled.events
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step computed so many prompt tokens."""
+        speed = tokens / seconds
+        old = self._tokens_per_s
+        keep = _SPEED_FORGETTING
+        self._tokens_per_s = speed if old is None else keep * old + (1 - keep) * speed
+
+    def _finish(self, finished: FinishedLoad) -> None:
+        load = self._loads[int(finished.load_id)]
+        load.good = finished.blocks
+        block_size = self._pool.block_size
+        for index in range(finished.blocks):
+            identity = load.sequence.identity(load.first + index, block_size)
+            # Another request may have computed the same block meanwhile: then that one is used.
+            if self._pool.find(identity) is None:
+                self._asked[identity.digest] = None
+                self._pool.register(load.blocks[index], identity)
+        load.sequence.tiers_asked = True
+
+    def settle(self, timeout_s: float) -> None:
+        """Give up every load and store, and wait for them. Raises TimeoutError."""
+        deadline_s = time.monotonic() + timeout_s
+        for key in self._loads:
+            self._service.drop(str(key))
+        self._offers.clear()
+        while self._loading_blocks or self._lent:
+            self.update()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"blocks were still being moved after {timeout_s:g} s")
+            time.sleep(0.01)
+
+    def _give_back(self, key: int) -> None:
+        """Let go of what came back; the prefix cache keeps what was registered."""
+        load = self._loads[key]
+        for block in reversed(load.blocks):
+            if block in load.returned:
+                self._pool.release([block])
+                del self._loading_blocks[block]
+        load.blocks = [block for block in load.blocks if block not in load.returned]
+        load.returned.clear()
+        self._pool.release(load.hits)
+        load.hits = []
+        if not load.blocks:
+            del self._loads[key]
+
+    def _registered(self, block: int, identity: BlockIdentity) -> None:
+        if self._write_through:
+            self._offers.append((identity, block))
+
+    def _offer(self) -> None:
+        room = self._room()
+        chosen: list[tuple[Offer, int]] = []
+        while self._offers and len(chosen) < room:
+            identity, block = self._offers.popleft()
+            if self._pool.find(identity) == block:  # it may be gone by now
+                chosen.append((_offer(identity), block))
+        self._lend(chosen, evicting=False)
+
+    def _room(self) -> int:
+        """How many more blocks may be on their way to a tier."""
+        return max(1, int(self._pool.num_blocks * _LENT_SHARE)) - self._lent
+
+    def _offer_oldest(self) -> None:
+        """Copy the blocks that will be given away next, before that happens."""
+        room = self._room()
+        if room <= 0 or self._pool.free > self._pool.num_blocks * _LENT_SHARE:
+            return
+        oldest = self._pool.oldest_cached(min(room, _EVICTING_AT_A_TIME))
+        chosen = []
+        for block, identity in oldest:
+            if identity.digest not in self._asked:
+                self._asked[identity.digest] = None
+                chosen.append((_offer(identity), block))
+        while len(self._asked) > 4 * self._pool.num_blocks:
+            self._asked.popitem(last=False)
+        self._lend(chosen, evicting=True)
+
+    def _lend(self, chosen: Many[tuple[Offer, int]], *, evicting: bool) -> None:
+        if not chosen:
+            return
+        offers = [offer for offer, _ in chosen]
+        blocks = [block for _, block in chosen]
+        for block in blocks:
+            self._pool.lend(block)
+        self._lent += len(blocks)
+        (self._service.evicting if evicting else self._service.offer)(offers, blocks)
+
+
+def _offer(identity: BlockIdentity) -> Offer:
+    return Offer(
+        key=identity.digest,
+        parent=None if identity.is_first else identity.parent_digest,
+        token_ids=identity.token_ids,
+        facts=BlockFacts(tenant=identity.namespace.cache_salt),
+        lora_name=identity.namespace.lora_name,
+    )
