@@ -46,7 +46,7 @@ class Index:
         if header is None:
             problem = "cannot be read: both copies of the header of its index are damaged"
         else:
-            problem = header.layout.difference(self._layout) or ""
+            problem = self._layout.difference(header.layout) or ""
         if problem or header is None:
             if on_mismatch == "refuse":
                 raise TierError(
@@ -101,8 +101,12 @@ class Index:
         header = Header(nonce=int.from_bytes(os.urandom(8), "little"), layout=self._layout)
         fresh = self._path.with_name("index.new")
         self._descriptor = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._use(header)
-        os.fsync(self._descriptor)
+        try:
+            self._use(header)
+            os.fsync(self._descriptor)
+        except (OSError, TierError):
+            fresh.unlink()
+            raise
         fresh.rename(self._path)
         flush_folder(self._path.parent)
 

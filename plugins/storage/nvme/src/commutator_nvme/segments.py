@@ -30,6 +30,20 @@ class Segments:
         with disk_errors(f"look at the files in {folder}"):
             self._found = [_size(path) for path in self._paths]
         self._descriptors: list[int] = []
+        self._missing_bytes = sum(
+            max(0, size - found) for size, found in zip(self._sizes, self._found, strict=True)
+        )
+
+    def check_room(self) -> None:
+        """Raise TierError when the disk is too small, before anything is changed."""
+        with disk_errors(f"look at {self._folder}"):
+            room = os.statvfs(self._folder)
+        free_bytes = room.f_bavail * room.f_frsize
+        if self._missing_bytes > free_bytes:
+            raise TierError(
+                f"nvme: {self._folder} needs {self._missing_bytes} bytes more and has "
+                f"{free_bytes}; free some room, or lower capacity"
+            )
 
     def lost(self, slots: Iterable[Slot]) -> npt.NDArray[np.bool_]:
         """Which slots lay in a file that was missing, or had become too short."""
@@ -44,18 +58,8 @@ class Segments:
 
         Raises TierError, and leaves no file behind that was not there, when the disk is too small.
         """
-        missing_bytes = sum(
-            max(0, size - found) for size, found in zip(self._sizes, self._found, strict=True)
-        )
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        with disk_errors(f"take {missing_bytes} bytes in {self._folder}"):
-            room = os.statvfs(self._folder)
-            free_bytes = room.f_bavail * room.f_frsize
-            if missing_bytes > free_bytes:
-                raise TierError(
-                    f"nvme: {self._folder} needs {missing_bytes} bytes more and has {free_bytes}; "
-                    "free some room, or lower capacity"
-                )
+        with disk_errors(f"take {self._missing_bytes} bytes in {self._folder}"):
             try:
                 for path, size in zip(self._paths, self._sizes, strict=True):
                     descriptor = files.open(path, flags)

@@ -61,6 +61,7 @@ class NvmeTier(SlotTier):
             lock_folder(files, folder)
             direct = self._use_direct(geometry)
             self._segments = Segments(folder, layout)
+            self._segments.check_room()
             self._index = Index(folder, layout, files)
             self._index.open(self._config.on_mismatch)
             self._segments.allocate(files, direct=direct)
