@@ -13,9 +13,19 @@ from commutator.kv.events import (
     encode_batch,
 )
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
+from commutator.kv.guards import Breaker
 from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, next_key
 from commutator.kv.medium import Tier
 from commutator.kv.offer import BlockFacts, Offer
+from commutator.kv.peer_export import ExportOptions, PeerExport
+from commutator.kv.peer_wire import (
+    PeerAnswer,
+    PeerAsk,
+    PeerBlock,
+    PeerRelease,
+    decode_peer_message,
+    encode_peer_message,
+)
 from commutator.kv.publisher import EventPublisher
 from commutator.kv.service import FinishedLoad, KvService
 from commutator.kv.slot_tier import OpenedSlots, SlotTier
@@ -39,9 +49,11 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BlocksCleared",
+    "Breaker",
     "CacheIdentity",
     "EventBatch",
     "EventPublisher",
+    "ExportOptions",
     "FinishedLoad",
     "FrameHeader",
     "KvEvent",
@@ -49,6 +61,11 @@ __all__ = [
     "Offer",
     "OpenedSlots",
     "Peer",
+    "PeerAnswer",
+    "PeerAsk",
+    "PeerBlock",
+    "PeerExport",
+    "PeerRelease",
     "PrefillSpeed",
     "Slot",
     "SlotGeometry",
@@ -60,6 +77,8 @@ __all__ = [
     "bytes_at",
     "checksum",
     "decode_batch",
+    "decode_peer_message",
     "encode_batch",
+    "encode_peer_message",
     "next_key",
 ]

@@ -23,7 +23,14 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError
 from commutator.kv.peer_leases import LeaseTable
-from commutator.kv.peer_wire import PeerAnswer, PeerAsk, PeerBlock, PeerRelease, decode, encode
+from commutator.kv.peer_wire import (
+    PeerAnswer,
+    PeerAsk,
+    PeerBlock,
+    PeerRelease,
+    decode_peer_message,
+    encode_peer_message,
+)
 from commutator.kv.tier import SlotGeometry, StorageTier
 
 __all__ = ["ExportOptions", "OnTier", "PeerExport"]
@@ -114,7 +121,7 @@ class PeerExport:
             self._started.set_exception(error)
             context.destroy()
             return
-        self._started.set_result(router.last_endpoint.decode())
+        self._started.set_result(router.getsockopt_string(zmq.LAST_ENDPOINT))
         tasks = {asyncio.create_task(self._receive(router)), asyncio.create_task(self._expire())}
         await self._stop.wait()
         for task in tasks:
@@ -127,7 +134,7 @@ class PeerExport:
         while True:
             frames = await router.recv_multipart()
             try:
-                message = decode(frames[-1])
+                message = decode_peer_message(frames[-1])
             except ValueError as error:
                 log.warning("kv peer export: a message that is none of ours: %s", error)
                 continue
@@ -148,7 +155,7 @@ class PeerExport:
         except (CommutatorError, TimeoutError) as error:
             log.debug("kv peer export: no answer for a reader: %s", error)
             return
-        await router.send_multipart([reader, encode(answer)])
+        await router.send_multipart([reader, encode_peer_message(answer)])
 
     async def _expire(self) -> None:
         while True:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["PeerAnswer", "PeerAsk", "PeerBlock", "PeerRelease", "decode", "encode"]
+__all__ = [
+    "PeerAnswer",
+    "PeerAsk",
+    "PeerBlock",
+    "PeerRelease",
+    "decode_peer_message",
+    "encode_peer_message",
+]
 
 
 class PeerAsk(msgspec.Struct, tag="ask", frozen=True):
@@ -60,10 +67,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode_peer_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Message:
+def decode_peer_message(data: bytes) -> Message:
     """Raises ValueError for what is no message."""
-    return _decoder.decode(data)
+    message: Message = _decoder.decode(data)
+    return message

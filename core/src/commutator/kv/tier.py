@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -110,6 +110,13 @@ class StorageTier(ABC):
     alignment_bytes: int = 1
     """Direct I/O: sizes given to ``place``, and the memory on the other side, must be multiples of
     this, or NIXL fails to move them. May change with ``open``."""
+
+    def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
+        """Called before ``open``, for tiers that ask other workers.
+
+        ``find`` tells the addresses where workers export blocks now (see ``kv.peer_export``). Any
+        thread may call it, and it never waits.
+        """
 
     @property
     @abstractmethod

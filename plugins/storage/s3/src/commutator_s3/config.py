@@ -57,7 +57,7 @@ class S3TierConfig(TierConfig):
     )
     max_concurrency: PositiveInt = setting("Requests in flight, of each kind.", 16)
     request_timeout_s: PositiveSeconds = setting(
-        "A request that is not answered in this time has failed.", 5.0
+        "A request that is not answered in this time has failed.", 3.0
     )
     list_limit: NonNegativeInt = setting(
         "Most objects to learn of at the start, 1000 in each request; the others are found when "
