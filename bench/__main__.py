@@ -17,6 +17,7 @@ SCENARIOS = {
     "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",
     "frontdoor": "a request through the front door against the worker asked directly",
+    "recall": "a prompt's blocks loaded from each tier against computing them",
     "transfer": "blocks moved with results, limits and checksums against bare NIXL calls",
 }
 

@@ -80,8 +80,8 @@ class ReferenceEngine:
         self._tiering: Tiering | None = None
         self._scheduler = self._new_scheduler()
         self._arrivals = 0
-        self._computes = False
-        """Whether the last step had anything to compute."""
+        self.computes = False
+        """Whether the last step had anything to compute; if not, requests may wait for a tier."""
         self._tier_events: list[KvEvent] = []
 
         self._changed = threading.Condition()
@@ -171,7 +171,7 @@ class ReferenceEngine:
                     log.exception("the receiver of %d deltas failed; they are lost", len(deltas))
             with self._changed:
                 # Without work: no request, or every one waits for blocks from a tier.
-                if not self._inbox and not self._woken and not (self._live and self._computes):
+                if not self._inbox and not self._woken and not (self._live and self.computes):
                     self._changed.wait(_WAKE_S)
                 self._woken = False
 
@@ -217,7 +217,7 @@ class ReferenceEngine:
         if self._tiering is not None:
             self._tier_events += self._tiering.update()
         step = self._scheduler.schedule()
-        self._computes = bool(step.chunks)
+        self.computes = bool(step.chunks)
         if not step.chunks:
             return []
         started_s = time.perf_counter()
