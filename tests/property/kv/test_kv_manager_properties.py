@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.kv_world import KvWorld, stored
 
+from commutator.kv.actions import Announce
 from commutator.kv.admission import AdmissionRule, MinimumHits, NotLongerThan, PromptOnly
 from commutator.kv.break_even import LoadCost, PrefillSpeed
 from commutator.kv.eviction import EvictionPolicy
@@ -169,8 +170,8 @@ class ManagerMachine(RuleBasedStateMachine):
             keys = [KEYS[number - 1] for number in there]
             actions = self.manager.found(tier, [stored(key) for key in keys], self.now_s)
             for action in actions:
-                if getattr(action, "what", None) == "stored" and action.tier == tier:
-                    self.world.committed[tier] |= {block.key for block in action.blocks}
+                if isinstance(action, Announce) and action.what == "stored":
+                    self.world.committed[action.tier] |= {block.key for block in action.blocks}
                 self.world.do([action])
 
     @rule(tier=st.integers(0, 2))

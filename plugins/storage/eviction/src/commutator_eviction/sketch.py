@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import xxhash
+
 __all__ = ["FrequencySketch"]
 
 _ROWS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
@@ -45,5 +47,5 @@ class FrequencySketch:
         return min(row[p] for row, p in zip(self._rows, self._places(key), strict=True))
 
     def _places(self, key: bytes) -> list[int]:
-        number = int.from_bytes(key[-8:], "little") + 1
+        number = xxhash.xxh3_64_intdigest(key)
         return [((number * odd) & _WORD) >> self._shift for odd in _ROWS]

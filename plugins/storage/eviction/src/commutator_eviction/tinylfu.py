@@ -65,7 +65,9 @@ class TinyLfu(EvictionPolicy):
         found: list[BlockKey] = []
         with Aside() as aside:
             while len(found) < count:
-                queue = self._loser(evictable, aside)
+                # What makes room is about to come into the window and push its oldest out.
+                pushed = len(self._window) + count - len(found) > self._window_blocks
+                queue = self._loser(evictable, aside, pushed=pushed)
                 if queue is None:
                     break
                 key, value = queue.popitem(last=False)
@@ -79,11 +81,11 @@ class TinyLfu(EvictionPolicy):
             key, _ = self._window.popitem(last=False)
             self._probation[key] = 0
 
-    def _loser(self, evictable: Callable[[BlockKey], bool], aside: Aside) -> Queue | None:
+    def _loser(
+        self, evictable: Callable[[BlockKey], bool], aside: Aside, *, pushed: bool
+    ) -> Queue | None:
         """The queue whose front is to go."""
-        new = None
-        if len(self._window) > self._window_blocks:
-            new = _front(self._window, evictable, aside)
+        new = _front(self._window, evictable, aside) if pushed else None
         queue, old = self._probation, _front(self._probation, evictable, aside)
         if old is None:
             queue, old = self._protected, _front(self._protected, evictable, aside)
