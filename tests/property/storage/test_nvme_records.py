@@ -40,7 +40,7 @@ def written(stored: list[Stored], sequences: list[int] | None = None) -> bytearr
     return data
 
 
-def recovered(data: bytes, lost: set[int] | None = None, first_slot: int = 0) -> Recovered:
+def recovered(data: bytearray, lost: set[int] | None = None, first_slot: int = 0) -> Recovered:
     result = Recovered()
     mask = np.array([slot in (lost or ()) for slot in range(SLOTS)])
     FORMAT.recover(bytes(data), first_slot, mask, result)

@@ -15,6 +15,7 @@ from commutator.errors import TierError
 from commutator.kv import SlotGeometry
 from commutator.testing import TierUser
 from commutator_nvme import NvmeConfig, NvmeTier
+from commutator_nvme.files import write_at
 
 BLOCK_BYTES = 4096
 GEOMETRY = SlotGeometry(
@@ -152,7 +153,7 @@ def test_a_file_removed_while_running(tmp_path: Path, name: str) -> None:
 
 
 def test_a_segment_removed_or_cut_between_lives(tmp_path: Path) -> None:
-    options = {"capacity": 3 << 20, "segment_size": 1 << 20}
+    options: dict[str, Any] = {"capacity": 3 << 20, "segment_size": 1 << 20}
     with use(tmp_path, **options) as user:
         keys = [number.to_bytes(32, "big") for number in range(768)]
         assert all(user.put(key, b"x") for key in keys)
@@ -209,7 +210,7 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     blocks = [
         user.write(slot, key, b"x") for slot, key in zip(slots, KEYS[3:5], strict=True) if slot
     ]
-    real, calls = commutator_nvme.index.write_at, []
+    real, calls = write_at, list[int]()
 
     def failing(descriptor: int, data: bytes, offset: int) -> None:
         calls.append(offset)
@@ -329,6 +330,7 @@ import os, types
 from commutator.errors import TierError
 from commutator.kv import SlotGeometry
 from commutator_nvme import NvmeConfig, NvmeTier
+from commutator_nvme.files import write_at
 folder = {str(folder)!r}
 geometry = SlotGeometry(block_bytes=4096, slot_bytes=4096, identity="a")
 def opened(capacity):
