@@ -71,18 +71,18 @@ def measure() -> list[dict[str, Any]]:
             "S3": s3,
         }
         for source, tier in sources.items():
-            with engine_over(model, path, host, tier) as (engine, service):
-                rows += [recall(engine, service, source, words[:n]) for n in LENGTHS]
+            with engine_over(model, path, host, tier) as engine:
+                rows += [recall(engine, source, words[:n]) for n in LENGTHS]
     return rows
 
 
 @contextmanager
 def engine_over(
     model: LlamaModel, path: Path, host: PluginHost, tier: dict[str, Any] | None
-) -> Iterator[tuple[ReferenceEngine, KvService | None]]:
+) -> Iterator[ReferenceEngine]:
     engine = ReferenceEngine(model, EngineOptions(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
     if tier is None:
-        yield engine, None
+        yield engine
         return
     config = structure(config_converter(host), tier, TierConfig)
     identity = cache_identity(
@@ -99,20 +99,18 @@ def engine_over(
     service.start()
     engine.use_tiers(service, identity)
     try:
-        yield engine, service
+        yield engine
     finally:
         service.close()
 
 
-def recall(
-    engine: ReferenceEngine, service: KvService | None, source: str, prompt: Sequence[int]
-) -> dict[str, Any]:
+def recall(engine: ReferenceEngine, source: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Compute the prompt, store it, forget it on the device, and ask for it again."""
     first_token(engine, prompt)
     taken: list[float] = []
     cached = 0
     for _ in range(ROUNDS):
-        while service is not None and not service.idle:
+        while engine.storing:
             time.sleep(0.01)
             engine.step()
         engine.reset_prefix_cache()

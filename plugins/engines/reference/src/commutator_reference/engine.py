@@ -100,6 +100,11 @@ class ReferenceEngine:
         self._service, self._base = service, identity
         self._scheduler = self._new_scheduler()
 
+    @property
+    def storing(self) -> bool:
+        """Whether blocks are on their way to a tier; from the driving thread."""
+        return self._tiering is not None and self._tiering.storing
+
     def wake(self) -> None:
         """Something happened in the tiers; from any thread."""
         with self._changed:

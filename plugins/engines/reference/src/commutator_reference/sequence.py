@@ -25,6 +25,7 @@ class Sequence:
     tokens: list[int]
     """The prompt, then the output."""
     prompt_length: int
+    """Without what another worker generated before."""
     seed: int
     namespace: Namespace
     computed: int = 0
@@ -56,7 +57,7 @@ class Sequence:
             request,
             arrival,
             tokens=list(request.token_ids),
-            prompt_length=len(request.token_ids),
+            prompt_length=len(request.token_ids) - request.generated_prefix,
             seed=seed,
             namespace=Namespace(request.lora_name, request.cache_salt, base),
         )

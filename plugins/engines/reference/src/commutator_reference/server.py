@@ -81,6 +81,7 @@ class ReferenceServer(TokenEngine):
             kv_capacity_blocks=num_blocks,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
+            continues_answers=True,
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None

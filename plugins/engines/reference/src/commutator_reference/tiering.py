@@ -98,6 +98,11 @@ class Tiering:
         hits = {block for load in self._loads.values() for block in load.hits}
         return hits | set(self._loading_blocks)
 
+    @property
+    def storing(self) -> bool:
+        """Whether blocks are on their way to a tier, or wait for it."""
+        return bool(self._lent or self._offers)
+
     def update(self) -> list[KvEvent]:
         """Once a step: take what was loaded and released, and offer what is new.
 

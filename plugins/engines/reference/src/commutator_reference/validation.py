@@ -41,6 +41,13 @@ def validate_request(
     for param, right, problem in _sampling_rules(sampling, vocab_size):
         if not right:
             raise RequestError(f"{param} must be {problem}", param)
+    done = request.generated_prefix
+    if not 0 <= done < min(len(tokens), sampling.max_tokens):
+        raise RequestError(
+            f"generated_prefix is {done}: expected less than max_tokens ({sampling.max_tokens}), "
+            f"and less than the {len(tokens)} tokens that it is the end of",
+            "generated_prefix",
+        )
     for param, problem in _unsupported(request, can_decode=can_decode):
         raise RequestError(f"the reference engine {problem}", param)
 
