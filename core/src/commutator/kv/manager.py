@@ -62,6 +62,23 @@ class KvManager:
             actions.append(FreeBlocks(tier=tier, keys=over, reason="over capacity"))
         return self._settled(actions, now_s)
 
+    def opened(
+        self, tier: int, capacity: int, blocks: Sequence[Stored], now_s: float
+    ) -> list[Action]:
+        """A tier could not be used before, or was closed meanwhile; now it has these blocks."""
+        book = self._books[tier]
+        book.resize(capacity)
+        actions: list[Action] = []
+        if not book.spec.shared:
+            there = {block.key for block in blocks}
+            gone = [
+                key
+                for key, node in self._index.nodes.items()
+                if node.published & book.bit and key not in there
+            ]
+            actions += self._index.unpublish(book, gone, "lost", free=False)
+        return actions + self.recovered(tier, blocks, now_s)
+
     def found(self, tier: int, blocks: Sequence[Stored], now_s: float) -> list[Action]:
         """A shared tier was asked for blocks, and has these; older ones make room for them."""
         book = self._books[tier]

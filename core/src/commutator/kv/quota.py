@@ -28,6 +28,10 @@ class Quota:
         self._orders: dict[str, OrderedDict[BlockKey, None]] = {}
         self._tenants: dict[BlockKey, str] = {}
 
+    def resize(self, capacity_blocks: int) -> None:
+        """Shares are of this from now on."""
+        self._capacity = capacity_blocks
+
     def limit(self, tenant: str | None) -> int | None:
         """In blocks; None without a limit."""
         share = self._shares.get(tenant, self._share) if tenant is not None else None

@@ -42,6 +42,10 @@ class Retention:
         self._expiries: list[tuple[float, BlockKey]] = []
         self._most_pinned = most_pinned
 
+    def resize(self, most_pinned: int) -> None:
+        """From now on; what is pinned stays so."""
+        self._most_pinned = most_pinned
+
     def added(
         self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
     ) -> None:

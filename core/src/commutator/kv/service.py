@@ -8,10 +8,11 @@ or read by a store, belongs to the service until ``poll`` gives it back.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+
+from attrs import frozen
 
 from commutator.kv.actions import (
     DEVICE,
@@ -27,11 +28,12 @@ from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.counters import KvStatistics
 from commutator.kv.event_words import announced
 from commutator.kv.keys import BlockKey
-from commutator.kv.load_result import LoadResult
 from commutator.kv.manager import KvManager
 from commutator.kv.offer import Offer
-from commutator.kv.service_jobs import free_job, load_job, probe_job, store_job
-from commutator.kv.service_state import FinishedLoad, Load, Polled, Probe
+from commutator.kv.service_jobs import free_job, store_job
+from commutator.kv.service_loads import ServiceLoads
+from commutator.kv.service_probes import Probes
+from commutator.kv.service_state import FinishedLoad, Outbox, Polled
 from commutator.kv.staging import PAGE_BYTES, Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_move import TierMove
@@ -45,18 +47,25 @@ __all__ = ["FinishedLoad", "KvService", "Polled"]
 log = logging.getLogger(__name__)
 
 _STAGING_BLOCKS = 32
-_PROBE_TIMEOUT_S = 1.0
-"""After so long without an answer of a shared tier a prompt is computed."""
 _URGENCY = {
     Urgency.MAKE_ROOM: JobUrgency.MAKE_ROOM,
     Urgency.BACKGROUND: JobUrgency.OFFLOAD,
 }
 
 
+@frozen
+class _Running:
+    """What there is once every tier was tried."""
+
+    manager: KvManager
+    loads: ServiceLoads
+    probes: Probes
+
+
 class KvService:
     """The tiers of one engine, fastest first. Any thread may call any method.
 
-    ``wake`` is called, from any thread, when ``poll`` has something.
+    ``wake`` is called, from any thread, when ``poll`` has something; no lock is held then.
     """
 
     def __init__(
@@ -73,18 +82,11 @@ class KvService:
         self._setups = tuple(setups)
         self._arena = arena
         self._block_size = block_size
-        self._wake = wake
-        self._lock = threading.RLock()
-        self._polled = Polled()
-        self._loads: dict[str, Load] = {}
+        self._outbox = Outbox(wake)
         self._sources: dict[BlockKey, list[int]] = {}
-        self._probes: dict[str, Probe] = {}
         self._recovered: dict[int, Sequence[Stored]] = {}
-        self._manager: KvManager | None = None
+        self._running: _Running | None = None
         slots = [slot_bytes(setup, arena.block_bytes) for setup in setups]
-        # Whole pages, for tiers that can only be read and written so.
-        staged = -(-max(slots) // PAGE_BYTES) * PAGE_BYTES
-        self._staging = Staging(staged, _STAGING_BLOCKS)
         self._scratch = Staging(arena.block_bytes, _STAGING_BLOCKS)
         self._threads = [
             self._thread(number, setup, size, identity, agent_name)
@@ -104,7 +106,7 @@ class KvService:
             setup,
             geometry,
             self._arena,
-            self._staging,
+            Staging(_whole_pages(size), _STAGING_BLOCKS),
             self._scratch,
             agent_name=f"{agent_name}/{number}-{setup.name}",
             on_open=partial(self._opened, number),
@@ -122,9 +124,20 @@ class KvService:
             thread.start()
         for thread in self._threads:
             thread.tried.wait(max(0.0, deadline_s - time.monotonic()))
-        with self._lock:
+        with self._outbox:
             manager = KvManager([setup.spec() for setup in self._setups])
-            self._manager = manager
+            self._running = _Running(
+                manager,
+                ServiceLoads(
+                    manager,
+                    self._setups,
+                    self._threads,
+                    self._arena,
+                    self._outbox,
+                    self._carry_out,
+                ),
+                Probes(self._setups, self._threads, self._outbox, self._found),
+            )
             for number, thread in enumerate(self._threads):
                 if not thread.usable:
                     self._carry_out(manager.tier_down(number, time.monotonic()))
@@ -140,62 +153,47 @@ class KvService:
         None: a shared tier is being asked; ask again when ``poll`` had something. A plan of more
         than 0 blocks must be followed by ``start_load`` or ``drop``.
         """
-        with self._lock:
+        running = self._started
+        with self._outbox:
             now_s = time.monotonic()
-            if self._must_probe(load_id, keys, first, now_s):
+            known = first + len(running.manager.match(keys, first))
+            if running.probes.must_wait(load_id, keys, known, now_s):
                 return None
-            self._probes.pop(load_id, None)
-            plan = self._running_manager.begin_load(load_id, keys, first, now_s, prefill=prefill)
+            running.probes.forget(load_id)
+            plan = running.manager.begin_load(load_id, keys, first, now_s, prefill=prefill)
             if plan.blocks:
-                self._loads[load_id] = Load(plan.blocks)
+                running.loads.planned(load_id, plan.blocks)
             return len(plan.blocks)
 
     def start_load(self, load_id: str, device_blocks: Sequence[int]) -> None:
         """Begin to fill one device block for each planned block.
 
         Each comes back by ``Polled.released``; those of the finished load's first blocks hold what
-        was planned.
+        was planned. What its tier's thread does not come to in time is given up.
         """
-        with self._lock:
-            load = self._loads[load_id]
-            if len(device_blocks) != len(load.blocks):
-                raise ValueError(
-                    f"{len(load.blocks)} blocks were planned, not {len(device_blocks)}"
-                )
-            load.device_blocks = tuple(device_blocks)
-            by_tier: dict[int, list[int]] = {}
-            for position, (_, tier) in enumerate(load.blocks):
-                by_tier.setdefault(tier, []).append(position)
-            load.jobs = len(by_tier)
-            for tier, positions in by_tier.items():
-                self._submit_load(load_id, load, tier, positions)
+        with self._outbox:
+            self._started.loads.start(load_id, device_blocks)
 
     def drop(self, load_id: str) -> None:
         """Nobody wants the load any more: planned, running or not. Its blocks come back."""
-        with self._lock:
-            self._probes.pop(load_id, None)
-            load = self._loads.get(load_id)
-            if load is None:
-                return
-            load.cancelled = True
-            if not load.device_blocks:
-                del self._loads[load_id]
-                now_s = time.monotonic()
-                self._carry_out(self._running_manager.finish_load(load_id, {}, now_s, seconds={}))
+        with self._outbox:
+            self._started.probes.forget(load_id)
+            self._started.loads.drop(load_id)
 
     def offer(self, offers: Sequence[Offer], device_blocks: Sequence[int]) -> None:
         """Blocks that the device has computed or used again, in the order of their chain."""
-        self._from_device(offers, device_blocks, self._running_manager.offer)
+        self._from_device(offers, device_blocks, self._started.manager.offer)
 
     def evicting(self, offers: Sequence[Offer], device_blocks: Sequence[int]) -> None:
         """Blocks that the device wants to reuse; it may once they are released."""
-        self._from_device(offers, device_blocks, self._running_manager.device_evicting)
+        self._from_device(offers, device_blocks, self._started.manager.device_evicting)
 
     def poll(self) -> Polled:
         """What happened since the last call."""
-        with self._lock:
-            polled, self._polled = self._polled, Polled()
-            return polled
+        if self._running is not None:
+            with self._outbox:
+                self._running.loads.expire(time.monotonic())
+        return self._outbox.take()
 
     @property
     def takes_computed(self) -> bool:
@@ -210,47 +208,49 @@ class KvService:
     def evict(self, keys: Iterable[BlockKey] | None = None, tier: str | None = None) -> None:
         """Remove blocks from one tier or all; None: every block."""
         number = None if tier is None else [setup.name for setup in self._setups].index(tier)
-        with self._lock:
-            manager = self._running_manager
+        with self._outbox:
+            manager = self._started.manager
             self._carry_out(manager.evict(time.monotonic(), keys=keys, tier=number))
 
     def why(self, keys: Sequence[BlockKey], first: int = 0) -> list[BlockWhy]:
         """For each block of a prompt: where it lies, and whether it would be reused."""
-        with self._lock:
-            return self._running_manager.why(keys, time.monotonic(), first)
+        with self._outbox:
+            return self._started.manager.why(keys, time.monotonic(), first)
 
     def statistics(self) -> KvStatistics:
         """Everything there is to count."""
-        with self._lock:
-            return self._running_manager.statistics()
+        with self._outbox:
+            return self._started.manager.statistics()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not balance."""
-        with self._lock:
-            self._running_manager.check_integrity()
+        with self._outbox:
+            self._started.manager.check_integrity()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being loaded or stored."""
-        with self._lock:
-            statistics = self._running_manager.statistics()
+        with self._outbox:
+            statistics = self._started.manager.statistics()
             return not (statistics.loads_running or statistics.stores_running)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Give up what runs and close the tiers."""
-        with self._lock:
-            for load in self._loads.values():
-                load.cancelled = True
+        with self._outbox:
+            if self._running is not None:
+                self._running.loads.drop_all()
+        for thread in self._threads:
+            thread.stop()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.stop(max(0.1, deadline_s - time.monotonic()))
+            thread.join(max(0.1, deadline_s - time.monotonic()))
 
     # What follows is called with the lock held, or takes it on a tier's thread.
 
     @property
-    def _running_manager(self) -> KvManager:
-        assert self._manager is not None, "start() comes first"
-        return self._manager
+    def _started(self) -> _Running:
+        assert self._running is not None, "start() comes first"
+        return self._running
 
     def _from_device(
         self,
@@ -258,7 +258,7 @@ class KvService:
         device_blocks: Sequence[int],
         tell: Callable[[Sequence[Offer], float], list[Action]],
     ) -> None:
-        with self._lock:
+        with self._outbox:
             for offer, block in zip(offers, device_blocks, strict=True):
                 self._sources.setdefault(offer.key, []).append(block)
             self._carry_out(tell(offers, time.monotonic()))
@@ -267,16 +267,14 @@ class KvService:
         for action in actions:
             match action:
                 case Announce():
-                    self._polled.events += announced(action, self._block_size)
+                    self._outbox.events(announced(action, self._block_size))
                 case ReleaseSource():
-                    self._polled.released += [self._released(key) for key in action.keys]
+                    self._outbox.released([self._released(key) for key in action.keys])
                 case FreeBlocks():
                     job = free_job(action.keys)
                     self._threads[action.tier].submit(JobUrgency.FREE, job)
                 case StoreBlocks():
                     self._store(action)
-        if self._polled.released or self._polled.events:
-            self._wake()
 
     def _released(self, key: BlockKey) -> int:
         blocks = self._sources[key]
@@ -314,95 +312,33 @@ class KvService:
         ).start()
 
     def _stored(self, move_id: int, stored: list[Stored], failed: dict[BlockKey, str]) -> None:
-        with self._lock:
+        with self._outbox:
             now_s = time.monotonic()
-            self._carry_out(self._running_manager.finish_store(move_id, stored, failed, now_s))
+            self._carry_out(self._started.manager.finish_store(move_id, stored, failed, now_s))
 
-    def _submit_load(self, load_id: str, load: Load, tier: int, positions: list[int]) -> None:
-        def let_go(index: int) -> None:
-            with self._lock:
-                self._polled.released.append(load.device_blocks[positions[index]])
-                self._wake()
-
-        keys = [load.blocks[position][0] for position in positions]
-        job = load_job(
-            keys,
-            [self._arena.span(load.device_blocks[position]) for position in positions],
-            timeout_s=self._setups[tier].load_timeout_s,
-            cancelled=lambda: load.cancelled,
-            on_let_go=let_go,
-            done=partial(self._loaded, load_id, load, tier, keys),
-        )
-        self._threads[tier].submit(JobUrgency.LOAD, job)
-
-    def _loaded(
-        self,
-        load_id: str,
-        load: Load,
-        tier: int,
-        keys: Sequence[BlockKey],
-        results: list[LoadResult],
-        seconds: float,
-    ) -> None:
-        with self._lock:
-            load.results.update(zip(keys, results, strict=True))
-            load.seconds[tier] = seconds
-            load.jobs -= 1
-            if load.jobs:
-                return
-            del self._loads[load_id]
-            good = 0
-            for key, _ in load.blocks:
-                if load.results[key] is not LoadResult.LOADED:
-                    break
-                good += 1
-            actions = self._running_manager.finish_load(
-                load_id, load.results, time.monotonic(), seconds=load.seconds
-            )
-            self._polled.loads.append(FinishedLoad(load_id, good))
-            self._carry_out(actions)
-            self._wake()
-
-    def _must_probe(self, load_id: str, keys: Sequence[BlockKey], first: int, now_s: float) -> bool:
-        """Whether an answer of a shared tier is still to come."""
-        probe = self._probes.get(load_id)
-        if probe is not None:
-            return probe.waiting > 0 and now_s < probe.deadline_s
-        known = first + len(self._running_manager.match(keys, first))
-        tiers = [
-            number
-            for number, setup in enumerate(self._setups)
-            if setup.tier.shared and self._threads[number].usable
-        ]
-        if known >= len(keys) or not tiers:
-            return False
-        probe = self._probes[load_id] = Probe(len(tiers), now_s + _PROBE_TIMEOUT_S)
-        for number in tiers:
-            job = probe_job(keys, partial(self._probed, number, probe))
-            self._threads[number].submit(JobUrgency.LOAD, job)
-        return True
-
-    def _probed(self, tier: int, probe: Probe, found: Sequence[Stored]) -> None:
-        with self._lock:
-            probe.waiting -= 1
-            if found:
-                self._carry_out(self._running_manager.found(tier, found, time.monotonic()))
-            self._wake()
+    def _found(self, tier: int, blocks: Sequence[Stored]) -> None:
+        self._carry_out(self._started.manager.found(tier, blocks, time.monotonic()))
 
     def _opened(self, tier: int, blocks: Sequence[Stored]) -> None:
-        with self._lock:
-            if self._manager is None:
+        with self._outbox:
+            if self._running is None:
                 self._recovered[tier] = blocks
             else:
-                self._carry_out(self._manager.recovered(tier, blocks, time.monotonic()))
+                manager, capacity = self._running.manager, self._setups[tier].capacity
+                self._carry_out(manager.opened(tier, capacity, blocks, time.monotonic()))
 
     def _tier_up(self, tier: int) -> None:
-        with self._lock:
-            if self._manager is not None:
-                self._carry_out(self._manager.tier_up(tier, time.monotonic()))
+        with self._outbox:
+            if self._running is not None:
+                self._carry_out(self._running.manager.tier_up(tier, time.monotonic()))
 
     def _tier_down(self, tier: int, reason: str) -> None:
         log.warning("tier %s is left alone for a while: %s", self._setups[tier].name, reason)
-        with self._lock:
-            if self._manager is not None:
-                self._carry_out(self._manager.tier_down(tier, time.monotonic()))
+        with self._outbox:
+            if self._running is not None:
+                self._carry_out(self._running.manager.tier_down(tier, time.monotonic()))
+
+
+def _whole_pages(size_bytes: int) -> int:
+    """Some tiers can only be read and written so."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -28,13 +28,19 @@ def load_job(
     spans: Sequence[Span],
     *,
     timeout_s: float,
+    begin: Callable[[], bool],
     cancelled: Callable[[], bool],
     on_let_go: Callable[[int], None],
     done: Callable[[list[LoadResult], float], None],
 ) -> Job:
-    """Load blocks into the engine's memory; ``done`` gets the results and the seconds it took."""
+    """Load blocks into the engine's memory; ``done`` gets the results and the seconds it took.
+
+    Nothing happens at all, and ``done`` is not called, when ``begin`` says that it is too late.
+    """
 
     def run(worker: TierWorker | None) -> Generator[None, None, None]:
+        if not begin():
+            return
         started_s = time.monotonic()
         results = [LoadResult.FAILED] * len(keys)
         try:

@@ -19,9 +19,11 @@ from commutator.transfer.spans import Span
 
 __all__ = ["StagedIo"]
 
+_NO_SCRATCH = "all scratch memory is under transfers that do not end"
+
 
 class StagedIo(BlockIo):
-    """Works in batches of as many blocks as there are free scratch slots.
+    """Works in batches of as many blocks as there are free scratch slots, which are its own.
 
     ``framed``: a header tells what the stored bytes are; needed where the tier does not keep that,
     and where codecs change the bytes.
@@ -49,6 +51,9 @@ class StagedIo(BlockIo):
         results: list[Stored | Unstored] = []
         while len(results) < len(blocks):
             with self._staging.lend(len(blocks) - len(results)) as slots:
+                if not slots:
+                    results += [Unstored(_NO_SCRATCH)] * (len(blocks) - len(results))
+                    break
                 batch = blocks[len(results) : len(results) + len(slots)]
                 results += self._store(batch, slots, context)
         return results
@@ -57,6 +62,9 @@ class StagedIo(BlockIo):
         results: list[LoadResult] = []
         while len(results) < len(blocks):
             with self._staging.lend(len(blocks) - len(results)) as slots:
+                if not slots:
+                    results += [LoadResult.FAILED] * (len(blocks) - len(results))
+                    break
                 batch = blocks[len(results) : len(results) + len(slots)]
                 results += self._load(batch, slots, context)
         return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from commutator.kv.arena import BlockArena
@@ -19,7 +19,8 @@ PAGE_BYTES = 4096
 class Staging:
     """A fixed number of slots of DRAM, lent to whoever moves blocks.
 
-    May be used from any thread. A slot that NIXL may still write to is not given back.
+    May be used from any thread, and never waits: whoever would wait might be the one that has to
+    give back. A slot that NIXL may still write to is not given back.
     """
 
     def __init__(self, slot_bytes: int, count: int) -> None:
@@ -29,11 +30,12 @@ class Staging:
             memory=Memory.DRAM, address=address, block_bytes=slot_bytes, count=count
         )
         self._free = list(range(count))
-        self._changed = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     @contextmanager
     def lend(self, wanted: int) -> Iterator[list[int]]:
-        """Between one and ``wanted`` slots; waits until there is one.
+        """Up to ``wanted`` slots, as many as are free: none, perhaps.
 
         The borrower removes from the list what must not be given back yet.
         """
@@ -44,15 +46,24 @@ class Staging:
             self.give_back(taken)
 
     def take(self, wanted: int) -> list[int]:
-        """Between one and ``wanted`` slots, to be given back; waits until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._free))
+        """Up to ``wanted`` slots, as many as are free, to be given back."""
+        with self._lock:
             taken = self._free[:wanted]
             del self._free[:wanted]
         return taken
 
+    def take_later(self, call: Callable[[], None]) -> None:
+        """Call once as soon as a slot is free: now, or on the thread that gives one back."""
+        with self._lock:
+            if not self._free:
+                self._waiting.append(call)
+                return
+        call()
+
     def give_back(self, slots: Iterable[int]) -> None:
         """Nobody touches these slots any more."""
-        with self._changed:
+        with self._lock:
             self._free.extend(slots)
-            self._changed.notify_all()
+            waiting, self._waiting = (self._waiting, []) if self._free else ([], self._waiting)
+        for call in waiting:
+            call()

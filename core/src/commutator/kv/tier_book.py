@@ -75,6 +75,12 @@ class TierBook:
         self.speed = LoadSpeed(spec.load_cost)
         self.counts = TierCounts()
 
+    def resize(self, capacity: int) -> None:
+        """The tier says only now how many blocks it has room for."""
+        self.capacity = max(capacity, self.used)
+        self.retention.resize(int(self.spec.most_pinned * self.capacity))
+        self.quota.resize(self.capacity)
+
     @property
     def used(self) -> int:
         """Blocks that take up room."""

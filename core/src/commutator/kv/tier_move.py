@@ -62,6 +62,10 @@ class TierMove:
             yield from ()
             return
         slots = self._scratch.take(min(PART_BLOCKS, len(self._offers)))
+        if not slots:
+            self._scratch.take_later(self.start)
+            yield from ()
+            return
         batch = self._offers[: len(slots)]
         del self._offers[: len(slots)]
         spans = [self._scratch.arena.span(slot) for slot in slots]

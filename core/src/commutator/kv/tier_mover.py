@@ -26,8 +26,8 @@ class TierMover:
         self._tier = tier
         self._local_memory = local_memory
         self._in_flight_bytes = in_flight_bytes
-        self._held: dict[Slot, int] = {}
-        """Slots under transfers that were given up, by the transfers' tokens."""
+        self._held: dict[Slot, set[int]] = {}
+        """The tokens of transfers that were given up, by the slots that NIXL may still touch."""
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []
 
     def move(
@@ -55,7 +55,7 @@ class TierMover:
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
-                    self._held[pieces[position][1]] = error.token
+                    self._held.setdefault(pieces[position][1], set()).add(error.token)
         return results
 
     def _move(
@@ -109,7 +109,8 @@ class TierMover:
     def reap(self) -> None:
         """See what NIXL has let go of since."""
         over = set(self._agent.reap())
-        self._held = {slot: token for slot, token in self._held.items() if token not in over}
+        left = {slot: tokens - over for slot, tokens in self._held.items()}
+        self._held = {slot: tokens for slot, tokens in left.items() if tokens}
         ready = [call for slot, call in self._waiting if slot not in self._held]
         self._waiting = [(slot, call) for slot, call in self._waiting if slot in self._held]
         for call in ready:

@@ -53,12 +53,17 @@ class TierSetup:
         """Whether stored bytes begin with a header."""
         return self.tier.framed or bool(self.codecs)
 
+    @property
+    def capacity(self) -> int:
+        """In blocks; UNBOUNDED while the tier is not open and cannot say."""
+        try:
+            return self.tier.statistics().capacity
+        except TierError:
+            return UNBOUNDED
+
     def spec(self) -> TierSpec:
         """The same as the manager sees it; the tier was opened, if it could be."""
-        try:
-            capacity = self.tier.statistics().capacity
-        except TierError:
-            capacity = UNBOUNDED  # it refuses what does not fit once it is open
+        capacity = self.capacity
         return TierSpec(
             name=self.name,
             medium=self.tier.medium,

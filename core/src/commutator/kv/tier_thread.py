@@ -54,6 +54,8 @@ class TierThread:
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._stopping = False
+        self._next_try_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
         self.tried = threading.Event()
         """Set once the tier was opened, or could not be for the first time."""
         self.usable = False
@@ -75,40 +77,49 @@ class TierThread:
         for _ in job(None):
             pass
 
-    def stop(self, timeout_s: float) -> None:
-        """Finish the part that runs, fail what waits, and close the tier."""
+    def stop(self) -> None:
+        """Begin to end: finish the part that runs, fail what waits, and close the tier."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end that ``stop`` began."""
+        if self._thread.ident is None:
+            return  # it was never started
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("tier %s did not stop within %.1f s", self._worker.setup.name, timeout_s)
 
     def _run(self) -> None:
-        next_try_s, pause_s = 0.0, _FIRST_PAUSE_S
         while not self._stopping:
-            due = not self._worker.is_open and time.monotonic() >= next_try_s
-            if due and not self._open():
-                next_try_s = time.monotonic() + pause_s
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._see_state()
-            self.tried.set()
-            self._run_part()
-            self._worker.reap()
+            try:
+                self._open_when_due()
+                self._see_state()
+                self.tried.set()
+                self._run_part()
+                self._worker.reap()
+            except Exception:  # whoever waits for this tier must not wait for ever
+                log.exception("the thread of tier %s goes on after", self._worker.setup.name)
+                time.sleep(_IDLE_S)
         self._fail_all()
         self._worker.close()
 
-    def _open(self) -> bool:
+    def _open_when_due(self) -> None:
+        if self._worker.is_open or time.monotonic() < self._next_try_s:
+            return
         name = self._worker.setup.name
         try:
             self._worker.open()
         except (CommutatorError, OSError) as error:
             log.warning("tier %s cannot be used, and is tried again later: %s", name, error)
-            return False
         except Exception:
             log.exception("tier %s failed to open, and is tried again later", name)
-            return False
-        return True
+        else:
+            self._pause_s = _FIRST_PAUSE_S
+            return
+        self._next_try_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _see_state(self) -> None:
         """Tell when the tier becomes usable or unusable; a trial counts as usable."""
@@ -143,8 +154,11 @@ class TierThread:
         with self._changed:
             jobs, self._jobs = self._jobs, []
         for _, _, job in jobs:
-            if callable(job):
-                for _ in job(None):
-                    pass
-            else:
-                job.close()
+            try:
+                if callable(job):
+                    for _ in job(None):
+                        pass
+                else:
+                    job.close()
+            except Exception:
+                log.exception("a job of tier %s failed", self._worker.setup.name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attrs import frozen
 
-from commutator.errors import TierError, TransferError
+from commutator.errors import CommutatorError, TierError
 from commutator.kv.arena import BlockArena
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator.kv.guards import RetryBudget
@@ -18,11 +18,16 @@ from commutator.kv.staging import Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tier_setup import TierSetup, build_io
-from commutator.transfer import Memory, Region, Span, TransferAgent
+from commutator.transfer import Memory, Span, TransferAgent
 
 __all__ = ["Source", "StoreOutcome", "TierWorker"]
 
 log = logging.getLogger(__name__)
+
+_MOST_FAILURES = 3
+_never_freed: list[object] = []
+"""Tiers that were closed while NIXL still moved bytes: their memory stays while the process lives.
+"""
 
 
 @frozen
@@ -44,6 +49,7 @@ class StoreOutcome:
 class TierWorker:
     """``arena`` is the engine's memory, ``scratch`` holds blocks between two tiers.
 
+    ``staging`` is this tier's alone, so that one that hangs does not keep it from others.
     ``agent_name`` must be unique among all processes that exchange blocks.
     """
 
@@ -69,27 +75,51 @@ class TierWorker:
         self._agent: TransferAgent | None = None
         self._engine: tuple[BlockIo, TierMover] | None = None
         self._memory: tuple[BlockIo, TierMover] | None = None
-        self._registered: set[Region] = set()
+        self._unfreed: dict[BlockKey, None] = {}
+        """Blocks that nobody knows any more, but that the tier could not forget yet."""
+        self._failures = 0
+        """How often in a row the tier's own records could not be written."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier can be used."""
-        return self._engine is not None
+        """Whether the tier can be used. One whose records cannot be written has to be reopened."""
+        return self._engine is not None and self._failures < _MOST_FAILURES
 
     def open(self) -> None:
-        """Open the tier and its NIXL agent. Raises TierError, TransferError or OSError."""
-        setup = self.setup
-        found = setup.tier.open(self._geometry)
-        backends = {setup.tier.backend: dict(setup.tier.backend_parameters)}
+        """Open the tier and its NIXL agent, anew if need be.
+
+        Raises TierError, TransferError or OSError; then nothing of it is open.
+        """
+        self._shut()
+        tier = self.setup.tier
+        found = tier.open(self._geometry)
+        try:
+            self._connect()
+        except Exception:
+            self._shut()
+            raise
+        self._failures = 0
+        unfreed, self._unfreed = self._unfreed, {}
+        self._on_open([stored for stored in found if stored.key not in unfreed])
+        self.free(unfreed)
+
+    def _connect(self) -> None:
+        setup, tier = self.setup, self.setup.tier
+        backends = {tier.backend: dict(tier.backend_parameters)}
         backends.setdefault(LOCAL_BACKEND, {})
-        agent = self._agent or TransferAgent(self._agent_name, backends)
-        self._agent = agent
-        agent.register(setup.tier.regions(), setup.tier.backend)
+        self._agent = agent = TransferAgent(self._agent_name, backends)
+        agent.register(tier.regions(), tier.backend)
         scratch = self._scratch.arena
-        self._register([self._staging.arena.region, scratch.region, self._arena.region])
+        arenas = [self._arena, scratch]
+        local = [arena.region for arena in arenas]
+        if not all(setup.is_direct(arena.memory, arena) for arena in arenas):
+            local.append(self._staging.arena.region)
+        for backend in {tier.backend, LOCAL_BACKEND}:
+            # Storage reaches a GPU's memory by way of staging.
+            fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
+            agent.register(fit, backend)
         self._engine = build_io(setup, agent, self._arena, self._staging, self._budget)
         self._memory = build_io(setup, agent, scratch, self._staging, self._budget)
-        self._on_open(found)
 
     def store(
         self,
@@ -102,6 +132,8 @@ class TierWorker:
         """Reserve, write, verify, commit. What is not stored leaves nothing behind."""
         tier = self.setup.tier
         io, mover = self._stack(from_engine=from_engine)
+        if self._unfreed:
+            self.free(())  # their slots, and perhaps their keys, are needed
         outcome = StoreOutcome([], {})
         blocks: list[StoreBlock] = []
         slots = tier.reserve([offer.key for offer in offers])
@@ -132,8 +164,10 @@ class TierWorker:
             log.warning("tier %s: %s", self.setup.name, error)
             outcome.failed.update({stored.key: "not committed" for stored in written})
             tier.release([stored.slot for stored in written])
+            self._failures += 1
         else:
             outcome.stored.extend(written)
+            self._failures = 0 if written else self._failures
         return outcome
 
     def load(
@@ -175,11 +209,15 @@ class TierWorker:
         return results
 
     def free(self, keys: Iterable[BlockKey]) -> None:
-        """Forget committed blocks."""
+        """Forget committed blocks; those that the tier cannot forget now, later."""
+        self._unfreed.update(dict.fromkeys(keys))
         try:
-            self.setup.tier.evict(keys)
+            self.setup.tier.evict(self._unfreed)
         except TierError as error:
             log.warning("tier %s: blocks could not be freed: %s", self.setup.name, error)
+            self._failures += 1
+        else:
+            self._unfreed.clear()
 
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored]:
         """Which of a chain's blocks the medium has, whoever stored them."""
@@ -197,28 +235,30 @@ class TierWorker:
 
     def close(self) -> None:
         """Close the agent, then the tier. Waits a few seconds for moves under way."""
-        self._engine = self._memory = None
         try:
             if self._agent is not None:
                 self._agent.close()
-        except TransferError as error:
+                self._agent = None
+            self._shut()
+        except CommutatorError as error:
             log.warning("tier %s: %s", self.setup.name, error)
-            return  # its memory must stay as long as the process lives
+            _never_freed.append(self)
+
+    def _shut(self) -> None:
+        """Raises TierError or TransferError while NIXL has not let go of everything."""
+        self.reap()
+        if any(stack[1].has_held for stack in (self._engine, self._memory) if stack is not None):
+            raise TierError("it cannot be closed: transfers that were given up have not ended")
+        self._engine = self._memory = None
+        if self._agent is not None:
+            agent, self._agent = self._agent, None
+            agent.close()
         self.setup.tier.close()
 
     def _stack(self, *, from_engine: bool) -> tuple[BlockIo, TierMover]:
         stack = self._engine if from_engine else self._memory
         assert stack is not None, "the tier is open"
         return stack
-
-    def _register(self, regions: list[Region]) -> None:
-        assert self._agent is not None, "the agent is there"
-        new = [region for region in regions if region not in self._registered]
-        for backend in {self.setup.tier.backend, LOCAL_BACKEND}:
-            # Storage reaches a GPU's memory by way of staging.
-            local = [r for r in new if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
-            self._agent.register(local, backend)
-        self._registered.update(new)
 
     def _let_go(self, mover: TierMover, slot: int) -> None:
         """Release a reserved slot once nothing writes there."""

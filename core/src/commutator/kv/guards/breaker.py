@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 
 from attrs import define
@@ -86,7 +87,8 @@ class BreakerIo(BlockIo):
     def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
         if not self._breaker.allows(self._clock()):
             return [Unstored("the tier is left alone after failures") for _ in blocks]
-        results = self._inner.store(blocks, context)
+        with self._failing_on_exceptions():
+            results = self._inner.store(blocks, context)
         failures = [isinstance(result, Unstored) and result.may_pass for result in results]
         self._judge(failures, context)
         return results
@@ -94,9 +96,18 @@ class BreakerIo(BlockIo):
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
         if not self._breaker.allows(self._clock()):
             return [LoadResult.FAILED for _ in blocks]
-        results = self._inner.load(blocks, context)
+        with self._failing_on_exceptions():
+            results = self._inner.load(blocks, context)
         self._judge([result is LoadResult.FAILED for result in results], context)
         return results
+
+    @contextmanager
+    def _failing_on_exceptions(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._breaker.failed(self._clock())
+            raise
 
     def _judge(self, failures: Sequence[bool], context: IoContext) -> None:
         if not all(failures):
