@@ -26,6 +26,7 @@ class TierLives(ABC):
     """What the machine wants to know of the tier under test."""
 
     durable: bool
+    named: bool
     block_bytes: int
 
     @abstractmethod
@@ -37,6 +38,8 @@ class TierLives(ABC):
 class _Reader:
     stored: Stored
     block: bytes
+    rewritten: bool = False
+    """The same name was written again, in a tier whose bytes are ``named``."""
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -50,6 +53,9 @@ class TierMachine(RuleBasedStateMachine):
         self._model: dict[BlockKey, bytes] = {}
         self._begun: dict[Slot, tuple[Stored, bytes]] = {}
         self._readers: list[_Reader] = []
+        self._loose: dict[BlockKey, bytes] = {}
+        """Written under their names and not committed, or evicted and not deleted before a crash:
+        these may be found, whole."""
 
     def teardown(self) -> None:
         self._user.close()
@@ -60,7 +66,7 @@ class TierMachine(RuleBasedStateMachine):
         slot = self._reserve(key)
         if slot is not None:
             block = self._block(seed)
-            self._user.tier.commit([self._user.write(slot, key, block)])
+            self._user.tier.commit([self._write(slot, key, block)])
             self._model[key] = block
 
     @rule(keys=st.lists(_keys, min_size=2, max_size=4, unique=True), seed=st.integers(0, 1 << 32))
@@ -68,7 +74,7 @@ class TierMachine(RuleBasedStateMachine):
         slots = self._user.tier.reserve(keys)
         blocks = {key: self._block(seed + n) for n, key in enumerate(keys)}
         given = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
-        self._user.tier.commit([self._user.write(slot, key, blocks[key]) for key, slot in given])
+        self._user.tier.commit([self._write(slot, key, blocks[key]) for key, slot in given])
         self._model |= {key: blocks[key] for key, _ in given}
 
     @rule(key=_keys, seed=st.integers(0, 1 << 32))
@@ -76,7 +82,7 @@ class TierMachine(RuleBasedStateMachine):
         slot = self._reserve(key)
         if slot is not None:
             block = self._block(seed)
-            self._begun[slot] = self._user.write(slot, key, block), block
+            self._begun[slot] = self._write(slot, key, block), block
 
     @precondition(lambda self: self._begun)
     @rule(data=st.data(), commit=st.booleans())
@@ -88,6 +94,7 @@ class TierMachine(RuleBasedStateMachine):
             self._model[stored.key] = block
         else:
             self._user.tier.release([slot])
+            self._leave(stored.key, block)
 
     @rule(key=_keys)
     def get(self, key: BlockKey) -> None:
@@ -106,7 +113,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def read_and_unpin(self, data: st.DataObject) -> None:
         reader = self._readers.pop(data.draw(st.integers(0, len(self._readers) - 1)))
-        assert self._user.read(reader.stored) == reader.block, "overwritten while pinned"
+        if not reader.rewritten:
+            assert self._user.read(reader.stored) == reader.block, "overwritten while pinned"
         self._user.tier.unpin(reader.stored.slot)
 
     @rule(keys=st.lists(_keys, min_size=1, max_size=3))
@@ -122,12 +130,18 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
+        for reader in self._readers:
+            if not reader.rewritten and reader.stored.key not in self._model:
+                self._leave(reader.stored.key, reader.block)
         self._user.crash()
         self._begin_anew()
 
     @invariant()
     def has_what_the_model_has(self) -> None:
         for key, stored in zip(_KEYS, self._user.find(*_KEYS), strict=True):
+            if stored is not None and key in self._loose:
+                self._model[key] = self._loose.pop(key)
+                assert self._user.get(key) == self._model[key]
             assert (stored is not None) == (key in self._model)
             assert stored is None or stored.key == key
         if not self._user.tier.shared:
@@ -142,6 +156,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def _begin_anew(self) -> None:
         """All that was not committed is gone, and in a tier that is not durable, the rest, too."""
+        for stored, block in self._begun.values():
+            self._leave(stored.key, block)
         self._begun.clear()
         self._readers.clear()
         if not self._lives.durable:
@@ -149,6 +165,7 @@ class TierMachine(RuleBasedStateMachine):
         self._user = self._open()
         found = {stored.key for stored in self._user.recovered}
         assert len(found) == len(self._user.recovered), "one block was recovered twice"
+        self._model |= {key: self._loose.pop(key) for key in found & self._loose.keys()}
         assert found <= set(self._model), "what was never committed, or was evicted, came back"
         if not self._user.tier.shared:
             assert found == set(self._model), "what was committed is lost"
@@ -167,6 +184,17 @@ class TierMachine(RuleBasedStateMachine):
             assert slot is not None, "there is room, but no slot was given"
         assert slot not in in_use
         return slot
+
+    def _write(self, slot: Slot, key: BlockKey, block: bytes) -> Stored:
+        if self._lives.named:
+            self._loose.pop(key, None)
+            for reader in self._readers:
+                reader.rewritten |= reader.stored.key == key
+        return self._user.write(slot, key, block)
+
+    def _leave(self, key: BlockKey, block: bytes) -> None:
+        if self._lives.named:
+            self._loose[key] = block
 
     def _block(self, seed: int) -> bytes:
         """Different bytes for each seed, and often a different length."""

@@ -82,7 +82,10 @@ class TierUser:
 
     def find(self, *keys: BlockKey) -> list[Stored | None]:
         """What the tier says it has."""
-        return self.tier.probe(keys) if self.tier.shared else self.tier.lookup(keys)
+        if not self.tier.shared:
+            return self.tier.lookup(keys)
+        # One by one: the keys are no chain.
+        return [self.tier.probe([key])[0] for key in keys]
 
     def write(
         self, slot: Slot, key: BlockKey, block: bytes, parent: BlockKey | None = None

@@ -31,6 +31,9 @@ class TierContract:
 
     durable = False
     """Whether committed blocks survive the process."""
+    named = False
+    """Whether bytes lie under the block's name rather than in a slot, as in an object store: they
+    are there once they are written, and a crash before ``commit`` loses nothing."""
     block_bytes = 8192
     block_tokens = 4
     max_examples = 20
@@ -79,6 +82,7 @@ class TierContract:
 
         class Lives(TierLives):
             durable = contract.durable
+            named = contract.named
             block_bytes = contract.block_bytes
 
             def open(self, folder: Path) -> TierUser:
