@@ -90,6 +90,9 @@ class FakeDispatcher:
     def watch_waiting(self, heard: Callable[[int], None]) -> None:
         """Nobody waits here."""
 
+    def watch_migrations(self, observer: object) -> None:
+        """Nothing changes its worker here."""
+
     def waiting(self, model: str) -> int:
         return 0
 
@@ -119,6 +122,8 @@ class FakeDispatcher:
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
+        migration_limit: int | None = None,
+        deadline_s: float | None = None,
     ) -> FakeDispatch:
         self.requests.append(request)
         self.hashes.append(sequence_hashes)
@@ -141,6 +146,10 @@ class FakeDispatch:
     @property
     def worker_id(self) -> str:
         return f"fake-{self.number % 2}"
+
+    @property
+    def worker_ids(self) -> Sequence[str]:
+        return [self.worker_id]
 
     @property
     def decision(self) -> Decision:

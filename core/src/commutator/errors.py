@@ -8,7 +8,8 @@
     │   └── OverloadedError    not now: a queue or a limit is full
     ├── EngineError            a worker failed a request
     │   ├── EngineUnavailableError   connection refused, lost or silent
-    │   └── EngineOverloadedError    the engine is healthy but full
+    │   ├── EngineOverloadedError    the engine is healthy but full
+    │   └── EngineIncompleteError    the stream ended before the answer did
     ├── TransferError          NIXL could not move some bytes
     │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
     │       └── TransferCancelledError   nobody waits for it any more; the same holds
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "EngineError",
+    "EngineIncompleteError",
     "EngineOverloadedError",
     "EngineUnavailableError",
     "OverloadedError",
@@ -100,6 +102,10 @@ class EngineUnavailableError(EngineError):
 
 class EngineOverloadedError(EngineError):
     """The worker is healthy but full. Not a failure: it must not open a breaker."""
+
+
+class EngineIncompleteError(EngineError):
+    """The worker stopped sending before the answer was complete, and did not say why."""
 
 
 class TransferError(CommutatorError):

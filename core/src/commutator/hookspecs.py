@@ -9,7 +9,7 @@ added here, never reordered or removed within a major version.
                                            eviction_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_routed, request_first_token,
-                                           request_finished or request_failed
+                                           request_migrated, request_finished or request_failed
 
 Hooks are called in the process and event loop where the event happens, so they must not block.
 An exception in an observing hook is logged and dropped: it never fails a request.
@@ -118,12 +118,30 @@ def request_received(request: RequestSummary) -> None:
 
 @_hookspec
 def request_routed(request: RequestSummary, decision: Decision) -> None:
-    """Called in the front door when a worker was chosen, before it is asked. Observing."""
+    """Called in the front door when a worker was chosen, before it is asked. Observing.
+
+    Called again for each further worker, after ``request_migrated``.
+    """
 
 
 @_hookspec
 def request_first_token(request: RequestSummary, worker_id: str, ttft_s: float) -> None:
     """Called in the front door with the first token; seconds count from its arrival. Observing."""
+
+
+@_hookspec
+def request_migrated(
+    request: RequestSummary,
+    from_worker: str,
+    to_worker: str,
+    reason: str,
+    generated_tokens: int,
+) -> None:
+    """Called in the front door when a request goes on at another worker. Observing.
+
+    ``reason``: "connection_lost", "incomplete_stream", "lease_expired" or, when the worker did not
+    take the request, "overloaded". ``generated_tokens`` were answered before; it may be none.
+    """
 
 
 @_hookspec

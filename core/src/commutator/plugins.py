@@ -222,6 +222,23 @@ class PluginHost:
     def request_first_token(self, request: RequestSummary, worker_id: str, ttft_s: float) -> None:
         self._observe("request_first_token", request=request, worker_id=worker_id, ttft_s=ttft_s)
 
+    def request_migrated(
+        self,
+        request: RequestSummary,
+        from_worker: str,
+        to_worker: str,
+        reason: str,
+        generated_tokens: int,
+    ) -> None:
+        self._observe(
+            "request_migrated",
+            request=request,
+            from_worker=from_worker,
+            to_worker=to_worker,
+            reason=reason,
+            generated_tokens=generated_tokens,
+        )
+
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         self._observe("request_finished", request=request, outcome=outcome)
 

@@ -77,6 +77,12 @@ class GenerateRequest:
     priority: int = 0
     """Lower is served earlier."""
     data_parallel_rank: int | None = None
+    generated_prefix: int = 0
+    """How many of the last ``token_ids`` are output already: another worker began this answer.
+
+    The engine goes on as if it had generated them itself: lengths, penalties, stop conditions and
+    the places in a seeded random sequence count them; its deltas bring only what comes after.
+    """
     extra: Mapping[str, Any] = field(factory=dict)
     """Engine-specific parameters, relayed as they are (hand-over objects, guided decoding)."""
 
@@ -132,6 +138,8 @@ class EngineInfo:
     role: Role = Role.BOTH
     kv_events: EventSource | None = None
     pid: int | None = None
+    continues_answers: bool = False
+    """Whether it understands ``GenerateRequest.generated_prefix``."""
 
 
 @frozen

@@ -124,6 +124,8 @@ async def test_a_refused_answer_closes_those_already_sent() -> None:
             sequence_hashes: Sequence[int] | None = None,
             *,
             may_wait: bool = True,
+            migration_limit: int | None = None,
+            deadline_s: float | None = None,
         ) -> FakeDispatch:
             self.refuse = RoutingError("gone") if len(self.requests) == 2 else None
             return await super().dispatch(model, request, session_id, sequence_hashes)

@@ -31,6 +31,8 @@ class HoldingBack(FakeDispatcher):
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
+        migration_limit: int | None = None,
+        deadline_s: float | None = None,
     ) -> FakeDispatch:
         self.may_wait.append(may_wait)
         if request.priority > 0:

@@ -85,6 +85,11 @@ def show(decision: dict[str, Any]) -> None:
     click.secho(f"{decision['worker_id']}", bold=True, nl=False)
     waited = f" (waited {decision['waited_s']:.3f} s)" if decision["waited_s"] else ""
     click.echo(f"  by {decision['policy']}: {decision['reason']}{waited}")
+    for moved in decision.get("migrations", ()):
+        click.echo(
+            f"  {moved['from_worker']} before it, for {moved['generated_tokens']} tokens: "
+            f"{moved['reason']}"
+        )
     for candidate in decision["candidates"]:
         mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
         overlap = " ".join(f"{tier}={n}" for tier, n in candidate["overlap_blocks"].items() if n)

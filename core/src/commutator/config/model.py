@@ -24,6 +24,7 @@ __all__ = [
     "EvictionConfig",
     "FrontendConfig",
     "LogConfig",
+    "MigrationConfig",
     "ModelConfig",
     "PluginsConfig",
     "RouterConfig",
@@ -190,6 +191,22 @@ class TierConfig:
 
 
 @frozen(kw_only=True)
+class MigrationConfig:
+    """What becomes of a request whose worker is lost while it answers."""
+
+    limit: NonNegativeInt = setting(
+        "How often a request that lost its worker may go on at another one; 0 lets it fail. A "
+        "request's own `migration_limit` lowers it.",
+        1,
+    )
+    wait_s: Seconds = setting(
+        "When no other worker is ready, it waits so long for one, such as the lost one once it was "
+        "started again.",
+        10.0,
+    )
+
+
+@frozen(kw_only=True)
 class TlsConfig:
     """Serve HTTPS instead of HTTP."""
 
@@ -279,6 +296,9 @@ class Config:
     models: tuple[ModelConfig, ...] = setting("The models that clients can ask for.")
     engines: tuple[EngineConfig, ...] = setting("The workers, by engine.")
     router: RouterConfig = setting("How a worker is chosen.", factory=_default_router)
+    migration: MigrationConfig = setting(
+        "What becomes of a request whose worker is lost.", factory=MigrationConfig
+    )
     tiers: tuple[TierConfig, ...] = setting("Where KV blocks are kept, fastest first.", ())
     frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)

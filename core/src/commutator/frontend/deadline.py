@@ -42,6 +42,11 @@ class TimeLimit:
         self._timeout_s = timeout_s
         self._timer = asyncio.timeout(timeout_s)
 
+    @property
+    def deadline_s(self) -> float | None:
+        """By the event loop's clock; known inside."""
+        return self._timer.when()
+
     async def __aenter__(self) -> None:
         await self._timer.__aenter__()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -74,26 +75,34 @@ async def _serve(
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     stream = EventStream(request)
     try:
-        async with TimeLimit(timeout_of(request, services.config.request_timeout_s)):
+        limit = TimeLimit(timeout_of(request, services.config.request_timeout_s))
+        async with limit:
             body = await read_request(request, cls)
             name, text = services.text_model(body.model)
             exchange.model = name
             exchange.user = _label(body)
             async with services.limiter:
-                limit = services.max_model_len(name)
+                longest = services.max_model_len(name)
                 cache = services.prompt_caches[name]
-                plan = await make_plan(body, name, text, cache, limit, exchange.request_id)
+                plan = await make_plan(body, name, text, cache, longest, exchange.request_id)
                 shape = shaper(body, plan, exchange.request_id)
                 async with Generation(
-                    services.dispatcher, services.metrics, plan, exchange.arrived_s
+                    services.dispatcher,
+                    services.metrics,
+                    plan,
+                    exchange.arrived_s,
+                    limit.deadline_s,
                 ) as generation:
                     try:
                         _tell_routing(request, exchange, generation)
                         if body.stream:
-                            await _stream(generation, shape, stream)
+                            tell = partial(_tell_routing, request, exchange, generation)
+                            await _stream(generation, shape, stream, tell)
                             return stream.response
                         return await _collect(generation, shape)
                     finally:
+                        if not stream.started:
+                            _tell_routing(request, exchange, generation)
                         _account(services, exchange, generation)
     except Exception as error:
         if not stream.started:
@@ -112,12 +121,17 @@ async def _collect(generation: Generation, shape: Shape) -> web.Response:
     return web.Response(body=encode(answer), content_type="application/json")
 
 
-async def _stream(generation: Generation, shape: Shape, stream: EventStream) -> None:
+async def _stream(
+    generation: Generation, shape: Shape, stream: EventStream, tell: Callable[[], None]
+) -> None:
+    """``tell`` brings the headers up to date, as long as they can still be changed."""
     unfinished = len(generation.choices)
     begun: set[int] = set()
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
             chunks = []
+            if not begun:
+                tell()
             for number, piece in batch:
                 if number not in begun:
                     begun.add(number)
@@ -135,8 +149,12 @@ async def _stream(generation: Generation, shape: Shape, stream: EventStream) -> 
 
 
 def _tell_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
-    exchange.workers = generation.worker_ids
-    exchange.headers["X-Commutator-Worker"] = ",".join(generation.worker_ids)
+    """Once before the first token, and again if a worker had to be replaced meanwhile."""
+    workers = generation.worker_ids
+    if workers == exchange.workers:
+        return
+    exchange.workers = workers
+    exchange.headers["X-Commutator-Worker"] = ",".join(workers)
     if request.headers.get("X-Commutator-Explain") == "1":
         exchange.headers["X-Commutator-Decision"] = _decision_header(generation.explanations)
 
@@ -162,6 +180,7 @@ def _compact(shown: list[dict[str, Any]]) -> str:
 
 def _account(services: Services, exchange: Exchange, generation: Generation) -> None:
     usage = generation.usage()
+    exchange.workers = generation.worker_ids
     exchange.prompt_tokens = usage.prompt_tokens
     exchange.cached_tokens = usage.prompt_tokens_details.cached_tokens
     exchange.generated_tokens = usage.completion_tokens

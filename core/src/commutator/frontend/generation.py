@@ -33,8 +33,11 @@ class Generation:
         metrics: FrontendMetrics,
         plan: Plan,
         arrived_s: float,
+        deadline_s: float | None = None,
     ) -> None:
+        """``deadline_s`` is by the event loop's clock."""
         self._dispatcher = dispatcher
+        self._deadline_s = deadline_s
         self._plan = plan
         self._metrics = metrics
         self.choices = [Choice(plan.text, plan.rules) for _ in plan.requests]
@@ -47,8 +50,9 @@ class Generation:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Each worker once, in order of the answers."""
-        return tuple(dict.fromkeys(dispatched.worker_id for dispatched in self._dispatched))
+        """Each worker once, in order of the answers; grows when one is replaced."""
+        served = (worker_id for one in self._dispatched for worker_id in one.worker_ids)
+        return tuple(dict.fromkeys(served))
 
     async def __aenter__(self) -> Self:
         plan = self._plan
@@ -62,6 +66,8 @@ class Generation:
                     plan.session_id,
                     hashes,
                     may_wait=not self._dispatched,
+                    migration_limit=plan.migration_limit,
+                    deadline_s=self._deadline_s,
                 )
                 self._dispatched.append(dispatched)
                 self._metrics.routed(plan.model, dispatched.facts)

@@ -35,6 +35,8 @@ class Plan:
     echoes: tuple[str, ...] | None = None
     """For each answer the prompt to begin it with."""
     session_id: str | None = None
+    migration_limit: int | None = None
+    """How often an answer may change its worker, if the client says so."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -129,7 +131,16 @@ def _plan(
     hashes = tuple(
         None if salted else prompt.sequence_hashes for prompt in prompts for _ in range(answers)
     )
-    return Plan(model, text, tuple(requests), hashes, rules, answers, session_id=session_id)
+    return Plan(
+        model,
+        text,
+        tuple(requests),
+        hashes,
+        rules,
+        answers,
+        session_id=session_id,
+        migration_limit=request.migration_limit,
+    )
 
 
 def _own_id(request_id: str, number: int, count: int) -> str:

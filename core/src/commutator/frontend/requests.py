@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from attrs import frozen
 
 from commutator.frontend.fields import MAX_INT, Items, Off, OneOf, PromptList, TokenId, TokenIds
-from commutator.schema import Bounds, Fraction, PositiveInt, setting
+from commutator.schema import Bounds, Fraction, NonNegativeInt, PositiveInt, setting
 
 __all__ = [
     "ChatMessage",
@@ -129,6 +129,11 @@ class GenerationRequest:
     )
     priority: Annotated[int, Bounds(minimum=-MAX_INT, maximum=MAX_INT)] | None = setting(
         "Lower is served earlier; 0 by default.", None
+    )
+    migration_limit: NonNegativeInt | None = setting(
+        "How often the answer may go on at another worker when one is lost; lowers the "
+        "deployment's own limit.",
+        None,
     )
     session_id: str | None = setting(
         "Requests of one session prefer one worker, where the routing policy cares.", None

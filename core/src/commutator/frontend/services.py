@@ -17,6 +17,7 @@ from commutator.frontend.prompt_cache import prompt_cache
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
+from commutator.routing.moves import MigrationObserver
 from commutator.routing.route import RouteFacts
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache
@@ -30,6 +31,9 @@ class Dispatched(Protocol):
 
     @property
     def worker_id(self) -> str: ...
+
+    @property
+    def worker_ids(self) -> Sequence[str]: ...
 
     @property
     def facts(self) -> RouteFacts: ...
@@ -70,9 +74,13 @@ class RequestDispatcher(Protocol):
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
+        migration_limit: int | None = None,
+        deadline_s: float | None = None,
     ) -> Dispatched: ...
 
     def watch_waiting(self, heard: Callable[[int], None]) -> None: ...
+
+    def watch_migrations(self, observer: MigrationObserver) -> None: ...
 
     def waiting(self, model: str) -> int: ...
 
@@ -101,6 +109,7 @@ class Services:
         self.metrics.watch_limiter(lambda: queue.running, lambda: queue.waiting)
         self.metrics.load_peers.set_function(self.dispatcher.load_peers)
         self.dispatcher.watch_waiting(self.limiter.stepped)
+        self.dispatcher.watch_migrations(self.metrics)
         for name in self.models:
             self.metrics.watch_router_queue(name, partial(self.dispatcher.waiting, name))
         self.prompt_caches = {

@@ -164,6 +164,19 @@ class FrontendMetrics:
             registry=registry,
         )
 
+        self.migrations = Counter(
+            "commutator_migrations",
+            "Answers that went on at another worker, by what became of the one before.",
+            ("model", "reason"),
+            registry=registry,
+        )
+        self.migrated_tokens = Counter(
+            "commutator_migrated_tokens",
+            "Tokens of prompts and answers computed again because their worker was lost.",
+            ("model",),
+            registry=registry,
+        )
+
     def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the two gauges from the limiter whenever they are scraped."""
         self.active.set_function(running)
@@ -172,6 +185,12 @@ class FrontendMetrics:
     def watch_router_queue(self, model: str, waiting: Callable[[], float]) -> None:
         """Read the queue's length whenever it is scraped."""
         self._of(self.router_queue, model).set_function(waiting)
+
+    def migrated(self, model: str, reason: str) -> None:
+        self._of(self.migrations, model, reason).inc()
+
+    def recomputed(self, model: str, tokens: int) -> None:
+        self._of(self.migrated_tokens, model).inc(tokens)
 
     def request_rejected(self, model: str, reason: str) -> None:
         self._of(self.rejected, model, reason).inc()

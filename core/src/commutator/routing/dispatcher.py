@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from attrs import frozen
 
@@ -14,9 +14,10 @@ from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import candidate_id
-from commutator.routing.dispatch import Dispatch
+from commutator.routing.dispatch import Dispatch, Surroundings
 from commutator.routing.event_health import EventWarning
 from commutator.routing.load import InFlightLoad
+from commutator.routing.moves import DispatchLimits, MigrationObserver
 from commutator.routing.placer import Placed, Placer
 from commutator.routing.pool import ModelPool
 from commutator.routing.view import LiveWorker, WorkerView
@@ -57,7 +58,9 @@ class Dispatcher:
             model: Placer(model, pool, self._view, self.load, busy, self._waits)
             for model, pool in self._pools.items()
         }
+        self._migration = config.migration
         self._when_waiting: Callable[[int], None] | None = None
+        self._migrations: MigrationObserver | None = None
 
     def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool[CacheView]:
         policy = self._host.routers.kinds[config.kind].thing(config)
@@ -67,6 +70,10 @@ class Dispatcher:
     def watch_waiting(self, heard: Callable[[int], None]) -> None:
         """``heard`` gets 1 when a request begins to wait for a worker, -1 when that ends."""
         self._when_waiting = heard
+
+    def watch_migrations(self, observer: MigrationObserver) -> None:
+        """``observer`` is told of every request that changes its worker."""
+        self._migrations = observer
 
     def waiting(self, model: str) -> int:
         """Requests that wait because every worker is busy."""
@@ -130,8 +137,8 @@ class Dispatcher:
     async def worker_up(self, record: WorkerRecord) -> None:
         """The registry has a new worker, or a change of a known one."""
         known = self._view.get(record.worker_id)
-        if known is not None and known.record.address == record.address:
-            self._view.set_draining(record.worker_id, record.draining)
+        if known is not None and known.record.address == record.address and known.announced:
+            self._set_draining(known, record.draining)
             return
         config = self._engines.get(record.engine)
         if config is None:
@@ -139,21 +146,33 @@ class Dispatcher:
                       record.worker_id, record.engine)  # fmt: skip
             return
         connector = self._host.engines.kinds[config.kind].thing
-        await self._view.put(record, connector.connect(config, record.address))
+        worker = await self._view.put(record, connector.connect(config, record.address))
         if (cache := self._cache(record.model)) is not None:
             await cache.add(record)
-        self._host.worker_up(record)
+        worker.announced = True
+        if not record.draining:
+            self._host.worker_up(record)
+
+    def _set_draining(self, worker: LiveWorker, draining: bool) -> None:
+        if worker.record.draining == draining:
+            return
+        self._view.set_draining(worker.record.worker_id, draining)
+        if draining:
+            self._host.worker_down(worker.record, "draining")
+        else:
+            self._host.worker_up(worker.record)
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
-        """The registry lost a worker; its running requests fail at once."""
-        worker = await self._view.remove(worker_id)
+        """The registry lost a worker; its running requests go elsewhere, or fail, at once."""
+        worker = await self._view.remove(worker_id, reason)
         if worker is not None:
             pool = self._pools.get(worker.record.model)
             if pool is not None:
                 pool.policy.forget(worker_id)
             if (cache := self._cache(worker.record.model)) is not None:
                 await cache.remove(worker_id)
-            self._host.worker_down(worker.record, reason)
+            if not worker.record.draining:  # otherwise it left routing before
+                self._host.worker_down(worker.record, reason)
 
     async def dispatch(
         self,
@@ -163,12 +182,16 @@ class Dispatcher:
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
+        migration_limit: int | None = None,
+        deadline_s: float | None = None,
     ) -> Dispatch:
         """Pick a worker and send the request; the tokens come from the result.
 
         ``sequence_hashes`` are those of the prompt's full blocks for the request's adapter, if
         they were made already; see ``hashed_block_size``. While every worker is busy the request
-        waits, unless it may not; see ``Placer.place``, also for the errors.
+        waits, unless it may not; see ``Placer.place``, also for the errors. ``migration_limit``
+        lowers that of the configuration; after ``deadline_s``, by the event loop's clock, no other
+        worker is tried.
         """
         summary = RequestSummary(
             request_id=request.request_id,
@@ -185,8 +208,18 @@ class Dispatcher:
             self._host.request_failed(summary, error)
             raise
         self._host.request_routed(summary, placed.route.decision)
-        cache = self._cache(model)
-        return Dispatch(summary, request, placed, cache, self._view, self.load, self._host)
+        around = Surroundings(
+            self._cache(model),
+            self._view,
+            self.load,
+            self._host,
+            self._place_again,
+            self._migrations,
+        )
+        most = self._migration.limit
+        limit = most if migration_limit is None else min(most, migration_limit)
+        limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
+        return Dispatch(summary, request, placed, around, limits)
 
     async def _place(
         self,
@@ -197,6 +230,19 @@ class Dispatcher:
     ) -> Placed:
         hashes = self._pools[summary.model].hashes(request) if known is None else known
         return await self._placers[summary.model].place(summary, hashes, may_wait=may_wait)
+
+    async def _place_again(
+        self, summary: RequestSummary, request: GenerateRequest, avoid: Collection[LiveWorker]
+    ) -> Placed:
+        """A worker that is not among ``avoid`` and can go on with the answer. Does not wait."""
+        begun = request.generated_prefix > 0
+
+        def usable(worker: LiveWorker) -> bool:
+            return worker not in avoid and (worker.record.info.continues_answers or not begun)
+
+        hashes = self._pools[summary.model].hashes(request)
+        placer = self._placers[summary.model]
+        return await placer.place(summary, hashes, may_wait=False, usable=usable)
 
     def _wake(self) -> None:
         for placer in self._placers.values():

@@ -17,7 +17,7 @@ from commutator.routing.busy import describe_busy
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.pool import ModelPool
 from commutator.routing.route import Route
-from commutator.routing.view import WorkerView
+from commutator.routing.view import LiveWorker, WorkerView
 from commutator.types import RequestSummary
 
 __all__ = ["Placed", "Placer"]
@@ -66,19 +66,24 @@ class Placer:
             self._admission.wake()
 
     async def place(
-        self, summary: RequestSummary, hashes: Sequence[int], *, may_wait: bool
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        *,
+        may_wait: bool,
+        usable: Callable[[LiveWorker], bool] | None = None,
     ) -> Placed:
         """Pick a worker that can be reached.
 
         While all are busy the request waits, unless it may not: then it gets a busy one. A worker
         whose connection turns out to be dead is left out and the policy asked again. Raises
         RoutingError when no worker is ready, and its subclass OverloadedError when one has waited
-        too long or too many do.
+        too long or too many do. ``usable`` leaves workers out; then it never waits.
         """
-        if self._admission is not None and may_wait:
+        if self._admission is not None and may_wait and usable is None:
             return await self._place_in_turn(self._admission, summary, hashes)
         while True:
-            placed = self._take_any(summary, hashes)
+            placed = self._take_any(summary, hashes, usable)
             if await self._reachable(placed):
                 return placed
 
@@ -97,8 +102,13 @@ class Placer:
                 return evolve(placed, route=evolve(placed.route, waited_s=waited_s))
             again = True
 
-    def _take_any(self, summary: RequestSummary, hashes: Sequence[int]) -> Placed:
-        workers = self._view.routable(self._model)
+    def _take_any(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Callable[[LiveWorker], bool] | None,
+    ) -> Placed:
+        workers = [w for w in self._view.routable(self._model) if usable is None or usable(w)]
         if not workers:
             raise self._none_ready()
         return self._taken(summary, self._pool.route(summary, hashes, workers))

@@ -27,6 +27,10 @@ class LiveWorker:
     client: EngineClient
     connected: bool = False
     reconnecting: asyncio.Task[None] | None = None
+    gone: str | None = None
+    """Why it left the view, once it has."""
+    announced: bool = False
+    """Whether everybody was told of it; not if that was cut short."""
 
     @property
     def routable(self) -> bool:
@@ -51,38 +55,39 @@ class WorkerView:
         """Workers that can take a request for ``model``, ordered by worker id."""
         return [w for w in self._workers.values() if w.record.model == model and w.routable]
 
-    async def put(self, record: WorkerRecord, client: EngineClient) -> None:
+    async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
         """Add a worker, or replace one of the same id, and connect to it."""
         old = self._workers.pop(record.worker_id, None)
         worker = LiveWorker(record, client)
         self._workers[record.worker_id] = worker
         self._workers = dict(sorted(self._workers.items()))
         if old is not None:
-            await _dismiss(old)
+            await _dismiss(old, "replaced")
         await self._connect(worker)
-        if not worker.connected and self._workers.get(record.worker_id) is worker:
+        if not worker.connected:
             self.lost(worker)
+        return worker
 
     def set_draining(self, worker_id: str, draining: bool) -> None:
         if (worker := self._workers.get(worker_id)) is not None:
             worker.record = evolve(worker.record, draining=draining)
             self._on_routable()
 
-    async def remove(self, worker_id: str) -> LiveWorker | None:
+    async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            await _dismiss(worker)
+            await _dismiss(worker, reason)
         return worker
 
     def lost(self, worker: LiveWorker) -> None:
         """The connection failed: route around the worker, and try to reach it again."""
         worker.connected = False
-        if worker.reconnecting is None:
+        if worker.reconnecting is None and worker.gone is None:
             worker.reconnecting = asyncio.create_task(self._reconnect(worker))
 
     async def close(self) -> None:
         for worker_id in list(self._workers):
-            await self.remove(worker_id)
+            await self.remove(worker_id, "the front door ends")
 
     async def _connect(self, worker: LiveWorker) -> None:
         try:
@@ -103,8 +108,9 @@ class WorkerView:
         worker.reconnecting = None
 
 
-async def _dismiss(worker: LiveWorker) -> None:
+async def _dismiss(worker: LiveWorker, reason: str) -> None:
     worker.connected = False
+    worker.gone = reason
     if worker.reconnecting is not None:
         worker.reconnecting.cancel()
     await worker.client.close()

@@ -132,6 +132,67 @@ class EngineContract:
         assert await sample(1) == await sample(1)
         assert len({tuple(await sample(seed)) for seed in range(4)}) > 1
 
+    async def _continued(
+        self, client: EngineClient, request: GenerateRequest, done: Sequence[int]
+    ) -> list[TokenDelta]:
+        """What comes after ``done``, which another worker is said to have generated."""
+        if not (await client.start()).continues_answers:
+            pytest.skip("this engine does not continue answers that another worker began")
+        token_ids = [*request.token_ids, *done]
+        return await collect(
+            client, evolve(request, token_ids=token_ids, generated_prefix=len(done))
+        )
+
+    async def test_an_answer_that_another_began_goes_on(self, client: EngineClient) -> None:
+        request = make_request("a", self.tokenized_prompt)
+        whole = tokens(await collect(client, request))
+        for count in (1, 5, len(whole) - 1):
+            rest = await self._continued(client, request, whole[:count])
+            assert tokens(rest) == whole[count:]
+            assert rest[-1].finish_reason is FinishReason.LENGTH
+            assert rest[0].cached_tokens is not None
+        await self._until_idle(client)
+
+    async def test_a_seeded_answer_goes_on_as_it_would_have(self, client: EngineClient) -> None:
+        self._needs("sampling")
+        sampling = evolve(
+            GREEDY,
+            max_tokens=24,
+            min_tokens=24,
+            temperature=1.5,
+            seed=7,
+            presence_penalty=0.7,
+            frequency_penalty=0.3,
+            repetition_penalty=1.2,
+        )
+        request = make_request("s", self.tokenized_prompt, sampling)
+        whole = tokens(await collect(client, request))
+        for count in (1, 10, 23):
+            assert tokens(await self._continued(client, request, whole[:count])) == whole[count:]
+
+    async def test_a_continued_answer_stops_where_it_would_have(self, client: EngineClient) -> None:
+        self._needs("stop_tokens")
+        greedy = tokens(await collect(client, make_request("a", self.tokenized_prompt)))
+        sampling = evolve(GREEDY, stop_token_ids=(greedy[4],), max_tokens=8)
+        whole = await collect(client, make_request("b", self.tokenized_prompt, sampling))
+        count = max(1, len(tokens(whole)) // 2)
+        request = make_request("c", self.tokenized_prompt, sampling)
+        if count < len(tokens(whole)):
+            rest = await self._continued(client, request, tokens(whole)[:count])
+            assert tokens(rest) == tokens(whole)[count:]
+            assert rest[-1].finish_reason is whole[-1].finish_reason
+            assert rest[-1].stop_reason == whole[-1].stop_reason
+
+    async def test_logprobs_of_a_continued_answer_are_its_own(self, client: EngineClient) -> None:
+        self._needs("logprobs")
+        request = make_request("a", self.tokenized_prompt, evolve(GREEDY, top_logprobs=2))
+        whole = [entry for d in await collect(client, request) for entry in d.logprobs]
+        done = [entry.token_id for entry in whole[:4]]
+        rest = [e for d in await self._continued(client, request, done) for e in d.logprobs]
+        assert [entry.token_id for entry in rest] == [entry.token_id for entry in whole[4:]]
+        for entry, expected in zip(rest, whole[4:], strict=True):
+            assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)
+
     async def test_a_stop_token_ends_the_answer(self, client: EngineClient) -> None:
         self._needs("stop_tokens")
         greedy = tokens(await collect(client, make_request("a", self.tokenized_prompt)))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 
-from attrs import define
+from attrs import define, evolve
 
 from commutator.engine import Emit, TokenEngine
 from commutator.errors import EngineOverloadedError, RequestError
@@ -99,6 +99,7 @@ class SimEngine(TokenEngine):
             kv_capacity_blocks=config.kv_capacity_blocks,
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
+            continues_answers=True,
         )
 
     def submit(self, key: int, request: GenerateRequest) -> None:
@@ -160,13 +161,7 @@ class SimEngine(TokenEngine):
             )
         if request.sampling.max_tokens < 1:
             raise RequestError("max_tokens: expected at least 1")
-        answer = plan_answer(
-            request.token_ids,
-            request.sampling,
-            room=self._max_model_len - length,
-            natural_tokens=config.answer_tokens,
-            text=self._text,
-        )
+        answer = self._answer_to(request)
         token_ids = [*request.token_ids, *answer.token_ids]
         if not config.prefix_caching:
             return _Stream(answer, token_ids, (), request)
@@ -176,6 +171,26 @@ class SimEngine(TokenEngine):
         except OverflowError as error:
             raise RequestError(f"a token id is out of range: {error}") from error
         return _Stream(answer, token_ids, keys, request)
+
+    def _answer_to(self, request: GenerateRequest) -> Answer:
+        """What is left to say: the answer to the prompt, less what another worker said of it."""
+        done = request.generated_prefix
+        prompt_length = len(request.token_ids) - done
+        if not (done >= 0 < prompt_length):
+            raise RequestError(f"generated_prefix: {done} of {len(request.token_ids)} tokens")
+        answer = plan_answer(
+            request.token_ids[:prompt_length],
+            request.sampling,
+            room=self._max_model_len - prompt_length,
+            natural_tokens=self._config.answer_tokens,
+            text=self._text,
+        )
+        if done >= len(answer.token_ids):
+            raise RequestError(
+                f"generated_prefix: the answer has only {len(answer.token_ids)} tokens, and {done} "
+                "are said to be there already"
+            )
+        return evolve(answer, token_ids=answer.token_ids[done:])
 
     # ----------------------------------------------------------------------- time
 

@@ -1,0 +1,65 @@
+"""A request on one of the workers that serve it: its stream, and its share of the load."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from commutator.errors import EngineError, EngineIncompleteError, EngineUnavailableError
+from commutator.routing.cache_view import CacheView
+from commutator.routing.load import InFlightLoad
+from commutator.routing.placer import Placed
+from commutator.types import GenerateRequest, TokenDelta
+
+__all__ = ["Leg"]
+
+
+class Leg:
+    """Begun when it is made. ``release`` it on every way out."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placed: Placed,
+        cache: CacheView | None,
+        load: InFlightLoad,
+    ) -> None:
+        route = self.route = placed.route
+        self.worker = route.worker
+        self.ticket = placed.ticket
+        self.recomputes = 0
+        """Tokens whose KV another worker had, as far as this one has not said that it has it."""
+        self._cache = cache
+        self._load = load
+        # An engine's events may leave the salt out, so nothing is expected of them then.
+        self._salted = request.cache_salt is not None
+        self._released = False
+        record = self.worker.record
+        if cache is not None:
+            cache.routed(record, route.sequence_hashes)
+        if record.info.data_parallel_size > 1:
+            request = evolve(request, data_parallel_rank=route.candidate.rank)
+        self.stream = self.worker.client.generate(request)
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.record.worker_id
+
+    def account(self, delta: TokenDelta) -> None:
+        """The worker sent this."""
+        if delta.token_ids:
+            if self.ticket.prefilling and self._cache is not None and not self._salted:
+                self._cache.computed(self.worker_id, self.route.sequence_hashes)
+            self._load.progress(self.ticket, len(delta.token_ids))
+
+    def cut_off(self) -> EngineError:
+        """Why the stream ended although the answer did not."""
+        if (reason := self.worker.gone) is not None:
+            return EngineUnavailableError(f"worker {self.worker_id} is gone: {reason}")
+        text = f"worker {self.worker_id} ended the stream without a finish reason"
+        return EngineIncompleteError(text)
+
+    def release(self) -> None:
+        """Give the load back. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._load.release(self.ticket)
