@@ -47,6 +47,8 @@ class TierSetup:
     max_bytes_per_s: float | None = None
     in_flight_bytes: int = 32 << 20
     breaker: Breaker = field(factory=Breaker)
+    wrap_io: Callable[[BlockIo], BlockIo] = lambda io: io
+    """Put around the moves, within all that guards them: for faults on purpose, or to measure."""
 
     @property
     def framed(self) -> bool:
@@ -94,7 +96,7 @@ def build_io(
 ) -> tuple[BlockIo, TierMover]:
     """The tier's I/O for blocks of ``arena``, in all its wrappers.
 
-    From the inside: the moves, retries, the bandwidth limit, the breaker.
+    From the inside: the moves, retries, the breaker, the bandwidth limit.
     """
     io: BlockIo
     if setup.is_direct(arena.memory, arena):
@@ -105,8 +107,12 @@ def build_io(
         local = LocalMover(agent, arena.memory)
         io = StagedIo(mover, local, staging, framed=setup.framed, codecs=setup.codecs)
     io = RetryIo(
-        io, max_attempts=setup.max_attempts, backoff_s=setup.retry_backoff_s, budget=budget
+        setup.wrap_io(io),
+        max_attempts=setup.max_attempts,
+        backoff_s=setup.retry_backoff_s,
+        budget=budget,
     )
+    io = BreakerIo(io, setup.breaker)
     if setup.max_bytes_per_s is not None:
         io = BandwidthLimit(io, setup.max_bytes_per_s)
-    return BreakerIo(io, setup.breaker), mover
+    return io, mover

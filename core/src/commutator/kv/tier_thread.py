@@ -32,6 +32,7 @@ class JobUrgency(IntEnum):
     MAKE_ROOM = 2
     OFFLOAD = 3
     PREFETCH = 4
+    VERIFY = 5
 
 
 Job = Callable[[TierWorker | None], Generator[None, None, None]]
@@ -153,7 +154,7 @@ class TierThread:
     def _fail_all(self) -> None:
         with self._changed:
             jobs, self._jobs = self._jobs, []
-        for _, _, job in jobs:
+        for _, _, job in sorted(jobs, key=lambda job: job[:2]):
             try:
                 if callable(job):
                     for _ in job(None):

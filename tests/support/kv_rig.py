@@ -1,0 +1,211 @@
+"""A small engine around the real KV service: an arena, the bytes that each block must have."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from random import Random
+from typing import Any, Self
+
+from commutator.config.kinds import config_converter
+from commutator.config.model import TierConfig
+from commutator.engine.tiers import make_tiers
+from commutator.kv import KvEvent, KvService, Offer, PrefillSpeed
+from commutator.kv.arena import BlockArena
+from commutator.kv.counters import TierState
+from commutator.kv.tier_setup import TierSetup
+from commutator.plugins import PluginHost, load_plugins
+from commutator.schema import structure
+from commutator.transfer import Memory
+
+__all__ = ["BLOCK_BYTES", "BLOCK_TOKENS", "KvRig", "chain", "content", "host", "setups", "wait_for"]
+
+BLOCK_BYTES = 4096
+BLOCK_TOKENS = 4
+IDENTITY = "ab" * 32
+UNKNOWN_SPEED = PrefillSpeed(tokens_per_s=None, block_size=BLOCK_TOKENS)
+
+
+@cache
+def host() -> PluginHost:
+    return load_plugins()
+
+
+def setups(*tiers: Mapping[str, Any], worker: str = "w0") -> tuple[TierSetup, ...]:
+    """Tiers from entries as they stand under ``tiers`` in the configuration."""
+    converter = config_converter(host())
+    configs = [structure(converter, dict(tier), TierConfig) for tier in tiers]
+    return make_tiers(configs, host(), worker)
+
+
+def chain(name: int, length: int) -> list[bytes]:
+    """The keys of a prompt's blocks."""
+    return [hashlib.sha256(b"%d/%d" % (name, index)).digest() for index in range(length)]
+
+
+def content(key: bytes, size_bytes: int = BLOCK_BYTES) -> bytes:
+    """The bytes of a block; half of them compress."""
+    half = Random(key).randbytes(size_bytes // 2)
+    return half + bytes(size_bytes - len(half))
+
+
+def wait_for(what: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Raise AssertionError when it does not become true."""
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.002)
+
+
+class KvRig:
+    """Every device block is either here or the service's; what is loaded is compared."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSetup],
+        *,
+        blocks: int = 64,
+        block_bytes: int = BLOCK_BYTES,
+        wake: Callable[[], None] = lambda: None,
+        start: bool = True,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._memory = mmap.mmap(-1, block_bytes * blocks)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.service = KvService(
+            tiers,
+            BlockArena(memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=blocks),
+            block_size=BLOCK_TOKENS,
+            identity=IDENTITY,
+            agent_name=f"rig-{uuid.uuid4().hex}",
+            wake=wake,
+        )
+        self.free = list(range(blocks))
+        self.lent: Counter[int] = Counter()
+        self.loads: dict[str, tuple[list[bytes], list[int]]] = {}
+        self.finished: dict[str, int] = {}
+        self.events: list[KvEvent] = []
+        self._numbers = 0
+        if start:
+            self.service.start()
+
+    def offer(self, keys: Sequence[bytes], *, evicting: bool = False) -> None:
+        """Compute a chain and offer it."""
+        blocks = [self._take() for _ in keys]
+        for key, block in zip(keys, blocks, strict=True):
+            self._memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content(
+                key, self.block_bytes
+            )
+        self.lent.update(blocks)
+        offers = [
+            Offer(
+                key=key,
+                parent=keys[index - 1] if index else None,
+                token_ids=tuple(key[:BLOCK_TOKENS]),
+            )
+            for index, key in enumerate(keys)
+        ]
+        (self.service.evicting if evicting else self.service.offer)(offers, blocks)
+
+    def plan(self, keys: Sequence[bytes]) -> tuple[str, int]:
+        """A load's id, and how many blocks it has; asks as long as the service does."""
+        self._numbers += 1
+        load_id = f"load-{self._numbers}"
+        planned: list[int] = []
+
+        def answered() -> bool:
+            self.poll()
+            count = self.service.plan(load_id, keys, 0, UNKNOWN_SPEED)
+            planned.extend([] if count is None else [count])
+            return bool(planned)
+
+        wait_for(answered)
+        return load_id, planned[0]
+
+    def begin(self, keys: Sequence[bytes]) -> str | None:
+        """Begin to load what is there of a chain."""
+        load_id, count = self.plan(keys)
+        if not count:
+            return None
+        if count > len(self.free):
+            self.service.drop(load_id)
+            return None
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            start = block * self.block_bytes
+            self._memory[start : start + self.block_bytes] = b"\xee" * self.block_bytes
+        self.lent.update(blocks)
+        self.loads[load_id] = list(keys[:count]), blocks
+        self.service.start_load(load_id, blocks)
+        return load_id
+
+    def load(self, keys: Sequence[bytes], timeout_s: float = 20.0) -> int:
+        """How many of the first blocks of a chain came back, and are what they were."""
+        load_id = self.begin(keys)
+        if load_id is None:
+            return 0
+        wait_for(lambda: self.poll() or load_id in self.finished, timeout_s)
+        return self.finished[load_id]
+
+    def poll(self) -> None:
+        """Take what the service has, and compare what it loaded."""
+        polled = self.service.poll()
+        self.events += polled.events
+        for load in polled.loads:
+            keys, blocks = self.loads.pop(load.load_id)
+            self.finished[load.load_id] = load.blocks
+            for key, block in zip(keys[: load.blocks], blocks, strict=False):
+                assert self.bytes_of(block) == content(key, self.block_bytes), "another block"
+        for block in polled.released:
+            self.lent[block] -= 1
+            assert self.lent[block] >= 0, f"block {block} was given back twice"
+            if not self.lent[block]:
+                self.free.append(block)
+
+    def bytes_of(self, block: int) -> bytes:
+        return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def settle(self, timeout_s: float = 20.0) -> None:
+        """Wait until nothing goes on: then every block must be back."""
+
+        def settled() -> bool:
+            self.poll()
+            return self.service.idle and not self.loads
+
+        wait_for(settled, timeout_s)
+        wait_for(lambda: self.poll() or not +self.lent, timeout_s)
+        self.service.check_integrity()
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Offer a chain, and wait."""
+        self.offer(keys)
+        self.settle()
+
+    def tier(self, name: str) -> TierState:
+        """A tier's state and counters."""
+        return next(tier for tier in self.service.statistics().tiers if tier.name == name)
+
+    def stored(self, source: str, target: str) -> int:
+        return self.service.statistics().edge(source, target).stored
+
+    def failed(self, source: str, target: str) -> Mapping[str, int]:
+        return self.service.statistics().edge(source, target).failed
+
+    def close(self) -> None:
+        self.service.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self) -> int:
+        wait_for(lambda: self.free or self.poll() or self.free)
+        return self.free.pop()

@@ -1,0 +1,237 @@
+"""Retries, the circuit breaker and the bandwidth limit, with a clock that stands still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator.kv.guards import (
+    BandwidthLimit,
+    Breaker,
+    BreakerIo,
+    BreakerState,
+    RetryBudget,
+    RetryIo,
+)
+from commutator.kv.load_result import LoadResult
+from commutator.kv.tier import Stored
+from commutator.transfer import Span
+
+LOADED, FAILED = LoadResult.LOADED, LoadResult.FAILED
+CORRUPT, MISSING = LoadResult.CORRUPT, LoadResult.MISSING
+WRITTEN, UNWRITTEN = True, Unstored("the disk is away")
+SPOILED = Unstored("not what it was", corrupt_source=True)
+Outcome = LoadResult | bool | Unstored
+
+
+def stored(slot: int, size_bytes: int = 100) -> Stored:
+    return Stored(key=slot.to_bytes(32, "big"), slot=slot, size_bytes=size_bytes, checksum=0)
+
+
+def to_load(count: int) -> list[LoadBlock]:
+    return [LoadBlock(stored=stored(slot), local=Span(slot, 100)) for slot in range(count)]
+
+
+def to_store(count: int) -> list[StoreBlock]:
+    return [
+        StoreBlock(
+            key=slot.to_bytes(32, "big"), parent=None, token_ids=(), slot=slot, local=Span(0, 100)
+        )
+        for slot in range(count)
+    ]
+
+
+class Script(BlockIo):
+    """Answers each call with the next list of outcomes; remembers the slots it was asked for."""
+
+    def __init__(self, *answers: Sequence[Outcome]) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[int]] = []
+
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+        self.asked.append([block.slot for block in blocks])
+        outcomes = zip(blocks, self.answers.pop(0), strict=True)
+        return [one if isinstance(one, Unstored) else stored(block.slot) for block, one in outcomes]
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        self.asked.append([block.stored.slot for block in blocks])
+        answer = self.answers.pop(0)
+        assert len(answer) == len(blocks)
+        return [LoadResult(one) for one in answer]
+
+
+class Explodes(BlockIo):
+    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+        raise RuntimeError("a bug")
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        raise RuntimeError("a bug")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.slept.append(pause_s)
+        self.now_s += pause_s
+
+
+def soon(timeout_s: float = 60.0, cancelled: Callable[[], bool] = lambda: False) -> IoContext:
+    return IoContext(time.monotonic() + timeout_s, cancelled)
+
+
+def retrying(script: Script, attempts: int, budget: RetryBudget, clock: Clock) -> RetryIo:
+    return RetryIo(script, max_attempts=attempts, backoff_s=0.1, budget=budget, sleep=clock.sleep)
+
+
+def test_only_what_failed_is_tried_again_and_each_result_stays_with_its_block() -> None:
+    script = Script([LOADED, FAILED, MISSING, FAILED, CORRUPT], [FAILED, LOADED], [LOADED])
+    clock = Clock()
+    io = retrying(script, 3, RetryBudget(), clock)
+    assert io.load(to_load(5), soon()) == [LOADED, LOADED, MISSING, LOADED, CORRUPT]
+    assert script.asked == [[0, 1, 2, 3, 4], [1, 3], [1]]
+    assert clock.slept == [0.1, 0.2]
+
+
+def test_a_corrupt_source_is_not_written_again() -> None:
+    script = Script([SPOILED, UNWRITTEN, WRITTEN], [WRITTEN])
+    results = retrying(script, 2, RetryBudget(), Clock()).store(to_store(3), soon())
+    assert results == [SPOILED, stored(1), stored(2)]
+    assert script.asked == [[0, 1, 2], [1]]
+
+
+def test_retries_end_with_their_budget_and_successes_earn_more() -> None:
+    budget = RetryBudget(ratio=0.5, most=4, saved=1)
+    script = Script([FAILED] * 3, [FAILED], [FAILED] * 3, [LOADED] * 6, [FAILED] * 5, [FAILED] * 3)
+    io = retrying(script, 2, budget, Clock())
+    assert io.load(to_load(3), soon()) == [FAILED] * 3
+    assert io.load(to_load(3), soon()) == [FAILED] * 3
+    assert script.asked[1:] == [[0], [0, 1, 2]], "nothing was left for the second call"
+    io.load(to_load(6), soon())
+    assert budget.saved == 3
+    io.load(to_load(5), soon())
+    assert script.asked[-1] == [0, 1, 2]
+
+
+def test_the_budget_is_bounded() -> None:
+    budget = RetryBudget(ratio=1, most=4, saved=0)
+    budget.earned(1000)
+    assert budget.take(1000) == 4
+    assert budget.take(1) == 0
+
+
+@pytest.mark.parametrize(
+    "context", [soon(0.05), soon(cancelled=lambda: True)], ids=["too late", "cancelled"]
+)
+def test_nothing_is_tried_again_in_vain(context: IoContext) -> None:
+    script = Script([FAILED])
+    assert retrying(script, 3, RetryBudget(), Clock()).load(to_load(1), context) == [FAILED]
+
+
+def test_the_breaker_opens_tries_once_and_waits_longer_each_time() -> None:
+    breaker = Breaker(max_failures=2, pause_s=1, max_pause_s=3)
+    breaker.failed(0.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    breaker.failed(0.0)
+    assert not breaker.allows(0.9)
+    now_s = 0.0
+    for pause_s in (1.0, 2.0, 3.0, 3.0):
+        assert breaker.state(now_s + pause_s - 0.01) is BreakerState.OPEN
+        now_s += pause_s
+        assert breaker.state(now_s) is BreakerState.HALF_OPEN
+        assert breaker.allows(now_s)
+        assert not breaker.allows(now_s), "one job at a time is the trial"
+        breaker.failed(now_s)
+    assert breaker.allows(now_s + 3)
+    breaker.succeeded()
+    assert breaker.state(now_s + 3) is BreakerState.CLOSED
+    breaker.failed(now_s + 3)
+    assert breaker.allows(now_s + 3), "it counts from zero again"
+
+
+def test_a_trial_that_nobody_wanted_any_more_is_followed_by_another() -> None:
+    breaker = Breaker(max_failures=1, pause_s=1)
+    breaker.failed(0.0)
+    assert breaker.allows(1.0)
+    breaker.given_up()
+    assert breaker.allows(1.0)
+
+
+def test_one_block_that_gets_through_keeps_the_breaker_closed() -> None:
+    script = Script(*([[FAILED, LOADED]] * 4), [FAILED, FAILED])
+    breaker = Breaker(max_failures=1)
+    io = BreakerIo(script, breaker, clock=Clock())
+    for _ in range(4):
+        io.load(to_load(2), soon())
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    io.load(to_load(2), soon())
+    assert breaker.state(0.0) is BreakerState.OPEN
+    assert io.load(to_load(2), soon()) == [FAILED, FAILED]
+    results = io.store(to_store(1), soon())
+    assert isinstance(results[0], Unstored)
+    assert len(script.asked) == 5, "an open breaker lets nothing through"
+
+
+def test_corrupt_blocks_and_spoiled_sources_do_not_open_the_breaker() -> None:
+    script = Script([CORRUPT], [MISSING], [SPOILED])
+    breaker = Breaker(max_failures=1)
+    io = BreakerIo(script, breaker, clock=Clock())
+    io.load(to_load(1), soon())
+    io.load(to_load(1), soon())
+    io.store(to_store(1), soon())
+    assert breaker.state(0.0) is BreakerState.CLOSED
+
+
+def test_cancelled_jobs_do_not_open_the_breaker() -> None:
+    breaker = Breaker(max_failures=1)
+    io = BreakerIo(Script([FAILED]), breaker, clock=Clock())
+    io.load(to_load(1), soon(cancelled=lambda: True))
+    assert breaker.state(0.0) is BreakerState.CLOSED
+
+
+def test_a_trial_that_raises_is_a_failed_one() -> None:
+    clock = Clock()
+    breaker = Breaker(max_failures=1, pause_s=1)
+    io = BreakerIo(Explodes(), breaker, clock=clock)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            io.load(to_load(1), soon())
+        assert breaker.state(clock.now_s) is BreakerState.OPEN
+        clock.now_s += 10
+    with pytest.raises(RuntimeError):
+        io.store(to_store(1), soon())
+    clock.now_s += 10
+    assert breaker.state(clock.now_s) is BreakerState.HALF_OPEN
+
+
+def test_the_bandwidth_limit_spreads_jobs_over_time() -> None:
+    clock = Clock()
+    script = Script([LOADED] * 10, [WRITTEN] * 5, [LOADED])
+    io = BandwidthLimit(script, 1000, clock=clock, sleep=clock.sleep)
+    io.load(to_load(10), soon())
+    io.store(to_store(5), soon())
+    io.load(to_load(1), soon())
+    assert clock.slept == [1.0, 0.5], "1000 bytes, then 500, at 1000 bytes a second"
+    clock.now_s += 10
+    script.answers.append([LOADED])
+    io.load(to_load(1), soon())
+    assert len(clock.slept) == 2, "time that was not used does not add up, nor is it waited for"
+
+
+def test_what_the_limit_leaves_no_time_for_fails_untried_and_costs_nothing() -> None:
+    clock = Clock()
+    script = Script([LOADED] * 10, [LOADED])
+    io = BandwidthLimit(script, 100, clock=clock, sleep=clock.sleep)
+    io.load(to_load(10), soon())
+    assert io.load(to_load(1), soon(5)) == [FAILED]
+    assert isinstance(io.store(to_store(1), soon(5))[0], Unstored)
+    assert io.load(to_load(1), soon(60)) == [LOADED]
+    assert clock.slept == [10.0]
