@@ -36,7 +36,7 @@ from commutator.kv.tier import Stored
 from commutator.kv.tier_book import TierSpec
 
 BLOCK_TOKENS = 512
-PARTS = (0.05, 0.15, 0.4)
+PARTS = (0.01, 0.05, 0.2)
 """Capacities, as parts of the different blocks in the trace."""
 UPPER = 0.25
 """Part of the capacity that the upper of two tiers gets."""

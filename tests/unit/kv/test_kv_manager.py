@@ -376,3 +376,23 @@ def test_releases_and_moves_are_told_in_order() -> None:
     kinds = [type(action) for action in actions]
     assert kinds.index(FreeBlocks) < kinds.index(StoreBlocks)
     assert ReleaseSource not in kinds
+
+
+def test_a_load_and_the_offer_after_it_are_one_use() -> None:
+    class Counting(Lru):
+        uses = 0
+
+        def touched(self, key: BlockKey, now_s: float) -> None:
+            self.uses += 1
+            super().touched(key, now_s)
+
+    policy = Counting()
+    world = KvWorld([TierSpec(name="dram", medium="CPU", capacity_blocks=4, eviction=policy)])
+    keep(world, 1)
+    for uses in (1, 2):
+        load(world, 1)
+        end_load(world)
+        keep(world, 1)
+        assert policy.uses == uses
+    keep(world, 1)
+    assert policy.uses == 3, "the device had it: another use"

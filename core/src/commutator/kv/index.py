@@ -35,6 +35,8 @@ class Node:
     published: int = 0
     staged: int = 0
     evicting: int = 0
+    loaded: bool = False
+    """Whether a load counted as the use of which the next offer would tell."""
 
 
 class Fates:
@@ -93,6 +95,16 @@ class BlockIndex:
             if node.evicting & book.bit:
                 return "leaving"
         return "being stored" if key in book.waiting else None
+
+    def take_loaded(self, offers: Iterable[Offer]) -> set[BlockKey]:
+        """The blocks that are offered only because they were loaded: that use is counted."""
+        loaded: set[BlockKey] = set()
+        for offer in offers:
+            node = self.nodes.get(offer.key)
+            if node is not None and node.loaded:
+                node.loaded = False
+                loaded.add(offer.key)
+        return loaded
 
     def unknown(self, book: TierBook, blocks: Iterable[Stored]) -> list[Offer]:
         """Those of the blocks in a tier that are not in its books, each once."""

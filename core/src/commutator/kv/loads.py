@@ -135,6 +135,7 @@ class LoadSide:
                 if self._uses is not None:
                     self._uses.used(key)
                 if self.index.is_published(book, key):
+                    self.index.nodes[key].loaded = True
                     book.touched(key, now_s)
 
     def _probe(self, tiers: Sequence[int], chosen: int, now_s: float) -> tuple[int, int] | None:

@@ -131,13 +131,16 @@ class KvManager:
         """The device has these blocks: computed, or used again. In the order of their chain.
 
         Written to every tier that is written through. Offers of blocks that are stored already
-        count as uses, so offer what is reused, too. Each offer's device block is held until a
-        ``ReleaseSource`` names its key, which may be at once.
+        count as uses, so offer what is reused, too; what was just loaded counts only once. Each
+        offer's device block is held until a ``ReleaseSource`` names its key, maybe at once.
         """
-        for offer in offers if self._uses is not None else ():
-            self._uses.used(offer.key)  # type: ignore[union-attr]
+        loaded = self._index.take_loaded(offers)
+        if self._uses is not None:
+            for offer in offers:
+                if offer.key not in loaded:
+                    self._uses.used(offer.key)
         targets = [book for book in self._books if book.spec.write == "through"]
-        return self._settled(self._stores.from_device(offers, targets, now_s), now_s)
+        return self._settled(self._stores.from_device(offers, targets, now_s, loaded), now_s)
 
     def device_evicting(self, offers: Sequence[Offer], now_s: float) -> list[Action]:
         """The device wants to reuse these blocks; it may as soon as ``ReleaseSource`` names them.

@@ -43,15 +43,22 @@ class StoreSide:
         self._last_move_id = 0
 
     def from_device(
-        self, offers: Sequence[Offer], targets: Iterable[TierBook], now_s: float
+        self,
+        offers: Sequence[Offer],
+        targets: Iterable[TierBook],
+        now_s: float,
+        loaded: Collection[BlockKey] = (),
     ) -> list[Action]:
-        """The device has these blocks; its copies are held until no store reads them."""
+        """The device has these blocks; its copies are held until no store reads them.
+
+        Those in ``loaded`` were touched when they were loaded.
+        """
         actions: list[Action] = []
         for offer in offers:
             self.holds.offered(offer.key)
         spared = {offer.key for offer in offers} | {offer.parent for offer in offers}
         for book in targets:
-            for offer in self._new(book, offers, now_s):
+            for offer in self._new(book, offers, now_s, loaded):
                 self._enqueue(book, offer, DEVICE, now_s, actions, spared)
         self.settle(now_s, actions, spared)
         self.holds.release_idle(offer.key for offer in offers)
@@ -153,7 +160,13 @@ class StoreSide:
         keys = self.holds.take_released()
         return [ReleaseSource(keys=keys)] if keys else []
 
-    def _new(self, book: TierBook, offers: Sequence[Offer], now_s: float) -> list[Offer]:
+    def _new(
+        self,
+        book: TierBook,
+        offers: Sequence[Offer],
+        now_s: float,
+        loaded: Collection[BlockKey],
+    ) -> list[Offer]:
         """Those that the tier does not have; the others are used, the last of a chain first."""
         new: list[Offer] = []
         present = Counter[str]()
@@ -163,7 +176,7 @@ class StoreSide:
                 new.append(offer)
                 continue
             present[reason] += 1
-            if reason == "present":
+            if reason == "present" and (offer.key not in loaded or not offer.facts.is_plain):
                 node = self.index.nodes[offer.key]
                 if is_stronger(offer.facts, node.offer.facts):
                     node.offer = offer

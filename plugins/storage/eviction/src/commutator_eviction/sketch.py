@@ -10,6 +10,7 @@ _ROWS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86
 _MOST = 15
 _WIDEST = 1 << 22
 _HALVE = bytes(value // 2 for value in range(256))
+_CELLS_PER_KEY = 4
 _SAMPLES_PER_KEY = 10
 _WORD = (1 << 64) - 1
 
@@ -22,11 +23,11 @@ class FrequencySketch:
 
     def __init__(self, keys: int) -> None:
         width = 64
-        while width < min(keys, _WIDEST):
+        while width < min(_CELLS_PER_KEY * keys, _WIDEST):
             width *= 2
         self._shift = 64 - (width.bit_length() - 1)
         self._rows = [bytearray(width) for _ in _ROWS]
-        self._sample = _SAMPLES_PER_KEY * width
+        self._sample = _SAMPLES_PER_KEY * max(keys, 16)
         self._seen = 0
 
     def add(self, key: bytes) -> None:
