@@ -64,7 +64,7 @@ def page() -> str:
     for collector in collectors:
         for family in collector.describe():
             suffix = "_total" if family.type == "counter" else ""
-            labels = ", ".join(getattr(collector, "_labelnames", ()))
+            labels = ", ".join(getattr(collector, "_labelnames", None) or family._labelnames)  # noqa: SLF001
             lines.append(
                 f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |"
             )

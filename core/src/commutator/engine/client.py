@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -84,26 +85,36 @@ class TokenApiClient(EngineClient):
         """Forget every cached block that no request needs."""
         await self._ask("reset_prefix_cache")
 
+    @property
+    def admin_address(self) -> str | None:
+        return self.address
+
+    async def kv_admin(
+        self, what: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 5.0
+    ) -> Any:
+        return await self._ask("kv", what, dict(arguments or {}), timeout_s=timeout_s)
+
     async def close(self) -> None:
         for key in list(self._streams):
             if (stream := self._streams.get(key)) is not None:
                 await stream.aclose()
         self._drop()
 
-    async def _ask(self, what: str) -> Any:
+    async def _ask(self, *question: Any, timeout_s: float | None = None) -> Any:
+        limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
         if self._connection is None:
             await self.start()
         assert self._connection is not None
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[number] = answer
-        self._connection.send(["ask", number, what])
+        self._connection.send(["ask", number, *question])
         try:
-            async with asyncio.timeout(self._answer_timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await answer
         except TimeoutError:
             raise EngineUnavailableError(
-                f"worker at {self.address}: no answer within {self._answer_timeout_s:g} s"
+                f"worker at {self.address}: no answer within {limit_s:g} s"
             ) from None
         finally:
             self._questions.pop(number, None)
@@ -124,6 +135,9 @@ class TokenApiClient(EngineClient):
             case ["answer", number, value]:
                 if (answer := self._questions.get(number)) is not None and not answer.done():
                     answer.set_result(value)
+            case ["failed", number, reason]:
+                if (answer := self._questions.get(number)) is not None and not answer.done():
+                    answer.set_exception(EngineError(str(reason)))
             case ["info", info] if self._info is not None and not self._info.done():
                 self._info.set_result(msgspec.convert(info, EngineInfo))
             case _:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import field, frozen
 
 from commutator.config.model import EngineConfig, ModelConfig, TierConfig
 from commutator.engine.virtual import VirtualEngine
+from commutator.errors import EngineError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
 __all__ = ["EngineClient", "EngineConnector", "LaunchContext", "LaunchPlan", "TokenStream"]
@@ -84,6 +85,21 @@ class EngineClient(ABC):
 
     async def drain(self) -> None:
         """Tell the engine to accept nothing new; what runs goes on. Default: nothing to tell."""
+
+    @property
+    def admin_address(self) -> str | None:
+        """The "host:port" where ``TokenApiClient`` can ask the engine, too; None: nowhere."""
+        return None
+
+    async def kv_admin(
+        self, what: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 5.0
+    ) -> Any:
+        """Ask about the KV blocks that the engine keeps in storage tiers; see ``kv.admin``.
+
+        Raises EngineError when it keeps none, EngineUnavailableError when it does not answer.
+        """
+        del what, arguments, timeout_s
+        raise EngineError("this engine keeps no blocks in tiers")
 
     @abstractmethod
     async def close(self) -> None:

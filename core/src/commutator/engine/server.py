@@ -8,13 +8,13 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta
-from commutator.errors import EngineOverloadedError, RequestError
+from commutator.errors import CommutatorError, EngineError, EngineOverloadedError, RequestError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
 __all__ = ["Emit", "TokenApiServer", "TokenEngine"]
@@ -50,6 +50,15 @@ class TokenEngine(ABC):
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs."""
 
+    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a question about KV blocks in storage tiers; see ``kv.admin``.
+
+        Called on a thread of its own, and may take minutes. Returns what MessagePack can hold.
+        Raises CommutatorError with what to tell who asked.
+        """
+        del what, arguments
+        raise EngineError("this engine keeps no blocks in tiers")
+
     @abstractmethod
     def stop(self) -> None:
         """End the work, and wait for it to end."""
@@ -64,6 +73,7 @@ class TokenApiServer:
         self._owner: dict[int, tuple[_Connection, int]] = {}
         """Engine key to the connection and its own key for the request."""
         self._draining = False
+        self._answering: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -142,6 +152,27 @@ class TokenApiServer:
             return None
         raise ValueError(f"unknown question {what!r}")
 
+    def answer_kv(
+        self, connection: _Connection, number: int, what: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Answer a "kv" frame, later: it may have to wait for disks."""
+        assert self._loop is not None
+        task = self._loop.create_task(self._answer_kv(connection, number, what, arguments))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer_kv(
+        self, connection: _Connection, number: int, what: str, arguments: Mapping[str, Any]
+    ) -> None:
+        try:
+            value = await asyncio.to_thread(self._engine.kv_admin, what, arguments)
+            connection.frames.send(["answer", number, value])
+        except CommutatorError as error:
+            connection.frames.send(["failed", number, str(error)])
+        except Exception as error:
+            log.exception("the question %r about KV blocks failed", what)
+            connection.frames.send(["failed", number, f"{type(error).__name__}: {error}"])
+
 
 class _Connection:
     """One client: its requests end with it."""
@@ -166,6 +197,8 @@ class _Connection:
                 self.server.abort(self, key)
             case ["ask", int(number), str(what)]:
                 self.frames.send(["answer", number, self.server.answer(what)])
+            case ["ask", int(number), "kv", str(what), dict(arguments)]:
+                self.server.answer_kv(self, number, what, arguments)
             case ["hello", version]:
                 if version != PROTOCOL:
                     raise ValueError(f"protocol {version} asked for, this worker speaks {PROTOCOL}")

@@ -4,11 +4,13 @@
     ["hello", protocol]                             ["info", EngineInfo]
     ["generate", key, GenerateRequest]              ["deltas", [[key, ids, extras | nil], ...]]
     ["abort", key]                                  ["refused", key, reason, kind]
-    ["ask", number, what]                           ["answer", number, value]
+    ["ask", number, what, argument...]              ["answer", number, value]
+                                                    ["failed", number, reason]
 
 ``key`` numbers the requests of one connection. A "deltas" frame holds everything that one engine
 tick produced for this connection; ``extras`` is a map that leaves out what is not set. ``what`` is
-"load", "drain", "resume" or "reset_prefix_cache".
+"load", "drain", "resume" or "reset_prefix_cache", without arguments, or "kv" with a question about
+storage tiers and a map of its arguments (see ``kv.admin``); only that may fail.
 """
 
 from __future__ import annotations

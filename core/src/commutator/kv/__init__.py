@@ -1,5 +1,6 @@
 """KV cache blocks: which there are, and what is said about them."""
 
+from commutator.kv.admin import KvAdmin, LocatedPrompt, PromptQuestion
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.checksum import checksum
@@ -56,8 +57,10 @@ __all__ = [
     "ExportOptions",
     "FinishedLoad",
     "FrameHeader",
+    "KvAdmin",
     "KvEvent",
     "KvService",
+    "LocatedPrompt",
     "Offer",
     "OpenedSlots",
     "Peer",
@@ -67,6 +70,7 @@ __all__ = [
     "PeerExport",
     "PeerRelease",
     "PrefillSpeed",
+    "PromptQuestion",
     "Slot",
     "SlotGeometry",
     "SlotTier",

@@ -38,7 +38,7 @@ from commutator.kv.staging import PAGE_BYTES, Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_move import TierMove
 from commutator.kv.tier_setup import TierSetup, slot_bytes
-from commutator.kv.tier_thread import JobUrgency, TierThread
+from commutator.kv.tier_thread import Job, JobUrgency, TierThread
 from commutator.kv.tier_worker import Source, TierWorker
 from commutator.kv.why import BlockWhy
 
@@ -155,15 +155,26 @@ class KvService:
         """
         running = self._started
         with self._outbox:
-            now_s = time.monotonic()
-            known = first + len(running.manager.match(keys, first))
-            if running.probes.must_wait(load_id, keys, known, now_s):
+            if self.must_ask(load_id, keys, first):
                 return None
-            running.probes.forget(load_id)
+            now_s = time.monotonic()
             plan = running.manager.begin_load(load_id, keys, first, now_s, prefill=prefill)
             if plan.blocks:
                 running.loads.planned(load_id, plan.blocks)
             return len(plan.blocks)
+
+    def must_ask(self, ask_id: str, keys: Sequence[BlockKey], first: int) -> bool:
+        """Whether a shared tier is still being asked for blocks that no tier is known to have.
+
+        Begins to ask with the first call for ``ask_id``; ``drop`` ends it early.
+        """
+        running = self._started
+        with self._outbox:
+            known = first + len(running.manager.match(keys, first))
+            if running.probes.must_wait(ask_id, keys, known, time.monotonic()):
+                return True
+            running.probes.forget(ask_id)
+            return False
 
     def start_load(self, load_id: str, device_blocks: Sequence[int]) -> None:
         """Begin to fill one device block for each planned block.
@@ -205,12 +216,27 @@ class KvService:
         """Whether the first tier takes what the device is about to forget, by ``evicting``."""
         return not self._setups[0].write_through
 
-    def evict(self, keys: Iterable[BlockKey] | None = None, tier: str | None = None) -> None:
-        """Remove blocks from one tier or all; None: every block."""
+    @property
+    def tiers(self) -> tuple[TierSetup, ...]:
+        """What the tiers were made from, fastest first."""
+        return self._setups
+
+    def on_tier(self, tier: int, urgency: JobUrgency, job: Job) -> None:
+        """Do something on a tier's own thread."""
+        self._threads[tier].submit(urgency, job)
+
+    def evict(
+        self,
+        keys: Iterable[BlockKey] | None = None,
+        tier: str | None = None,
+        reason: str = "asked",
+    ) -> None:
+        """Remove blocks from one tier or all; None: every block. ``reason`` names the counter."""
         number = None if tier is None else [setup.name for setup in self._setups].index(tier)
         with self._outbox:
             manager = self._started.manager
-            self._carry_out(manager.evict(time.monotonic(), keys=keys, tier=number))
+            now_s = time.monotonic()
+            self._carry_out(manager.evict(now_s, keys=keys, tier=number, reason=reason))
 
     def why(self, keys: Sequence[BlockKey], first: int = 0) -> list[BlockWhy]:
         """For each block of a prompt: where it lies, and whether it would be reused."""

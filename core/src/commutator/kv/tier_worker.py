@@ -208,6 +208,18 @@ class TierWorker:
             mover.when_let_go(slot, over)
         return results
 
+    def verify(self, keys: Sequence[BlockKey], context: IoContext) -> dict[BlockKey, LoadResult]:
+        """Read and check the first of these blocks: as many as there is scratch memory for."""
+        slots = self._scratch.take(len(keys))
+        results = self.load(
+            keys[: len(slots)],
+            [self._scratch.arena.span(slot) for slot in slots],
+            context,
+            to_engine=False,
+            on_let_go=lambda position: self._scratch.give_back([slots[position]]),
+        )
+        return dict(zip(keys, results, strict=False))
+
     def free(self, keys: Iterable[BlockKey]) -> None:
         """Forget committed blocks; those that the tier cannot forget now, later."""
         self._unfreed.update(dict.fromkeys(keys))

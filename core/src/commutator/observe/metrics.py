@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import (
@@ -13,9 +13,11 @@ from prometheus_client import (
     generate_latest,
 )
 
+from commutator.observe.kv_metrics import KvCollector
 from commutator.observe.token_times import TokenTimes
 
 if TYPE_CHECKING:
+    from commutator.kv.counters import KvStatistics
     from commutator.routing.route import RouteFacts
 
 __all__ = ["FrontendMetrics"]
@@ -176,6 +178,12 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
+        self._kv = KvCollector()
+        registry.register(self._kv)
+
+    def watch_kv(self, statistics: Callable[[], Mapping[str, KvStatistics]]) -> None:
+        """Read the workers' counters of their storage tiers whenever they are scraped."""
+        self._kv.source = statistics
 
     def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the two gauges from the limiter whenever they are scraped."""

@@ -16,6 +16,7 @@ from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import candidate_id
 from commutator.routing.dispatch import Dispatch, Surroundings
 from commutator.routing.event_health import EventWarning
+from commutator.routing.kv_poll import KvPoll
 from commutator.routing.load import InFlightLoad
 from commutator.routing.moves import DispatchLimits, MigrationObserver
 from commutator.routing.placer import Placed, Placer
@@ -26,6 +27,8 @@ from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
 __all__ = ["Dispatcher", "WorkerStatus"]
 
 log = logging.getLogger(__name__)
+
+_LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
 
 
 @frozen
@@ -41,6 +44,8 @@ class WorkerStatus:
     """From this front door."""
     active_requests_of_all: int
     """From every front door that tells this one of its load."""
+    admin_address: str | None = None
+    """Where `commutator kv` asks it; None when that is not on this machine, or nowhere."""
 
 
 class Dispatcher:
@@ -50,6 +55,7 @@ class Dispatcher:
         self._host = host
         self._engines: dict[str, EngineConfig] = {e.name or e.kind: e for e in config.engines}
         self._view = WorkerView(on_routable=self._wake)
+        self.kv = KvPoll(self._view)
         busy = config.router.busy
         self.load = InFlightLoad(on_fall=self._wake if busy.enabled else None)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
@@ -116,6 +122,7 @@ class Dispatcher:
                     self.load.of(candidate_id(worker.record, rank)).active_requests
                     for rank in range(worker.record.info.data_parallel_size)
                 ),
+                _local(worker.client.admin_address),
             )
             for worker in self._view.all()
         ]
@@ -262,6 +269,12 @@ class Dispatcher:
     def _cache(self, model: str) -> CacheView | None:
         pool = self._pools.get(model)
         return pool.cache if pool is not None else None
+
+
+def _local(address: str | None) -> str | None:
+    """The address, if it is this machine's own: others are nobody's business."""
+    host = (address or "").rpartition(":")[0]
+    return address if host in _LOOPBACK else None
 
 
 def _state(worker: LiveWorker) -> str:

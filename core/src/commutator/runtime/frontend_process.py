@@ -16,6 +16,7 @@ from commutator.config.model import ModelConfig
 from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import run_with_fast_loop, serve_app
+from commutator.frontend.services import SERVICES
 from commutator.observe.grouped_log import GroupedLog
 from commutator.routing.dispatcher import Dispatcher
 from commutator.runtime.load_sharing import LoadSharing
@@ -40,11 +41,15 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     config = loaded.config
     dispatcher = Dispatcher(config, loaded.host)
     app = build_app(config.frontend, _text_models(config.models), dispatcher)
+    app[SERVICES].registry_address = registry_address
     _calm_garbage_collector()
     registry = RegistryClient(registry_address)
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
     tasks = [following]
+    if config.tiers:
+        app[SERVICES].metrics.watch_kv(lambda: dispatcher.kv.statistics)
+        tasks.append(asyncio.create_task(dispatcher.kv.run()))
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         sharing = LoadSharing(Path(socket_path).stem, dispatcher.load, registry_address)
         tasks.append(asyncio.create_task(sharing.run()))

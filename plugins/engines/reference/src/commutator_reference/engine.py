@@ -9,13 +9,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
+from itertools import takewhile
 
 import torch
 from attrs import evolve
 
 from commutator.errors import EngineOverloadedError
-from commutator.kv import CacheIdentity, KvEvent, KvService
-from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator.kv import CacheIdentity, KvEvent, KvService, LocatedPrompt, PromptQuestion
+from commutator.types import (
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+)
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
 from commutator_reference.block_identity import ANONYMOUS
@@ -153,6 +161,33 @@ class ReferenceEngine:
         """The state after the last step; requests submitted since then count as waiting."""
         with self._changed:
             return evolve(self._load, waiting=self._load.waiting + len(self._pending))
+
+    def locate(self, question: PromptQuestion, timeout_s: float = 10.0) -> LocatedPrompt:
+        """A prompt's blocks, from any thread but the driving one. Raises TimeoutError."""
+        size = self._options.block_size
+        request = GenerateRequest(
+            "locate",
+            question.token_ids,
+            SamplingParams(),
+            lora_name=question.lora_name,
+            cache_salt=question.cache_salt,
+        )
+        sequence = Sequence.start(0, request, 0, 0, self._base)
+        # The last token is computed in any case: its logits are wanted.
+        wanted = (len(question.token_ids) - 1) // size
+        identities = [sequence.identity(index, size) for index in range(wanted)]
+        found: Future[int] = Future()
+
+        def look() -> None:
+            pool = self._scheduler.pool
+            here = takewhile(lambda identity: pool.find(identity) is not None, identities)
+            found.set_result(sum(1 for _ in here))
+
+        with self._changed:
+            self._inbox.append(look)
+            self._changed.notify()
+        keys = [identity.digest for identity in identities]
+        return LocatedPrompt(keys, found.result(timeout_s), size)
 
     @property
     def preemptions(self) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from commutator.engine import Emit, EngineStart, TokenEngine
 from commutator.errors import ConfigError
-from commutator.kv import EventPublisher, KvService
+from commutator.kv import EventPublisher, KvAdmin, KvService
 from commutator.text import load_text_model, locate_model
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest
 from commutator_reference.arena import block_bytes
@@ -58,6 +60,7 @@ class ReferenceServer(TokenEngine):
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
         self._service: KvService | None = None
+        self._admin: KvAdmin | None = None
         if start.tiers:
             identity = cache_identity(
                 model.name, path, llama.config, block_size=config.block_size, dtype=dtype
@@ -72,6 +75,7 @@ class ReferenceServer(TokenEngine):
             )
             self._service.start()
             self._engine.use_tiers(self._service, identity)
+            self._admin = KvAdmin(self._service, self._engine.locate)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
@@ -104,6 +108,11 @@ class ReferenceServer(TokenEngine):
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
+
+    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        if self._admin is None:
+            return super().kv_admin(what, arguments)
+        return self._admin.answer(what, arguments)
 
     def stop(self) -> None:
         self._stopping.set()

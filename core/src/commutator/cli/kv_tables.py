@@ -1,0 +1,173 @@
+"""The tables of ``commutator kv``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = [
+    "human_bytes",
+    "make_table",
+    "show_contents",
+    "show_statistics",
+    "show_verified",
+    "show_why",
+]
+
+_STEP = 1000
+_MOST = 1 << 62
+
+Answers = Mapping[str, Any]
+
+
+def show_contents(answers: Answers) -> None:
+    """``kv ls``."""
+    table = make_table("worker", "tier", "medium", "state", "blocks>", "size>", "capacity>")
+    for worker, tiers in answers.items():
+        for tier in tiers:
+            capacity = tier["capacity_blocks"]
+            table.add_row(
+                worker,
+                tier["tier"],
+                tier["medium"],
+                "up" if tier["up"] else "[red]down[/]",
+                str(tier["blocks"]),
+                "?" if tier["bytes"] is None else human_bytes(tier["bytes"]),
+                "no limit" if capacity is None else f"{capacity} blocks",
+            )
+    Console().print(table)
+
+
+def show_statistics(answers: Answers) -> None:
+    """``kv stats``."""
+    loads = make_table("worker", "tier", "blocks>", "loaded>", "not loaded", "removed", "speed")
+    stores = make_table("worker", "from", "to", "stored>", "not admitted", "failed")
+    for worker, counts in answers.items():
+        for tier in counts["tiers"]:
+            outcomes = dict(tier["loads"])
+            loaded = outcomes.pop("loaded", 0)
+            missed = outcomes | tier["not_loaded"]
+            loads.add_row(
+                worker,
+                tier["name"] if tier["up"] else f"{tier['name']} [red](down)[/]",
+                _room(tier),
+                str(loaded),
+                _reasons(missed),
+                _reasons(tier["removed"]),
+                _speed(tier),
+            )
+        for edge in counts["edges"]:
+            stores.add_row(
+                worker,
+                edge["source"],
+                edge["target"],
+                str(edge["stored"]),
+                _reasons(edge["not_admitted"]),
+                _reasons(edge["failed"]),
+            )
+    console = Console()
+    console.print("Out of the tiers", style="bold")
+    console.print(loads)
+    console.print("Into the tiers", style="bold")
+    console.print(stores)
+
+
+def show_verified(answers: Answers) -> None:
+    """``kv verify``."""
+    columns = ("blocks>", "intact>", "corrupt>", "gone>", "unreadable>", "read>", "took>")
+    table = make_table("worker", "tier", *columns)
+    problems = []
+    for worker, checks in answers.items():
+        for check in checks:
+            corrupt = check["corrupt"]
+            table.add_row(
+                worker,
+                check["tier"],
+                str(check["blocks"]),
+                str(check["intact"]),
+                f"[red]{corrupt}[/]" if corrupt else "0",
+                str(check["gone"]),
+                str(check["unreadable"]),
+                human_bytes(check["bytes"]),
+                f"{check['seconds']:.2f} s",
+            )
+            if check["problem"]:
+                problems.append(f"{worker}, {check['tier']}: {check['problem']}")
+    console = Console()
+    console.print(table)
+    for problem in problems:
+        console.print(problem, style="red")
+
+
+def show_why(answers: Answers) -> None:
+    """``kv why``."""
+    console = Console()
+    for worker, answer in answers.items():
+        blocks, size = answer["blocks"], answer["block_size"]
+        reused = sum(block["reusable"] for block in blocks)
+        rest = answer["prompt_tokens"] - len(blocks) * size
+        console.print(
+            f"[bold]{worker}[/]: {answer['prompt_tokens']} tokens, {reused} of {len(blocks)} "
+            f"blocks would be reused; the last {rest} tokens are always computed",
+            highlight=False,
+        )
+        table = make_table("blocks>", "reused", "why", "lies in")
+        for first, last, block in _runs(blocks):
+            numbers = str(first) if first == last else f"{first}-{last}"
+            mark = "[green]yes[/]" if block["reusable"] else "no"
+            held = ", ".join(f"{copy['name']}{_state(copy)}" for copy in block["held"])
+            table.add_row(numbers, mark, block["reason"], held)
+        if blocks:
+            console.print(table)
+
+
+def _runs(blocks: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
+    """(first, last, block) of consecutive blocks of which the same is said."""
+    numbered = list(enumerate(blocks))
+    for _, group in groupby(
+        numbered, key=lambda each: (each[1]["reusable"], each[1]["reason"], each[1]["held"])
+    ):
+        run = list(group)
+        yield run[0][0], run[-1][0], run[0][1]
+
+
+def _state(copy: Mapping[str, Any]) -> str:
+    about = "" if copy["state"] == "published" else copy["state"]
+    words = ", ".join(filter(None, (about, copy["note"])))
+    return f" ({words})" if words else ""
+
+
+def _room(tier: Mapping[str, Any]) -> str:
+    capacity = tier["capacity"]
+    return str(tier["published"]) if capacity > _MOST else f"{tier['published']} of {capacity}"
+
+
+def _speed(tier: Mapping[str, Any]) -> str:
+    if tier["block_s"] is None:
+        return "not measured"
+    return f"{tier['latency_s'] * 1e3:.2f} ms + {tier['block_s'] * 1e3:.3f} ms a block"
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return "\n".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
+
+
+def make_table(*columns: str) -> Table:
+    """A table without lines; a name that ends in ">" is of a column aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left")
+    return table
+
+
+def human_bytes(size: float) -> str:
+    """Such as "1.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < _STEP:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _STEP
+    return f"{size:.1f} TB"
