@@ -27,10 +27,14 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
             return _secret(cls)
         return {
             "oneOf": [
-                _of_kind(json_schema(kind.config_class, special), name)
+                _of_kind(own(kind.config_class), name)
                 for name, kind in sorted(register.kinds.items())
             ]
         }
+
+    def own(cls: Any) -> dict[str, Any]:
+        """Of one kind's class, which is the base itself where a kind has no options of its own."""
+        return json_schema(cls, lambda inner: None if inner is cls else special(inner))
 
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
