@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -15,6 +16,7 @@ from commutator.runtime.lease import (
     KeepAlive,
     LeaseTable,
     Register,
+    SetDraining,
     Tick,
     Up,
     step,
@@ -40,6 +42,7 @@ class Leases(RuleBasedStateMachine):
         self.now = 0.0
         self.view: dict[str, WorkerRecord] = {}
         self.model: dict[int, tuple[WorkerRecord, float, float]] = {}
+        self.drained: set[str] = set()
 
     def apply(self, event: Event) -> bool:
         before = self.table
@@ -50,7 +53,10 @@ class Leases(RuleBasedStateMachine):
 
     def hear(self, change: Change) -> None:
         if isinstance(change, Up):
-            assert change.record.worker_id not in self.view, "up twice"
+            known = self.view.get(change.record.worker_id)
+            assert known != change.record, "up twice"
+            if known is not None:
+                assert known.draining != change.record.draining, "only that changes in a lease"
             self.view[change.record.worker_id] = change.record
         else:
             assert change.worker_id in self.view, "down without up"
@@ -80,6 +86,14 @@ class Leases(RuleBasedStateMachine):
         assert self.apply(Deregister(lease_id, "stopped")) == (lease_id in self.model)
         self.model.pop(lease_id, None)
 
+    @rule(worker_id=IDS, draining=st.booleans())
+    def set_draining(self, worker_id: str, draining: bool) -> None:
+        self.lapse()
+        live = {kept.worker_id for kept, _, _ in self.model.values()}
+        assert self.apply(SetDraining(worker_id, draining)) == (worker_id in live)
+        if worker_id in live:
+            (self.drained.add if draining else self.drained.discard)(worker_id)
+
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -99,7 +113,8 @@ class Leases(RuleBasedStateMachine):
     def live_leases_are_in_the_table(self) -> None:
         for lease_id, (kept, _, expires_at) in self.model.items():
             if expires_at > self.now:
-                assert self.table.leases[lease_id].record == kept
+                drained = kept.worker_id in self.drained
+                assert self.table.leases[lease_id].record == evolve(kept, draining=drained)
         expiry = self.table.next_expiry()
         assert (expiry is None) == (not self.table.leases)
 

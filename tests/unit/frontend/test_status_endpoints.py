@@ -31,12 +31,14 @@ async def test_live_ready_health() -> None:
                     "state": "ready",
                     "active_requests": 0,
                     "active_requests_of_all": 0,
+                    "admin_address": None,
                 }
             ],
             "requests": {"running": 0, "queued": 0},
             "waiting_for_a_worker": {MODEL: 0},
             "load_peers": 0,
             "indexed_blocks": {MODEL: 3},
+            "registry": None,
             "warnings": [],
         }
         dispatcher.is_ready = False

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from attrs import evolve
 
 from commutator.errors import RegistryError
 from commutator.runtime.lease import Change, Down, Up
@@ -98,6 +99,24 @@ async def test_a_lease_that_is_not_kept_alive_lapses_by_itself(make: type) -> No
         assert watcher.batches.empty()
         assert await watcher.next() == [Down("a-0", "lease expired")]
         assert not await registry.keep_alive(lease)
+        await watcher.close()
+
+
+@BOTH
+async def test_a_drained_worker_stays_drained_until_it_is_said_otherwise(make: type) -> None:
+    async with make() as registry:
+        assert not await registry.set_draining("a-0", True), "there is no such worker"
+        await registry.register(record("a-0"), 60.0)
+        watcher = Watcher(registry)
+        await watcher.next()
+        assert await registry.set_draining("a-0", True)
+        drained = evolve(record("a-0"), draining=True)
+        assert await watcher.next() == [Up(drained)]
+        await registry.register(record("a-0", port=2), 60.0)
+        again = evolve(record("a-0", port=2), draining=True)
+        assert await watcher.next() == [Down("a-0", "failed"), Up(again)]
+        assert await registry.set_draining("a-0", False)
+        assert await watcher.next() == [Up(record("a-0", port=2))]
         await watcher.close()
 
 

@@ -98,6 +98,8 @@ class Services:
     limiter: Limiter = field(init=False)
     prompt_caches: Mapping[str, PrefixCache] = field(init=False)
     """By model."""
+    registry_address: str | None = None
+    """Where `commutator worker` reaches the registry; None when that is nowhere."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` says no from then on."""

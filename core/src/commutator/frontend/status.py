@@ -49,6 +49,7 @@ async def health(request: web.Request) -> web.Response:
             },
             "load_peers": services.dispatcher.load_peers(),
             "indexed_blocks": services.dispatcher.indexed_blocks(),
+            "registry": services.registry_address,
             "warnings": [attrs.asdict(warning) for warning in services.dispatcher.warnings()],
         }
     )

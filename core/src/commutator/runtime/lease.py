@@ -22,6 +22,7 @@ __all__ = [
     "Lease",
     "LeaseTable",
     "Register",
+    "SetDraining",
     "Tick",
     "Up",
     "step",
@@ -68,11 +69,19 @@ class Deregister:
 
 
 @frozen
+class SetDraining:
+    """A worker shall get nothing new, or may again. Holds for its later leases, too."""
+
+    worker_id: str
+    draining: bool
+
+
+@frozen
 class Tick:
     """Nothing but time passed."""
 
 
-Event = Register | KeepAlive | Deregister | Tick
+Event = Register | KeepAlive | Deregister | SetDraining | Tick
 
 
 @frozen
@@ -89,6 +98,8 @@ class LeaseTable:
 
     leases: Mapping[int, Lease] = field(factory=dict)
     last_id: int = 0
+    draining: frozenset[str] = frozenset()
+    """Ids of workers that shall get nothing new, for as long as nobody says otherwise."""
 
     def records(self) -> list[WorkerRecord]:
         return [lease.record for lease in self.leases.values()]
@@ -103,9 +114,10 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
     due = [lease for lease in table.leases.values() if lease.expires_at <= now]
     changes: list[Change] = [Down(lease.record.worker_id, LAPSED) for lease in due]
     leases = {i: lease for i, lease in table.leases.items() if lease.expires_at > now}
-    last_id, found = table.last_id, True
+    last_id, draining, found = table.last_id, table.draining, True
     match event:
         case Register(record, ttl_s):
+            record = evolve(record, draining=record.worker_id in draining)
             same = [i for i, lease in leases.items() if lease.record.worker_id == record.worker_id]
             changes += [Down(leases.pop(i).record.worker_id, "failed") for i in same]
             last_id += 1
@@ -116,8 +128,17 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
             leases[lease_id] = evolve(lease, expires_at=now + lease.ttl_s)
         case Deregister(lease_id, reason) if lease_id in leases:
             changes.append(Down(leases.pop(lease_id).record.worker_id, reason))
+        case SetDraining(worker_id, wanted) if held := [
+            lease for lease in leases.values() if lease.record.worker_id == worker_id
+        ]:
+            draining = draining | {worker_id} if wanted else draining - {worker_id}
+            for lease in held:
+                if lease.record.draining != wanted:
+                    record = evolve(lease.record, draining=wanted)
+                    leases[lease.lease_id] = evolve(lease, record=record)
+                    changes.append(Up(record))
         case Tick():
             pass
         case _:
             found = False
-    return LeaseTable(leases, last_id), changes, found
+    return LeaseTable(leases, last_id, draining), changes, found

@@ -14,6 +14,7 @@ from commutator.runtime.lease import (
     KeepAlive,
     LeaseTable,
     Register,
+    SetDraining,
     Tick,
     Up,
     step,
@@ -40,6 +41,13 @@ class Registry(ABC):
     @abstractmethod
     async def deregister(self, lease_id: int, reason: str) -> None:
         """End the lease now; nothing happens when it lapsed already."""
+
+    @abstractmethod
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        """Keep new requests from a worker, or let them come again. False: there is no such worker.
+
+        It holds until it is taken back, even if the worker is started again meanwhile.
+        """
 
     @abstractmethod
     def watch(self) -> AsyncIterator[Sequence[Change]]:
@@ -71,6 +79,9 @@ class MemoryRegistry(Registry):
 
     async def deregister(self, lease_id: int, reason: str) -> None:
         self._step(Deregister(lease_id, reason))
+
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        return self._step(SetDraining(worker_id, draining))
 
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
         queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()

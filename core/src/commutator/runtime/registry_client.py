@@ -69,6 +69,9 @@ class RegistryClient(Registry):
     async def deregister(self, lease_id: int, reason: str) -> None:
         await self._ask("deregister", lease_id, reason)
 
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        return bool(await self._ask("set_draining", worker_id, draining))
+
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
         known: dict[str, WorkerRecord] = {}
         backoff, first = _RECONNECT, True

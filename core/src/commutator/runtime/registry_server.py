@@ -4,6 +4,7 @@ client -> server                              server -> client
 ["register", number, WorkerRecord, ttl_s]     ["answer", number, lease id]
 ["keep_alive", number, lease id]              ["answer", number, true | false]
 ["deregister", number, lease id, reason]      ["answer", number, nil]
+["set_draining", number, worker id, bool]     ["answer", number, true | false]
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
@@ -105,6 +106,8 @@ class _Connection:
                 case ["deregister", int(number), int(lease_id), str(reason)]:
                     await registry.deregister(lease_id, reason)
                     self._answer(number, None)
+                case ["set_draining", int(number), str(worker_id), bool(draining)]:
+                    self._answer(number, await registry.set_draining(worker_id, draining))
                 case ["watch"]:
                     await self._watch()
                 case _:
