@@ -26,8 +26,11 @@ def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str,
     Several files are merged in order, as by serve.
     """
     from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
+    from commutator.config.tiers import sizing_warnings  # noqa: PLC0415
 
-    load_config(files, sets=sets, no_plugins=no_plugins)
+    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    for warning in sizing_warnings(loaded.config, loaded.host):
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
     click.echo(f"{', '.join(map(str, files))}: ok")
 
 

@@ -1,12 +1,177 @@
-"""``commutator kv bench``."""
+"""``commutator kv bench``: how fast each tier stores and loads, beside the limit of its medium."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
+
+from commutator.cli.options import override_options
+
+if TYPE_CHECKING:
+    from commutator.cli.bench_tier import Line
+    from commutator.config.model import TierConfig
+    from commutator.plugins import PluginHost
 
 __all__ = ["bench"]
 
+_KIB = 1024
+_SIZES_KIB = (64, 256, 1024, 4096)
 
-@click.command()
-def bench() -> None:
-    """Measure tiers."""
+
+@click.command(epilog="Example: commutator kv bench cluster.yaml --json")
+@click.argument(
+    "files",
+    metavar="[FILE...]",
+    nargs=-1,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.option(
+    "--path",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Without FILE: the disk to measure; the folder for temporary files by default.",
+)
+@click.option(
+    "--block-kib",
+    "sizes_kib",
+    type=click.IntRange(1, 65536),
+    multiple=True,
+    help="Size of a block; may be repeated. 64, 256, 1024 and 4096 by default.",
+)
+@click.option("--total-mib", type=click.IntRange(1), default=64, show_default=True,
+              help="Bytes of blocks in each round.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True,
+              help="The median of so many counts.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@override_options
+def bench(
+    files: tuple[Path, ...],
+    path: Path | None,
+    sizes_kib: tuple[int, ...],
+    total_mib: int,
+    rounds: int,
+    as_json: bool,
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+) -> None:
+    """Measure the tiers of FILE, or host memory and a local disk, with and without page cache.
+
+    Needs no engine and no deployment. Blocks go the way that they go in an engine: reserved,
+    moved by NIXL, checked, committed. Raw limits are measured in the same rounds: memcpy, NIXL
+    alone, preadv and pwritev by 8 threads, boto3. The tiers of FILE are taken as they are, but with
+    the room that is needed, and in a new folder or under a new prefix, removed in the end.
+    """
+    from commutator.cli.bench_tier import measure, needed_bytes  # noqa: PLC0415 - quick --help
+    from commutator.engine.tiers import make_tiers  # noqa: PLC0415
+
+    total_bytes = total_mib << 20
+    sizes = [size * _KIB for size in sizes_kib or _SIZES_KIB]
+    lines: list[Line] = []
+    with ExitStack() as stack:
+        host, configs = _configs(files, path, sets, no_plugins, stack)
+        for size in sizes:
+            capacity = needed_bytes(size, total_bytes)
+            tailored = [_tailored(config, capacity, stack) for config in configs]
+            for setup in make_tiers(tailored, host, f"kv-bench-{os.getpid()}"):
+                lines += measure(setup, size, total_bytes, rounds)
+                if not as_json:
+                    click.echo(f"{setup.name}, {size // _KIB} KiB: measured", err=True)
+    if as_json:
+        click.echo(json.dumps([line.as_json() for line in lines], indent=2))
+    else:
+        _show(lines)
+
+
+def _configs(
+    files: tuple[Path, ...],
+    path: Path | None,
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    stack: ExitStack,
+) -> tuple[PluginHost, list[TierConfig]]:
+    from commutator.config.kinds import config_converter  # noqa: PLC0415 - quick --help
+    from commutator.config.load import load_config  # noqa: PLC0415
+    from commutator.config.model import TierConfig  # noqa: PLC0415
+    from commutator.plugins import load_plugins  # noqa: PLC0415
+    from commutator.schema import structure  # noqa: PLC0415
+
+    if files:
+        if path is not None:
+            raise click.UsageError("--path is for measuring without FILE")
+        loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+        if not loaded.config.tiers:
+            raise click.UsageError(f"{', '.join(map(str, files))}: there are no tiers")
+        return loaded.host, list(loaded.config.tiers)
+    if sets:
+        raise click.UsageError("--set changes a FILE; give one")
+    host = load_plugins(no_plugins)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-bench-", dir=path))
+    entries: list[dict[str, Any]] = [
+        {"kind": "dram", "capacity": 1},
+        {"kind": "nvme", "path": folder, "capacity": 1},
+        {"kind": "nvme", "path": folder, "capacity": 1, "direct": "off"},
+    ]
+    converter = config_converter(host)
+    return host, [structure(converter, entry, TierConfig) for entry in entries]
+
+
+def _tailored(config: TierConfig, capacity: int, stack: ExitStack) -> TierConfig:
+    """The same with enough room, in a place of its own."""
+    import attrs  # noqa: PLC0415 - quick --help
+
+    names = {field.name for field in attrs.fields(type(config))}
+    changes: dict[str, Any] = {}
+    if "capacity" in names:
+        changes["capacity"] = capacity
+    if "path" in names:
+        parent = Path(config.path.replace("{worker}", f"kv-bench-{os.getpid()}"))  # type: ignore[attr-defined]
+        stack.callback(_remove_empty, _missing(parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="kv-bench-", dir=parent)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        changes["path"] = folder
+    if "prefix" in names:
+        changes["prefix"] = f"{config.prefix}/kv-bench-{os.getpid()}"  # type: ignore[attr-defined]
+    return attrs.evolve(config, **changes)
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folders that do not exist yet, innermost first."""
+    return [each for each in (folder, *folder.parents) if not each.exists()]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _show(lines: list[Line]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - quick --help
+
+    from commutator.cli.kv_tables import make_table  # noqa: PLC0415
+
+    table = make_table(
+        "tier", "block>", "operation", "cache", "GB/s>", "p99 ms>", "raw GB/s, ratio"
+    )
+    for line in lines:
+        raw = ", ".join(
+            f"{way} {rate:.2f} ({line.gb_per_s / rate:.2f})"
+            for way, rate in line.raw_gb_per_s.items()
+        )
+        table.add_row(
+            line.tier,
+            f"{line.block_bytes // _KIB} KiB",
+            line.operation,
+            line.cache,
+            f"{line.gb_per_s:.2f}",
+            f"{line.p99_ms:.2f}",
+            raw,
+        )
+    Console().print(table)

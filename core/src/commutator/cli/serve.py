@@ -57,6 +57,7 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     """Returns the exit code."""
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
 
+    from commutator.config.tiers import sizing_warnings  # noqa: PLC0415
     from commutator.runtime.output import Printer, PrinterHandler  # noqa: PLC0415
     from commutator.runtime.ports import reserved_port  # noqa: PLC0415
     from commutator.runtime.preflight import check_machine  # noqa: PLC0415
@@ -76,6 +77,8 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
         for plugin in loaded.host.installed:
             if plugin.problem is not None and plugin.problem != "blocked":
                 log.warning("plugin %s (%s) %s", plugin.name, plugin.distribution, plugin.problem)
+        for warning in sizing_warnings(config, loaded.host):
+            log.warning("%s", warning)
         try:
             return asyncio.run(supervise(port, printer))
         finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from commutator.config.model import Config
 from commutator.plugins import PluginHost
 
-__all__ = ["tier_problems"]
+__all__ = ["sizing_warnings", "tier_problems"]
 
 
 def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[str, str]]:
@@ -23,3 +24,28 @@ def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[s
             "tiers",
             f"none of the engines here keeps KV blocks in tiers; those that do: {', '.join(able)}",
         )
+
+
+def sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
+    """What is legal but makes little sense: a tier with less room than what lies above it.
+
+    Sizes are those of one worker. A tier or an engine without a size in bytes is passed over.
+    """
+    above = [
+        (f"the KV memory of engine {engine.name}", engine.kv_cache_bytes)
+        for engine in config.engines
+        if host.engines.kinds[engine.kind].thing.uses_tiers and hasattr(engine, "kv_cache_bytes")
+    ]
+    for number, tier in enumerate(config.tiers):
+        size = getattr(tier, "capacity", None)
+        if size is None:
+            continue
+        name = f"tiers[{number}] ({tier.kind})"
+        other, larger = max(above, key=lambda named: named[1], default=("", 0))
+        if size < larger:
+            yield (
+                f"{name}: its {size:,} bytes are {larger - size:,} less than the {larger:,} of "
+                f"{other}, of which it can hold {size / larger:.0%}: it forgets blocks before "
+                f"they are needed from it; set capacity to more than {larger:,}"
+            )
+        above = [*above, (name, size)]

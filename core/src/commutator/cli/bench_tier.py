@@ -1,0 +1,227 @@
+"""Measures one tier as an engine would use it: through its guards, checksums and commits."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from attrs import field, frozen
+
+from commutator.cli.bench_raw import RawMove, raw_ways
+from commutator.errors import CommutatorError, TierError
+from commutator.kv.arena import BlockArena
+from commutator.kv.block_io import IoContext
+from commutator.kv.load_result import LoadResult
+from commutator.kv.offer import Offer
+from commutator.kv.service_jobs import PART_BLOCKS
+from commutator.kv.staging import PAGE_BYTES, Staging
+from commutator.kv.tier import SlotGeometry
+from commutator.kv.tier_setup import TierSetup, slot_bytes
+from commutator.kv.tier_worker import Source, TierWorker
+from commutator.transfer.spans import Direction, Memory
+
+__all__ = ["Line", "measure", "needed_bytes"]
+
+_TIMEOUT_S = 120.0
+_SAMPLES = 100
+_SEED = 7
+
+
+@frozen(kw_only=True)
+class Line:
+    """One result: a tier, a size, a direction, and whether the page cache could help."""
+
+    tier: str
+    block_bytes: int
+    operation: str
+    cache: str
+    """ "warm" or "cold"."""
+    gb_per_s: float
+    p99_ms: float
+    """Of one block alone."""
+    raw_gb_per_s: dict[str, float] = field(factory=dict)
+    """What the medium gave in the same rounds, by way."""
+
+    def as_json(self) -> dict[str, Any]:
+        """With the ratio to each raw limit."""
+        return {
+            "tier": self.tier,
+            "block_bytes": self.block_bytes,
+            "operation": self.operation,
+            "cache": self.cache,
+            "gb_per_s": round(self.gb_per_s, 3),
+            "p99_ms": round(self.p99_ms, 3),
+            "raw_gb_per_s": {way: round(rate, 3) for way, rate in self.raw_gb_per_s.items()},
+            "ratio": {way: round(self.gb_per_s / r, 3) for way, r in self.raw_gb_per_s.items()},
+        }
+
+
+def needed_bytes(block_bytes: int, total_bytes: int) -> int:
+    """Capacity for the tier's blocks and the raw ones, each in whole pages with a header."""
+    count = max(2, total_bytes // block_bytes)
+    return 2 * (count + 1) * (block_bytes + block_bytes // 64 + 2 * PAGE_BYTES)
+
+
+def measure(setup: TierSetup, block_bytes: int, total_bytes: int, rounds: int) -> list[Line]:
+    """Store and load ``total_bytes`` in blocks, in turns with the raw ways.
+
+    Raises TierError or TransferError when the tier cannot be used.
+    """
+    count = max(2, total_bytes // block_bytes)
+    with ExitStack() as stack:
+        bench = stack.enter_context(_opened(setup, block_bytes, count))
+        slots = [slot for slot in bench.reserve_raw() if slot is not None]
+        if len(slots) < count:
+            raise TierError(f"{setup.name}: no room for {count} blocks of {block_bytes} bytes more")
+        raw = stack.enter_context(raw_ways(setup.tier, bench.arena, slots))
+        lines = bench.rounds(raw, rounds)
+        setup.tier.release(slots)
+        return lines
+
+
+@contextmanager
+def _opened(setup: TierSetup, block_bytes: int, count: int) -> Iterator[_Bench]:
+    bench = _Bench(setup, block_bytes, count)
+    try:
+        bench.worker.open()
+        yield bench
+        bench.free()
+    finally:
+        bench.worker.close()
+
+
+class _Bench:
+    def __init__(self, setup: TierSetup, block_bytes: int, count: int) -> None:
+        self.setup = setup
+        self._memory = mmap.mmap(-1, block_bytes * count)
+        self._memory[:] = random.Random(_SEED).randbytes(len(self._memory))  # noqa: S311
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.arena = BlockArena(
+            memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=count
+        )
+        slot = slot_bytes(setup, block_bytes)
+        run = uuid.uuid4().hex
+        self._keys = [sha256(f"{run}/{index}".encode()).digest() for index in range(count)]
+        self._raw_keys = [sha256(f"{run}/raw/{index}".encode()).digest() for index in range(count)]
+        self.worker = TierWorker(
+            setup,
+            SlotGeometry(
+                block_bytes=block_bytes,
+                slot_bytes=slot,
+                identity=sha256(run.encode()).hexdigest(),
+                block_tokens=1,
+            ),
+            self.arena,
+            Staging(-(-slot // PAGE_BYTES) * PAGE_BYTES, PART_BLOCKS),
+            Staging(block_bytes, 1),
+            agent_name=f"kv-bench-{run}",
+            on_open=lambda _: None,
+        )
+
+    def reserve_raw(self) -> Sequence[int | None]:
+        return self.setup.tier.reserve(self._raw_keys)
+
+    def rounds(self, raw: dict[str, RawMove], rounds: int) -> list[Line]:
+        everything = range(self.arena.count)
+        taken: dict[tuple[str, str], list[float]] = {}
+
+        def timed(name: str, way: str, call: Callable[[], None]) -> None:
+            started_s = time.perf_counter()
+            call()
+            taken.setdefault((name, way), []).append(time.perf_counter() - started_s)
+
+        cached = bool(self._files()) and self.setup.tier.alignment_bytes == 1
+        for number in range(rounds + 1):
+            for way, move in raw.items():
+                timed("store", way, partial(move, Direction.WRITE, everything))
+            self.free()
+            timed("store", "tier", partial(self.store, everything))
+            for name in ("load", "cold load") if cached else ("load",):
+                for way, move in raw.items():
+                    self._drop_cache(name)
+                    timed(name, way, partial(move, Direction.READ, everything))
+                self._drop_cache(name)
+                timed(name, "tier", partial(self.load, everything))
+            if not number:
+                taken.clear()  # the first round touches memory and files
+        rates = {
+            key: len(self._memory) / statistics.median(seconds) / 1e9
+            for key, seconds in taken.items()
+        }
+        p99_ms = self._latencies(cached=cached)
+        warm = "warm" if cached or self.setup.tier.memory is Memory.DRAM else "cold"
+        return [
+            Line(
+                tier=self.setup.name,
+                block_bytes=self.arena.block_bytes,
+                operation=name.removeprefix("cold "),
+                cache="cold" if name.startswith("cold") else warm,
+                gb_per_s=rates[name, "tier"],
+                p99_ms=p99_ms[name],
+                raw_gb_per_s={way: rates[name, way] for way in raw},
+            )
+            for name in dict.fromkeys(name for name, _ in rates)
+        ]
+
+    def store(self, blocks: Sequence[int]) -> None:
+        for start in range(0, len(blocks), PART_BLOCKS):
+            part = blocks[start : start + PART_BLOCKS]
+            outcome = self.worker.store(
+                [Offer(key=self._keys[i], parent=None, token_ids=(0,)) for i in part],
+                [Source(self.arena.span(i)) for i in part],
+                IoContext(time.monotonic() + _TIMEOUT_S),
+                from_engine=True,
+            )
+            if outcome.failed:
+                reason = next(iter(outcome.failed.values()))
+                raise CommutatorError(f"{self.setup.name}: a block was not stored: {reason}")
+
+    def load(self, blocks: Sequence[int]) -> None:
+        results = self.worker.load(
+            [self._keys[i] for i in blocks],
+            [self.arena.span(i) for i in blocks],
+            IoContext(time.monotonic() + _TIMEOUT_S),
+            to_engine=True,
+        )
+        if bad := [result for result in results if result is not LoadResult.LOADED]:
+            raise CommutatorError(f"{self.setup.name}: a block was not loaded: {bad[0].value}")
+
+    def free(self) -> None:
+        self.worker.free(self._keys)
+
+    def _latencies(self, *, cached: bool) -> dict[str, float]:
+        """The 99th percentile of one block at a time, in milliseconds."""
+        taken: dict[str, list[float]] = {"store": [], "load": []}
+        for sample in range(_SAMPLES):
+            block = sample % self.arena.count
+            self.worker.free([self._keys[block]])
+            for name, call in (("store", self.store), ("load", self.load)):
+                started_s = time.perf_counter()
+                call([block])
+                taken[name].append(time.perf_counter() - started_s)
+            if cached:
+                self._drop_cache("cold load")
+                started_s = time.perf_counter()
+                self.load([block])
+                taken.setdefault("cold load", []).append(time.perf_counter() - started_s)
+        return {name: statistics.quantiles(all_s, n=100)[98] * 1e3 for name, all_s in taken.items()}
+
+    def _files(self) -> set[int]:
+        regions = self.setup.tier.regions()
+        return {region.span.device for region in regions if region.memory is Memory.FILE}
+
+    def _drop_cache(self, name: str) -> None:
+        if name == "cold load":
+            for descriptor in self._files():
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
