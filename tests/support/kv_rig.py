@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from random import Random
 from typing import Any, Self
+
+from attrs import evolve
 
 from commutator.config.kinds import config_converter
 from commutator.config.model import TierConfig
@@ -19,12 +24,26 @@ from commutator.engine.tiers import make_tiers
 from commutator.kv import KvEvent, KvService, Offer, PrefillSpeed
 from commutator.kv.arena import BlockArena
 from commutator.kv.counters import TierState
+from commutator.kv.frame import HEADER_BYTES
 from commutator.kv.tier_setup import TierSetup
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema import structure
 from commutator.transfer import Memory
 
-__all__ = ["BLOCK_BYTES", "BLOCK_TOKENS", "KvRig", "chain", "content", "host", "setups", "wait_for"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BLOCK_TOKENS",
+    "UNKNOWN_SPEED",
+    "KvRig",
+    "chain",
+    "content",
+    "folder_setup",
+    "host",
+    "setups",
+    "wait_for",
+]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 4
@@ -42,6 +61,21 @@ def setups(*tiers: Mapping[str, Any], worker: str = "w0") -> tuple[TierSetup, ..
     converter = config_converter(host())
     configs = [structure(converter, dict(tier), TierConfig) for tier in tiers]
     return make_tiers(configs, host(), worker)
+
+
+def folder_setup(path: Path, blocks: int, **options: Any) -> TierSetup:
+    """The tier of docs/examples, for blocks of ``BLOCK_BYTES``; it is not installed."""
+    source = ROOT / "docs/examples/folder_tier/src/commutator_folder_tier/__init__.py"
+    spec = spec_from_file_location("commutator_folder", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    capacity = blocks * (BLOCK_BYTES + HEADER_BYTES)
+    config = module.FolderConfig(kind="folder", path=str(path), capacity=capacity)
+    (model,) = setups({"kind": "dram", "capacity": "1MB"})
+    return evolve(model, name="folder", tier=module.FolderTier(config), **options)
 
 
 def chain(name: int, length: int) -> list[bytes]:

@@ -8,6 +8,7 @@ from commutator.testing.engines import EngineContract, collect, make_request
 from commutator.testing.eviction import EvictionContract, tree_block
 from commutator.testing.faults import Faults, FaultyClient
 from commutator.testing.routers import RouterContract, check_decision, make_candidate
+from commutator.testing.tier_faults import FaultyIo, FaultyTier, IoFaults, TierFaults, damage
 from commutator.testing.tiers import TierContract, TierUser
 
 __all__ = [
@@ -15,12 +16,17 @@ __all__ = [
     "EvictionContract",
     "Faults",
     "FaultyClient",
+    "FaultyIo",
+    "FaultyTier",
+    "IoFaults",
     "LocalCluster",
     "RouterContract",
     "TierContract",
+    "TierFaults",
     "TierUser",
     "check_decision",
     "collect",
+    "damage",
     "make_candidate",
     "make_request",
     "tree_block",
