@@ -1,0 +1,374 @@
+"""A request whose worker fails: where it goes on, how often, and what everybody is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from attrs import define, evolve, field
+
+from commutator import EngineClient, EngineConfig, EngineConnector, LaunchContext, hookimpl
+from commutator.config.model import Config, MigrationConfig, ModelConfig
+from commutator.errors import (
+    EngineError,
+    EngineIncompleteError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+)
+from commutator.plugins import Installed, load_plugins
+from commutator.routing.dispatch import Dispatch
+from commutator.routing.dispatcher import Dispatcher
+from commutator.types import (
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    WorkerRecord,
+)
+
+PROMPT = [7] * 20
+INFO = EngineInfo("fake", "1", "m", 128, 16, 64, continues_answers=True)
+
+
+@define
+class Worker(EngineClient):
+    """Answers a request with 0, 1, 2, ...; its ``troubles`` come one a request, at their token."""
+
+    troubles: list[tuple[int, Exception | TokenDelta | None]] = field(factory=list)
+    info: EngineInfo = INFO
+    asked: list[GenerateRequest] = field(factory=list)
+    open: int = 0
+
+    async def start(self) -> EngineInfo:
+        return self.info
+
+    def generate(self, request: GenerateRequest) -> Any:
+        self.asked.append(request)
+        trouble = self.troubles.pop(0) if self.troubles else (10_000, None)
+        return self._answer(request, *trouble)
+
+    async def _answer(
+        self, request: GenerateRequest, at: int, what: Exception | TokenDelta | None
+    ) -> AsyncIterator[TokenDelta]:
+        self.open += 1
+        try:
+            for token in range(request.generated_prefix, request.sampling.max_tokens + 1):
+                await asyncio.sleep(0)
+                if token == at:
+                    if isinstance(what, Exception):
+                        raise type(what)(*what.args)
+                    if what is not None:
+                        yield what
+                    return
+                last = token == request.sampling.max_tokens - 1
+                yield TokenDelta(
+                    (token,),
+                    cached_tokens=16 if token == request.generated_prefix else None,
+                    finish_reason=FinishReason.LENGTH if last and at > token + 1 else None,
+                )
+        finally:
+            self.open -= 1
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def close(self) -> None:
+        pass
+
+
+LOST = EngineUnavailableError("connection reset")
+FULL = EngineOverloadedError("full")
+
+
+class World:
+    """A dispatcher over workers that do as they are told, and what its hooks were told."""
+
+    def __init__(self, *, router: str = "round_robin", **migration: Any) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.seen: list[str] = []
+        self.outcome: Any = None
+        self.counted: list[tuple[str, int]] = []
+        world = self
+
+        class Connector(EngineConnector[EngineConfig]):
+            def launch_plan(self, config: EngineConfig, context: LaunchContext) -> None:
+                return None
+
+            def connect(self, config: EngineConfig, address: str) -> EngineClient:
+                return world.workers[address]
+
+        class Plugin:
+            @hookimpl
+            def engine_register(self, register: Any) -> None:
+                register("fake", EngineConfig, Connector())
+
+            @hookimpl
+            def request_routed(self, decision: Any) -> None:
+                world.seen.append(f"routed to {decision.worker_id}")
+
+            @hookimpl
+            def request_first_token(self) -> None:
+                world.seen.append("first token")
+
+            @hookimpl
+            def request_migrated(
+                self, from_worker: str, to_worker: str, reason: str, generated_tokens: int
+            ) -> None:
+                moved = f"{from_worker} to {to_worker}: {reason} after {generated_tokens}"
+                world.seen.append(moved)
+
+            @hookimpl
+            def request_finished(self, outcome: Any) -> None:
+                world.seen.append("finished")
+                world.outcome = outcome
+
+            @hookimpl
+            def request_failed(self, error: BaseException) -> None:
+                world.seen.append(f"failed: {type(error).__name__}")
+
+        host = load_plugins()
+        host.add(Plugin(), Installed("fake", "dist-fake", "1"))
+        config = Config(
+            models=(ModelConfig(name="m", source="-"),),
+            engines=(EngineConfig(kind="fake", name="e", model="m"),),
+            router=host.routers.kinds[router].config_class(kind=router),
+            migration=MigrationConfig(**{"wait_s": 0.0, **migration}),
+        )
+        self.dispatcher = Dispatcher(config, host, random.Random(1))
+        self.dispatcher.watch_migrations(self)
+
+    def migrated(self, model: str, reason: str) -> None:
+        self.counted.append((reason, 1))
+
+    def recomputed(self, model: str, tokens: int) -> None:
+        self.counted.append(("recomputed", tokens))
+
+    async def up(self, name: str, worker: Worker | None = None, address: str = "") -> Worker:
+        worker = self.workers[address or name] = worker or Worker()
+        record = WorkerRecord(name, "e", "fake", "m", address or name, worker.info)
+        await self.dispatcher.worker_up(record)
+        return worker
+
+    async def three(self, *troubles: tuple[int, Exception | TokenDelta | None]) -> None:
+        """Workers w-0, w-1, w-2; each has its trouble."""
+        for number in range(3):
+            await self.up(f"w-{number}", Worker(list(troubles[number : number + 1])))
+
+    async def begin(self, max_tokens: int = 10, **dispatch: Any) -> Dispatch:
+        request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=max_tokens))
+        return await self.dispatcher.dispatch("m", request, **dispatch)
+
+    async def run(self, max_tokens: int = 10, **dispatch: Any) -> list[TokenDelta]:
+        begun = await self.begin(max_tokens, **dispatch)
+        try:
+            return [delta async for delta in begun]
+        finally:
+            await begun.aclose()
+            self.check_closed()
+
+    def check_closed(self) -> None:
+        assert sum(worker.active_requests for worker in self.dispatcher.status()) == 0
+        assert all(worker.open == 0 for worker in self.workers.values())
+        ends = [what for what in self.seen if what.startswith(("finished", "failed"))]
+        assert len(ends) == 1
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def test_a_lost_worker_is_replaced_and_nobody_can_tell() -> None:
+    world = World()
+    await world.three((4, LOST))
+    deltas = await world.run()
+    assert tokens(deltas) == list(range(10))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert [d.cached_tokens for d in deltas if d.cached_tokens is not None] == [16]
+    assert world.seen == [
+        "routed to w-0",
+        "first token",
+        "w-0 to w-1: connection_lost after 4",
+        "routed to w-1",
+        "finished",
+    ]
+    assert world.outcome.generated_tokens == 10
+    assert world.outcome.cached_tokens == 16
+    assert world.counted == [("connection_lost", 1), ("recomputed", 20 + 4 - 16)]
+    rest = world.workers["w-1"].asked[0]
+    assert (rest.token_ids, rest.generated_prefix) == ([*PROMPT, 0, 1, 2, 3], 4)
+    assert rest.sampling == world.workers["w-0"].asked[0].sampling
+    await world.dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "ends"),
+    [(1, None, "failed"), (2, None, "finished"), (2, 1, "failed"), (0, 5, "failed"), (2, 0, "")],
+)
+async def test_only_as_often_as_config_and_request_allow(
+    config: int, asked: int | None, ends: str
+) -> None:
+    world = World(limit=config)
+    await world.three((3, LOST), (6, LOST))
+    if ends == "finished":
+        assert tokens(await world.run(migration_limit=asked)) == list(range(10))
+    else:
+        with pytest.raises(EngineUnavailableError, match="connection reset"):
+            await world.run(migration_limit=asked)
+    limit = min(config, config if asked is None else asked)
+    assert len([r for r, _ in world.counted if r == "connection_lost"]) == min(limit, 2)
+    await world.dispatcher.close()
+
+
+async def test_overload_moves_without_counting_or_blaming() -> None:
+    world = World(limit=0)
+    await world.three((0, FULL), (0, FULL))
+    begun = await world.begin()
+    assert tokens([delta async for delta in begun]) == list(range(10))
+    assert begun.worker_ids == ("w-2",)
+    assert [moved["reason"] for moved in begun.explain()["migrations"]] == ["overloaded"] * 2
+    assert [worker.state for worker in world.dispatcher.status()] == ["ready"] * 3
+    await begun.aclose()
+    world.check_closed()
+
+
+async def test_when_all_are_full_it_is_said_at_once() -> None:
+    world = World(wait_s=60.0)
+    await world.three((0, FULL), (0, FULL), (0, FULL))
+    with pytest.raises(EngineOverloadedError):
+        await world.run()
+    assert [len(worker.asked) for worker in world.workers.values()] == [1, 1, 1]
+
+
+async def test_a_lost_stream_waits_for_room() -> None:
+    world = World(wait_s=60.0)
+    await world.up("w-0", Worker([(5, LOST)]))
+    await world.up("w-1", Worker([(5, FULL), (5, FULL)]))
+    assert tokens(await world.run()) == list(range(10))
+    await world.dispatcher.close()
+
+
+async def test_an_engine_that_cannot_continue_is_asked_only_from_the_beginning() -> None:
+    plain = evolve(INFO, continues_answers=False)
+    for at in (0, 1):
+        world = World()
+        await world.up("w-0", Worker([(at, LOST)]))
+        await world.up("w-1", Worker(info=plain))
+        if at:
+            with pytest.raises(EngineUnavailableError):
+                await world.run()
+            assert not world.workers["w-1"].asked
+        else:
+            assert tokens(await world.run()) == list(range(10))
+        await world.dispatcher.close()
+
+
+@pytest.mark.parametrize("what", [None, TokenDelta(finish_reason=FinishReason.ABORT)])
+async def test_a_stream_that_just_ends_goes_on_too(what: TokenDelta | None) -> None:
+    world = World()
+    await world.three((4, what))
+    assert tokens(await world.run()) == list(range(10))
+    assert world.counted[0] == ("incomplete_stream", 1)
+    assert [worker.state for worker in world.dispatcher.status()] == ["ready"] * 3
+    world = World(limit=0)
+    await world.three((4, what))
+    with pytest.raises(EngineIncompleteError):
+        await world.run()
+
+
+async def test_what_another_worker_would_answer_the_same_is_not_moved() -> None:
+    world = World()
+    await world.three((4, EngineError("logits are not finite")))
+    with pytest.raises(EngineError, match="not finite"):
+        await world.run()
+    assert not world.workers["w-1"].asked
+
+
+async def test_a_lapsed_lease_moves_every_stream_of_the_worker() -> None:
+    world = World()
+    await world.three((4, EngineUnavailableError("closed by us")))
+    begun = await world.begin()
+    got = [await anext(begun) for _ in range(4)]
+    await world.dispatcher.worker_down("w-0", "lease expired")
+    got += [delta async for delta in begun]
+    assert tokens(got) == list(range(10))
+    assert world.counted[0] == ("lease_expired", 1)
+    await begun.aclose()
+
+
+async def test_the_only_worker_is_waited_for_and_another_process_of_it_is_good() -> None:
+    world = World(wait_s=5.0)
+    await world.up("w-0", Worker([(4, LOST)]))
+    running = asyncio.create_task(world.run())
+    await asyncio.sleep(0.05)
+    await world.dispatcher.worker_down("w-0", "failed")
+    await world.up("w-0", address="w-0 started again")
+    assert tokens(await running) == list(range(10))
+    assert len(world.workers["w-0"].asked) == 1
+
+
+async def test_a_client_that_leaves_meanwhile_closes_everything() -> None:
+    world = World(wait_s=60.0)
+    await world.up("w-0", Worker([(4, LOST)]))
+    running = asyncio.create_task(world.run())
+    await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    world.check_closed()
+    assert world.seen[-1] == "failed: CancelledError"
+    await world.dispatcher.close()
+
+
+async def test_nothing_is_tried_after_the_deadline() -> None:
+    world = World(wait_s=60.0)
+    await world.three((4, LOST))
+    with pytest.raises(EngineUnavailableError):
+        await world.run(deadline_s=asyncio.get_running_loop().time())
+    assert not world.workers["w-1"].asked
+    await world.dispatcher.close()
+
+
+async def test_a_worker_lost_after_its_last_token_is_not_missed() -> None:
+    world = World()
+    await world.three((10, LOST))
+    deltas = await world.run()
+    assert tokens(deltas) == list(range(10))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert world.seen[-1] == "finished"
+    assert not world.workers["w-1"].asked
+    await world.dispatcher.close()
+
+
+async def test_it_is_routed_by_prompt_and_answer_together() -> None:
+    world = World(router="kv")
+    await world.three((14, LOST), (14, LOST), (14, LOST))
+    begun = await world.begin(max_tokens=30)
+    before = begun.facts.prompt_blocks
+    first = begun.worker_id
+    for name, worker in world.workers.items():
+        if name != first:
+            worker.troubles.clear()
+    assert tokens([delta async for delta in begun][:1]) == [0]
+    assert begun.worker_id != first
+    assert (before, begun.facts.prompt_blocks) == (1, 2), "20 tokens, then 34"
+    await begun.aclose()
+    await world.dispatcher.close()
+
+
+async def test_draining_leaves_routing_and_lets_run() -> None:
+    world = World()
+    await world.up("w-0")
+    await world.up("w-1")
+    begun = await world.begin()
+    await anext(begun)
+    record = WorkerRecord("w-0", "e", "fake", "m", "w-0", INFO)
+    await world.dispatcher.worker_up(evolve(record, draining=True))
+    assert len([delta async for delta in begun]) == 9
+    assert begun.worker_ids == ("w-0",)
+    other = await world.begin()
+    assert other.worker_id == "w-1"
+    await other.aclose()
