@@ -11,7 +11,7 @@ import pytest
 from tests.support.oracle import SOURCE, greedy
 
 from commutator import EngineClient, ModelConfig
-from commutator.engine import TokenApiClient, TokenApiServer
+from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
 from commutator.testing import EngineContract
 from commutator.text import load_text_model
 from commutator_reference.config import ReferenceConfig
@@ -46,7 +46,7 @@ class TestReference(EngineContract):
     async def running(self) -> AsyncIterator[EngineClient]:
         config = ReferenceConfig(kind="reference", kv_cache_bytes=200 << 20)
         with patch("commutator_reference.server.load_model", load_weights):
-            server = TokenApiServer(ReferenceServer(config, MODEL))
+            server = TokenApiServer(ReferenceServer(config, EngineStart(MODEL, "test-0")))
         port = await server.start("127.0.0.1", 0)
         yield TokenApiClient(f"127.0.0.1:{port}", answer_timeout_s=20)
         await server.stop()
