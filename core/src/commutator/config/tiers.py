@@ -20,10 +20,8 @@ def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[s
     known = [host.engines.kinds[kind].thing for kind in kinds if kind in host.engines.kinds]
     if known and not any(connector.uses_tiers for connector in known):
         able = sorted(name for name, kind in host.engines.kinds.items() if kind.thing.uses_tiers)
-        yield (
-            "tiers",
-            f"none of the engines here keeps KV blocks in tiers; those that do: {', '.join(able)}",
-        )
+        names = ", ".join(able) or "none is installed"
+        yield "tiers", f"none of the engines here keeps KV blocks in tiers; those that do: {names}"
 
 
 def sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
