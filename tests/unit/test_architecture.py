@@ -136,3 +136,9 @@ def test_core_runs_without_any_plugin(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
     )
     assert done.stdout.split() == ["0", "0", "0"]
+
+
+def test_test_files_have_different_names() -> None:
+    """pytest imports a test file by its bare name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-from commutator.kv import BlockRemoved, EventPublisher, decode_batch
+from commutator.kv import BlockRemoved, EventPublisher, KvEvent, decode_batch
 
 
 def test_one_message_for_what_comes_together() -> None:
@@ -43,7 +43,7 @@ def test_the_last_events_are_sent_before_the_end() -> None:
             publisher.publish([BlockRemoved((0,))])
         publisher.publish([BlockRemoved((1,))])
         publisher.close()
-        events = []
+        events: list[KvEvent] = []
         while subscriber.poll(1000) and BlockRemoved((1,)) not in events:
             *_, body = subscriber.recv_multipart()
             events += decode_batch(body).events
