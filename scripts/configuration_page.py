@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import attrs
 
-from commutator.config.model import Config, RouterConfig
+from commutator.config.model import Config, RouterConfig, TierConfig
 from commutator.plugins import load_plugins
 from commutator.schema.structure import describe
 
@@ -36,8 +36,14 @@ def page() -> str:
                 "are listed by `commutator plugins`.\n"
             )
             parts += inner(field.name, RouterConfig)
+        if field.name == "tiers":
+            parts.append("Of every kind; a kind may be there more than once:\n")
+            parts.append(table(TierConfig))
+            parts += inner("tiers[]", TierConfig)
+            parts += kinds(host.evictions, "tiers[].eviction, ")
         if field.name in seam:
-            parts += kinds(seam[field.name])
+            base = TierConfig if field.name == "tiers" else None
+            parts += kinds(seam[field.name], base=base)
         elif (cls := class_of(field)) is not None:
             parts.append(table(cls))
             parts += inner(field.name, cls)
@@ -59,20 +65,21 @@ def inner(path: str, cls: Any) -> Iterator[str]:
             yield table(kind)
 
 
-def kinds(register: Any) -> Iterator[str]:
-    if not register.kinds:
-        yield "No storage tier is installed.\n"
+def kinds(register: Any, where: str = "", base: Any = None) -> Iterator[str]:
+    """``base``: its options are told elsewhere."""
     for name, kind in sorted(register.kinds.items()):
-        yield f"### `kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
-        yield table(kind.config_class)
+        yield f"### `{where}kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
+        yield table(kind.config_class, base)
 
 
-def table(cls: Any) -> str:
+def table(cls: Any, base: Any = None) -> str:
     attrs.resolve_types(cls, include_extras=True)
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    for field in attrs.fields(cls):
-        if field.name == "kind":
-            continue
+    known = {"kind"} | {field.name for field in attrs.fields(base)} if base else {"kind"}
+    fields = [field for field in attrs.fields(cls) if field.name not in known]
+    if not fields:
+        return "Without options of its own.\n"
+    for field in fields:
         doc = field.metadata["doc"].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default(field)} | {doc} ({describe(field.type)}) |")
     return "\n".join(lines) + "\n"

@@ -53,6 +53,15 @@ How long one routing decision takes, at the 99th percentile:
 histogram_quantile(0.99, sum by (le) (rate(commutator_router_decision_seconds_bucket[5m])))
 ```
 
+How much of what tiers had was not used, by reason (`commutator kv stats` tells the same of one moment):
+
+```promql
+sum by (tier, reason) (rate(commutator_kv_not_loaded_total[5m]))
+```
+
+Any increase of `commutator_kv_failed_verification_total` means a medium that does not keep what it is given. Metrics named
+`commutator_kv_...` are the workers' own, asked for every 2 s.
+
 A hit rate by `router_kv_hit_rate` well above the one by `cached_tokens_total` means that the router believes in
 blocks which the workers no longer have: look for its warnings in `/health`.
 """
@@ -64,9 +73,11 @@ def page() -> str:
     for collector in collectors:
         for family in collector.describe():
             suffix = "_total" if family.type == "counter" else ""
-            labels = ", ".join(getattr(collector, "_labelnames", None) or family._labelnames)  # noqa: SLF001
+            # Metrics have them; of those that the workers count, each family has its own.
+            labels = (collector if hasattr(collector, "_labelnames") else family)._labelnames  # noqa: SLF001
             lines.append(
-                f"| `{family.name}{suffix}` | {family.type} | {labels} | {family.documentation} |"
+                f"| `{family.name}{suffix}` | {family.type} | {', '.join(labels)} | "
+                f"{family.documentation} |"
             )
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
