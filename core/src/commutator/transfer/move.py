@@ -12,7 +12,7 @@ from commutator.errors import TransferCancelledError, TransferError, TransferTim
 from commutator.transfer.agent import TransferAgent
 from commutator.transfer.plan import Batch, BlockMove, plan_batches
 from commutator.transfer.spans import Direction, Memory
-from commutator.transfer.transfer import POLL_S, Transfer
+from commutator.transfer.transfer import Transfer, poll_pause_s
 
 __all__ = ["BATCH_BYTES", "MAX_IN_FLIGHT_BYTES", "move_blocks"]
 
@@ -84,6 +84,7 @@ class _Run:
         self.results = [None] * len(self.moves)
 
     def to_end(self) -> None:
+        news_s = time.monotonic()
         while self.queue or self.under_way:
             if (reason := self._given_up()) is not None:
                 self._give_up(*reason)
@@ -94,8 +95,9 @@ class _Run:
                 self._begin_more()
                 for batch in arrived:
                     self.on_done(batch.indices)
+                news_s = time.monotonic()
             elif self.under_way:
-                time.sleep(POLL_S)
+                time.sleep(poll_pause_s(time.monotonic() - news_s))
 
     def _begin_more(self) -> None:
         while self.queue and self._has_room(self.queue[0]) and self._given_up() is None:

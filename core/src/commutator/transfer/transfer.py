@@ -12,11 +12,22 @@ from commutator.errors import TransferCancelledError, TransferError, TransferTim
 from commutator.transfer.nixl_library import nixl_errors
 from commutator.transfer.request import Request
 
-__all__ = ["POLL_S", "Transfer"]
+__all__ = ["POLL_S", "Transfer", "poll_pause_s"]
 
 POLL_S = 100e-6
 """Between two looks at transfers under way: short beside a megabyte's way to a disk, and long
 enough for other threads to run."""
+_LONGEST_POLL_S = 1e-3
+_PART_OF_WAIT = 1 / 10
+
+
+def poll_pause_s(waited_s: float) -> float:
+    """How long to wait before the next look, after so long without news.
+
+    A tenth of the wait so far delays nothing by more than that; looking at an object store's slow
+    transfers every 100 us would cost as much CPU as the transfers themselves.
+    """
+    return min(_LONGEST_POLL_S, max(POLL_S, waited_s * _PART_OF_WAIT))
 
 
 @define(eq=False)
@@ -58,15 +69,17 @@ class Transfer:
         TransferCancelledError as soon as ``cancelled`` answers True. After the latter two the
         memory stays pinned until ``TransferAgent.reap`` returns the token.
         """
-        deadline_s = time.monotonic() + timeout_s
+        started_s = time.monotonic()
+        deadline_s = started_s + timeout_s
         while not self.done():
             if cancelled():
                 self.abandoned = True
                 raise TransferCancelledError(f"{self.request} was cancelled", self.token)
-            if time.monotonic() >= deadline_s:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
                 self.abandoned = True
                 raise TransferTimeoutError(f"{self.request} took over {timeout_s} s", self.token)
-            time.sleep(POLL_S)
+            time.sleep(poll_pause_s(now_s - started_s))
 
     def post(self) -> None:
         """Begin. Called once, by the agent."""
