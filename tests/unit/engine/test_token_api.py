@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,7 @@ class ScriptedEngine(TokenEngine):
     def __init__(self) -> None:
         self.requests: dict[int, GenerateRequest] = {}
         self.emit: Emit = lambda deltas: None
+        self.answered = threading.Event()
 
     def start(self, emit: Emit) -> EngineInfo:
         self.emit = emit
@@ -58,6 +61,15 @@ class ScriptedEngine(TokenEngine):
 
     def reset_prefix_cache(self) -> None:
         pass
+
+    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        match what:
+            case "slow":
+                assert self.answered.wait(5)
+                return dict(arguments)
+            case "buggy":
+                raise ZeroDivisionError("oops")
+        return super().kv_admin(what, arguments)
 
     def stop(self) -> None:
         pass
@@ -228,3 +240,33 @@ async def test_rubbish_ends_the_connection_not_the_server() -> None:
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()
         await client.load()
+
+
+async def test_a_slow_answer_about_tiers_holds_up_nothing() -> None:
+    async with served() as (engine, _, client):
+        slow = asyncio.create_task(client.kv_admin("slow", {"tier": "nvme"}))
+        assert (await client.load()).kv_capacity_blocks == 8
+        assert not slow.done()
+        engine.answered.set()
+        assert await slow == {"tier": "nvme"}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("statistics", "this engine keeps no blocks in tiers"),
+        ("buggy", "ZeroDivisionError: oops"),
+    ],
+)
+async def test_a_question_about_tiers_fails_alone(what: str, message: str) -> None:
+    async with served() as (_, _, client):
+        with pytest.raises(EngineError, match=message):
+            await client.kv_admin(what)
+        assert (await client.load()).running == 0
+
+
+async def test_an_answer_about_tiers_is_not_waited_for_forever() -> None:
+    async with served() as (engine, _, client):
+        with pytest.raises(EngineUnavailableError, match=r"no answer within 0\.05 s"):
+            await client.kv_admin("slow", timeout_s=0.05)
+        engine.answered.set()

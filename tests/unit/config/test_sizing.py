@@ -1,0 +1,62 @@
+"""A tier with less room than what lies above it is warned of, with the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from commutator.cli.main import main
+from commutator.config.load import load_config
+from commutator.config.tiers import sizing_warnings
+
+ARENA = "engines: [{kind: reference, kv_cache_bytes: 1000000}]\n"
+
+
+def written(folder: Path, tiers: str, engines: str = ARENA) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(f"models: [{{name: m, source: package:m}}]\n{engines}tiers: [{tiers}]\n")
+    return file
+
+
+def warnings(file: Path) -> list[str]:
+    loaded = load_config([file])
+    return list(sizing_warnings(loaded.config, loaded.host))
+
+
+def dram(size: int) -> str:
+    return f"{{kind: dram, capacity: {size}}}"
+
+
+def test_growing_tiers_are_as_they_should_be(tmp_path: Path) -> None:
+    assert warnings(written(tmp_path, f"{dram(1_000_000)}, {dram(1_000_000)}, {dram(2**40)}")) == []
+
+
+def test_a_tier_below_the_size_of_the_arena(tmp_path: Path) -> None:
+    (told,) = warnings(written(tmp_path, dram(400_000)))
+    assert told == (
+        "tiers[0] (dram): its 400,000 bytes are 600,000 less than the 1,000,000 of the KV memory "
+        "of engine reference, of which it can hold 40%: it forgets blocks before they are needed "
+        "from it; set capacity to more than 1,000,000"
+    )
+
+
+def test_a_tier_below_a_larger_one(tmp_path: Path) -> None:
+    (told,) = warnings(written(tmp_path, f"{dram(5_000_000)}, {dram(2_000_000)}"))
+    assert told.startswith("tiers[1] (dram): its 2,000,000 bytes are 3,000,000 less than the 5,000")
+    assert "of tiers[0] (dram), of which it can hold 40%" in told
+
+
+def test_tiers_without_a_size_are_passed_over(tmp_path: Path) -> None:
+    s3 = "{kind: s3, bucket: b}"
+    assert warnings(written(tmp_path, f"{dram(5_000_000)}, {s3}")) == []
+    assert len(warnings(written(tmp_path, f"{dram(5_000_000)}, {s3}, {dram(2_000_000)}"))) == 1
+
+
+@pytest.mark.parametrize("size", [400_000, 1_000_000])
+def test_config_check_tells_and_succeeds(tmp_path: Path, size: int) -> None:
+    done = CliRunner().invoke(main, ["config", "check", str(written(tmp_path, dram(size)))])
+    assert done.exit_code == 0
+    assert done.stderr.startswith("warning: tiers[0]") == (size == 400_000)
+    assert done.stdout.endswith(": ok\n")

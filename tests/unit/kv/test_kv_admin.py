@@ -1,0 +1,148 @@
+"""What an operator is told of the tiers, and does to them, through the real service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.kv_rig import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    KvRig,
+    chain,
+    content,
+    setups,
+    wait_for,
+)
+
+from commutator.errors import EngineError
+from commutator.kv import KvAdmin, LocatedPrompt, PromptQuestion
+
+KEYS = chain(1, 6)
+DRAM = {"kind": "dram", "capacity": 4 * BLOCK_BYTES, "huge_pages": "off"}
+
+
+def nvme(folder: Path) -> dict[str, Any]:
+    return {"kind": "nvme", "path": str(folder), "capacity": 32 * BLOCK_BYTES}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[KvRig]:
+    with KvRig(setups(DRAM, nvme(tmp_path))) as made:
+        made.store(KEYS)
+        yield made
+
+
+def admin(rig: KvRig, *, on_device: int = 0) -> KvAdmin:
+    def locate(question: PromptQuestion) -> LocatedPrompt:
+        keys = chain(question.token_ids[0], len(question.token_ids) // BLOCK_TOKENS)
+        return LocatedPrompt(keys, on_device, BLOCK_TOKENS)
+
+    return KvAdmin(rig.service, locate)
+
+
+def damage(folder: Path, key: bytes) -> None:
+    """Change one byte of a stored block where it lies."""
+    path = folder / "segment-00000"
+    data = bytearray(path.read_bytes())
+    at = data.index(content(key))
+    data[at + 100] ^= 1
+    path.write_bytes(data)
+
+
+def test_contents_are_told_in_blocks_and_bytes(rig: KvRig) -> None:
+    dram, nvme = admin(rig).answer("contents", {})
+    assert dram == {
+        "tier": "dram",
+        "medium": "CPU",
+        "up": True,
+        "blocks": 4,
+        "bytes": 4 * BLOCK_BYTES,
+        "capacity_blocks": 4,
+    }
+    assert (nvme["blocks"], nvme["bytes"]) == (6, 6 * BLOCK_BYTES)
+
+
+def test_statistics_are_plain_values(rig: KvRig) -> None:
+    told = admin(rig).answer("statistics", {})
+    assert [tier["name"] for tier in told["tiers"]] == ["dram", "nvme"]
+    edges = {(edge["source"], edge["target"]): edge["stored"] for edge in told["edges"]}
+    assert edges["device", "nvme"] == 6
+
+
+def test_why_names_the_tier_of_each_block_and_what_is_missing(rig: KvRig) -> None:
+    told = admin(rig, on_device=2).answer("why", {"token_ids": [1] * 8 * BLOCK_TOKENS})
+    assert told["prompt_tokens"] == 8 * BLOCK_TOKENS
+    blocks = told["blocks"]
+    assert [block["reusable"] for block in blocks] == [True] * 6 + [False] * 2
+    assert [block["reason"] for block in blocks[:2]] == ["on the device"] * 2
+    assert all(block["tier"] in ("dram", "nvme") for block in blocks[2:6])
+    assert [block["reason"] for block in blocks[6:]] == [
+        "never offered",
+        "a block before it is missing",
+    ]
+    assert blocks[0]["key"] == KEYS[0].hex()
+
+
+def test_evict_empties_one_tier_or_all(rig: KvRig) -> None:
+    asked = admin(rig)
+    assert asked.answer("evict", {"tier": "dram"}) == {"dram": 4}
+    assert rig.load(KEYS) == 6  # from the disk
+    rig.settle()
+    assert asked.answer("evict", {}) == {"dram": rig.tier("dram").published, "nvme": 6}
+    assert rig.load(KEYS) == 0
+    wait_for(lambda: asked.answer("contents", {})[1]["bytes"] == 0)
+
+
+def test_verify_finds_the_damaged_block_and_nothing_else(rig: KvRig, tmp_path: Path) -> None:
+    asked = admin(rig)
+    whole = {check["tier"]: check for check in asked.answer("verify", {})}
+    assert (whole["nvme"]["intact"], whole["nvme"]["corrupt"]) == (6, 0)
+    assert (whole["dram"]["intact"], whole["dram"]["problem"]) == (4, None)
+    asked.answer("evict", {"tier": "dram"})
+    damage(tmp_path, KEYS[3])
+    (found,) = asked.answer("verify", {"tier": "nvme"})
+    assert (found["blocks"], found["intact"], found["corrupt"]) == (6, 5, 1)
+    assert found["bytes"] == 6 * BLOCK_BYTES
+    assert rig.load(KEYS) == 3  # nothing is served from it or from what lies behind it
+    assert rig.tier("nvme").removed == {"found corrupt by verify": 1}
+    assert rig.tier("nvme").loads.get("corrupt", 0) == 0
+    (again,) = asked.answer("verify", {"tier": "nvme"})
+    assert (again["blocks"], again["corrupt"]) == (5, 0)
+
+
+def test_verify_goes_on_beside_loads(rig: KvRig) -> None:
+    asked, told = admin(rig), []
+    checks = [threading.Thread(target=lambda: told.append(asked.answer("verify", {})))]
+    checks[0].start()
+    for _ in range(5):
+        assert rig.load(KEYS) == 6
+    checks[0].join(20)
+    rig.settle()
+    assert [check["corrupt"] for check in told[0]] == [0, 0]
+
+
+def test_verify_of_a_tier_that_is_closed_tells_why(rig: KvRig) -> None:
+    rig.service.close()
+    told = admin(rig).answer("verify", {"tier": "nvme"})
+    assert told[0]["problem"] == "the tier is down"
+    assert told[0]["intact"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "message"),
+    [
+        ("dance", {}, "unknown question 'dance'"),
+        ("evict", {"tier": "tape"}, "there is no tier 'tape' here; there is: dram, nvme"),
+        ("why", {}, "the arguments of 'why' are wrong"),
+        ("verify", {"tier": 3}, "the arguments of 'verify' are wrong"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    rig: KvRig, what: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        admin(rig).answer(what, arguments)
