@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -173,3 +174,26 @@ async def test_a_worker_that_is_paused_is_left_when_its_lease_lapses() -> None:
         finally:
             os.kill(victim, signal.SIGCONT)
         assert metric(cluster, r'commutator_migrations_total{model="m",reason="lease_expired"}') > 0
+
+
+async def test_an_answer_that_is_not_streamed_names_all_its_workers() -> None:
+    with LocalCluster(deployment({**SIM, "replicas": 2})) as cluster:
+        body = {**bodies(400)[0], "n": 2}
+        async with aiohttp.ClientSession(headers={"X-Commutator-Explain": "1"}) as session:
+            asked = asyncio.create_task(session.post(f"{cluster.url}/v1/completions", json=body))
+            await asyncio.sleep(0.4)
+            os.kill(min(engine_processes(cluster, "commutator_sim")), signal.SIGKILL)
+            async with await asked as answer:
+                said = await answer.json()
+        assert answer.status == 200
+        assert said["usage"]["completion_tokens"] == 800
+        assert len({choice["text"] for choice in said["choices"]}) == 1
+        workers = answer.headers["X-Commutator-Worker"].split(",")
+        assert sorted(workers) == ["sim-0", "sim-1"]
+        explained = json.loads(answer.headers["X-Commutator-Decision"])
+        moved = [one["migrations"][0] for one in explained if "migrations" in one]
+        assert [one["reason"] for one in moved] == ["connection_lost"]
+        assert 0 < moved[0]["generated_tokens"] < 400
+        async with asyncio.timeout(5):
+            while f"worker={','.join(workers)}" not in cluster.log():
+                await asyncio.sleep(0.05)

@@ -150,10 +150,7 @@ async def _stream(
 
 def _tell_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
     """Once before the first token, and again if a worker had to be replaced meanwhile."""
-    workers = generation.worker_ids
-    if workers == exchange.workers:
-        return
-    exchange.workers = workers
+    workers = exchange.workers = generation.worker_ids
     exchange.headers["X-Commutator-Worker"] = ",".join(workers)
     if request.headers.get("X-Commutator-Explain") == "1":
         exchange.headers["X-Commutator-Decision"] = _decision_header(generation.explanations)
