@@ -29,7 +29,7 @@ from commutator.kv.tier import StorageTier
 from commutator.kv.tier_setup import TierSetup
 from commutator.kv.tier_thread import JobUrgency
 from commutator.testing import FaultyIo, FaultyTier, IoFaults, TierFaults, damage
-from commutator.transfer import TransferAgent
+from commutator.transfer import Transfer, TransferAgent
 
 DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off"}
 ON_EVICT = {"write": "on_evict"}
@@ -266,6 +266,36 @@ def test_a_tier_that_hangs_costs_its_time_out_and_no_other_tiers_blocks(tmp_path
         wait_for(lambda: not rig.tier("nvme").up)
         rig.store(chain(2, 4))
         assert rig.load(chain(2, 4)) == 4
+        rig.settle()
+
+
+def test_blocks_under_transfers_that_hang_come_back_when_those_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Transfer.done
+    hang = threading.Event()
+
+    def stuck(self: Transfer) -> bool:
+        return not (hang.is_set() and self.request.backend == "POSIX") and done(self)
+
+    monkeypatch.setattr(Transfer, "done", stuck)
+    short = {"load_timeout_s": 0.1, "store_timeout_s": 0.1, "max_failures": 100}
+    tiers = setups({**DRAM, "capacity": 8 * BLOCK_BYTES}, nvme(tmp_path, **ON_EVICT, **short))
+    with KvRig(tiers) as rig:
+        rig.store(chain(1, 8))
+        rig.store(chain(2, 8))
+        assert rig.stored("dram", "nvme") == 8
+        hang.set()
+        assert rig.load(chain(1, 4)) == 0
+        assert rig.load(chain(1, 4)) == 0, "of the same slots, which are then held twice"
+        rig.offer(chain(3, 8))
+        wait_for(lambda: rig.failed("dram", "nvme") == {"write failed": 8})
+        wait_for(lambda: rig.poll() or rig.service.idle)
+        assert len(rig.free) == 64 - 8, "what NIXL may still write to is not given back"
+        hang.clear()
+        rig.settle()
+        assert len(rig.free) == 64
+        assert rig.load(chain(1, 8)) == 8
         rig.settle()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.block_io import IoContext
@@ -95,7 +96,7 @@ class TierMover:
         return slot in self._held
 
     def when_let_go(self, slot: Slot, call: Callable[[], None]) -> None:
-        """Call once nothing touches the slot: now, or from ``reap``."""
+        """Call once nothing touches the slot: now, or from ``let_go``."""
         if slot in self._held:
             self._waiting.append((slot, call))
         else:
@@ -103,12 +104,11 @@ class TierMover:
 
     @property
     def has_held(self) -> bool:
-        """Whether ``reap`` is worth calling."""
+        """Whether ``let_go`` may have something to do."""
         return bool(self._held)
 
-    def reap(self) -> None:
-        """See what NIXL has let go of since."""
-        over = set(self._agent.reap())
+    def let_go(self, over: AbstractSet[int]) -> None:
+        """Tokens of transfers, this mover's or another's, that ``TransferAgent.reap`` returned."""
         left = {slot: tokens - over for slot, tokens in self._held.items()}
         self._held = {slot: tokens for slot, tokens in left.items() if tokens}
         ready = [call for slot, call in self._waiting if slot not in self._held]

@@ -241,16 +241,18 @@ class TierWorker:
 
     def reap(self) -> None:
         """Give back what NIXL has let go of since."""
-        for stack in (self._engine, self._memory):
-            if stack is not None and stack[1].has_held:
-                stack[1].reap()
+        movers = [stack[1] for stack in (self._engine, self._memory) if stack is not None]
+        if self._agent is None or not any(mover.has_held for mover in movers):
+            return
+        over = set(self._agent.reap())  # which tells each only once, and they share it
+        for mover in movers:
+            mover.let_go(over)
 
     def close(self) -> None:
         """Close the agent, then the tier. Waits a few seconds for moves under way."""
         try:
             if self._agent is not None:
                 self._agent.close()
-                self._agent = None
             self._shut()
         except CommutatorError as error:
             log.warning("tier %s: %s", self.setup.name, error)

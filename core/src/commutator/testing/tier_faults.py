@@ -48,7 +48,7 @@ class FaultyIo(BlockIo):
 
     def __init__(self, inner: BlockIo, faults: IoFaults, rng: random.Random) -> None:
         self._inner = inner
-        self._faults = faults
+        self.faults = faults
         self._rng = rng
 
     def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
@@ -62,7 +62,7 @@ class FaultyIo(BlockIo):
         return results + [LoadResult.FAILED] * (len(blocks) - through)
 
     def _through(self, blocks: int, context: IoContext) -> int:
-        faults, rng = self._faults, self._rng
+        faults, rng = self.faults, self._rng
         if rng.random() < faults.hang:
             while not context.over:
                 time.sleep(_POLL_S)
