@@ -17,7 +17,8 @@ class BlockPool:
 
     A block is *held* (one request or more refer to it), *cached* (nobody refers to it, but its
     content can be reused) or *free*. Cached blocks are given away only when no free one is left,
-    the one released longest ago first. A cached block's parent is always held or cached too.
+    the one released longest ago first. A cached block's parent is always held or cached too, but
+    for blocks that are copied to a tier while their parents are given away.
     """
 
     def __init__(
@@ -129,6 +130,15 @@ class BlockPool:
         else:
             self._events.append(BlocksCleared())
 
+    def abandon(self) -> list[KvEvent]:
+        """The last events of a pool that will not be used again: all that it had is gone."""
+        registered = [identity for identity in self._identities if identity is not None]
+        events = self.take_events()
+        if not self.has_tiers:
+            return [*events, BlocksCleared()]
+        self._removed(registered)
+        return events + self.take_events()
+
     def oldest_cached(self, count: int) -> list[tuple[int, BlockIdentity]]:
         """Up to ``count`` cached blocks, those first that are given away first."""
         oldest = []
@@ -212,6 +222,6 @@ class BlockPool:
         assert cached <= set(registered), "a cached block has no identity"
         assert not free & set(registered), "a free block has an identity"
         assert self._by_digest == {i.digest: b for b, i in registered.items()}, "index differs"
-        for identity in registered.values():
+        for identity in () if self.has_tiers else registered.values():
             has_parent = identity.is_first or identity.parent_digest in self._by_digest
             assert has_parent, "a registered block's parent is not registered"

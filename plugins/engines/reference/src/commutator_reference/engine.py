@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 Deltas = list[tuple[int, TokenDelta]]
 """What one step added, by request key."""
 
-_SETTLE_S = 30.0
-"""When the books break, blocks on their way to and from tiers get this long to arrive."""
 _WAKE_S = 0.2
 """How often an idle ``run`` looks at its stop event."""
 
@@ -90,6 +88,8 @@ class ReferenceEngine:
         self._arrivals = 0
         self.computes = False
         """Whether the last step had anything to compute; if not, requests may wait for a tier."""
+        self._broken = False
+        """Whether the scheduler's books cannot be trusted."""
         self._tier_events: list[KvEvent] = []
 
         self._changed = threading.Condition()
@@ -221,11 +221,13 @@ class ReferenceEngine:
         Whatever goes wrong ends the requests that it concerns with ``FinishReason.ERROR``.
         """
         try:
+            if self._broken and not self._recovered():
+                return []
             self._take_inbox()
             deltas = self._tick()
         except Exception as error:
             log.exception("the engine's books are broken: every request is ended")
-            deltas = self._start_over(error)
+            deltas = self._give_up(error)
         self._publish_events()
         with self._changed:
             # Requests aborted while the step ran say nothing more.
@@ -312,15 +314,31 @@ class ReferenceEngine:
             deltas.append((key, _failure(error)))
         return deltas
 
-    def _start_over(self, error: Exception) -> Deltas:
-        """The books cannot be trusted: end every request, forget every block."""
+    def _give_up(self, error: Exception) -> Deltas:
+        """The books cannot be trusted: end every request, and forget every block when it is safe.
+
+        Those that are on their way to or from a tier must arrive before they are used again.
+        """
         with self._changed:
             ended = self._live - set(self._pending)
+        self._broken = True
+        self._computes = False
         if self._tiering is not None:
-            self._tiering.settle(_SETTLE_S)
-        self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
-        self._scheduler.pool.clear()  # an event that says so
+            self._tiering.give_up()
+        self._recovered()
         return [(key, _failure(error)) for key in ended]
+
+    def _recovered(self) -> bool:
+        """Whether everything could begin anew."""
+        if self._tiering is not None:
+            settled, events = self._tiering.settled()
+            self._tier_events += events
+            if not settled:
+                return False
+        self._tier_events += self._scheduler.pool.abandon()
+        self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
+        self._broken = False
+        return True
 
     def _new_scheduler(self, preemptions: int = 0) -> Scheduler:
         options = self._options

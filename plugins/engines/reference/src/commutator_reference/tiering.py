@@ -5,8 +5,7 @@ On the engine's thread, all of it. The bytes are moved on the tiers' own threads
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence as Many
 
 from attrs import define, field
@@ -48,8 +47,8 @@ class Tiering:
         self._loads: dict[int, _Load] = {}
         self._loading_blocks: dict[int, int] = {}
         """Device block to the key of the request that it is loaded for."""
-        self._offers: deque[tuple[BlockIdentity, int]] = deque()
-        """Computed blocks that no tier was offered yet."""
+        self._offers: dict[int, BlockIdentity] = {}
+        """Computed blocks that no tier was offered yet, and what was in them."""
         self._asked: OrderedDict[bytes, None] = OrderedDict()
         """Keys that were offered on their way out."""
         self._lent = 0
@@ -59,7 +58,7 @@ class Tiering:
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
         """Whether the request can be admitted; begins to load what is worth it."""
-        if sequence.tiers_asked:
+        if sequence.tiers_asked or not self._pool.prefix_caching:
             return True
         if (running := self._loads.get(sequence.key)) is not None:
             return running.good is not None
@@ -137,23 +136,37 @@ class Tiering:
         block_size = self._pool.block_size
         for index in range(finished.blocks):
             identity = load.sequence.identity(load.first + index, block_size)
-            # Another request may have computed the same block meanwhile: then that one is used.
-            if self._pool.find(identity) is None:
+            twin = self._pool.find(identity)
+            if twin is not None:
+                # Another request computed it meanwhile. Held as long as those after it, it will not
+                # be given away before them.
+                self._pool.acquire(twin)
+                load.hits.append(twin)
+                continue
+            if self._on_evict:
                 self._asked[identity.digest] = None
-                self._pool.register(load.blocks[index], identity)
+            self._pool.register(load.blocks[index], identity)
         load.sequence.tiers_asked = True
 
-    def settle(self, timeout_s: float) -> None:
-        """Give up every load and store, and wait for them. Raises TimeoutError."""
-        deadline_s = time.monotonic() + timeout_s
+    def give_up(self) -> None:
+        """The pool's books are broken: nothing is loaded or offered any more. See ``settled``."""
+        self._offers.clear()
+        self._loads = {key: load for key, load in self._loads.items() if load.good is None}
         for key in self._loads:
             self._service.drop(str(key))
-        self._offers.clear()
-        while self._loading_blocks or self._lent:
-            self.update()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"blocks were still being moved after {timeout_s:g} s")
-            time.sleep(0.01)
+
+    def settled(self) -> tuple[bool, list[KvEvent]]:
+        """Whether no block of the arena is under way any more, and what routers are to be told.
+
+        After ``give_up``, instead of ``update``: what comes back is counted, and that is all.
+        """
+        polled = self._service.poll()
+        for block in polled.released:
+            if self._loading_blocks.pop(block, None) is None:
+                self._lent -= 1
+        for finished in polled.loads:
+            self._loads.pop(int(finished.load_id), None)
+        return not (self._loading_blocks or self._lent or self._loads), polled.events
 
     def _give_back(self, key: int) -> None:
         """Let go of what came back; the prefix cache keeps what was registered."""
@@ -171,13 +184,15 @@ class Tiering:
 
     def _registered(self, block: int, identity: BlockIdentity) -> None:
         if self._write_through:
-            self._offers.append((identity, block))
+            self._offers.pop(block, None)
+            self._offers[block] = identity
 
     def _offer(self) -> None:
         room = self._room()
         chosen: list[tuple[Offer, int]] = []
         while self._offers and len(chosen) < room:
-            identity, block = self._offers.popleft()
+            block = next(iter(self._offers))
+            identity = self._offers.pop(block)
             if self._pool.find(identity) == block:  # it may be gone by now
                 chosen.append((_offer(identity), block))
         self._lend(chosen, evicting=False)
