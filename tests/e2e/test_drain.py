@@ -60,7 +60,7 @@ async def drained_in_turn(seconds: float) -> None:
             said = await asyncio.to_thread(command, "drain", worker, "--url", url, "--wait", "20")
             assert said == f"{worker} gets nothing new, and has nothing left to do\n"
             listed = await asyncio.to_thread(command, "ls", "--url", url)
-            assert f"{worker}  m  sim  draining, 0 requests" in listed.splitlines()
+            assert f"{worker}  m  sim  draining" in listed
             await asyncio.sleep(0.3)
             await asyncio.to_thread(command, "undrain", worker, "--url", url)
             turns += 1

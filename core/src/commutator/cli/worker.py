@@ -10,13 +10,17 @@ from typing import Any, TypeVar
 import click
 
 from commutator.cli.route import call
+from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError, RegistryError
+from commutator.types import EngineLoad
 
 __all__ = ["worker"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _LOOK_S = 0.2
+_QUIET_LOOKS = 3
+"""So often in a row: another front door may have sent something just before it heard."""
 _HEARD_S = 5.0
 """A front door hears of a change within milliseconds; this is when something is wrong."""
 
@@ -82,8 +86,11 @@ def drain(worker_id: str, url: str, api_key: str | None, wait_s: float | None, f
         click.echo(f"{worker_id} gets nothing new")
         return
     deadline_s = time.monotonic() + wait_s
-    while running := _find(_health(url, api_key), worker_id, url)["active_requests_of_all"]:
-        if time.monotonic() > deadline_s:
+    quiet = 0
+    while quiet < _QUIET_LOOKS:
+        running = _running(_find(_health(url, api_key), worker_id, url))
+        quiet = 0 if running else quiet + 1
+        if running and time.monotonic() > deadline_s:
             raise CommutatorError(
                 f"{worker_id} gets nothing new, but after {wait_s:g} s it still has {running} "
                 "requests; ask again with a longer --wait"
@@ -114,6 +121,23 @@ def _find(health: dict[str, Any], worker_id: str, url: str) -> dict[str, Any]:
             return found
     names = ", ".join(one["worker_id"] for one in health["workers"])
     raise CommutatorError(f"{url} has no worker {worker_id!r}; it has: {names or 'none'}")
+
+
+def _running(one: dict[str, Any]) -> int:
+    """Requests that the worker has, by the front doors and, where it can be asked, by itself."""
+    told = int(one["active_requests_of_all"])
+    if one["admin_address"] is None:
+        return told
+    load = asyncio.run(_ask_load(one["admin_address"]))
+    return max(told, load.running + load.waiting)
+
+
+async def _ask_load(address: str) -> EngineLoad:
+    client = TokenApiClient(address)
+    try:
+        return await client.load()
+    finally:
+        await client.close()
 
 
 def _set_draining(
