@@ -44,7 +44,7 @@ def front_door_options(command: CommandT) -> CommandT:
 @worker.command()
 @front_door_options
 def ls(url: str, api_key: str | None) -> None:
-    """One line for each worker: its state, and the requests that it has in flight."""
+    """One line for each worker: its state and its requests."""
     workers = _health(url, api_key)["workers"]
     widths = [max([len(w[field]) for w in workers], default=0) for field in ("worker_id", "model")]
     for one in workers:
