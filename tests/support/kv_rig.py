@@ -184,7 +184,7 @@ class KvRig:
         load_id = self.begin(keys)
         if load_id is None:
             return 0
-        wait_for(lambda: self.poll() or load_id in self.finished, timeout_s)
+        self.wait_for(lambda: load_id in self.finished, timeout_s)
         return self.finished[load_id]
 
     def poll(self) -> None:
@@ -202,6 +202,15 @@ class KvRig:
             if not self.lent[block]:
                 self.free.append(block)
 
+    def wait_for(self, what: Callable[[], object], timeout_s: float = 20.0) -> None:
+        """Poll until it is true. Raises AssertionError when it does not become so."""
+
+        def true() -> object:
+            self.poll()
+            return what()
+
+        wait_for(true, timeout_s)
+
     def bytes_of(self, block: int) -> bytes:
         return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
@@ -213,7 +222,7 @@ class KvRig:
             return self.service.idle and not self.loads
 
         wait_for(settled, timeout_s)
-        wait_for(lambda: self.poll() or not +self.lent, timeout_s)
+        self.wait_for(lambda: not +self.lent, timeout_s)
         self.service.check_integrity()
 
     def store(self, keys: Sequence[bytes]) -> None:
@@ -241,5 +250,5 @@ class KvRig:
         self.close()
 
     def _take(self) -> int:
-        wait_for(lambda: self.free or self.poll() or self.free)
+        self.wait_for(lambda: self.free)
         return self.free.pop()

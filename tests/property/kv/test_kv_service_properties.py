@@ -122,7 +122,7 @@ class World:
                 rig.settle()
             case "restart":
                 rig.close()
-                wait_for(lambda: rig.poll() or not +rig.lent)
+                rig.wait_for(lambda: not +rig.lent)
                 self.rig = self._start()
         self.rig.service.check_integrity()
 

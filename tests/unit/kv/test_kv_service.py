@@ -32,10 +32,10 @@ from commutator.testing import FaultyIo, FaultyTier, IoFaults, TierFaults, damag
 from commutator.transfer import Transfer, TransferAgent
 
 DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off"}
-ON_EVICT = {"write": "on_evict"}
+ON_EVICT: dict[str, Any] = {"write": "on_evict"}
 
 
-def nvme(folder: Path, blocks: int = 128, **options: Any) -> dict[str, Any]:
+def nvme(folder: Path, blocks: int = 128, /, **options: Any) -> dict[str, Any]:
     size = blocks * BLOCK_BYTES
     return {"kind": "nvme", "path": str(folder), "capacity": size, **options}
 
@@ -279,7 +279,7 @@ def test_blocks_under_transfers_that_hang_come_back_when_those_end(
         return not (hang.is_set() and self.request.backend == "POSIX") and done(self)
 
     monkeypatch.setattr(Transfer, "done", stuck)
-    short = {"load_timeout_s": 0.1, "store_timeout_s": 0.1, "max_failures": 100}
+    short: dict[str, Any] = {"load_timeout_s": 0.1, "store_timeout_s": 0.1, "max_failures": 100}
     tiers = setups({**DRAM, "capacity": 8 * BLOCK_BYTES}, nvme(tmp_path, **ON_EVICT, **short))
     with KvRig(tiers) as rig:
         rig.store(chain(1, 8))
@@ -290,7 +290,7 @@ def test_blocks_under_transfers_that_hang_come_back_when_those_end(
         assert rig.load(chain(1, 4)) == 0, "of the same slots, which are then held twice"
         rig.offer(chain(3, 8))
         wait_for(lambda: rig.failed("dram", "nvme") == {"write failed": 8})
-        wait_for(lambda: rig.poll() or rig.service.idle)
+        rig.wait_for(lambda: rig.service.idle)
         assert len(rig.free) == 64 - 8, "what NIXL may still write to is not given back"
         hang.clear()
         rig.settle()
@@ -310,7 +310,7 @@ def test_closing_waits_for_no_load_and_gives_no_block_twice(tmp_path: Path) -> N
     started_s = time.monotonic()
     rig.close()
     assert time.monotonic() - started_s < 5
-    wait_for(lambda: rig.poll() or len(rig.free) == 64)
+    rig.wait_for(lambda: len(rig.free) == 64)
     assert list(rig.finished.values()) == [0]
     assert rig.service.plan("late", keys, 0, UNKNOWN_SPEED) == 8
     rig.service.start_load("late", rig.free[:8])

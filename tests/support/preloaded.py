@@ -1,0 +1,10 @@
+"""For `multiprocessing`'s fork server: what a process with storage tiers spends its start on."""
+
+from __future__ import annotations
+
+from tests.support.kv_rig import host
+
+from commutator.transfer.nixl_library import load_nixl
+
+host()
+load_nixl()

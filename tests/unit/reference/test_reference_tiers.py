@@ -1,0 +1,243 @@
+"""The engine on a tiny model with storage tiers: the same answers, and no block is lost."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from tests.support.kv_rig import setups
+from tests.support.tiered_engine import TieredEngine
+from tests.support.tiny_llama import TINY, tiny_model
+
+from commutator.kv import BlockRemoved, BlockStored
+from commutator.kv.guards import Breaker
+from commutator.kv.tier_setup import TierSetup
+from commutator.testing import FaultyIo, FaultyTier, IoFaults, TierFaults
+from commutator.types import FinishReason
+from commutator_reference.arena import block_bytes
+from commutator_reference.options import EngineOptions
+from commutator_reference.scheduler import SchedulerLimits
+
+MODEL = tiny_model()
+BLOCK_SIZE = 4
+BLOCK_BYTES = block_bytes(TINY, BLOCK_SIZE, MODEL.dtype)
+SLOT_BYTES = -(-BLOCK_BYTES // 4096) * 4096
+NEW_TOKENS = 6
+
+
+def prompt(number: int, length: int = 61) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(5, 95) for _ in range(length)]
+
+
+PROMPTS = [prompt(number) for number in range(10)]
+
+
+def options(num_blocks: int, **changes: Any) -> EngineOptions:
+    limits = SchedulerLimits(16, 128)
+    return EngineOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, limits=limits, **changes)
+
+
+def without_tiers(prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    with TieredEngine(MODEL, setups(dram(1)), options(1024, prefix_caching=False)) as plain:
+        return plain.answers(prompts, new_tokens, at_once=1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return without_tiers(PROMPTS)
+
+
+def dram(blocks: int, **changes: Any) -> dict[str, Any]:
+    return {"kind": "dram", "capacity": blocks * SLOT_BYTES, "huge_pages": "off", **changes}
+
+
+def nvme(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"kind": "nvme", "path": str(folder), "capacity": "4MB", **changes}
+
+
+def spoiled(setup: TierSetup, io: IoFaults, tier: TierFaults | None = None) -> TierSetup:
+    rng = random.Random(3)
+    return evolve(
+        setup,
+        tier=FaultyTier(setup.tier, tier or TierFaults(), rng),
+        wrap_io=lambda inner: FaultyIo(inner, io, rng),
+        breaker=Breaker(max_failures=1000),
+        load_timeout_s=0.3,
+        store_timeout_s=0.3,
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_blocks_come_back_from_every_tier_and_answers_stay_the_same(
+    at_once: int, expected: list[list[int]], tmp_path: Path
+) -> None:
+    tiers = setups(dram(100), nvme(tmp_path, write="on_evict"))
+    with TieredEngine(MODEL, tiers, options(72)) as tiered:
+        said = tiered.answers(PROMPTS, NEW_TOKENS, at_once=at_once)
+        assert said == expected
+        tiered.until_settled()
+        # Backwards: first what the arena still has, then the first tier, then the second.
+        said = tiered.answers(PROMPTS[::-1], NEW_TOKENS, first_key=100, at_once=at_once)
+        assert said == expected[::-1]
+        tiered.until_settled()
+        assert all(tiered.loaded().values()), tiered.loaded()
+        cached = [tiered.said[key][0].cached_tokens or 0 for key in range(100, 110)]
+        assert sum(cached) > 400
+
+
+def test_preemption_with_tiers_changes_nothing(expected: list[list[int]], tmp_path: Path) -> None:
+    tiers = setups(dram(40), nvme(tmp_path))
+    with TieredEngine(MODEL, tiers, options(35)) as tiered:
+        for round_ in range(3):
+            said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=10)
+            assert said == expected
+        # Two that fit at first and do not later.
+        tiered.submit(900, prompt(50, 60), 40)
+        tiered.submit(901, prompt(51, 60), 40)
+        tiered.until_ended([900, 901])
+        tiered.until_settled()
+        assert tiered.engine.preemptions > 0
+    wanted = without_tiers([prompt(50, 60), prompt(51, 60)], 40)
+    assert [tiered.tokens(900), tiered.tokens(901)] == wanted
+
+
+def test_what_the_arena_forgets_is_stored_just_before(
+    expected: list[list[int]],
+) -> None:
+    tiers = setups(dram(400, write="on_evict"))
+    with TieredEngine(MODEL, tiers, options(72)) as tiered:
+        assert tiered.answers(PROMPTS[:2], NEW_TOKENS, at_once=1) == expected[:2]
+        tiered.until_settled()
+        assert not tiered.service.statistics().blocks, "there is room for all in the arena"
+        for round_ in (1, 2):
+            said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=1)
+            assert said == expected
+        tiered.until_settled()
+        assert tiered.loaded()["dram"] > 50
+
+
+def test_a_request_aborted_while_it_is_loaded_gives_every_block_back(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    (setup,) = setups(nvme(tmp_path))
+    with TieredEngine(MODEL, [setup], options(40)) as tiered:
+        tiered.answers(PROMPTS[:4], NEW_TOKENS, at_once=1)
+        tiered.until_settled()
+    (setup,) = setups(nvme(tmp_path))
+    with TieredEngine(MODEL, [spoiled(setup, IoFaults(hang=1.0))], options(40)) as tiered:
+        tiered.submit(1, PROMPTS[0], NEW_TOKENS)
+        tiered.step()
+        assert tiered.engine.load().kv_used_blocks == 15
+        tiered.engine.abort(1)
+        tiered.until_settled(5)
+        assert tiered.loaded() == {"nvme": 0}
+        # One that is not aborted is computed once the load has failed.
+        tiered.submit(2, PROMPTS[0], NEW_TOKENS)
+        tiered.until_ended([2])
+        assert tiered.tokens(2) == expected[0]
+        assert 1 not in tiered.said
+
+
+def test_a_request_may_be_aborted_and_come_again_at_any_step(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    tiers = [
+        spoiled(setup, IoFaults(slow=0.5, slow_s=0.003))
+        for setup in setups(dram(60), nvme(tmp_path))
+    ]
+    with TieredEngine(MODEL, tiers, options(40)) as tiered:
+        rng = random.Random(4)
+        for key in range(60):
+            tiered.submit(key, PROMPTS[key % 5], NEW_TOKENS)
+            for _ in range(rng.randrange(6)):
+                tiered.step()
+            tiered.engine.abort(key)
+        assert tiered.answers(PROMPTS, NEW_TOKENS, first_key=100, at_once=3) == expected
+        tiered.until_settled()
+
+
+def test_tiers_that_fail_and_spoil_blocks_cost_time_but_no_answer(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    io = IoFaults(fail=0.2, short=0.2, slow=0.1)
+    faults = TierFaults(no_slot=0.1, commit=0.1, evict=0.1, corrupt=0.2, cut=0.1)
+    tiers = [
+        spoiled(setup, io, faults) for setup in setups(dram(40), nvme(tmp_path, write="on_evict"))
+    ]
+    with TieredEngine(MODEL, tiers, options(72)) as tiered:
+        for round_ in range(4):
+            said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=3)
+            assert said == expected
+        tiered.until_settled()
+        counts = [tier.loads for tier in tiered.service.statistics().tiers]
+        assert sum(count.get("corrupt", 0) for count in counts) > 0
+        assert sum(count.get("loaded", 0) for count in counts) > 0
+
+
+def test_broken_books_wait_for_blocks_under_way_and_end_requests_at_once(
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    (setup,) = setups(nvme(tmp_path))
+    with TieredEngine(MODEL, [setup], options(60)) as tiered:
+        tiered.answers(PROMPTS[:1], NEW_TOKENS, at_once=1)
+        tiered.until_settled()
+    (setup,) = setups(nvme(tmp_path))
+    hanging = evolve(spoiled(setup, IoFaults(hang=1.0)), store_timeout_s=0.5)
+    with TieredEngine(MODEL, [hanging], options(60)) as tiered:
+        tiered.submit(1, PROMPTS[1], NEW_TOKENS)
+        tiered.until_ended([1])  # its blocks are being stored, which hangs
+        tiered.submit(2, PROMPTS[0], NEW_TOKENS)
+        tiered.step()  # its blocks are being loaded
+        tiered.submit(3, PROMPTS[2], NEW_TOKENS)
+        before = len(tiered.events)
+        with monkeypatch.context() as patched:
+            scheduler = tiered.engine._scheduler
+            patched.setattr(type(scheduler), "complete", lambda *_: 1 / 0)
+            tiered.step()
+        assert [tiered.said[key][-1].finish_reason for key in (2, 3)] == [FinishReason.ERROR] * 2
+        tiered.submit(4, PROMPTS[0], NEW_TOKENS)
+        tiered.submit(5, PROMPTS[1], NEW_TOKENS)
+        tiered.until_ended([4, 5])
+        assert [tiered.tokens(4), tiered.tokens(5)] == expected[:2]
+        tiered.until_settled()
+        stored = _hashes(tiered.events[:before], BlockStored)
+        removed = _hashes(tiered.events[before:], BlockRemoved)
+        assert stored
+        assert stored <= removed, "routers must not count on what the arena forgot"
+
+
+def test_what_waits_to_be_offered_is_bounded_by_the_arena(tmp_path: Path) -> None:
+    (setup,) = setups(nvme(tmp_path))
+    hanging = evolve(spoiled(setup, IoFaults(hang=1.0)), store_timeout_s=1.0)
+    with TieredEngine(MODEL, [hanging], options(40)) as tiered:
+        tiered.answers([prompt(number) for number in range(20, 40)], 1, at_once=1)
+        tiering = tiered.engine._tiering
+        assert tiering is not None
+        assert len(tiering._offers) <= 40
+
+
+def test_without_a_prefix_cache_tiers_are_left_alone(expected: list[list[int]]) -> None:
+    with TieredEngine(MODEL, setups(dram(40)), options(72, prefix_caching=False)) as tiered:
+        for first in (0, 100):
+            said = tiered.answers(PROMPTS[:2], NEW_TOKENS, first_key=first, at_once=1)
+            assert said == expected[:2]
+        assert tiered.loaded() == {"dram": 0}
+
+
+def _hashes(events: list[Any], kind: type[BlockStored | BlockRemoved]) -> set[int | bytes]:
+    """What was said of the arena, not of tiers."""
+    return {
+        hash_
+        for event in events
+        if isinstance(event, kind) and event.medium not in {"NVME", "CPU"}
+        for hash_ in event.block_hashes
+    }
