@@ -139,6 +139,6 @@ def test_core_runs_without_any_plugin(tmp_path: Path) -> None:
 
 
 def test_test_files_have_different_names() -> None:
-    """pytest imports a test file by its bare name."""
+    """Pytest imports a test file by its bare name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
