@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from commutator import EngineClient, ModelConfig
-from commutator.engine import TokenApiClient, TokenApiServer
+from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
 from commutator.testing import EngineContract
 from commutator_parrot import ParrotConfig
 from commutator_parrot.__main__ import ParrotEngine
@@ -18,7 +18,8 @@ class TestParrot(EngineContract):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         config = ParrotConfig(kind="parrot", tokens_per_second=1000)
-        server = TokenApiServer(ParrotEngine(config, ModelConfig(name="parrot", source="-")))
+        start = EngineStart(ModelConfig(name="parrot", source="-"), "test-0")
+        server = TokenApiServer(ParrotEngine(config, start))
         port = await server.start("127.0.0.1", 0)
         yield TokenApiClient(f"127.0.0.1:{port}")
         await server.stop()
