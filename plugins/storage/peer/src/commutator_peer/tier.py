@@ -49,7 +49,7 @@ class PeerTier(StorageTier):
 
     def __init__(self, config: PeerTierConfig) -> None:
         self._config = config
-        self._find: Callable[[], Sequence[str]] = tuple
+        self._find: Callable[[], Sequence[str]] | None = None
         self._geometry: SlotGeometry | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[str, PeerLink] = {}
@@ -67,6 +67,11 @@ class PeerTier(StorageTier):
     def open(self, geometry: SlotGeometry) -> Sequence[Stored]:
         if self._context is not None:
             raise TierError("peer: the tier is open already; close it first")
+        if self._find is None:
+            raise TierError(
+                "peer: the workers of a deployment do not yet tell each other where their memory "
+                "is; remove this tier from the configuration"
+            )
         self._geometry, self._context = geometry, zmq.Context()
         return ()
 
@@ -190,7 +195,7 @@ class PeerTier(StorageTier):
     def _peers(self) -> Iterable[PeerLink]:
         """A link for each address that is known now; others are closed."""
         _, context = self._opened()
-        addresses = {*self._config.peers, *self._find()}
+        addresses = {*self._config.peers, *(self._find() if self._find else ())}
         for address in self._links.keys() - addresses:
             self._links.pop(address).close()
         for address in addresses - self._links.keys():
