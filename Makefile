@@ -1,7 +1,7 @@
 # make serve    install what is needed and serve examples/quickstart.yaml (PORT=8000)
 # make tiers    the same with KV blocks kept in memory and on disk: examples/tiers.yaml
 # make demo     a scripted conversation against a fresh local cluster
-# make test     install the tools and run the tests; test-quick and test-all run fewer and more
+# make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -18,7 +18,7 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 TIERS := $(shell grep -ls 'commutator.nixl' $(PROJECTS))
 SERVED := $(filter-out $(TIERS),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-quick test-all peers lint bench docs clean
+.PHONY: serve tiers demo test test-all peers lint bench docs clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -31,13 +31,10 @@ demo: $(VENV)/.serve
 	$(BIN)/commutator demo examples/kv.yaml
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest -m "not slow and not long" -n auto --dist loadfile
 
-test-quick: $(VENV)/.test
-	$(BIN)/pytest -m "not slow and not long"
-
-test-all: $(VENV)/.test peers
-	$(BIN)/pytest
+test-all: test peers
+	$(BIN)/pytest -m "slow or long"
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py

@@ -6,8 +6,6 @@ import openai
 import pytest
 from tests.e2e.conftest import MODEL
 
-pytestmark = pytest.mark.slow
-
 QUESTION: list[openai.types.chat.ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the capital of France?"}
 ]
