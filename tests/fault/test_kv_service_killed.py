@@ -79,7 +79,6 @@ def test_every_acknowledged_block_is_found_again_and_no_wrong_one(tmp_path: Path
     with start(folder) as rig:
         for number in acknowledged:
             assert rig.load(chain(number, CHAIN)) == CHAIN
-    print(
-        f"{KILLS} kills, {CHAIN * len(acknowledged)} blocks acknowledged, {unfinished} chains half done"
-    )
+    blocks = CHAIN * len(acknowledged)
+    print(f"{KILLS} kills, {blocks} blocks acknowledged, {unfinished} chains half done")
     assert len(acknowledged) > KILLS, "it was killed before it could do anything"
