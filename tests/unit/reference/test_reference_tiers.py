@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +171,19 @@ def test_tiers_that_fail_and_spoil_blocks_cost_time_but_no_answer(
         spoiled(setup, io, faults) for setup in setups(dram(40), nvme(tmp_path, write="on_evict"))
     ]
     with TieredEngine(MODEL, tiers, options(72)) as tiered:
-        for round_ in range(4):
+        counts: Counter[str] = Counter()
+        # How many loads come to be spoiled depends on the threads' order: some rounds see none.
+        for round_ in range(50):
             said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=3)
             assert said == expected
-        tiered.until_settled()
-        counts = [tier.loads for tier in tiered.service.statistics().tiers]
-        assert sum(count.get("corrupt", 0) for count in counts) > 0
-        assert sum(count.get("loaded", 0) for count in counts) > 0
+            tiered.until_settled()
+            counts = Counter()
+            for tier in tiered.service.statistics().tiers:
+                counts.update(tier.loads)
+            if round_ >= 3 and counts["corrupt"] and counts["loaded"]:
+                break
+        assert counts["corrupt"] > 0
+        assert counts["loaded"] > 0
 
 
 def test_broken_books_wait_for_blocks_under_way_and_end_requests_at_once(

@@ -4,6 +4,7 @@ from commutator.kv.admin import KvAdmin, LocatedPrompt, PromptQuestion
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.checksum import checksum
+from commutator.kv.event_words import event_hash
 from commutator.kv.events import (
     BlockRemoved,
     BlocksCleared,
@@ -84,5 +85,6 @@ __all__ = [
     "decode_peer_message",
     "encode_batch",
     "encode_peer_message",
+    "event_hash",
     "next_key",
 ]

@@ -148,7 +148,7 @@ class StagedIo(BlockIo):
                 codec=self._codec_name,
             )
             whole[:HEADER_BYTES] = header.pack()
-            total = checksum(whole[:size_bytes])
+            total = 0  # the header has it
         # What is moved in whole pages must not carry along what was here before.
         padding = min(-size_bytes % PAGE_BYTES, len(whole) - size_bytes)
         whole[size_bytes : size_bytes + padding] = bytes(padding)

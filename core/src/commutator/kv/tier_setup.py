@@ -76,11 +76,11 @@ class TierSetup:
             write="through" if self.write_through else "on_evict",
         )
 
-    def is_direct(self, memory: Memory, arena: BlockArena) -> bool:
+    def is_direct(self, arena: BlockArena) -> bool:
         """Whether blocks of ``arena`` go to the tier without scratch memory."""
         alignment = self.tier.alignment_bytes
         aligned = arena.address % alignment == 0 and arena.block_bytes % alignment == 0
-        return memory is Memory.DRAM and aligned and not self.framed
+        return arena.memory is Memory.DRAM and aligned and not self.framed
 
 
 def slot_bytes(setup: TierSetup, block_bytes: int) -> int:
@@ -99,7 +99,7 @@ def build_io(
     From the inside: the moves, retries, the breaker, the bandwidth limit.
     """
     io: BlockIo
-    if setup.is_direct(arena.memory, arena):
+    if setup.is_direct(arena):
         mover = TierMover(agent, setup.tier, arena.memory, in_flight_bytes=setup.in_flight_bytes)
         io = DirectIo(mover)
     else:

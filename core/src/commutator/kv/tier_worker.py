@@ -112,7 +112,7 @@ class TierWorker:
         scratch = self._scratch.arena
         arenas = [self._arena, scratch]
         local = [arena.region for arena in arenas]
-        if not all(setup.is_direct(arena.memory, arena) for arena in arenas):
+        if not all(setup.is_direct(arena) for arena in arenas):
             local.append(self._staging.arena.region)
         for backend in {tier.backend, LOCAL_BACKEND}:
             # Storage reaches a GPU's memory by way of staging.

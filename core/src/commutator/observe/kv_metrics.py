@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from commutator.kv.tier import UNBOUNDED
+
 if TYPE_CHECKING:
     from commutator.kv.counters import EdgeStatistics, KvStatistics, TierState
 
 __all__ = ["KvCollector"]
 
-_UNBOUNDED = 1 << 62
 _SOURCE_CORRUPT = "corrupt at its source"
 _VERIFY_CORRUPT = "found corrupt by verify"
 
@@ -102,7 +103,7 @@ class _Families:
         self.up.add_metric(labels, float(tier.up))
         for state in ("published", "staged", "leaving", "waiting", "loading", "retained"):
             self.blocks.add_metric((*labels, state), getattr(tier, state))
-        if tier.capacity < _UNBOUNDED:
+        if tier.capacity < UNBOUNDED:
             self.capacity.add_metric(labels, tier.capacity)
         if tier.latency_s is not None and tier.block_s is not None:
             self.latency.add_metric(labels, tier.latency_s)

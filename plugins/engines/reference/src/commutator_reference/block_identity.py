@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
-from commutator.kv import CacheIdentity, next_key
+from commutator.kv import CacheIdentity, event_hash, next_key
 
 __all__ = ["ANONYMOUS", "BlockIdentity", "Namespace"]
 
@@ -52,12 +52,12 @@ class BlockIdentity:
     @property
     def event_hash(self) -> int:
         """The low 64 bits of the digest, unsigned: this block's name in KV events."""
-        return _low_64_bits(self.digest)
+        return event_hash(self.digest)
 
     @property
     def parent_event_hash(self) -> int | None:
         """The parent's name in KV events; None for a first block."""
-        return None if self.is_first else _low_64_bits(self.parent_digest)
+        return None if self.is_first else event_hash(self.parent_digest)
 
 
 def _chained(
@@ -65,7 +65,3 @@ def _chained(
 ) -> BlockIdentity:
     digest = next_key(parent_digest, token_ids)
     return BlockIdentity(parent_digest, tuple(token_ids), namespace, is_first, digest)
-
-
-def _low_64_bits(digest: bytes) -> int:
-    return int.from_bytes(digest[-8:], "big")
