@@ -27,6 +27,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "EngineError",
+    "EngineHandoverError",
     "EngineIncompleteError",
     "EngineOverloadedError",
     "EngineUnavailableError",
@@ -106,6 +107,10 @@ class EngineOverloadedError(EngineError):
 
 class EngineIncompleteError(EngineError):
     """The worker stopped sending before the answer was complete, and did not say why."""
+
+
+class EngineHandoverError(EngineError):
+    """A decode worker did not get the KV from the prefill worker. It can serve it another way."""
 
 
 class TransferError(CommutatorError):

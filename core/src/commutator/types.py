@@ -14,6 +14,7 @@ __all__ = [
     "EventSource",
     "FinishReason",
     "GenerateRequest",
+    "HandoverInfo",
     "RequestOutcome",
     "RequestSummary",
     "Role",
@@ -34,11 +35,13 @@ class FinishReason(StrEnum):
 
 
 class Role(StrEnum):
-    """Which phase of a request a worker serves."""
+    """Which phase of requests a worker is sent. Routing's matter: engines can do both."""
 
     BOTH = "both"
+    """Whole requests, and the decode of those that are prefilled elsewhere."""
     PREFILL = "prefill"
     DECODE = "decode"
+    """Decode, and whole requests that are not worth a hand-over."""
 
 
 @frozen
@@ -83,8 +86,13 @@ class GenerateRequest:
     The engine goes on as if it had generated them itself: lengths, penalties, stop conditions and
     the places in a seeded random sequence count them; its deltas bring only what comes after.
     """
+    handover: Mapping[str, Any] | None = None
+    """Set when this is one leg of a request whose prefill and decode are apart.
+
+    The words are the engine's own; its ``HandoverStyle`` makes them.
+    """
     extra: Mapping[str, Any] = field(factory=dict)
-    """Engine-specific parameters, relayed as they are (hand-over objects, guided decoding)."""
+    """Engine-specific parameters, relayed as they are (guided decoding)."""
 
 
 @frozen
@@ -109,8 +117,12 @@ class TokenDelta:
     """The stop token id or stop string that ended the request, if one did."""
     cached_tokens: int | None = None
     """Prompt tokens found in the KV cache; set on a request's first delta."""
+    handover: Mapping[str, Any] | None = None
+    """On a prefill leg's last delta: what the decode leg must know, relayed as it is."""
     error: str | None = None
     """Set with ``FinishReason.ERROR``: what went wrong."""
+    handover_failed: bool = False
+    """With ``FinishReason.ERROR``: the KV did not arrive; another way may still serve it."""
 
 
 @frozen
@@ -120,6 +132,23 @@ class EventSource:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+
+
+@frozen
+class HandoverInfo:
+    """What a worker needs to have in common with another for one's KV to be the other's."""
+
+    protocol: str
+    """How the bytes go; both sides need the same."""
+    identity: str
+    """Everything that decides a token's KV bytes but the sizes below: model, revision, dtype."""
+    block_size: int
+    """Tokens in one block."""
+    token_bytes: int
+    """KV bytes of one token, in all layers and ranks."""
+    tensor_parallel_size: int = 1
+    address: str | None = None
+    """Where the other side asks, where that is not the worker's own address."""
 
 
 @frozen
@@ -135,11 +164,12 @@ class EngineInfo:
     """Tokens in one KV block."""
     kv_capacity_blocks: int
     data_parallel_size: int = 1
-    role: Role = Role.BOTH
     kv_events: EventSource | None = None
     pid: int | None = None
     continues_answers: bool = False
     """Whether it understands ``GenerateRequest.generated_prefix``."""
+    handover: HandoverInfo | None = None
+    """None when its prefill and decode cannot be apart."""
 
 
 @frozen
@@ -168,6 +198,7 @@ class WorkerRecord:
     address: str
     info: EngineInfo
     draining: bool = False
+    role: Role = Role.BOTH
 
 
 @frozen

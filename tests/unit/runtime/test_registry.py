@@ -19,8 +19,8 @@ from commutator.types import EngineInfo, EventSource, Role, WorkerRecord
 
 def record(worker_id: str, port: int = 1) -> WorkerRecord:
     events = EventSource("tcp://127.0.0.1:1", topic="kv")
-    info = EngineInfo("fake", "1", "m", 128, 16, 100, role=Role.DECODE, kv_events=events, pid=7)
-    return WorkerRecord(worker_id, "e", "fake", "m", f"127.0.0.1:{port}", info)
+    info = EngineInfo("fake", "1", "m", 128, 16, 100, kv_events=events, pid=7)
+    return WorkerRecord(worker_id, "e", "fake", "m", f"127.0.0.1:{port}", info, role=Role.DECODE)
 
 
 @asynccontextmanager

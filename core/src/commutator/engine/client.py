@@ -15,6 +15,7 @@ from commutator.engine.stream import DeltaStream
 from commutator.engine.wire import PROTOCOL, FrameProtocol, unpack_delta
 from commutator.errors import (
     EngineError,
+    EngineHandoverError,
     EngineOverloadedError,
     EngineUnavailableError,
     RequestError,
@@ -150,7 +151,8 @@ class TokenApiClient(EngineClient):
         if delta.finish_reason is not None:
             del self._streams[key]
             if delta.finish_reason is FinishReason.ERROR:
-                stream.fail(EngineError(delta.error or "the engine failed the request"))
+                kind = EngineHandoverError if delta.handover_failed else EngineError
+                stream.fail(kind(delta.error or "the engine failed the request"))
                 return
         stream.feed(delta)
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from commutator.config.model import EngineConfig, ModelConfig, TierConfig
+from commutator.engine.handover.style import HandoverStyle
 from commutator.engine.virtual import VirtualEngine
 from commutator.errors import EngineError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
@@ -128,6 +129,10 @@ class EngineConnector(ABC, Generic[ConfigT]):
     @abstractmethod
     def connect(self, config: ConfigT, address: str) -> EngineClient:
         """A client, not yet connected, for the worker at ``address``."""
+
+    def handover_style(self, config: ConfigT) -> HandoverStyle | None:
+        """How these workers take part in requests whose prefill and decode are apart; None: not."""
+        return None
 
     def virtual(self, config: ConfigT) -> VirtualEngine | None:
         """A model of one worker in virtual time, for replays; None when there is none."""

@@ -52,6 +52,10 @@ def pack_delta(key: int, delta: TokenDelta) -> list[Any]:
         extras["cached"] = delta.cached_tokens
     if delta.error is not None:
         extras["error"] = delta.error
+    if delta.handover is not None:
+        extras["handover"] = delta.handover
+    if delta.handover_failed:
+        extras["handover_failed"] = True
     return [key, delta.token_ids, extras or None]
 
 
@@ -70,6 +74,8 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
         stop_reason=extras.get("stop"),
         cached_tokens=extras.get("cached"),
         error=extras.get("error"),
+        handover=extras.get("handover"),
+        handover_failed=extras.get("handover_failed", False),
     )
 
 
