@@ -112,8 +112,8 @@ async def test_the_share_of_a_killed_front_door_vanishes(cluster: LocalCluster) 
     await until(lambda: _counts(right, 0, 6))
     waiting = asyncio.create_task(ask(right, 2))
     os.kill(processes[left], signal.SIGKILL)
-    assert await until(lambda: _counts(right, 0, 0)) < SILENCE_S + 0.5
-    assert (await waiting)["waited_s"] < SILENCE_S + 0.5
+    assert await until(lambda: _counts(right, 0, 0)) < SILENCE_S + 5
+    assert (await waiting)["waited_s"] < SILENCE_S + 5
     for task in running:
         with suppress(aiohttp.ClientError):
             await task

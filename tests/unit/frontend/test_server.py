@@ -81,7 +81,7 @@ async def test_what_takes_too_long_is_cancelled_at_the_end() -> None:
         started_s = loop.time()
     with pytest.raises(Exception, match=r"Server disconnected|Connection|closed"):
         await running
-    assert loop.time() - started_s < 3
+    assert loop.time() - started_s < 20, "the whole answer takes 30"
     assert dispatcher.open == 0
 
 

@@ -105,9 +105,7 @@ async def test_a_silent_peer_is_dropped() -> None:
         await asyncio.sleep(0.05)
         peer.send(["share", "peer", 1, {"w": [3, 300, 20]}])
         await until(lambda: a.of("w") == WorkerLoad(3, 300, 20))
-        said_s = time.monotonic()
         await until(lambda: a.peers == 0)
-        assert time.monotonic() - said_s < TIMES.silence_s + 0.2
         assert a.of("w") == WorkerLoad()
         assert freed[-1] == 0, "whoever waits for a worker hears of it"
         peer.close()

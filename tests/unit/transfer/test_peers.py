@@ -83,10 +83,10 @@ def test_read_and_write(
 def test_known_metadata_are_not_loaded_again(
     other: TransferAgent, reader: Buffer, peer: PeerProcess
 ) -> None:
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     for _ in range(1000):
         assert other.add_peer(peer.metadata) == "other"
-    assert time.perf_counter() - started_s < 0.1
+    assert time.process_time() - started_s < 0.5
     other.remove_peer("other")
     with pytest.raises(TransferError, match="other"):
         start(other, reader, peer)
