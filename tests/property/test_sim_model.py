@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.step_by_step import StepByStep, told
@@ -25,6 +25,8 @@ from commutator_sim import (
     Stored,
     TierParameters,
 )
+
+A_LONG_TIME_NS = 10**7
 
 
 @frozen
@@ -62,6 +64,8 @@ def random_parameters(rng: random.Random) -> SimParameters:
             )
             for name in names
         ),
+        handover_latency_ns=rng.randint(0, 20),
+        handover_block_ns=rng.randint(1, 20),
     )
 
 
@@ -72,9 +76,15 @@ def random_request(rng: random.Random, parameters: SimParameters) -> SimRequest:
     story = [0] * longest
     story[rng.randrange(longest)] = rng.randint(0, 1)
     prompt, output = story[: rng.randint(1, longest)], rng.randint(1, longest)
-    return request_of(
+    request = request_of(
         parameters.block_size, prompt, output, rng.random() < 0.5, rng.choice([0, 0, 0, -1, 1])
     )
+    return evolve(request, exports=rng.random() < 0.2, pulls=rng.random() < 0.2)
+
+
+def alone(request: SimRequest) -> SimRequest:
+    """The same, neither for nor from another worker."""
+    return evolve(request, exports=False, pulls=False)
 
 
 def random_script(seed: int) -> Script:
@@ -83,23 +93,37 @@ def random_script(seed: int) -> Script:
     parameters = random_parameters(rng)
     actions: list[tuple[Any, ...]] = []
     for name in rng.choices(
-        ["submit", "advance", "abort", "reset"], [6, 6, 1, 0.2], k=rng.randint(1, 60)
+        ["submit", "advance", "offer", "release", "abort", "reset"],
+        [6, 6, 2, 1, 1, 0.2],
+        k=rng.randint(1, 60),
     ):
         match name:
             case "submit":
                 actions.append((name, random_request(rng, parameters)))
             case "advance":
                 actions.append((name, rng.choice([0, 1, 7, 14, 30, 60, 300])))
-            case "abort":
+            case "abort" | "release":
                 actions.append((name, rng.randint(1, 8)))
+            case "offer":
+                actions.append((name, rng.randint(1, 8), rng.randint(0, 4)))
             case _:
                 actions.append((name,))
-    return Script(parameters, actions)
+    return Script(parameters, [*actions, *hand_over_everything(actions)])
+
+
+def hand_over_everything(actions: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The other workers have all that is pulled, and later need nothing more of this one."""
+    submitted = [number for number, action in enumerate(actions) if action[0] == "submit"]
+    last: list[tuple[Any, ...]] = []
+    for number in submitted:
+        last.append(("offer", len(actions) + len(last) - number, 99))
+    last.append(("advance", A_LONG_TIME_NS))
+    for number in submitted:
+        last.append(("release", len(actions) + len(last) - number))
+    return last
 
 
 scripts = st.integers(0, 2**32).map(random_script)
-
-A_LONG_TIME_NS = 10**7
 
 
 def act(model: SimModel, number: int, action: tuple[Any, ...]) -> list[Event]:
@@ -111,6 +135,10 @@ def act(model: SimModel, number: int, action: tuple[Any, ...]) -> list[Event]:
             return model.advance(model.now_ns + ns)
         case ("abort", ago):
             model.abort(number - ago)
+        case ("offer", ago, blocks):
+            model.offer(number - ago, blocks)
+        case ("release", ago):
+            model.release(number - ago)
         case ("reset",):
             model.reset_prefix_cache()
     return []
@@ -140,6 +168,10 @@ def test_equals_the_engine_that_makes_every_step(script: Script) -> None:
                 reference.advance(reference.now + ns)
             case ("abort", ago):
                 reference.abort(number - ago)
+            case ("offer", ago, blocks):
+                reference.offer(number - ago, blocks)
+            case ("release", ago):
+                reference.release(number - ago)
             case ("reset",):
                 reference.reset()
     reference.advance(reference.now + A_LONG_TIME_NS)
@@ -192,6 +224,8 @@ def test_at_no_speed_it_runs_until_all_is_done(script: Script, burst: int) -> No
             before_ns, busy = model.now_ns, model.running + model.waiting
             events += model.advance(max_steps=burst)
             assert model.now_ns > before_ns or not busy
+        elif action[0] == "submit":
+            model.submit(number, alone(action[1]))
         else:
             events += act(model, number, action)
     events += model.advance()
@@ -267,7 +301,7 @@ def test_prefix_hits_equal_a_recount(script: Script) -> None:
     for number, action in enumerate(script.actions):
         if action[0] != "submit":
             continue
-        request: SimRequest = action[1]
+        request = alone(action[1])
         content = follow(script, events)
         anywhere = set().union(*content.values())
         keys = list(request.block_keys)[: (request.prompt_tokens - 1) // size]

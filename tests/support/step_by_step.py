@@ -14,6 +14,8 @@ from commutator_sim import (
     FirstToken,
     Offloaded,
     Preempted,
+    Pulled,
+    Ready,
     Removed,
     SimParameters,
     SimRequest,
@@ -25,6 +27,7 @@ from commutator_sim import (
 __all__ = ["StepByStep", "Told", "told"]
 
 Told = tuple[Any, ...]
+NEVER = 1 << 62
 
 
 def told(events: Sequence[Event]) -> list[Told]:
@@ -41,6 +44,8 @@ def told(events: Sequence[Event]) -> list[Told]:
                 out.append(("finished", time_ns, key))
             case Preempted(time_ns, key):
                 out.append(("preempted", time_ns, key))
+            case Ready(time_ns, key, count) | Pulled(time_ns, key, count):
+                out.append((type(event).__name__.lower(), time_ns, key, count))
             case Stored(time_ns, key, first, blocks):
                 out += [("stored", time_ns, key, first + i, b) for i, b in enumerate(blocks)]
             case Offloaded(time_ns, tier, blocks):
@@ -68,6 +73,9 @@ class Job:
     cached: tuple[int, int] | None = None
     chunk: int = 0
     """Prefill tokens in the step under way."""
+    pulling: bool = False
+    offered: int = 0
+    pulled: int = 0
 
 
 class StepByStep:
@@ -80,20 +88,36 @@ class StepByStep:
         self.idle: list[int] = []
         self.tiers: list[tuple[TierParameters, list[int]]] = [(t, []) for t in parameters.tiers]
         self.link_free = {tier.name: 0 for tier in parameters.tiers}
+        self.exported: dict[int, list[int]] = {}
+        self.handover_link_free = 0
         self.now = self.clock = self.arrivals = 0
         self.step_ns: int | None = None
         """Set while a step is under way."""
         self.out: list[Told] = []
 
     def submit(self, key: int, request: SimRequest) -> None:
-        self.jobs.append(Job(key, request, (request.priority, self.arrivals)))
+        order = (request.priority, self.arrivals)
+        self.jobs.append(Job(key, request, order, pulling=request.pulls))
         self.arrivals += 1
+        if request.exports:
+            self.exported[key] = []
 
     def abort(self, key: int) -> None:
         for job in [job for job in self.jobs if job.key == key]:
             self.give_back(job)
             self.jobs.remove(job)
             job.state = "over"
+            self.release(key)
+
+    def release(self, key: int) -> None:
+        keys = self.exported.pop(key, [])
+        self.idle += [key for key in reversed(keys) if key not in self.held()]
+
+    def offer(self, key: int, blocks: int) -> None:
+        for job in [job for job in self.jobs if job.key == key and job.pulling]:
+            job.offered = blocks
+            if job.state == "loading":
+                self.pull(job, self.now)
 
     def reset(self) -> None:
         self.out += [("removed", self.now, DEVICE, key) for key in self.idle]
@@ -116,7 +140,8 @@ class StepByStep:
         self.now = until
 
     def held(self) -> set[int]:
-        return {key for job in self.admitted for key in job.blocks if key is not None}
+        by_jobs = {key for job in self.admitted for key in job.blocks if key is not None}
+        return by_jobs.union(*self.exported.values())
 
     def used(self) -> int:
         return len(self.held()) + sum(job.blocks.count(None) for job in self.admitted)
@@ -134,6 +159,10 @@ class StepByStep:
         loading = [job for job in self.admitted if job.state == "loading"]
         for job in sorted(loading, key=lambda job: (job.ready_ns, job.order)):
             if job.ready_ns <= self.clock:
+                if job.pulling:
+                    job.pulling = False
+                    others = job.pulled - sum(key is not None for key in job.blocks)
+                    self.out.append(("pulled", self.clock, job.key, others))
                 job.state = "prefill"
                 self.admitted.remove(job)
                 self.admitted.append(job)
@@ -178,7 +207,7 @@ class StepByStep:
         ):
             return None
         loads = []
-        for key in keys[found:]:
+        for key in [] if job.pulling else keys[found:]:
             having = next((tier for tier in self.tiers if key in tier[1]), None)
             if having is None:
                 break
@@ -197,8 +226,34 @@ class StepByStep:
         job.blocks = list(hits)
         self.idle = [key for key in self.idle if key not in hits]
         self.admitted.append(job)
+        self.export(job)
+        self.begin_pull(job, found, len(keys))
         self.take(job, total - found)
         return job
+
+    def begin_pull(self, job: Job, found: int, limit: int) -> None:
+        if job.pulling and found == limit:
+            job.pulling = False
+            self.out.append(("pulled", self.clock, job.key, 0))
+        elif job.pulling:
+            job.state, job.ready_ns = "loading", NEVER
+            job.pulled, job.kv = found, limit * self.p.block_size
+            self.pull(job, self.clock)
+
+    def pull(self, job: Job, now: int) -> None:
+        limit = job.kv // self.p.block_size
+        fresh = max(0, min(job.offered, limit) - job.pulled)
+        for _ in range(fresh):
+            self.handover_link_free = max(self.handover_link_free, now) + self.p.handover_block_ns
+        job.pulled += fresh
+        if fresh and job.pulled == limit:
+            job.ready_ns = self.handover_link_free + self.p.handover_latency_ns
+
+    def export(self, job: Job) -> None:
+        named = [key for key in job.blocks if key is not None]
+        if job.key in self.exported and len(named) > len(self.exported[job.key]):
+            self.exported[job.key] = named
+            self.out.append(("ready", self.clock, job.key, len(named)))
 
     def take(self, job: Job, count: int) -> None:
         job.blocks += [None] * count
@@ -254,6 +309,7 @@ class StepByStep:
                     self.out.append(("stored", self.clock, job.key, i, key))
                 self.idle = [other for other in self.idle if other != key]
                 job.blocks[i] = key
+        self.export(job)
 
     def give_back(self, job: Job) -> None:
         mine = [key for key in job.blocks if key is not None]

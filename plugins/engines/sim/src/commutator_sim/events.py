@@ -11,6 +11,8 @@ __all__ = [
     "FirstToken",
     "Offloaded",
     "Preempted",
+    "Pulled",
+    "Ready",
     "Removed",
     "Steps",
     "Stored",
@@ -90,4 +92,23 @@ class Removed:
     blocks: tuple[int, ...]
 
 
-Event = Steps | FirstToken | Finished | Preempted | Stored | Offloaded | Removed
+@frozen
+class Ready:
+    """The first ``blocks`` blocks of request ``key`` can be fetched by another worker."""
+
+    time_ns: int
+    key: int
+    blocks: int
+
+
+@frozen
+class Pulled:
+    """Request ``key`` needs nothing more of another worker's blocks."""
+
+    time_ns: int
+    key: int
+    blocks: int
+    """How many came from there."""
+
+
+Event = Steps | FirstToken | Finished | Preempted | Stored | Offloaded | Removed | Ready | Pulled

@@ -8,12 +8,10 @@ begins. Steps that decode the same batch are made together, at the cost of one.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable
 
-from attrs import define
-
+from commutator_sim.appointments import Appointments
 from commutator_sim.cache import BlockCache
 from commutator_sim.decode import DecodeBatch
 from commutator_sim.events import (
@@ -22,11 +20,15 @@ from commutator_sim.events import (
     Finished,
     FirstToken,
     Preempted,
+    Pulled,
+    Ready,
     Removed,
     Steps,
     Stored,
 )
+from commutator_sim.handover import Exports, Link
 from commutator_sim.parameters import SimParameters
+from commutator_sim.plan import Chunks, Plan
 from commutator_sim.request import Phase, Run, SimRequest
 from commutator_sim.tiers import OffloadTiers
 
@@ -34,17 +36,6 @@ __all__ = ["FOREVER", "SimModel"]
 
 FOREVER = 1 << 62
 """Later than any time in ns, more than any number of steps."""
-
-
-@define
-class _Plan:
-    """Equal steps that are decided: the first may be under way, the others follow it."""
-
-    step_ns: int
-    count: int
-    decoding: int
-    chunks: list[tuple[Run, int, int]]
-    """Prefilling run, its epoch, and its tokens in this step."""
 
 
 class SimModel:
@@ -69,13 +60,13 @@ class SimModel:
         self._admitted: dict[int, Run] = {}
         self._prefilling: dict[int, Run] = {}
         """In order of admission."""
-        self._waiting: list[tuple[tuple[int, int], int, Run]] = []
-        """Heap of (order, epoch, run)."""
-        self._loading: list[tuple[int, tuple[int, int], int, Run]] = []
-        """Heap of (ready time, order, epoch, run)."""
+        self._waiting = Appointments()
+        self._loading = Appointments()
+        self._exports = Exports(self.cache)
+        self._link = Link(parameters.handover_latency_ns, parameters.handover_block_ns)
         self._stuck = False
         """The first waiting request lacks blocks, and nothing was freed since."""
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._events: list[Event] = []
 
     @property
@@ -107,8 +98,10 @@ class SimModel:
             )
         if key in self._live:
             raise ValueError(f"request {key} is in the model already")
-        run = Run(key, request, (request.priority, next(self._arrivals)))
+        run = Run(key, request, (request.priority, next(self._arrivals)), pulling=request.pulls)
         self._live[key] = run
+        if request.exports:
+            self._exports.begin(key)
         self._enqueue(run)
         self._disturb()
 
@@ -119,8 +112,26 @@ class SimModel:
             return
         self._leave_batch(run)
         run.move(Phase.OVER)
+        self.release(key)
+
+    def release(self, key: int) -> None:
+        """Another worker needs no more of this request's blocks. Harmless when none are held."""
+        self._exports.release(key)
         self._stuck = False
         self._disturb()
+
+    def offer(self, key: int, blocks: int) -> None:
+        """Another worker has the first ``blocks`` blocks of a pulling request's prompt ready.
+
+        Harmless when the request is not there, or has all that it needs.
+        """
+        run = self._live.get(key)
+        if run is None or not run.pulling:
+            return
+        run.offered = blocks
+        if run.phase is Phase.LOADING:
+            self._pull(run, self.now_ns)
+            self._disturb()
 
     def reset_prefix_cache(self) -> None:
         """Forget every block that no request holds, in every tier."""
@@ -165,14 +176,14 @@ class SimModel:
         """
         plan = self._plan or self._begin()
         if plan is None:
-            return self._next_load_ns()
+            return self._loading.first_ns()
         return self._clock_ns + plan.count * plan.step_ns
 
     def step_end_ns(self) -> int | None:
         """When the current step ends or, between steps, the next one; as ``next_event_ns``."""
         plan = self._plan or self._begin()
         if plan is None:
-            return self._next_load_ns()
+            return self._loading.first_ns()
         return self._clock_ns + plan.step_ns
 
     def _disturb(self) -> None:
@@ -182,7 +193,7 @@ class SimModel:
 
     def _skip_idle(self, until_ns: int) -> bool:
         """Pass time in which no step runs. Returns whether there is more to do before the end."""
-        ready_ns = self._next_load_ns()
+        ready_ns = self._loading.first_ns()
         if ready_ns is not None and ready_ns <= until_ns:
             self._clock_ns = max(self._clock_ns, ready_ns)
             return True
@@ -192,44 +203,38 @@ class SimModel:
 
     # ------------------------------------------------------------ beginning a step
 
-    def _begin(self) -> _Plan | None:
+    def _begin(self) -> Plan | None:
         """Decide what the step at ``_clock_ns`` does; None when there is nothing to do."""
         self._finish_loads()
         self._grow()
         decoding = len(self._decode.runs)
-        budget = self.parameters.max_tokens_per_step - decoding
-        chunks: list[tuple[Run, int, int]] = []
+        chunks = Chunks(self.parameters.max_tokens_per_step - decoding)
         for run in self._prefilling.values():
-            if not budget:
+            if not chunks.left:
                 break
-            budget -= _add_chunk(chunks, run, budget)
-        while budget and (admitted := self._admit()) is not None:
+            chunks.add(run)
+        while chunks.left and (admitted := self._admit()) is not None:
             if admitted.phase is Phase.PREFILL:
-                budget -= _add_chunk(chunks, admitted, budget)
-        if not decoding and not chunks:
+                chunks.add(admitted)
+        if not decoding and not chunks.all:
             return None
-        prefill_tokens = sum(tokens for _, _, tokens in chunks)
-        step_ns = self.parameters.step_ns(decoding, prefill_tokens)
-        count = 1 if chunks else self._equal_steps(step_ns)
-        self._plan = _Plan(step_ns, count, decoding, chunks)
+        step_ns = self.parameters.step_ns(decoding, chunks.tokens)
+        count = 1 if chunks.all else self._equal_steps(step_ns)
+        self._plan = Plan(step_ns, count, decoding, chunks)
         return self._plan
 
     def _equal_steps(self, step_ns: int) -> int:
         """Steps from here on that only decode the present batch."""
         count = self._decode.steps_to_turn()
-        if (ready_ns := self._next_load_ns()) is not None:
+        if (ready_ns := self._loading.first_ns()) is not None:
             count = min(count, -((self._clock_ns - ready_ns) // step_ns))
         return count
 
-    def _next_load_ns(self) -> int | None:
-        loading = self._loading
-        while loading and loading[0][2] != loading[0][3].epoch:
-            heapq.heappop(loading)
-        return loading[0][0] if loading else None
-
     def _finish_loads(self) -> None:
-        while (ready_ns := self._next_load_ns()) is not None and ready_ns <= self._clock_ns:
-            run = heapq.heappop(self._loading)[3]
+        while (ready_ns := self._loading.first_ns()) is not None and ready_ns <= self._clock_ns:
+            run = self._loading.pop()
+            if run.pulling:
+                self._pull_ends(run, run.pulled - run.named)
             run.move(Phase.PREFILL)
             self._prefilling[run.key] = run
             self._name(run)
@@ -255,12 +260,8 @@ class SimModel:
         """Take the first waiting request into the batch, if it finds a place and blocks."""
         if self._stuck or len(self._admitted) == self.parameters.max_running_requests:
             return None
-        waiting = self._waiting
-        while waiting and waiting[0][1] != waiting[0][2].epoch:
-            heapq.heappop(waiting)
-        if not waiting:
+        if (run := self._waiting.first()) is None:
             return None
-        run = waiting[0][2]
         keys = run.request.block_keys
         run.target = run.request.prompt_tokens + run.generated
         # At least one token is computed, for it is what gives the next one.
@@ -270,29 +271,49 @@ class SimModel:
         if self.cache.used_blocks + idle + needed > self.cache.capacity_blocks:
             self._stuck = True
             return None
-        heapq.heappop(waiting)
+        self._waiting.pop()
         self._admitted[run.key] = run
         self.cache.pin(keys[:found])
         run.named = found
+        self._export(run)
         self._fetch(run, found, limit)
         self._take(run, needed)
         return run
 
     def _fetch(self, run: Run, found: int, limit: int) -> None:
-        """Begin the prefill after ``found`` blocks, or first the load of more of them."""
+        """Begin the prefill after ``found`` blocks, or first bring more of them."""
         size = self.parameters.block_size
         keys = run.request.block_keys
-        loaded = self._tiers.match(keys, found, limit)
+        loaded = 0 if run.pulling else self._tiers.match(keys, found, limit)
         run.computed = (found + loaded) * size
         if run.cached_tokens < 0:
             run.cached_tokens, run.loaded_tokens = run.computed, loaded * size
-        if loaded:
+        if run.pulling and found == limit:
+            self._pull_ends(run, 0)
+        if run.pulling:
+            run.move(Phase.LOADING)
+            run.pulled, run.computed = found, limit * size
+            self._pull(run, self._clock_ns)
+        elif loaded:
             run.move(Phase.LOADING)
             ready_ns = self._tiers.load(keys[found : found + loaded], self._clock_ns)
-            heapq.heappush(self._loading, (ready_ns, run.order, run.epoch, run))
+            self._loading.add(run, ready_ns)
         else:
             run.move(Phase.PREFILL)
             self._prefilling[run.key] = run
+
+    def _pull(self, run: Run, now_ns: int) -> None:
+        limit = run.computed // self.parameters.block_size
+        if (ready_ns := self._link.pull(run, limit, now_ns)) is not None:
+            self._loading.add(run, ready_ns)
+
+    def _pull_ends(self, run: Run, blocks: int) -> None:
+        run.pulling = False
+        self._events.append(Pulled(self._clock_ns, run.key, blocks))
+
+    def _export(self, run: Run) -> None:
+        if self._exports.extend(run):
+            self._events.append(Ready(self._clock_ns, run.key, run.named))
 
     def _take(self, run: Run, count: int) -> None:
         run.unnamed += count
@@ -301,18 +322,16 @@ class SimModel:
 
     # -------------------------------------------------------------- ending a step
 
-    def _make(self, plan: _Plan, count: int) -> None:
+    def _make(self, plan: Plan, count: int) -> None:
         """``count`` steps of ``plan`` pass."""
-        prefill_tokens = sum(tokens for _, _, tokens in plan.chunks)
-        self._events.append(
-            Steps(self._clock_ns, count, plan.step_ns, plan.decoding, prefill_tokens)
-        )
+        tokens = plan.chunks.tokens
+        self._events.append(Steps(self._clock_ns, count, plan.step_ns, plan.decoding, tokens))
         self._clock_ns += count * plan.step_ns
         plan.count -= count
         if not plan.count:
             self._plan = None
         turned = self._decode.advance(count)
-        for run, epoch, tokens in plan.chunks:
+        for run, epoch, tokens in plan.chunks.all:
             if epoch == run.epoch:
                 self._computed(run, tokens)
         for run in turned:
@@ -351,6 +370,7 @@ class SimModel:
             self._events.append(Stored(self._clock_ns, run.key, run.named + known, stored))
         run.unnamed -= full - run.named
         run.named = full
+        self._export(run)
         self._stuck = False
 
     def _finish(self, run: Run) -> None:
@@ -363,7 +383,7 @@ class SimModel:
 
     def _enqueue(self, run: Run) -> None:
         run.move(Phase.WAITING)
-        heapq.heappush(self._waiting, (run.order, run.epoch, run))
+        self._waiting.add(run)
         self._stuck = False
 
     def _leave_batch(self, run: Run) -> None:
@@ -375,9 +395,3 @@ class SimModel:
         self.cache.release(run.request.block_keys[: run.named], run.unnamed)
         run.named = run.unnamed = 0
         self._stuck = False
-
-
-def _add_chunk(chunks: list[tuple[Run, int, int]], run: Run, budget: int) -> int:
-    tokens = min(budget, run.target - run.computed)
-    chunks.append((run, run.epoch, tokens))
-    return tokens

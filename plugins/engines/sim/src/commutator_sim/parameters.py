@@ -37,6 +37,10 @@ class SimParameters:
     kv_capacity_blocks: int = 16_384
     tiers: tuple[TierParameters, ...] = ()
     """Fastest first."""
+    handover_latency_ns: int = 0
+    """Before blocks of another worker are there, beside the time that their bytes take."""
+    handover_block_ns: int = 1
+    """Time that one such block occupies the worker's link."""
 
     def __attrs_post_init__(self) -> None:
         if self.prefill_tokens_per_s <= 0 or self.decode_base_ns < 1 or self.decode_request_ns < 0:
@@ -48,6 +52,8 @@ class SimParameters:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least "
                 f"max_running_requests ({self.max_running_requests}), or prefill may starve"
             )
+        if self.handover_latency_ns < 0 or self.handover_block_ns < 1:
+            raise ValueError("a hand-over takes time: at least 1 ns a block, no negative latency")
         names = [tier.name for tier in self.tiers]
         if len(set(names)) < len(names) or "device" in names:
             raise ValueError(f"tiers need names of their own, other than device: {names}")

@@ -25,6 +25,10 @@ class SimRequest:
     """
     priority: int = 0
     """Lower is served earlier."""
+    exports: bool = False
+    """Its blocks are for another worker: they are held, and told of, until they are released."""
+    pulls: bool = False
+    """Full blocks of its prompt that are not here come from another worker."""
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
@@ -41,7 +45,7 @@ class Phase(Enum):
 
     WAITING = auto()
     LOADING = auto()
-    """It has its blocks and waits for a tier to fill the first of them."""
+    """It has its blocks and waits for a tier, or another worker, to fill the first of them."""
     PREFILL = auto()
     DECODE = auto()
     OVER = auto()
@@ -69,6 +73,12 @@ class Run:
     cached_tokens: int = -1
     """Found on first admission; -1 before."""
     loaded_tokens: int = 0
+    pulling: bool = False
+    """It waits for blocks of another worker, or will when it is admitted."""
+    offered: int = 0
+    """Of its first blocks, those that the other worker has ready."""
+    pulled: int = 0
+    """Of its first blocks, those that are here or on their way."""
     epoch: int = 0
     """Counts the phases left, so that appointments made in an earlier one are void."""
 
