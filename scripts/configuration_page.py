@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import attrs
 
-from commutator.config.model import Config, RouterConfig, TierConfig
+from commutator.config.model import Config, DisaggregationConfig, RouterConfig, TierConfig
 from commutator.plugins import load_plugins
 from commutator.schema.structure import describe
 
@@ -41,7 +41,11 @@ def page() -> str:
             parts.append(table(TierConfig))
             parts += inner("tiers[]", TierConfig)
             parts += kinds(host.evictions, "tiers[].eviction, ")
-        if field.name in seam:
+        if field.name == "disaggregation":
+            parts.append("Of every kind:\n")
+            parts.append(table(DisaggregationConfig))
+            parts += kinds(host.disaggs, base=DisaggregationConfig)
+        elif field.name in seam:
             base = TierConfig if field.name == "tiers" else None
             parts += kinds(seam[field.name], base=base)
         elif (cls := class_of(field)) is not None:

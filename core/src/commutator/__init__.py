@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commutator.config.model import (
+        DisaggregationConfig,
         EngineConfig,
         EvictionConfig,
         ModelConfig,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from commutator.hookspecs import hookimpl
     from commutator.kv.eviction import EvictionPolicy
     from commutator.plugins import (
+        DisaggRegister,
         EngineRegister,
         EvictionRegister,
         RouterRegister,
@@ -44,6 +46,12 @@ if TYPE_CHECKING:
         RoutingPolicy,
         WorkerLoad,
     )
+    from commutator.routing.disagg import (
+        DisaggAnswer,
+        DisaggPolicy,
+        DisaggQuestion,
+        MeasuredSpeeds,
+    )
     from commutator.routing.stages import Filter, Picker, Scorer
     from commutator.schema import setting
 
@@ -52,6 +60,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Candidate",
     "Decision",
+    "DisaggAnswer",
+    "DisaggPolicy",
+    "DisaggQuestion",
+    "DisaggRegister",
+    "DisaggregationConfig",
     "EngineClient",
     "EngineConfig",
     "EngineConnector",
@@ -62,6 +75,7 @@ __all__ = [
     "Filter",
     "LaunchContext",
     "LaunchPlan",
+    "MeasuredSpeeds",
     "ModelConfig",
     "Overlap",
     "Picker",
@@ -88,6 +102,7 @@ _HOMES = (
     "commutator.kv.eviction",
     "commutator.plugins",
     "commutator.routing.contract",
+    "commutator.routing.disagg",
     "commutator.routing.stages",
     "commutator.schema",
 )

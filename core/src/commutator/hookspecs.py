@@ -5,8 +5,8 @@ its functions with ``commutator.hookimpl`` and names only the arguments it needs
 added here, never reordered or removed within a major version.
 
     registration   once, at start          engine_register, router_register,
-                                           route_stage_register, tier_register,
-                                           eviction_register
+                                           route_stage_register, disagg_register,
+                                           tier_register, eviction_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_routed, request_first_token,
                                            request_migrated, request_finished or request_failed
@@ -23,6 +23,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from commutator.plugins import (
+        DisaggRegister,
         EngineRegister,
         EvictionRegister,
         RouterRegister,
@@ -70,6 +71,16 @@ def route_stage_register(register: StageRegister) -> None:
     ``register(kind, stage_class, stability="alpha")``: ``stage_class`` is an attrs class that
     subclasses ``Filter``, ``Scorer`` or ``Picker``; its fields are its options. Collect-all; must
     not block.
+    """
+
+
+@_hookspec
+def disagg_register(register: DisaggRegister) -> None:
+    """Called once at start, in every process. Offer policies of prefill and decode apart.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``DisaggregationConfig``; ``factory(config)`` makes one ``DisaggPolicy`` for each model.
+    Collect-all; must not block.
     """
 
 

@@ -14,15 +14,23 @@ import pluggy
 from attrs import define, field, frozen
 
 from commutator import hookspecs
-from commutator.config.model import EngineConfig, EvictionConfig, RouterConfig, TierConfig
+from commutator.config.model import (
+    DisaggregationConfig,
+    EngineConfig,
+    EvictionConfig,
+    RouterConfig,
+    TierConfig,
+)
 from commutator.engine.contract import EngineConnector
 from commutator.errors import PluginError
 from commutator.kv.eviction import EvictionPolicy
 from commutator.routing.contract import Decision, RoutingPolicy
+from commutator.routing.disagg import DisaggPolicy
 from commutator.routing.stages import RouteStage
 from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
 
 __all__ = [
+    "DisaggRegister",
     "EngineRegister",
     "EvictionRegister",
     "Installed",
@@ -139,6 +147,7 @@ class StageRegister(Register[type[RouteStage]]):
 
 EngineRegister = Register[EngineConnector[Any]]
 RouterRegister = Register[Callable[[Any], RoutingPolicy]]
+DisaggRegister = Register[Callable[[Any], DisaggPolicy]]
 TierRegister = Register[Callable[[Any], Any]]
 EvictionRegister = Register[Callable[[Any, int], EvictionPolicy]]
 
@@ -169,6 +178,7 @@ class PluginHost:
     def __init__(self) -> None:
         self.engines = EngineRegister("engine", EngineConfig, _must_be_connector)
         self.routers = RouterRegister("router", RouterConfig, _must_be_factory)
+        self.disaggs = DisaggRegister("disaggregation", DisaggregationConfig, _must_be_factory)
         self.stages = StageRegister("stage", RouteStage, _must_be_concrete)
         self.tiers = TierRegister("tier", TierConfig, _must_be_factory)
         self.evictions = EvictionRegister("eviction", EvictionConfig, _must_be_factory)
@@ -196,6 +206,7 @@ class PluginHost:
         seams: tuple[tuple[Register[Any], str], ...] = (
             (self.engines, "engine_register"),
             (self.routers, "router_register"),
+            (self.disaggs, "disagg_register"),
             (self.stages, "route_stage_register"),
             (self.tiers, "tier_register"),
             (self.evictions, "eviction_register"),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from commutator.config.model import Config, EngineConfig, EvictionConfig, RouterConfig, TierConfig
+from commutator.config.model import (
+    Config,
+    DisaggregationConfig,
+    EngineConfig,
+    EvictionConfig,
+    RouterConfig,
+    TierConfig,
+)
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
 from commutator.schema import json_schema
@@ -17,6 +24,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
     registers: dict[Any, Register[Any]] = {
         EngineConfig: host.engines,
         RouterConfig: host.routers,
+        DisaggregationConfig: host.disaggs,
         TierConfig: host.tiers,
         EvictionConfig: host.evictions,
     }

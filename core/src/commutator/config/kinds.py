@@ -8,7 +8,13 @@ from typing import Any
 import cattrs
 from cattrs.errors import AttributeValidationNote, ClassValidationError
 
-from commutator.config.model import EngineConfig, EvictionConfig, RouterConfig, TierConfig
+from commutator.config.model import (
+    DisaggregationConfig,
+    EngineConfig,
+    EvictionConfig,
+    RouterConfig,
+    TierConfig,
+)
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
 from commutator.routing.stages import Filter, Picker, Scorer
@@ -24,6 +30,7 @@ def config_converter(host: PluginHost) -> cattrs.Converter:
     bases: tuple[tuple[type[Any], Register[Any]], ...] = (
         (EngineConfig, host.engines),
         (RouterConfig, host.routers),
+        (DisaggregationConfig, host.disaggs),
         (TierConfig, host.tiers),
         (EvictionConfig, host.evictions),
         (Filter, host.stages),

@@ -11,6 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from commutator.config.check import cross_problems, fill_in
+from commutator.config.disaggregation import disaggregation_problems, fill_in_disaggregation
 from commutator.config.kinds import config_converter
 from commutator.config.model import Config
 from commutator.config.overrides import Override, apply_overrides, from_environment, from_option
@@ -100,7 +101,7 @@ def build_config(
     tree: Node, host: PluginHost, files: Sequence[str | Path], problems: Iterable[str] = ()
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
-    tree = fill_in(tree)
+    tree = fill_in_disaggregation(fill_in(tree))
     data: dict[str, Any] = plain(tree)
     found: list[tuple[str, str]] = []
     config = None
@@ -110,6 +111,7 @@ def build_config(
         found += error.problems
     found += cross_problems(data)
     found += tier_problems(data, host)
+    found += disaggregation_problems(data, host)
     lines = [*problems, *(f"{path}: {text}{_source(tree, path, files)}" for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")

@@ -20,6 +20,7 @@ from commutator.schema import (
 __all__ = [
     "BusyConfig",
     "Config",
+    "DisaggregationConfig",
     "EngineConfig",
     "EvictionConfig",
     "FrontendConfig",
@@ -61,6 +62,11 @@ class EngineConfig:
         "The `models` entry it serves; not needed when there is only one.", None
     )
     replicas: PositiveInt = setting("How many workers of this kind.", 1)
+    role: Literal["both", "prefill", "decode"] = setting(
+        "What the workers are sent: whole requests and decode (both, decode), or only the prefill "
+        "of requests that are decoded elsewhere. `commutator worker role` changes it later.",
+        "both",
+    )
     start_timeout_s: PositiveSeconds = setting(
         "Give a starting worker this long to answer before it is started anew.", 300.0
     )
@@ -206,6 +212,28 @@ class MigrationConfig:
     )
 
 
+def _default_router() -> RouterConfig:
+    return RouterConfig(kind="round_robin")
+
+
+@frozen(kw_only=True)
+class DisaggregationConfig:
+    """What every policy has that decides about prefill elsewhere; each plugin adds its own."""
+
+    kind: str = setting("The policy plugin that decides for each request.")
+    router: RouterConfig = setting(
+        "How a prefill worker is chosen, and with `busy` the prefill queue. By default as the "
+        "decode worker, and each prefill worker gets 4 requests at a time.",
+        factory=_default_router,
+    )
+    on_failure: Literal["fail", "prefill_locally", "another_worker"] = setting(
+        "When the KV does not arrive: the client gets the error, the decode worker computes the "
+        "prompt itself, or it does so after one more prefill worker was tried.",
+        "prefill_locally",
+    )
+    timeout_s: PositiveSeconds = setting("A decode worker waits at most so long for the KV.", 60.0)
+
+
 @frozen(kw_only=True)
 class TlsConfig:
     """Serve HTTPS instead of HTTP."""
@@ -285,10 +313,6 @@ class PluginsConfig:
     block: tuple[str, ...] = setting("Entry-point names of plugins not to load.", ())
 
 
-def _default_router() -> RouterConfig:
-    return RouterConfig(kind="round_robin")
-
-
 @frozen(kw_only=True)
 class Config:
     """A whole deployment."""
@@ -296,6 +320,9 @@ class Config:
     models: tuple[ModelConfig, ...] = setting("The models that clients can ask for.")
     engines: tuple[EngineConfig, ...] = setting("The workers, by engine.")
     router: RouterConfig = setting("How a worker is chosen.", factory=_default_router)
+    disaggregation: DisaggregationConfig | None = setting(
+        "When prefill and decode of a request are at different workers; never by default.", None
+    )
     migration: MigrationConfig = setting(
         "What becomes of a request whose worker is lost.", factory=MigrationConfig
     )

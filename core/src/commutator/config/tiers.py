@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from commutator.config.model import Config
 from commutator.plugins import PluginHost
+from commutator.transfer.spans import Memory
 
 __all__ = ["sizing_warnings", "tier_problems"]
+
+_ENCODING = ("compression", "encryption_key")
 
 
 def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[str, str]]:
@@ -22,6 +25,26 @@ def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[s
         able = sorted(name for name, kind in host.engines.kinds.items() if kind.thing.uses_tiers)
         names = ", ".join(able) or "none is installed"
         yield "tiers", f"none of the engines here keeps KV blocks in tiers; those that do: {names}"
+    yield from _encodings(tiers, host)
+
+
+def _encodings(tiers: Sequence[Any], host: PluginHost) -> Iterator[tuple[str, str]]:
+    """Workers exchange the bytes as they lie in memory."""
+    lent: Mapping[str, Any] | None = None
+    for number, tier in enumerate(tiers):
+        if not isinstance(tier, Mapping) or tier.get("kind") not in host.tiers.kinds:
+            continue
+        factory = host.tiers.kinds[tier["kind"]].thing
+        if getattr(factory, "asks_peers", False):
+            for option in _ENCODING if lent is not None else ():
+                if lent is not None and tier.get(option) != lent.get(option):
+                    yield (
+                        f"tiers[{number}].{option}",
+                        f"must be the same as in the tier {lent['kind']}, from which blocks are "
+                        "lent to other workers as they are",
+                    )
+        elif lent is None and getattr(factory, "memory", None) is Memory.DRAM:
+            lent = tier
 
 
 def sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:

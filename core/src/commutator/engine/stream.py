@@ -83,5 +83,7 @@ def merge(deltas: deque[TokenDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cached_tokens=cached,
+        handover=last.handover,
         error=last.error,
+        handover_failed=last.handover_failed,
     )

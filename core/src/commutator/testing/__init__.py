@@ -4,6 +4,7 @@ Needs ``pip install commutator[testing]``.
 """
 
 from commutator.runtime.local_cluster import LocalCluster
+from commutator.testing.disagg import DisaggContract
 from commutator.testing.engines import EngineContract, collect, make_request
 from commutator.testing.eviction import EvictionContract, tree_block
 from commutator.testing.faults import Faults, FaultyClient
@@ -12,6 +13,7 @@ from commutator.testing.tier_faults import FaultyIo, FaultyTier, IoFaults, TierF
 from commutator.testing.tiers import TierContract, TierUser
 
 __all__ = [
+    "DisaggContract",
     "EngineContract",
     "EvictionContract",
     "Faults",
