@@ -6,6 +6,8 @@ from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.engine.virtual import (
     BlocksGone,
     BlocksHeld,
+    BlocksPulled,
+    BlocksReady,
     PrefillDone,
     RequestDone,
     TokensMade,
@@ -17,6 +19,8 @@ from commutator.engine.virtual import (
 __all__ = [
     "BlocksGone",
     "BlocksHeld",
+    "BlocksPulled",
+    "BlocksReady",
     "Emit",
     "EngineStart",
     "PrefillDone",

@@ -95,6 +95,21 @@ class TokenApiClient(EngineClient):
     ) -> Any:
         return await self._ask("kv", what, dict(arguments or {}), timeout_s=timeout_s)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up, as far as is known."""
+        return self._connection is not None
+
+    async def handover(
+        self, what: str, arguments: Mapping[str, Any], *, timeout_s: float = 5.0
+    ) -> Any:
+        """Ask about blocks that are handed over; see ``handover.pull_words``.
+
+        Raises EngineError when the engine hands nothing over, EngineUnavailableError when it does
+        not answer.
+        """
+        return await self._ask("handover", what, dict(arguments), timeout_s=timeout_s)
+
     async def close(self) -> None:
         for key in list(self._streams):
             if (stream := self._streams.get(key)) is not None:

@@ -8,7 +8,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -58,6 +58,15 @@ class TokenEngine(ABC):
         """
         del what, arguments
         raise EngineError("this engine keeps no blocks in tiers")
+
+    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a question about blocks that are handed over; see ``handover.pull_words``.
+
+        Called in the event loop, and may wait. Returns what MessagePack can hold. Raises
+        CommutatorError with what to tell who asked.
+        """
+        del what, arguments
+        raise EngineError("this engine hands no KV over")
 
     @abstractmethod
     def stop(self) -> None:
@@ -152,25 +161,28 @@ class TokenApiServer:
             return None
         raise ValueError(f"unknown question {what!r}")
 
-    def answer_kv(
-        self, connection: _Connection, number: int, what: str, arguments: Mapping[str, Any]
+    def answer_later(
+        self, connection: _Connection, number: int, topic: str, what: str, arguments: dict[str, Any]
     ) -> None:
-        """Answer a "kv" frame, later: it may have to wait for disks."""
+        """Answer a "kv" or "handover" frame, which may have to wait."""
         assert self._loop is not None
-        task = self._loop.create_task(self._answer_kv(connection, number, what, arguments))
+        if topic == "kv":
+            answer = asyncio.to_thread(self._engine.kv_admin, what, arguments)
+        else:
+            answer = self._engine.handover(what, arguments)
+        task = self._loop.create_task(self._answer_later(connection, number, what, answer))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer_kv(
-        self, connection: _Connection, number: int, what: str, arguments: Mapping[str, Any]
+    async def _answer_later(
+        self, connection: _Connection, number: int, what: str, answer: Awaitable[Any]
     ) -> None:
         try:
-            value = await asyncio.to_thread(self._engine.kv_admin, what, arguments)
-            connection.frames.send(["answer", number, value])
+            connection.frames.send(["answer", number, await answer])
         except CommutatorError as error:
             connection.frames.send(["failed", number, str(error)])
         except Exception as error:
-            log.exception("the question %r about KV blocks failed", what)
+            log.exception("the question %r failed", what)
             connection.frames.send(["failed", number, f"{type(error).__name__}: {error}"])
 
 
@@ -197,8 +209,8 @@ class _Connection:
                 self.server.abort(self, key)
             case ["ask", int(number), str(what)]:
                 self.frames.send(["answer", number, self.server.answer(what)])
-            case ["ask", int(number), "kv", str(what), dict(arguments)]:
-                self.server.answer_kv(self, number, what, arguments)
+            case ["ask", int(number), "kv" | "handover" as topic, str(what), dict(arguments)]:
+                self.server.answer_later(self, number, topic, what, arguments)
             case ["hello", version]:
                 if version != PROTOCOL:
                     raise ValueError(f"protocol {version} asked for, this worker speaks {PROTOCOL}")

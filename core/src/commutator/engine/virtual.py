@@ -12,6 +12,8 @@ from commutator.kv.medium import Tier
 __all__ = [
     "BlocksGone",
     "BlocksHeld",
+    "BlocksPulled",
+    "BlocksReady",
     "PrefillDone",
     "RequestDone",
     "TokensMade",
@@ -29,6 +31,10 @@ class VirtualRequest:
     output_tokens: int
     block_hashes: Sequence[int]
     """One for each full block of the prompt; each stands for the whole prefix up to its end."""
+    exports: bool = False
+    """Its blocks are for another worker: they stay until they are released."""
+    pulls: bool = False
+    """Full blocks of its prompt that are not here come from another worker."""
 
 
 @frozen
@@ -73,7 +79,25 @@ class BlocksGone:
     block_hashes: Sequence[int]
 
 
-VirtualEvent = PrefillDone | RequestDone | TokensMade | BlocksHeld | BlocksGone
+@frozen
+class BlocksReady:
+    """Another worker can fetch the first ``blocks`` blocks of request ``key``, which exports."""
+
+    key: int
+    blocks: int
+
+
+@frozen
+class BlocksPulled:
+    """Request ``key``, which pulls, needs nothing more; ``blocks`` came from the other worker."""
+
+    key: int
+    blocks: int
+
+
+VirtualEvent = (
+    PrefillDone | RequestDone | TokensMade | BlocksHeld | BlocksGone | BlocksReady | BlocksPulled
+)
 
 
 class VirtualEngine(ABC):
@@ -91,3 +115,26 @@ class VirtualEngine(ABC):
     @abstractmethod
     def advance(self, until_ns: int | None) -> Sequence[VirtualEvent]:
         """Let time pass; None: until nothing is left to do. Returns what happened, in order."""
+
+    @property
+    def token_bytes(self) -> int | None:
+        """KV bytes of one token; None when the engine takes no part in hand-overs.
+
+        Only if it does, what follows is called, and requests export or pull.
+        """
+        return None
+
+    def next_event_ns(self) -> int | None:
+        """Before this time nothing but tokens comes of itself; None: nothing ever will.
+
+        What the present moment brings is told by advancing to it, after this was called.
+        """
+        raise NotImplementedError
+
+    def offer(self, key: int, blocks: int) -> None:
+        """The other worker has the first ``blocks`` blocks ready for a request that pulls."""
+        raise NotImplementedError
+
+    def release(self, key: int) -> None:
+        """The other worker has what it needs of a request that exports."""
+        raise NotImplementedError

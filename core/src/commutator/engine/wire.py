@@ -9,8 +9,9 @@
 
 ``key`` numbers the requests of one connection. A "deltas" frame holds everything that one engine
 tick produced for this connection; ``extras`` is a map that leaves out what is not set. ``what`` is
-"load", "drain", "resume" or "reset_prefix_cache", without arguments, or "kv" with a question about
-storage tiers and a map of its arguments (see ``kv.admin``); only that may fail.
+"load", "drain", "resume" or "reset_prefix_cache", without arguments; or "kv" with a question about
+storage tiers (see ``kv.admin``) or "handover" with one about blocks that are handed over (see
+``handover.pull_words``), each with a map of its arguments. Only the last two may fail.
 """
 
 from __future__ import annotations

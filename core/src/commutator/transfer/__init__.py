@@ -1,13 +1,14 @@
 """How KV bytes move: every one of them through NIXL, from here and nowhere else."""
 
 from commutator.transfer.agent import TransferAgent
-from commutator.transfer.move import move_blocks
+from commutator.transfer.move import BlockMoves, move_blocks
 from commutator.transfer.plan import BlockMove
 from commutator.transfer.spans import Direction, Memory, Region, Span
 from commutator.transfer.transfer import Transfer
 
 __all__ = [
     "BlockMove",
+    "BlockMoves",
     "Direction",
     "Memory",
     "Region",

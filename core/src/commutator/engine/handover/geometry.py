@@ -1,0 +1,61 @@
+"""Where a prompt's tokens lie in one worker's blocks and in another's. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import frozen
+
+__all__ = ["BlockShapes", "Piece"]
+
+
+@frozen
+class Piece:
+    """Bytes that are contiguous on both sides."""
+
+    source_offset: int
+    """From the beginning of the source block."""
+    target_block: int
+    """The how-manieth block of the prompt."""
+    target_offset: int
+    size_bytes: int
+
+
+@frozen
+class BlockShapes:
+    """Blocks of two sizes, of which one divides the other; with the same bytes for each token.
+
+    A block is ``runs`` runs of equal size; each has something of all the block's tokens, in order.
+    """
+
+    source_tokens: int
+    target_tokens: int
+    token_bytes: int
+    runs: int = 1
+
+    @property
+    def unit_tokens(self) -> int:
+        """Prompts are handed over in whole pieces of so many tokens."""
+        return max(self.source_tokens, self.target_tokens)
+
+    def aligned(self, tokens: int) -> int:
+        """The last such piece's end that is not after ``tokens``."""
+        return tokens // self.unit_tokens * self.unit_tokens
+
+    def pieces(self, source_block: int) -> Iterator[Piece]:
+        """All bytes of the prompt's block of this number, in their order in the source."""
+        source, target = self.source_tokens, self.target_tokens
+        if source == target:
+            yield Piece(0, source_block, 0, source * self.token_bytes)
+            return
+        step = min(source, target)
+        run_token_bytes = self.token_bytes // self.runs
+        first = source_block * source
+        for run in range(self.runs):
+            for token in range(first, first + source, step):
+                yield Piece(
+                    source_offset=(run * source + token - first) * run_token_bytes,
+                    target_block=token // target,
+                    target_offset=(run * target + token % target) * run_token_bytes,
+                    size_bytes=step * run_token_bytes,
+                )

@@ -1,0 +1,313 @@
+"""Reads blocks out of other workers' memory by NIXL, on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import xxhash
+from attrs import define, field
+
+from commutator.engine.handover.geometry import BlockShapes
+from commutator.engine.handover.mover import PromptBlock, Target
+from commutator.engine.handover.pull_words import Source
+from commutator.errors import CommutatorError, TransferError, TransferTimeoutError
+from commutator.kv.arena import BlockArena, bytes_at
+from commutator.kv.checksum import checksum
+from commutator.transfer import (
+    BlockMove,
+    BlockMoves,
+    Direction,
+    Memory,
+    Span,
+    TransferAgent,
+)
+from commutator.transfer.transfer import poll_pause_s
+
+__all__ = ["NixlMover"]
+
+log = logging.getLogger(__name__)
+
+_BACKEND = "UCX"
+_REAP_S = 0.02
+"""Between two looks at reads that were given up."""
+_never_freed: list[object] = []
+"""Arenas that NIXL may still write to: they stay while the process lives."""
+
+
+@define(eq=False)
+class _Fetch:
+    source: Source
+    blocks: Sequence[PromptBlock]
+    shapes: BlockShapes
+    target: Target
+    deadline_s: float
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[list[str | None]]
+    cancelled: bool = False
+    moving: BlockMoves | None = None
+    spans: list[list[Span]] = field(factory=list)
+    """For each block, its pieces in our memory, in their order in the source."""
+    outcomes: list[str | None] = field(factory=list)
+
+
+class NixlMover:
+    """A ``BlockMover`` between arenas in host memory. One agent serves both sides of a worker.
+
+    The agent is made when it is first needed: a worker that hands nothing over does without.
+    """
+
+    def __init__(
+        self,
+        arena: BlockArena,
+        *,
+        block_tokens: int,
+        runs: int,
+        agent_name: str,
+        parameters: Mapping[str, str] | None = None,
+    ) -> None:
+        """``agent_name`` is unique among all processes that exchange blocks.
+
+        ``parameters`` are those of NIXL's backend UCX.
+        """
+        if arena.memory is not Memory.DRAM:
+            raise ValueError(f"blocks are handed over in host memory only, not in {arena.memory}")
+        self._arena = arena
+        self._block_tokens = block_tokens
+        self._runs = runs
+        self._agent_name = agent_name
+        self._parameters = dict(parameters or {})
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._metadata: Future[bytes] = Future()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._checking = ThreadPoolExecutor(1, thread_name_prefix="handover-check")
+        # Touched on the mover's thread only.
+        self._agent: TransferAgent | None = None
+        self._running: list[_Fetch] = []
+        self._pinned: dict[int, list[_Fetch]] = {}
+        """Reads that were given up, by the transfer's token, and who waits for its end."""
+
+    def metadata(self) -> bytes:
+        """What another agent must know to read our arena. Waits; raises TransferError."""
+        self._begin()
+        return self._metadata.result()
+
+    async def fetch(
+        self, source: Source, blocks: Sequence[PromptBlock], target: Target, timeout_s: float
+    ) -> list[str | None]:
+        loop = asyncio.get_running_loop()
+        self._begin()
+        fetch = _Fetch(
+            source,
+            blocks,
+            BlockShapes(
+                source.info.block_size, self._block_tokens, source.info.token_bytes, self._runs
+            ),
+            target,
+            time.monotonic() + timeout_s,
+            loop,
+            loop.create_future(),
+        )
+        target.begin()
+        self._commands.put(lambda: self._start(fetch))
+        try:
+            return await fetch.result
+        finally:
+            fetch.cancelled = True
+
+    def forget(self, source: Source) -> None:
+        self._commands.put(lambda: self._forget(source.agent))
+
+    def close(self) -> None:
+        """Wait for what is under way, a few seconds at most; from any thread but the mover's."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            self._commands.put(None)
+            thread.join()
+        self._checking.shutdown()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
+                self._thread.start()
+
+    # What follows runs on the mover's thread, but for the checks.
+
+    def _run(self) -> None:
+        try:
+            self._agent = TransferAgent(self._agent_name, {_BACKEND: self._parameters})
+            self._agent.register([self._arena.region], _BACKEND)
+            self._metadata.set_result(self._agent.metadata())
+        except TransferError as error:
+            log.warning("KV cannot be handed over: %s", error)
+            self._metadata.set_exception(error)
+        news_s = 0.0
+        while self._take_commands():
+            news = False
+            for fetch in list(self._running):
+                assert fetch.moving is not None
+                news |= fetch.moving.step()
+                if fetch.moving.over:
+                    self._running.remove(fetch)
+                    self._moved(fetch, fetch.moving)
+            if self._pinned:
+                self._reap()
+            if news:
+                news_s = time.monotonic()
+            elif self._running:
+                time.sleep(poll_pause_s(time.monotonic() - news_s))
+        self._end()
+
+    def _take_commands(self) -> bool:
+        """Do what was asked; waits when there is nothing else to do. False at the end."""
+        wait = not self._running
+        while True:
+            try:
+                command = self._commands.get(wait, _REAP_S if self._pinned else None)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            wait = False
+
+    def _start(self, fetch: _Fetch) -> None:
+        fetch.outcomes = [None] * len(fetch.blocks)
+        try:
+            if self._agent is None:
+                self._metadata.result()
+            assert self._agent is not None
+            peer = self._agent.add_peer(fetch.source.metadata)
+            moves, owners = self._plan(fetch)
+        except (CommutatorError, ValueError, IndexError) as error:
+            fetch.outcomes = [str(error)] * len(fetch.blocks)
+            self._tell(fetch)
+            self._let_go(fetch)
+            return
+        missing = [len(spans) for spans in fetch.spans]
+
+        def arrived(positions: Sequence[int]) -> None:
+            done = []
+            for position in positions:
+                missing[owners[position]] -= 1
+                if not missing[owners[position]]:
+                    done.append(owners[position])
+            if done:
+                self._checking.submit(self._check, fetch, done)
+
+        fetch.moving = BlockMoves(
+            self._agent,
+            Direction.READ,
+            moves,
+            local_memory=Memory.DRAM,
+            remote_memory=Memory(fetch.source.memory),
+            backend=_BACKEND,
+            timeout_s=fetch.deadline_s - time.monotonic(),
+            peer=peer,
+            on_done=arrived,
+            cancelled=lambda: fetch.cancelled,
+        )
+        fetch.moving.step()
+        self._running.append(fetch)
+
+    def _plan(self, fetch: _Fetch) -> tuple[list[BlockMove], list[int]]:
+        """The moves, and to which of the fetch's blocks each of them belongs."""
+        source, target, shapes = fetch.source, fetch.target, fetch.shapes
+        first = target.first_token // shapes.target_tokens
+        moves: list[BlockMove] = []
+        owners: list[int] = []
+        for owner, (position, ready) in enumerate(fetch.blocks):
+            if not 0 <= ready.index < source.blocks:
+                raise ValueError(f"the prefill worker has no block {ready.index}")
+            begin = source.address + ready.index * source.block_bytes
+            spans = []
+            for piece in shapes.pieces(position):
+                block = self._arena.span(target.blocks[piece.target_block - first])
+                local = Span(block.address + piece.target_offset, piece.size_bytes, block.device)
+                remote = Span(begin + piece.source_offset, piece.size_bytes, source.device)
+                moves.append(BlockMove(local, remote))
+                owners.append(owner)
+                spans.append(local)
+            fetch.spans.append(spans)
+        return moves, owners
+
+    def _check(self, fetch: _Fetch, owners: Sequence[int]) -> None:
+        """On a thread of its own, while later blocks arrive."""
+        for owner in owners:
+            spans = fetch.spans[owner]
+            if len(spans) == 1:
+                found = checksum(bytes_at(spans[0]))
+            else:
+                state = xxhash.xxh3_64()
+                for span in spans:
+                    state.update(bytes_at(span))
+                found = state.intdigest()
+            if found != fetch.blocks[owner][1].checksum:
+                fetch.outcomes[owner] = "its checksum is not what the prefill worker said"
+
+    def _moved(self, fetch: _Fetch, moving: BlockMoves) -> None:
+        tokens = set()
+        owners = [owner for owner, spans in enumerate(fetch.spans) for _ in spans]
+        for owner, error in zip(owners, moving.results, strict=True):
+            if error is not None:
+                fetch.outcomes[owner] = str(error)
+            if isinstance(error, TransferTimeoutError) and error.token is not None:
+                tokens.add(error.token)
+        # Behind the checks, on the one thread that makes them.
+        self._checking.submit(self._tell, fetch)
+        for token in tokens:
+            self._pinned.setdefault(token, []).append(fetch)
+        if not tokens:
+            # Also behind them: a block that is read must stay what it is.
+            self._checking.submit(self._let_go, fetch)
+
+    def _reap(self) -> None:
+        assert self._agent is not None
+        for token in self._agent.reap():
+            for fetch in self._pinned.pop(token, ()):
+                if not any(fetch in waiting for waiting in self._pinned.values()):
+                    self._let_go(fetch)
+
+    def _tell(self, fetch: _Fetch) -> None:
+        def tell() -> None:
+            if not fetch.result.done():
+                fetch.result.set_result(fetch.outcomes)
+
+        _in_loop(fetch.loop, tell)
+
+    def _let_go(self, fetch: _Fetch) -> None:
+        _in_loop(fetch.loop, fetch.target.end)
+
+    def _forget(self, agent_name: str) -> None:
+        try:
+            if self._agent is not None:
+                self._agent.remove_peer(agent_name)
+        except TransferError as error:
+            log.debug("a prefill worker that is gone is not forgotten: %s", error)
+
+    def _end(self) -> None:
+        for fetch in self._running:
+            assert fetch.moving is not None
+            fetch.moving.abandon()
+        if self._agent is None:
+            return
+        try:
+            self._agent.close()
+        except TransferError as error:
+            log.warning("%s", error)
+            _never_freed.append(self)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        log.debug("the event loop has ended; nobody waits any more")
