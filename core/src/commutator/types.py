@@ -15,6 +15,7 @@ __all__ = [
     "FinishReason",
     "GenerateRequest",
     "HandoverInfo",
+    "KvExchange",
     "RequestOutcome",
     "RequestSummary",
     "Role",
@@ -132,6 +133,8 @@ class EventSource:
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    further_ranks: tuple[EventSource, ...] = ()
+    """Those of data-parallel ranks 1, 2, ...; where it is empty their ports are counted up."""
 
 
 @frozen
@@ -149,6 +152,14 @@ class HandoverInfo:
     tensor_parallel_size: int = 1
     address: str | None = None
     """Where the other side asks, where that is not the worker's own address."""
+
+
+@frozen
+class KvExchange:
+    """That a worker reads KV blocks out of the memory of others of the same model."""
+
+    address: str | None = None
+    """Where the others read its own; None: it lends nothing."""
 
 
 @frozen
@@ -170,6 +181,8 @@ class EngineInfo:
     """Whether it understands ``GenerateRequest.generated_prefix``."""
     handover: HandoverInfo | None = None
     """None when its prefill and decode cannot be apart."""
+    kv_exchange: KvExchange | None = None
+    """None when it shares no KV blocks with other workers."""
 
 
 @frozen

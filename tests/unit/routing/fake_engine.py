@@ -48,7 +48,8 @@ class FakeEngine:
         if source is None:
             ports = [socket.bind_to_random_port("tcp://127.0.0.1")
                      for socket in (self._pub, self._router)]  # fmt: skip
-            source = EventSource(*(f"tcp://127.0.0.1:{port}" for port in ports))
+            events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+            source = EventSource(events, replay)
         else:
             assert source.replay_endpoint is not None
             self._pub.bind(source.endpoint)

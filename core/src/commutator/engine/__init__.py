@@ -3,6 +3,7 @@
 from commutator.engine.client import TokenApiClient
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
+from commutator.engine.stream import DeltaStream
 from commutator.engine.virtual import (
     BlocksGone,
     BlocksHeld,
@@ -21,6 +22,7 @@ __all__ = [
     "BlocksHeld",
     "BlocksPulled",
     "BlocksReady",
+    "DeltaStream",
     "Emit",
     "EngineStart",
     "PrefillDone",

@@ -211,8 +211,8 @@ def _sources_by_rank(info: EngineInfo) -> list[EventSource]:
     source = info.kv_events
     if source is None:
         return []
-    if info.data_parallel_size == 1:
-        return [source]
+    if info.data_parallel_size == 1 or source.further_ranks:
+        return [source, *source.further_ranks]
     replay = source.replay_endpoint
     return [
         EventSource(

@@ -1,0 +1,1 @@
+"""Connects Commutator to vLLM: launches its servers or attaches to them, unmodified."""

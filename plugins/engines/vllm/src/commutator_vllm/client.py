@@ -1,0 +1,161 @@
+"""The client of one vLLM server, over the HTTP that it speaks."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from commutator import EngineClient
+from commutator.engine import DeltaStream
+from commutator.errors import EngineError, EngineUnavailableError
+from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
+from commutator_vllm.api import KvEventSource, ModelList, Version
+from commutator_vllm.bodies import COMPLETIONS, GENERATE
+from commutator_vllm.discovery import engine_info, event_source
+from commutator_vllm.exchange import Exchange
+from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
+
+__all__ = ["VllmClient"]
+
+T = TypeVar("T")
+
+# vLLM closes a connection that was idle for 5 s; one that we close earlier is never sent a request
+# while the server lets go of it.
+_KEEP_ALIVE_S = 3.0
+_CONNECT_S = 5.0
+_NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
+
+
+class VllmClient(EngineClient):
+    """Talks to the server at ``url``, http://HOST:PORT."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        use_priority: bool = True,
+        kv_events: EventSource | None = None,
+        answer_timeout_s: float = 10.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._use_priority = use_priority
+        self._given_events = kv_events
+        self._answer_timeout_s = answer_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._info: EngineInfo | None = None
+        self._facts: CacheFacts | None = None
+        self._path = GENERATE
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        version = await self._read("/version", Version)
+        models = await self._read("/v1/models", ModelList)
+        facts = cache_facts(await self._get("/metrics"))
+        if facts is None:
+            raise EngineUnavailableError(
+                f"{self.url}/metrics tells nothing of the KV cache: the server is still starting, "
+                "or runs with --disable-log-stats, which must go"
+            )
+        events = event_source(await self._event_sources(), self.url, self._given_events)
+        self._path = await self._token_path()
+        self._facts = facts
+        self._info = engine_info(version.version, models, facts, events)
+        return self._info
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        def abort() -> None:
+            if task is not None:
+                task.cancel()
+
+        task: asyncio.Task[None] | None = None
+        stream = DeltaStream(abort)
+        if self._info is None:
+            stream.fail(EngineUnavailableError(f"vLLM at {self.url}: not connected"))
+            return stream
+        exchange = Exchange(
+            self._open_session(),
+            self.url,
+            self._path,
+            request,
+            self._info.model,
+            use_priority=self._use_priority,
+        )
+        task = asyncio.get_running_loop().create_task(exchange.run(stream))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return stream
+
+    async def load(self) -> EngineLoad:
+        page = await self._get("/metrics")
+        if self._facts is None and (facts := cache_facts(page)) is not None:
+            self._facts = facts
+        if self._facts is None:
+            raise EngineUnavailableError(f"vLLM at {self.url}: not started yet")
+        return engine_load(page, self._facts)
+
+    async def check_health(self) -> None:
+        await self._get("/health")
+
+    async def close(self) -> None:
+        running, self._info = list(self._running), None
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                headers=self._headers,
+                json_serialize=lambda value: msgspec.json.encode(value).decode(),
+            )
+        return self._session
+
+    async def _event_sources(self) -> dict[str, KvEventSource]:
+        """Older versions do not tell."""
+        try:
+            return await self._read("/kv_event_sources", dict[str, KvEventSource])
+        except EngineUnavailableError:
+            raise
+        except EngineError:
+            return {}
+
+    async def _token_path(self) -> str:
+        """The cheaper endpoint if it is offered: an empty body is answered 400 then."""
+        status, _ = await self._ask("POST", GENERATE)
+        return COMPLETIONS if status in _NOT_OFFERED else GENERATE
+
+    async def _read(self, path: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(await self._get(path), type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}{path} is no answer of vLLM's: {error}") from error
+
+    async def _get(self, path: str) -> str:
+        status, text = await self._ask("GET", path)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise EngineUnavailableError(f"{self.url}{path} answers {status}")
+        if status != HTTPStatus.OK:
+            raise EngineError(f"{self.url}{path} answers {status}: {text[:200]}")
+        return text
+
+    async def _ask(self, method: str, path: str) -> tuple[int, str]:
+        body: dict[str, str] | None = {} if method == "POST" else None
+        try:
+            async with asyncio.timeout(self._answer_timeout_s):
+                session = self._open_session()
+                async with session.request(method, self.url + path, json=body) as response:
+                    return response.status, await response.text()
+        except (aiohttp.ClientError, OSError) as error:
+            what = "no answer" if isinstance(error, TimeoutError) else str(error)
+            raise EngineUnavailableError(f"vLLM at {self.url}: {what}") from error

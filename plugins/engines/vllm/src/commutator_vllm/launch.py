@@ -1,0 +1,83 @@
+"""The command line of one vLLM server. Shown in the log, so that it can be run by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+
+from commutator import LaunchContext, LaunchPlan
+from commutator.errors import ConfigError
+from commutator.text import locate_model
+from commutator_vllm.config import VllmConfig
+from commutator_vllm.model_directory import directory_for
+
+__all__ = ["gpus_of", "launch_plan", "server_arguments"]
+
+log = logging.getLogger(__name__)
+
+_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+# Port 0 with this machine's address: free ports, of which /kv_event_sources tells.
+_EVENTS = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:0",
+    "replay_endpoint": "tcp://*:0",
+}
+_OURS = ("--host", "--port", "--model", "--served-model-name")
+
+
+def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
+    """Raises ConfigError when the environment, the model or an argument cannot be used."""
+    python = _python(config)
+    source = locate_model(context.model.source)
+    directory = directory_for(source) if source.is_file() else source
+    server = (python, *_SERVER, *server_arguments(config, context, directory))
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host, **config.env}
+    if gpus := gpus_of(config, context.worker_id):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
+    log.info("%s: %s", context.worker_id, shlex.join(shown))
+    if source.is_file():
+        convert = ("-m", "commutator_vllm.start", str(source), str(directory))
+        server = (sys.executable, *convert, *server)
+    return LaunchPlan(server, f"http://{context.host}:{context.port}", env)
+
+
+def server_arguments(
+    config: VllmConfig, context: LaunchContext, directory: Path
+) -> tuple[str, ...]:
+    """What the configuration says, and before it what we add unless it says otherwise."""
+    given = {argument.partition("=")[0] for argument in config.args}
+    if ours := sorted(given.intersection(_OURS)):
+        raise ConfigError([f"args: {', '.join(ours)} is set from `models`; leave it out"])
+    arguments = ["--host", context.host, "--port", str(context.port)]
+    arguments += ["--model", str(directory), "--served-model-name", context.model.name]
+    if context.model.max_model_len is not None and "--max-model-len" not in given:
+        arguments += ["--max-model-len", str(context.model.max_model_len)]
+    if "--scheduling-policy" not in given:
+        arguments += ["--scheduling-policy", "priority"]
+    if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
+        arguments += ["--kv-events-config", json.dumps(_EVENTS, separators=(",", ":"))]
+    arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
+    return (*arguments, *config.args)
+
+
+def gpus_of(config: VllmConfig, worker_id: str) -> tuple[int, ...]:
+    """Those of one replica, whose id ends with its number."""
+    each = len(config.gpus) // config.replicas
+    number = int(worker_id.rpartition("-")[2])
+    return config.gpus[number * each : (number + 1) * each]
+
+
+def _python(config: VllmConfig) -> str:
+    # Not resolved: an environment's Python is a link, and knows by its own path where it belongs.
+    path = Path(config.python).expanduser().absolute()
+    if not path.is_file():
+        advice = "run `make vllm`, or give the Python of the environment that has vLLM"
+        raise ConfigError(
+            [f"python: there is no {path}; {advice}"], f"engine {config.name or config.kind}"
+        )
+    return str(path)

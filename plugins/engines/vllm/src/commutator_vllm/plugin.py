@@ -1,0 +1,48 @@
+"""Registers the `vllm` engine. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from commutator import (
+    EngineClient,
+    EngineConnector,
+    EngineRegister,
+    LaunchContext,
+    LaunchPlan,
+    hookimpl,
+)
+from commutator.types import EventSource
+from commutator_vllm.config import VllmConfig
+
+__all__ = ["VllmConnector"]
+
+
+class VllmConnector(EngineConnector[VllmConfig]):
+    """Starts vLLM's own API server, or attaches to one, and speaks HTTP to it."""
+
+    def launch_plan(self, config: VllmConfig, context: LaunchContext) -> LaunchPlan | None:
+        if config.url is not None:
+            return None
+        from commutator_vllm.launch import launch_plan  # noqa: PLC0415 - only the supervisor starts
+
+        return launch_plan(config, context)
+
+    def attach_address(self, config: VllmConfig) -> str:
+        assert config.url is not None
+        return config.url
+
+    def connect(self, config: VllmConfig, address: str) -> EngineClient:
+        from commutator_vllm.client import VllmClient  # noqa: PLC0415 - brings an HTTP client
+
+        return VllmClient(
+            address,
+            api_key=None if config.api_key is None else config.api_key.reveal(),
+            use_priority=config.url is None or config.use_priority,
+            kv_events=None
+            if config.kv_events is None
+            else EventSource(config.kv_events, config.kv_events_replay),
+        )
+
+
+@hookimpl
+def engine_register(register: EngineRegister) -> None:
+    register("vllm", VllmConfig, VllmConnector(), stability="beta")
