@@ -17,12 +17,13 @@ from commutator.runtime.lease import (
     LeaseTable,
     Register,
     SetDraining,
+    SetRole,
     Tick,
     Up,
     step,
 )
 from commutator.runtime.registry_client import difference
-from commutator.types import EngineInfo, WorkerRecord
+from commutator.types import EngineInfo, Role, WorkerRecord
 
 IDS = st.sampled_from(["a-0", "a-1", "b-0"])
 TTLS = st.sampled_from([1.0, 2.0, 5.0])
@@ -43,6 +44,7 @@ class Leases(RuleBasedStateMachine):
         self.view: dict[str, WorkerRecord] = {}
         self.model: dict[int, tuple[WorkerRecord, float, float]] = {}
         self.drained: set[str] = set()
+        self.roles: dict[str, Role] = {}
 
     def apply(self, event: Event) -> bool:
         before = self.table
@@ -56,7 +58,8 @@ class Leases(RuleBasedStateMachine):
             known = self.view.get(change.record.worker_id)
             assert known != change.record, "up twice"
             if known is not None:
-                assert known.draining != change.record.draining, "only that changes in a lease"
+                same = evolve(known, draining=change.record.draining, role=change.record.role)
+                assert same == change.record, "nothing else changes in a lease"
             self.view[change.record.worker_id] = change.record
         else:
             assert change.worker_id in self.view, "down without up"
@@ -94,6 +97,14 @@ class Leases(RuleBasedStateMachine):
         if worker_id in live:
             (self.drained.add if draining else self.drained.discard)(worker_id)
 
+    @rule(worker_id=IDS, role=st.sampled_from(Role))
+    def set_role(self, worker_id: str, role: Role) -> None:
+        self.lapse()
+        live = {kept.worker_id for kept, _, _ in self.model.values()}
+        assert self.apply(SetRole(worker_id, role)) == (worker_id in live)
+        if worker_id in live:
+            self.roles[worker_id] = role
+
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -114,7 +125,9 @@ class Leases(RuleBasedStateMachine):
         for lease_id, (kept, _, expires_at) in self.model.items():
             if expires_at > self.now:
                 drained = kept.worker_id in self.drained
-                assert self.table.leases[lease_id].record == evolve(kept, draining=drained)
+                role = self.roles.get(kept.worker_id, kept.role)
+                expected = evolve(kept, draining=drained, role=role)
+                assert self.table.leases[lease_id].record == expected
         expiry = self.table.next_expiry()
         assert (expiry is None) == (not self.table.leases)
 

@@ -120,6 +120,23 @@ async def test_a_drained_worker_stays_drained_until_it_is_said_otherwise(make: t
         await watcher.close()
 
 
+@BOTH
+async def test_a_role_stays_until_it_is_changed_again(make: type) -> None:
+    async with make() as registry:
+        assert not await registry.set_role("a-0", Role.PREFILL), "there is no such worker"
+        await registry.register(record("a-0"), 60.0)
+        watcher = Watcher(registry)
+        await watcher.next()
+        assert await registry.set_role("a-0", Role.PREFILL)
+        assert await watcher.next() == [Up(evolve(record("a-0"), role=Role.PREFILL))]
+        await registry.register(record("a-0", port=2), 60.0)
+        again = evolve(record("a-0", port=2), role=Role.PREFILL)
+        assert await watcher.next() == [Down("a-0", "failed"), Up(again)]
+        assert await registry.set_role("a-0", Role.DECODE)
+        assert await watcher.next() == [Up(record("a-0", port=2))]
+        await watcher.close()
+
+
 async def test_a_watcher_outlives_the_server_and_hears_what_it_missed() -> None:
     inner = MemoryRegistry()
     await inner.register(record("stays"), 60.0)

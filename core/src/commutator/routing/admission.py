@@ -26,6 +26,7 @@ after how many seconds it may try again."""
 class _Waiter(Generic[ResultT]):
     attempt: Attempt[ResultT]
     turn: asyncio.Future[ResultT]
+    arrived_s: float
 
 
 class Admission(Generic[ResultT]):
@@ -61,6 +62,14 @@ class Admission(Generic[ResultT]):
     def waiting(self) -> int:
         return len(self._queue)
 
+    @property
+    def oldest_s(self) -> float:
+        """How long the request has waited that has waited longest; 0 without any."""
+        if not self._waiters:
+            return 0.0
+        arrived_s = min(waiter.arrived_s for waiter in self._waiters.values())
+        return asyncio.get_running_loop().time() - arrived_s
+
     def place(self, priority: int) -> Place:
         """For a request that arrives now; lower priorities are served first."""
         return self._queue.place(priority)
@@ -83,7 +92,7 @@ class Admission(Generic[ResultT]):
             words = f"the queue of {self.waiting} is full"
             raise self._refusal("router_queue_full", words, self._recent_wait_s)
         turn: asyncio.Future[ResultT] = loop.create_future()
-        self._waiters[place] = _Waiter(attempt, turn)
+        self._waiters[place] = _Waiter(attempt, turn, arrived_s)
         timer = loop.call_at(arrived_s + self._max_queue_s, self._expire, place)
         self._waits(1)
         try:

@@ -21,12 +21,18 @@ class CacheView:
     """Exact for workers that publish KV events, a guess for those that do not."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
         self._use_events = config.use_kv_events
         self._clock = clock
         self.index = PrefixIndex(config.block_size)
         self._subscriber = EventSubscriber(self.index, clock=clock)
         self._approximate = ApproximateBlocks(self.index, config.router_ttl_s)
         self._publishing: set[str] = set()
+
+    def serves(self, config: RouterConfig) -> bool:
+        """Whether a pool with this configuration would see the same."""
+        names = ("block_size", "use_kv_events", "router_ttl_s")
+        return all(getattr(config, name) == getattr(self._config, name) for name in names)
 
     async def add(self, record: WorkerRecord) -> None:
         """A worker is up; one of the same id that was there before is forgotten."""

@@ -15,6 +15,7 @@ from attrs import asdict, evolve, frozen
 
 from commutator.errors import EngineIncompleteError, EngineUnavailableError, RoutingError
 from commutator.plugins import PluginHost
+from commutator.routing.apart import Apart
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import Decision
 from commutator.routing.leg import Leg
@@ -52,6 +53,8 @@ class Surroundings:
     ]
     """Another worker but these; raises RoutingError without any."""
     observer: MigrationObserver | None = None
+    apart: Callable[[RequestSummary, GenerateRequest, Placed], Apart | None] | None = None
+    """Asks whether to prefill elsewhere; None where no worker is for that."""
 
 
 class Dispatch:
@@ -78,7 +81,7 @@ class Dispatch:
         self._lost: set[LiveWorker] = set()
         self._full: set[LiveWorker] = set()
         self._over = False
-        self._leg = Leg(request, placed, around.cache, around.load)
+        self._leg = self._begin(request, placed)
 
     @property
     def decision(self) -> Decision:
@@ -138,11 +141,21 @@ class Dispatch:
             self._finish(FinishReason.STOP)
 
     def explain(self) -> dict[str, Any]:
-        """Why this worker: see ``Route.explain``; with ``migrations`` if there were any."""
+        """Why this worker: see ``Route.explain``; with ``migrations`` if there were any.
+
+        And with ``disaggregation`` if prefill elsewhere was possible.
+        """
         explained = self._leg.route.explain()
+        if self._leg.apart is not None:
+            explained["disaggregation"] = self._leg.apart.explain()
         if self.migrations:
             explained["migrations"] = [asdict(moved) for moved in self.migrations]
         return explained
+
+    def _begin(self, request: GenerateRequest, placed: Placed) -> Leg:
+        around = self._around
+        apart = None if around.apart is None else around.apart(self.summary, request, placed)
+        return Leg(request, placed, around.cache, around.load, apart)
 
     def _account(self, delta: TokenDelta) -> TokenDelta:
         leg = self._leg
@@ -237,7 +250,7 @@ class Dispatch:
     def _go_on(self, request: GenerateRequest, placed: Placed, cause: Cause) -> None:
         around, summary, generated = self._around, self.summary, len(self._generated)
         before = self._leg
-        self._leg = Leg(request, placed, around.cache, around.load)
+        self._leg = self._begin(request, placed)
         if generated:
             self._leg.recomputes = len(request.token_ids)
         moved = Moved(before.worker_id, self.worker_id, cause.value, generated)

@@ -9,20 +9,24 @@ from collections.abc import Callable, Collection, Sequence
 
 from attrs import frozen
 
-from commutator.config.model import Config, EngineConfig, RouterConfig
+from commutator.config.model import Config, DisaggregationConfig, EngineConfig, RouterConfig
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.cache_view import CacheView
 from commutator.routing.contract import candidate_id
+from commutator.routing.disagg_asker import DisaggAsker
 from commutator.routing.dispatch import Dispatch, Surroundings
 from commutator.routing.event_health import EventWarning
+from commutator.routing.handover_observer import HandoverObserver
+from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
 from commutator.routing.kv_poll import KvPoll
 from commutator.routing.load import InFlightLoad
 from commutator.routing.moves import DispatchLimits, MigrationObserver
 from commutator.routing.placer import Placed, Placer
 from commutator.routing.pool import ModelPool
+from commutator.routing.prefill_pool import PrefillPool, QueueState
 from commutator.routing.view import LiveWorker, WorkerView
-from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
+from commutator.types import GenerateRequest, RequestSummary, Role, WorkerRecord
 
 __all__ = ["Dispatcher", "WorkerStatus"]
 
@@ -46,6 +50,9 @@ class WorkerStatus:
     """From every front door that tells this one of its load."""
     admin_address: str | None = None
     """Where `commutator kv` asks it; None when that is not on this machine, or nowhere."""
+    role: Role = Role.BOTH
+    hands_over: bool = False
+    """Whether its prefill and decode can be apart, so that it can have another role."""
 
 
 class Dispatcher:
@@ -57,21 +64,43 @@ class Dispatcher:
         self._view = WorkerView(on_routable=self._wake)
         self.kv = KvPoll(self._view)
         busy = config.router.busy
-        self.load = InFlightLoad(on_fall=self._wake if busy.enabled else None)
+        queues = [busy, *(d.router.busy for d in (config.disaggregation,) if d is not None)]
+        enabled = any(queue.enabled for queue in queues)
+        self.load = InFlightLoad(on_fall=self._wake if enabled else None)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
         self._pools = {model.name: self._pool(config.router, rng) for model in config.models}
         self._placers = {
             model: Placer(model, pool, self._view, self.load, busy, self._waits)
             for model, pool in self._pools.items()
         }
+        self._pairs = HandoverPairs(self._engines, host)
+        self._prefill_pools = (
+            {model.name: self._prefill_pool(model.name, apart, rng) for model in config.models}
+            if (apart := config.disaggregation) is not None
+            else {}
+        )
         self._migration = config.migration
         self._when_waiting: Callable[[int], None] | None = None
         self._migrations: MigrationObserver | None = None
 
-    def _pool(self, config: RouterConfig, rng: random.Random) -> ModelPool[CacheView]:
+    def _pool(
+        self, config: RouterConfig, rng: random.Random, shared: CacheView | None = None
+    ) -> ModelPool[CacheView]:
+        """``shared``: another pool's view of the same workers' caches, used if it serves."""
         policy = self._host.routers.kinds[config.kind].thing(config)
-        cache = CacheView(config) if policy.uses_overlap else None
+        cache = None
+        if policy.uses_overlap:
+            cache = shared if shared and shared.serves(config) else CacheView(config)
         return ModelPool(policy, cache, self.load, rng, config.block_size)
+
+    def _prefill_pool(
+        self, model: str, config: DisaggregationConfig, rng: random.Random
+    ) -> PrefillPool:
+        pool = self._pool(config.router, rng, shared=self._pools[model].cache)
+        busy, view, load = config.router.busy, self._view, self.load
+        placer = Placer(model, pool, view, load, busy, self._waits, prefill=True)
+        asker = DisaggAsker(self._host.disaggs.kinds[config.kind].thing(config))
+        return PrefillPool(model, config, asker, pool, placer, view, load, self._pairs)
 
     def watch_waiting(self, heard: Callable[[int], None]) -> None:
         """``heard`` gets 1 when a request begins to wait for a worker, -1 when that ends."""
@@ -80,6 +109,19 @@ class Dispatcher:
     def watch_migrations(self, observer: MigrationObserver) -> None:
         """``observer`` is told of every request that changes its worker."""
         self._migrations = observer
+
+    def watch_handovers(self, observer: HandoverObserver) -> None:
+        """``observer`` is told of every request whose prefill may be elsewhere."""
+        for pool in self._prefill_pools.values():
+            pool.observer = observer
+
+    def prefill_queues(self) -> dict[str, QueueState]:
+        """By model: requests that wait for a prefill worker. Empty without `disaggregation`."""
+        return {model: pool.queue() for model, pool in self._prefill_pools.items()}
+
+    def refused_handovers(self) -> list[RefusedPair]:
+        """Prefill workers whose KV some other worker cannot take."""
+        return self._pairs.refused(worker.record for worker in self._view.all())
 
     def waiting(self, model: str) -> int:
         """Requests that wait because every worker is busy."""
@@ -103,7 +145,7 @@ class Dispatcher:
 
     def warnings(self) -> list[EventWarning]:
         """Why routing may work on a wrong view of what some worker holds."""
-        caches = [pool.cache for pool in self._pools.values() if pool.cache is not None]
+        caches = (cache for model in self._pools for cache in self._caches(model))
         return [warning for cache in caches for warning in cache.warnings()]
 
     def status(self) -> list[WorkerStatus]:
@@ -123,6 +165,8 @@ class Dispatcher:
                     for rank in range(worker.record.info.data_parallel_size)
                 ),
                 _local(worker.client.admin_address),
+                worker.record.role,
+                worker.record.info.handover is not None,
             )
             for worker in self._view.all()
         ]
@@ -145,7 +189,7 @@ class Dispatcher:
         """The registry has a new worker, or a change of a known one."""
         known = self._view.get(record.worker_id)
         if known is not None and known.record.address == record.address and known.announced:
-            self._set_draining(known, record.draining)
+            self._change(known, record)
             return
         config = self._engines.get(record.engine)
         if config is None:
@@ -154,29 +198,44 @@ class Dispatcher:
             return
         connector = self._host.engines.kinds[config.kind].thing
         worker = await self._view.put(record, connector.connect(config, record.address))
-        if (cache := self._cache(record.model)) is not None:
+        for cache in self._caches(record.model):
             await cache.add(record)
         worker.announced = True
+        self._tell_refusals(record.worker_id)
         if not record.draining:
             self._host.worker_up(record)
 
-    def _set_draining(self, worker: LiveWorker, draining: bool) -> None:
-        if worker.record.draining == draining:
+    def _change(self, worker: LiveWorker, record: WorkerRecord) -> None:
+        known = worker.record
+        if (known.draining, known.role) == (record.draining, record.role):
             return
-        self._view.set_draining(worker.record.worker_id, draining)
-        if draining:
-            self._host.worker_down(worker.record, "draining")
-        else:
+        self._view.change(worker, draining=record.draining, role=record.role)
+        if known.role is not record.role:
+            self._forget(known)
+            self._tell_refusals(record.worker_id)
+        if known.draining and not record.draining:
             self._host.worker_up(worker.record)
+        elif record.draining and not known.draining:
+            self._host.worker_down(worker.record, "draining")
+
+    def _tell_refusals(self, worker_id: str) -> None:
+        for pair in self.refused_handovers():
+            if worker_id in {pair.prefill_worker, pair.decode_worker}:
+                log.warning("%s", pair)
+
+    def _forget(self, record: WorkerRecord) -> None:
+        """The policies keep nothing of the worker."""
+        apart = self._prefill_pools.get(record.model)
+        for pool in (self._pools.get(record.model), apart.pool if apart is not None else None):
+            if pool is not None:
+                pool.policy.forget(record.worker_id)
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
         """The registry lost a worker; its running requests go elsewhere, or fail, at once."""
         worker = await self._view.remove(worker_id, reason)
         if worker is not None:
-            pool = self._pools.get(worker.record.model)
-            if pool is not None:
-                pool.policy.forget(worker_id)
-            if (cache := self._cache(worker.record.model)) is not None:
+            self._forget(worker.record)
+            for cache in self._caches(worker.record.model):
                 await cache.remove(worker_id)
             if not worker.record.draining:  # otherwise it left routing before
                 self._host.worker_down(worker.record, reason)
@@ -222,6 +281,7 @@ class Dispatcher:
             self._host,
             self._place_again,
             self._migrations,
+            None if (apart := self._prefill_pools.get(model)) is None else apart.decide,
         )
         most = self._migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
@@ -254,6 +314,8 @@ class Dispatcher:
     def _wake(self) -> None:
         for placer in self._placers.values():
             placer.wake()
+        for pool in self._prefill_pools.values():
+            pool.placer.wake()
 
     def _waits(self, change: int) -> None:
         if self._when_waiting is not None:
@@ -262,13 +324,19 @@ class Dispatcher:
     async def close(self) -> None:
         """Abort what runs and disconnect from every worker."""
         await self._view.close()
-        for pool in self._pools.values():
-            if pool.cache is not None:
-                await pool.cache.close()
+        for model in self._pools:
+            for cache in self._caches(model):
+                await cache.close()
 
     def _cache(self, model: str) -> CacheView | None:
         pool = self._pools.get(model)
         return pool.cache if pool is not None else None
+
+    def _caches(self, model: str) -> list[CacheView]:
+        """Each view once of what the model's workers hold; every worker is in all of them."""
+        apart = self._prefill_pools.get(model)
+        caches = (self._cache(model), apart.pool.cache if apart is not None else None)
+        return list(dict.fromkeys(cache for cache in caches if cache is not None))
 
 
 def _local(address: str | None) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import evolve
 
 from commutator.errors import EngineError, EngineIncompleteError, EngineUnavailableError
@@ -9,6 +11,9 @@ from commutator.routing.cache_view import CacheView
 from commutator.routing.load import InFlightLoad
 from commutator.routing.placer import Placed
 from commutator.types import GenerateRequest, TokenDelta
+
+if TYPE_CHECKING:
+    from commutator.routing.apart import Apart
 
 __all__ = ["Leg"]
 
@@ -22,10 +27,12 @@ class Leg:
         placed: Placed,
         cache: CacheView | None,
         load: InFlightLoad,
+        apart: Apart | None = None,
     ) -> None:
         route = self.route = placed.route
         self.worker = route.worker
         self.ticket = placed.ticket
+        self.apart = apart
         self.recomputes = 0
         """Tokens whose KV another worker had, as far as this one has not said that it has it."""
         self._cache = cache
@@ -38,7 +45,9 @@ class Leg:
             cache.routed(record, route.sequence_hashes)
         if record.info.data_parallel_size > 1:
             request = evolve(request, data_parallel_rank=route.candidate.rank)
-        self.stream = self.worker.client.generate(request)
+        self.stream = (
+            self.worker.client.generate(request) if apart is None else apart.begin(request)
+        )
 
     @property
     def worker_id(self) -> str:
@@ -47,9 +56,15 @@ class Leg:
     def account(self, delta: TokenDelta) -> None:
         """The worker sent this."""
         if delta.token_ids:
-            if self.ticket.prefilling and self._cache is not None and not self._salted:
-                self._cache.computed(self.worker_id, self.route.sequence_hashes)
+            if self.ticket.prefilling:
+                self._first_token()
             self._load.progress(self.ticket, len(delta.token_ids))
+
+    def _first_token(self) -> None:
+        if self._cache is not None and not self._salted:
+            self._cache.computed(self.worker_id, self.route.sequence_hashes)
+        if self.apart is not None:
+            self.apart.first_token()
 
     def cut_off(self) -> EngineError:
         """Why the stream ended although the answer did not."""

@@ -69,6 +69,19 @@ class InFlightLoad:
         totals.load = None
         return ticket
 
+    def expect(self, ticket: Ticket, prefill_tokens: int) -> None:
+        """The worker has to compute so many tokens of the prompt, other than was known before."""
+        if not ticket.prefilling:
+            return
+        totals = self._totals.get(ticket.worker_id)
+        less = ticket.prefill_tokens - prefill_tokens
+        ticket.prefill_tokens = prefill_tokens
+        if totals is not None:
+            totals.prefill_tokens -= less
+            totals.load = None
+        if less > 0 and self.on_fall is not None:
+            self.on_fall()
+
     def progress(self, ticket: Ticket, new_tokens: int) -> None:
         """The worker sent ``new_tokens`` more tokens for this ticket."""
         totals = self._totals.get(ticket.worker_id)

@@ -44,9 +44,15 @@ class Placer:
         load: InFlightLoad,
         busy: BusyConfig,
         waits: Callable[[int], None],
+        *,
+        prefill: bool = False,
     ) -> None:
-        """``waits`` hears 1 when a request begins to wait for a worker, -1 when that ends."""
+        """``waits`` hears 1 when a request begins to wait for a worker, -1 when that ends.
+
+        ``prefill``: for the workers that take nothing but prefill legs.
+        """
         self._model = model
+        self._prefill = prefill
         self._pool = pool
         self._view = view
         self._load = load
@@ -59,6 +65,11 @@ class Placer:
     def waiting(self) -> int:
         """Requests that wait for a worker."""
         return self._admission.waiting if self._admission is not None else 0
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """How long the first of them has waited."""
+        return self._admission.oldest_s if self._admission is not None else 0.0
 
     def wake(self) -> None:
         """Some worker may have become free."""
@@ -78,24 +89,28 @@ class Placer:
         While all are busy the request waits, unless it may not: then it gets a busy one. A worker
         whose connection turns out to be dead is left out and the policy asked again. Raises
         RoutingError when no worker is ready, and its subclass OverloadedError when one has waited
-        too long or too many do. ``usable`` leaves workers out; then it never waits.
+        too long or too many do. ``usable`` leaves workers out.
         """
-        if self._admission is not None and may_wait and usable is None:
-            return await self._place_in_turn(self._admission, summary, hashes)
+        if self._admission is not None and may_wait:
+            return await self._place_in_turn(self._admission, summary, hashes, usable)
         while True:
             placed = self._take_any(summary, hashes, usable)
             if await self._reachable(placed):
                 return placed
 
     async def _place_in_turn(
-        self, admission: Admission[Placed], summary: RequestSummary, hashes: Sequence[int]
+        self,
+        admission: Admission[Placed],
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Callable[[LiveWorker], bool] | None,
     ) -> Placed:
         arrived_s = asyncio.get_running_loop().time()
         place = admission.place(summary.priority)
-        attempt = partial(self._take_free, summary, hashes)
+        attempt = partial(self._take_free, summary, hashes, usable)
         again = False
         while True:
-            if not self._view.routable(self._model):
+            if not self._workers(usable):
                 raise self._none_ready()
             placed, waited_s = await admission.admit(place, arrived_s, attempt, again=again)
             if await self._reachable(placed):
@@ -108,14 +123,19 @@ class Placer:
         hashes: Sequence[int],
         usable: Callable[[LiveWorker], bool] | None,
     ) -> Placed:
-        workers = [w for w in self._view.routable(self._model) if usable is None or usable(w)]
+        workers = self._workers(usable)
         if not workers:
             raise self._none_ready()
         return self._taken(summary, self._pool.route(summary, hashes, workers))
 
-    def _take_free(self, summary: RequestSummary, hashes: Sequence[int]) -> Placed | None:
+    def _take_free(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Callable[[LiveWorker], bool] | None,
+    ) -> Placed | None:
         """None when every worker is busy, or lost for the moment."""
-        workers = self._view.routable(self._model)
+        workers = self._workers(usable)
         route = self._pool.route_to_free(summary, hashes, workers, self._busy)
         return None if route is None else self._taken(summary, route)
 
@@ -146,11 +166,21 @@ class Placer:
     def _give_back(self, placed: Placed) -> None:
         self._load.release(placed.ticket)
 
+    def _workers(self, usable: Callable[[LiveWorker], bool] | None = None) -> Sequence[LiveWorker]:
+        workers = self._view.routable(self._model, prefill=self._prefill)
+        return workers if usable is None else [worker for worker in workers if usable(worker)]
+
     def _none_ready(self) -> RoutingError:
+        if self._prefill:
+            return RoutingError(f'no prefill worker is ready for model "{self._model}"')
+        if self._view.routable(self._model, prefill=True):
+            return RoutingError(
+                f'only prefill workers are ready for model "{self._model}", and none that decodes'
+            )
         return RoutingError(f'no worker is ready for model "{self._model}"')
 
     def _refusal(self, reason: str, words: str, retry_after_s: float) -> RoutingError:
-        workers = self._view.routable(self._model)
+        workers = self._workers()
         if not workers:
             return self._none_ready()
         hits = [hit for hit in self._pool.hits(workers, self._busy) if hit is not None]

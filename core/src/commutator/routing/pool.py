@@ -59,7 +59,7 @@ class ModelPool(Generic[CacheT]):
         self.cache = cache
         self._load = load
         self._rng = rng
-        self._block_size = block_size
+        self.block_size = block_size
         self._asker = Asker(policy, strict=strict)
 
     def hashes(self, request: GenerateRequest) -> Sequence[int]:
@@ -97,6 +97,10 @@ class ModelPool(Generic[CacheT]):
                 left_out.append((candidate, hit))
         return self._decide(summary, hashes, free, left_out, started_s)
 
+    def candidates(self, hashes: Sequence[int], workers: Sequence[LiveWorker]) -> list[Candidate]:
+        """Every rank of the workers, with its load and what it holds of the prompt."""
+        return [candidate for candidate, _ in self._pairs(hashes, workers)]
+
     def hits(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> Iterator[str | None]:
         """For each rank of the workers the threshold that it has hit; None if it is not busy."""
         for worker in workers:
@@ -132,7 +136,7 @@ class ModelPool(Generic[CacheT]):
             max_tokens=summary.max_tokens,
             session_id=summary.session_id,
             priority=summary.priority,
-            block_size=self._block_size,
+            block_size=self.block_size,
         )
         candidates = [candidate for candidate, _ in pairs]
         decision, chosen = self._asker.ask(request, candidates, self._rng)
@@ -143,7 +147,7 @@ class ModelPool(Generic[CacheT]):
             worker=worker,
             candidates=candidates,
             sequence_hashes=hashes,
-            block_size=self._block_size,
+            block_size=self.block_size,
             routing_s=time.perf_counter() - started_s,
             busy=left_out,
         )

@@ -10,7 +10,7 @@ from attrs import define, evolve
 
 from commutator.engine.contract import EngineClient
 from commutator.errors import CommutatorError
-from commutator.types import WorkerRecord
+from commutator.types import Role, WorkerRecord
 
 __all__ = ["LiveWorker", "WorkerView"]
 
@@ -51,9 +51,16 @@ class WorkerView:
     def all(self) -> list[LiveWorker]:
         return list(self._workers.values())
 
-    def routable(self, model: str) -> list[LiveWorker]:
-        """Workers that can take a request for ``model``, ordered by worker id."""
-        return [w for w in self._workers.values() if w.record.model == model and w.routable]
+    def routable(self, model: str, *, prefill: bool = False) -> list[LiveWorker]:
+        """Workers that can take a request for ``model``, ordered by worker id.
+
+        ``prefill``: those that take nothing but the prefill of requests that are decoded elsewhere.
+        """
+        return [
+            w
+            for w in self._workers.values()
+            if w.record.model == model and w.routable and (w.record.role is Role.PREFILL) is prefill
+        ]
 
     async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
         """Add a worker, or replace one of the same id, and connect to it."""
@@ -68,10 +75,10 @@ class WorkerView:
             self.lost(worker)
         return worker
 
-    def set_draining(self, worker_id: str, draining: bool) -> None:
-        if (worker := self._workers.get(worker_id)) is not None:
-            worker.record = evolve(worker.record, draining=draining)
-            self._on_routable()
+    def change(self, worker: LiveWorker, *, draining: bool, role: Role) -> None:
+        """The registry says so of a worker that is there."""
+        worker.record = evolve(worker.record, draining=draining, role=role)
+        self._on_routable()
 
     async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
         worker = self._workers.pop(worker_id, None)

@@ -7,10 +7,11 @@ others were already entitled to consider gone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from attrs import evolve, field, frozen
 
-from commutator.types import WorkerRecord
+from commutator.types import Role, WorkerRecord
 
 __all__ = [
     "LAPSED",
@@ -23,6 +24,7 @@ __all__ = [
     "LeaseTable",
     "Register",
     "SetDraining",
+    "SetRole",
     "Tick",
     "Up",
     "step",
@@ -77,11 +79,19 @@ class SetDraining:
 
 
 @frozen
+class SetRole:
+    """A worker shall be sent another phase of requests. Holds for its later leases, too."""
+
+    worker_id: str
+    role: Role
+
+
+@frozen
 class Tick:
     """Nothing but time passed."""
 
 
-Event = Register | KeepAlive | Deregister | SetDraining | Tick
+Event = Register | KeepAlive | Deregister | SetDraining | SetRole | Tick
 
 
 @frozen
@@ -100,6 +110,8 @@ class LeaseTable:
     last_id: int = 0
     draining: frozenset[str] = frozenset()
     """Ids of workers that shall get nothing new, for as long as nobody says otherwise."""
+    roles: Mapping[str, Role] = field(factory=dict)
+    """Of workers whose role is not what they register with."""
 
     def records(self) -> list[WorkerRecord]:
         return [lease.record for lease in self.leases.values()]
@@ -114,10 +126,11 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
     due = [lease for lease in table.leases.values() if lease.expires_at <= now]
     changes: list[Change] = [Down(lease.record.worker_id, LAPSED) for lease in due]
     leases = {i: lease for i, lease in table.leases.items() if lease.expires_at > now}
-    last_id, draining, found = table.last_id, table.draining, True
+    last_id, draining, roles, found = table.last_id, table.draining, table.roles, True
     match event:
         case Register(record, ttl_s):
-            record = evolve(record, draining=record.worker_id in draining)
+            role = roles.get(record.worker_id, record.role)
+            record = evolve(record, draining=record.worker_id in draining, role=role)
             same = [i for i, lease in leases.items() if lease.record.worker_id == record.worker_id]
             changes += [Down(leases.pop(i).record.worker_id, "failed") for i in same]
             last_id += 1
@@ -128,17 +141,27 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
             leases[lease_id] = evolve(lease, expires_at=now + lease.ttl_s)
         case Deregister(lease_id, reason) if lease_id in leases:
             changes.append(Down(leases.pop(lease_id).record.worker_id, reason))
-        case SetDraining(worker_id, wanted) if held := [
-            lease for lease in leases.values() if lease.record.worker_id == worker_id
-        ]:
-            draining = draining | {worker_id} if wanted else draining - {worker_id}
-            for lease in held:
-                if lease.record.draining != wanted:
-                    record = evolve(lease.record, draining=wanted)
-                    leases[lease.lease_id] = evolve(lease, record=record)
-                    changes.append(Up(record))
+        case SetDraining(worker_id, wanted):
+            if found := _rewrite(leases, changes, worker_id, draining=wanted):
+                draining = draining | {worker_id} if wanted else draining - {worker_id}
+        case SetRole(worker_id, role):
+            if found := _rewrite(leases, changes, worker_id, role=role):
+                roles = {**roles, worker_id: role}
         case Tick():
             pass
         case _:
             found = False
-    return LeaseTable(leases, last_id, draining), changes, found
+    return LeaseTable(leases, last_id, draining, roles), changes, found
+
+
+def _rewrite(
+    leases: dict[int, Lease], changes: list[Change], worker_id: str, **fields: Any
+) -> bool:
+    """Change the worker's record, and tell of it if it is another then. False: it has none."""
+    held = [lease for lease in leases.values() if lease.record.worker_id == worker_id]
+    for lease in held:
+        record = evolve(lease.record, **fields)
+        if record != lease.record:
+            leases[lease.lease_id] = evolve(lease, record=record)
+            changes.append(Up(record))
+    return bool(held)

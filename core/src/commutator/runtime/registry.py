@@ -15,11 +15,12 @@ from commutator.runtime.lease import (
     LeaseTable,
     Register,
     SetDraining,
+    SetRole,
     Tick,
     Up,
     step,
 )
-from commutator.types import WorkerRecord
+from commutator.types import Role, WorkerRecord
 
 __all__ = ["MemoryRegistry", "Registry"]
 
@@ -47,6 +48,13 @@ class Registry(ABC):
         """Keep new requests from a worker, or let them come again. False: there is no such worker.
 
         It holds until it is taken back, even if the worker is started again meanwhile.
+        """
+
+    @abstractmethod
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        """Change which phase of requests a worker is sent. False: there is no such worker.
+
+        It holds until it is changed again, even if the worker is started again meanwhile.
         """
 
     @abstractmethod
@@ -82,6 +90,9 @@ class MemoryRegistry(Registry):
 
     async def set_draining(self, worker_id: str, draining: bool) -> bool:
         return self._step(SetDraining(worker_id, draining))
+
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        return self._step(SetRole(worker_id, role))
 
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
         queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()

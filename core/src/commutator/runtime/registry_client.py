@@ -17,7 +17,7 @@ from commutator.errors import RegistryError
 from commutator.runtime.backoff import Backoff
 from commutator.runtime.lease import LAPSED, Change, Down, Up
 from commutator.runtime.registry import Registry
-from commutator.types import WorkerRecord
+from commutator.types import Role, WorkerRecord
 
 __all__ = ["RegistryClient", "connect", "difference"]
 
@@ -71,6 +71,9 @@ class RegistryClient(Registry):
 
     async def set_draining(self, worker_id: str, draining: bool) -> bool:
         return bool(await self._ask("set_draining", worker_id, draining))
+
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        return bool(await self._ask("set_role", worker_id, role.value))
 
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
         known: dict[str, WorkerRecord] = {}

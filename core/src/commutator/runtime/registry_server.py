@@ -5,6 +5,7 @@ client -> server                              server -> client
 ["keep_alive", number, lease id]              ["answer", number, true | false]
 ["deregister", number, lease id, reason]      ["answer", number, nil]
 ["set_draining", number, worker id, bool]     ["answer", number, true | false]
+["set_role", number, worker id, role]         ["answer", number, true | false]
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
@@ -27,7 +28,7 @@ import msgspec
 from commutator.engine.wire import FrameProtocol
 from commutator.runtime.lease import Change, Up
 from commutator.runtime.registry import Registry
-from commutator.types import WorkerRecord
+from commutator.types import Role, WorkerRecord
 
 __all__ = ["RegistryServer"]
 
@@ -108,6 +109,8 @@ class _Connection:
                     self._answer(number, None)
                 case ["set_draining", int(number), str(worker_id), bool(draining)]:
                     self._answer(number, await registry.set_draining(worker_id, draining))
+                case ["set_role", int(number), str(worker_id), str(role)]:
+                    self._answer(number, await registry.set_role(worker_id, Role(role)))
                 case ["watch"]:
                     await self._watch()
                 case _:
