@@ -93,6 +93,7 @@ class FrameProtocol(asyncio.Protocol):
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._problem: str | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -101,16 +102,29 @@ class FrameProtocol(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def send(self, frame: list[Any] | tuple[Any, ...]) -> None:
-        """Write one frame; dropped silently when the connection is already gone."""
+        """Write one frame, together with what else is sent in this turn of the event loop.
+
+        Dropped silently when the connection is already gone.
+        """
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(pack(frame))
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._unsent.append(pack(frame))
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(b"".join(unsent))
 
     @property
     def unsent_bytes(self) -> int:
         """What was sent and the system has not taken yet."""
-        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+        taken = 0 if self.transport is None else self.transport.get_write_buffer_size()
+        return taken + sum(map(len, self._unsent))
 
     def close(self) -> None:
+        """End the connection after what was sent."""
+        self._flush()
         if self.transport is not None:
             self.transport.close()
 

@@ -117,6 +117,8 @@ def main() -> None:
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         form = "%(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
+        # Handing a prompt to a pool of threads costs more than tokenizing what is new in it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
     except CommutatorError as error:
         sys.exit(f"ERROR {error}")
