@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from commutator.cli.main import main
 from commutator.config.load import load_config
 from commutator.config.tiers import sizing_warnings
+from commutator.errors import ConfigError
 
 ARENA = "engines: [{kind: reference, kv_cache_bytes: 1000000}]\n"
 
@@ -60,3 +61,15 @@ def test_config_check_tells_and_succeeds(tmp_path: Path, size: int) -> None:
     assert done.exit_code == 0
     assert done.stderr.startswith("warning: tiers[0]") == (size == 400_000)
     assert done.stdout.endswith(": ok\n")
+
+
+def test_what_workers_exchange_has_one_encoding(tmp_path: Path) -> None:
+    packed = "{kind: dram, capacity: 2000000, compression: zstd}"
+    load_config([written(tmp_path, f"{packed}, {{kind: peer, compression: zstd}}")])
+    load_config([written(tmp_path, "{kind: peer, compression: zstd}")])  # nothing is lent
+    with pytest.raises(ConfigError) as caught:
+        load_config([written(tmp_path, f"{packed}, {{kind: peer}}")])
+    assert caught.value.problems == [
+        "tiers[1].compression: must be the same as in the tier dram, from which blocks are lent to "
+        "other workers as they are"
+    ]

@@ -14,12 +14,13 @@ from commutator.kv.events import (
     decode_batch,
     encode_batch,
 )
+from commutator.kv.export_options import ExportOptions
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.guards import Breaker
 from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, next_key
 from commutator.kv.medium import Tier
 from commutator.kv.offer import BlockFacts, Offer
-from commutator.kv.peer_export import ExportOptions, PeerExport
+from commutator.kv.peer_export import PeerExport
 from commutator.kv.peer_wire import (
     PeerAnswer,
     PeerAsk,

@@ -5,6 +5,7 @@ contents   {}                                   what lies where, in blocks and b
 why        {token_ids, cache_salt?, lora_name?} which blocks of a prompt would be reused
 evict      {tier?}                              removes the blocks of one tier, or of all
 verify     {tier?}                              reads every block again; bad ones are removed
+peers      {addresses}                          where other workers lend blocks now
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class _OneTier:
     tier: str | None = None
 
 
+@frozen
+class _Peers:
+    addresses: tuple[str, ...]
+
+
 class KvAdmin:
     """Methods may be called from any thread but the engine's own and the tiers'.
 
@@ -88,6 +94,9 @@ class KvAdmin:
                     return self._why(msgspec.convert(arguments, PromptQuestion))
                 case "evict":
                     return self._evict(msgspec.convert(arguments, _OneTier).tier)
+                case "peers":
+                    addresses = msgspec.convert(arguments, _Peers).addresses
+                    return self._service.use_peers(addresses)
                 case "verify":
                     return self._verify(msgspec.convert(arguments, _OneTier).tier)
         except msgspec.ValidationError as error:

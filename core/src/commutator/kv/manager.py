@@ -145,7 +145,7 @@ class KvManager:
     def device_evicting(self, offers: Sequence[Offer], now_s: float) -> list[Action]:
         """The device wants to reuse these blocks; it may as soon as ``ReleaseSource`` names them.
 
-        Written to the first tier that is up, where that takes what is evicted above it.
+        Written to the first tier that is up and written to, where that takes what is evicted.
         """
         below = self._stores.below(DEVICE)
         targets = [below] if below is not None else []

@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
-from attrs import frozen
 
 from commutator.errors import CommutatorError
+from commutator.kv.export_options import ExportOptions
 from commutator.kv.peer_leases import LeaseTable
 from commutator.kv.peer_wire import (
     PeerAnswer,
@@ -33,7 +33,7 @@ from commutator.kv.peer_wire import (
 )
 from commutator.kv.tier import SlotGeometry, StorageTier
 
-__all__ = ["ExportOptions", "OnTier", "PeerExport"]
+__all__ = ["OnTier", "PeerExport"]
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +46,6 @@ class OnTier(Protocol):
     """Runs a call on the thread that owns the tier, soon; ``Executor.submit`` is one of these."""
 
     def __call__(self, call: Callable[[], ResultT], /) -> Future[ResultT]: ...
-
-
-@frozen(kw_only=True)
-class ExportOptions:
-    """How blocks are lent."""
-
-    listen: str = "tcp://127.0.0.1:*"
-    lease_s: float = 30.0
-    max_leased_blocks: int = 4096
-    """Of all readers together: what is lent cannot be evicted."""
-    answer_timeout_s: float = 1.0
-    """The tier's thread may be busy; a reader does not wait for longer anyway."""
 
 
 class PeerExport:
@@ -96,7 +84,10 @@ class PeerExport:
     def start(self) -> str:
         """Listen; the address for readers. Raises zmq.ZMQError when it cannot be listened on."""
         self._thread.start()
-        return self._started.result()
+        bound = self._started.result()
+        if self._options.advertise is None:
+            return bound
+        return f"tcp://{self._options.advertise}:{bound.rpartition(':')[2]}"
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop answering and end all leases. Reads under way may fail or see other bytes."""

@@ -30,23 +30,25 @@ from commutator.kv.event_words import announced
 from commutator.kv.keys import BlockKey
 from commutator.kv.manager import KvManager
 from commutator.kv.offer import Offer
+from commutator.kv.peer_export import PeerExport
 from commutator.kv.service_jobs import free_job, store_job
 from commutator.kv.service_loads import ServiceLoads
 from commutator.kv.service_probes import Probes
 from commutator.kv.service_state import FinishedLoad, Outbox, Polled
-from commutator.kv.staging import PAGE_BYTES, Staging
-from commutator.kv.tier import SlotGeometry, Stored
+from commutator.kv.service_threads import STAGING_BLOCKS, lend, make_threads
+from commutator.kv.staging import Staging
+from commutator.kv.tier import Stored
 from commutator.kv.tier_move import TierMove
-from commutator.kv.tier_setup import TierSetup, slot_bytes
-from commutator.kv.tier_thread import Job, JobUrgency, TierThread
-from commutator.kv.tier_worker import Source, TierWorker
+from commutator.kv.tier_setup import TierSetup
+from commutator.kv.tier_thread import Job, JobUrgency
+from commutator.kv.tier_worker import Source
 from commutator.kv.why import BlockWhy
+from commutator.types import KvExchange
 
 __all__ = ["FinishedLoad", "KvService", "Polled"]
 
 log = logging.getLogger(__name__)
 
-_STAGING_BLOCKS = 32
 _URGENCY = {
     Urgency.MAKE_ROOM: JobUrgency.MAKE_ROOM,
     Urgency.BACKGROUND: JobUrgency.OFFLOAD,
@@ -86,36 +88,20 @@ class KvService:
         self._sources: dict[BlockKey, list[int]] = {}
         self._recovered: dict[int, Sequence[Stored]] = {}
         self._running: _Running | None = None
-        slots = [slot_bytes(setup, arena.block_bytes) for setup in setups]
-        self._scratch = Staging(arena.block_bytes, _STAGING_BLOCKS)
-        self._threads = [
-            self._thread(number, setup, size, identity, agent_name)
-            for number, (setup, size) in enumerate(zip(setups, slots, strict=True))
-        ]
-
-    def _thread(
-        self, number: int, setup: TierSetup, size: int, identity: str, agent_name: str
-    ) -> TierThread:
-        geometry = SlotGeometry(
-            block_bytes=self._arena.block_bytes,
-            slot_bytes=size,
-            identity=identity,
-            block_tokens=self._block_size,
-        )
-        worker = TierWorker(
-            setup,
-            geometry,
-            self._arena,
-            Staging(_whole_pages(size), _STAGING_BLOCKS),
+        self._peers: tuple[str, ...] = ()
+        self._lending: tuple[PeerExport, str] | None = None
+        self._scratch = Staging(arena.block_bytes, STAGING_BLOCKS)
+        self._threads = make_threads(
+            setups,
+            arena,
             self._scratch,
-            agent_name=f"{agent_name}/{number}-{setup.name}",
-            on_open=partial(self._opened, number),
+            block_size=block_size,
+            identity=identity,
+            agent_name=agent_name,
+            callbacks=(self._opened, self._tier_up, self._tier_down),
         )
-        return TierThread(
-            worker,
-            on_up=partial(self._tier_up, number),
-            on_down=partial(self._tier_down, number),
-        )
+        for setup in setups:
+            setup.tier.use_peers(lambda: self._peers)
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Open every tier. One that cannot be opened now is tried again in the background."""
@@ -144,6 +130,18 @@ class KvService:
             for number, blocks in self._recovered.items():
                 self._carry_out(manager.recovered(number, blocks, time.monotonic()))
             self._recovered.clear()
+        self._lending = lend(self._threads)
+
+    @property
+    def exchange(self) -> KvExchange | None:
+        """How blocks are shared with other workers; None when no tier does that."""
+        if not any(setup.tier.asks_peers for setup in self._setups):
+            return None
+        return KvExchange(None if self._lending is None else self._lending[1])
+
+    def use_peers(self, addresses: Sequence[str]) -> None:
+        """Where other workers of the same model lend their blocks now."""
+        self._peers = tuple(addresses)
 
     def plan(
         self, load_id: str, keys: Sequence[BlockKey], first: int, prefill: PrefillSpeed
@@ -209,12 +207,13 @@ class KvService:
     @property
     def takes_computed(self) -> bool:
         """Whether any tier takes blocks as soon as they are computed, by ``offer``."""
-        return any(setup.write_through for setup in self._setups)
+        return any(setup.write == "through" for setup in self._setups)
 
     @property
     def takes_evicted(self) -> bool:
-        """Whether the first tier takes what the device is about to forget, by ``evicting``."""
-        return not self._setups[0].write_through
+        """Whether the first tier that is written to takes what the device is about to forget."""
+        writes = (setup.write for setup in self._setups if setup.write != "never")
+        return next(writes, "never") == "on_evict"
 
     @property
     def tiers(self) -> tuple[TierSetup, ...]:
@@ -265,6 +264,8 @@ class KvService:
         with self._outbox:
             if self._running is not None:
                 self._running.loads.drop_all()
+        if self._lending is not None:
+            self._lending[0].close()
         for thread in self._threads:
             thread.stop()
         deadline_s = time.monotonic() + timeout_s
@@ -363,8 +364,3 @@ class KvService:
         with self._outbox:
             if self._running is not None:
                 self._carry_out(self._running.manager.tier_down(tier, time.monotonic()))
-
-
-def _whole_pages(size_bytes: int) -> int:
-    """Some tiers can only be read and written so."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

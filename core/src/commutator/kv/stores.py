@@ -124,7 +124,7 @@ class StoreSide:
         self, book: TierBook, victims: Sequence[BlockKey], now_s: float, actions: list[Action]
     ) -> None:
         """Evict blocks: those that the next tier takes go there first."""
-        below = self.below(book.number)
+        below = None if book.spec.write == "never" else self.below(book.number)
         gone: list[BlockKey] = []
         for key in reversed(victims):  # the most valuable first, as in a chain
             offer = self.index.nodes[key].offer
@@ -151,8 +151,9 @@ class StoreSide:
         return actions
 
     def below(self, number: int) -> TierBook | None:
-        """The next tier that is up, where it takes what the one above evicts."""
-        book = next((book for book in self._books[number + 1 :] if book.up), None)
+        """The next tier that is up and written to, where it takes what the one above evicts."""
+        lower = (book for book in self._books[number + 1 :] if book.spec.write != "never")
+        book = next((book for book in lower if book.up), None)
         return book if book is not None and book.spec.write == "on_evict" else None
 
     def take_released(self) -> list[Action]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import frozen
 
+from commutator.kv.export_options import ExportOptions
 from commutator.kv.keys import BlockKey
 from commutator.transfer.spans import Memory, Region, Span
 
@@ -107,6 +108,10 @@ class StorageTier(ABC):
     tier itself does not keep them."""
     shared: bool = False
     """Whether others write to the same medium, so that a block unknown here may still be there."""
+    writable: bool = True
+    """Whether blocks can be stored there at all, not only read."""
+    asks_peers: bool = False
+    """Whether it reads from other workers, and so needs ``use_peers``."""
     alignment_bytes: int = 1
     """Direct I/O: sizes given to ``place``, and the memory on the other side, must be multiples of
     this, or NIXL fails to move them. May change with ``open``."""
@@ -117,6 +122,11 @@ class StorageTier(ABC):
         ``find`` tells the addresses where workers export blocks now (see ``kv.peer_export``). Any
         thread may call it, and it never waits.
         """
+
+    @property
+    def export_options(self) -> ExportOptions | None:
+        """How this worker's blocks in host memory are to be lent to its peers; None: not at all."""
+        return None
 
     @property
     @abstractmethod

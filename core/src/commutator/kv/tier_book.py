@@ -31,9 +31,9 @@ class TierSpec:
     eviction: EvictionPolicy
     """A fresh instance, for this tier only."""
     admission: Sequence[AdmissionRule] = ()
-    write: Literal["through", "on_evict"] = "through"
-    """When a block goes here: once it is computed, or when the next faster tier (the device, for
-    the first) is about to forget it."""
+    write: Literal["through", "on_evict", "never"] = "through"
+    """When a block goes here: once it is computed; when the next faster tier that is written to
+    (the device, for the first) is about to forget it; or never, where it can only be read."""
     load_cost: LoadCost | None = None
     """A first guess; what is measured replaces it."""
     most_pinned: float = 0.5

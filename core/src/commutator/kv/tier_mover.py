@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.block_io import IoContext
@@ -77,7 +78,7 @@ class TierMover:
             size_bytes = -(-needed_bytes // alignment) * alignment
             remote, region = self._tier.place(slot, size_bytes)
             moves.append(BlockMove(Span(local.address, size_bytes, local.device), remote, region))
-        return move_blocks(
+        errors = move_blocks(
             self._agent,
             direction,
             moves,
@@ -90,6 +91,11 @@ class TierMover:
             on_done=on_moved,
             cancelled=context.cancelled,
         )
+        if name is not None and any(errors):
+            # A connection that broke stays so: the next move makes a new one.
+            with suppress(TransferError):
+                self._agent.remove_peer(name)
+        return errors
 
     def is_held(self, slot: Slot) -> bool:
         """Whether NIXL may still touch the slot, and the local memory that was moved with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from attrs import field, frozen
 
@@ -56,6 +57,13 @@ class TierSetup:
         return self.tier.framed or bool(self.codecs)
 
     @property
+    def write(self) -> Literal["through", "on_evict", "never"]:
+        """When blocks go there."""
+        if not self.tier.writable:
+            return "never"
+        return "through" if self.write_through else "on_evict"
+
+    @property
     def capacity(self) -> int:
         """In blocks; UNBOUNDED while the tier is not open and cannot say."""
         try:
@@ -73,7 +81,7 @@ class TierSetup:
             shared=self.tier.shared,
             eviction=self.eviction(min(capacity, _REMEMBERED_BLOCKS)),
             admission=self.admission,
-            write="through" if self.write_through else "on_evict",
+            write=self.write,
         )
 
     def is_direct(self, arena: BlockArena) -> bool:

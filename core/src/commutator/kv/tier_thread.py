@@ -48,7 +48,7 @@ class TierThread:
     def __init__(
         self, worker: TierWorker, *, on_up: Callable[[], None], on_down: Callable[[str], None]
     ) -> None:
-        self._worker = worker
+        self.worker = worker
         self._on_up = on_up
         self._on_down = on_down
         self._jobs: list[tuple[JobUrgency, int, Generator[None, None, None] | Job]] = []
@@ -90,7 +90,7 @@ class TierThread:
             return  # it was never started
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("tier %s did not stop within %.1f s", self._worker.setup.name, timeout_s)
+            log.warning("tier %s did not stop within %.1f s", self.worker.setup.name, timeout_s)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -99,19 +99,19 @@ class TierThread:
                 self._see_state()
                 self.tried.set()
                 self._run_part()
-                self._worker.reap()
+                self.worker.reap()
             except Exception:  # whoever waits for this tier must not wait for ever
-                log.exception("the thread of tier %s goes on after", self._worker.setup.name)
+                log.exception("the thread of tier %s goes on after", self.worker.setup.name)
                 time.sleep(_IDLE_S)
         self._fail_all()
-        self._worker.close()
+        self.worker.close()
 
     def _open_when_due(self) -> None:
-        if self._worker.is_open or time.monotonic() < self._next_try_s:
+        if self.worker.is_open or time.monotonic() < self._next_try_s:
             return
-        name = self._worker.setup.name
+        name = self.worker.setup.name
         try:
-            self._worker.open()
+            self.worker.open()
         except (CommutatorError, OSError) as error:
             log.warning("tier %s cannot be used, and is tried again later: %s", name, error)
         except Exception:
@@ -124,8 +124,8 @@ class TierThread:
 
     def _see_state(self) -> None:
         """Tell when the tier becomes usable or unusable; a trial counts as usable."""
-        usable = self._worker.is_open and (
-            self._worker.setup.breaker.state(time.monotonic()) is not BreakerState.OPEN
+        usable = self.worker.is_open and (
+            self.worker.setup.breaker.state(time.monotonic()) is not BreakerState.OPEN
         )
         if usable != self.usable:
             self.usable = usable
@@ -140,13 +140,13 @@ class TierThread:
                 self._changed.wait(_IDLE_S)
                 return
             urgency, order, job = heapq.heappop(self._jobs)
-        parts = job(self._worker if self._worker.is_open else None) if callable(job) else job
+        parts = job(self.worker if self.worker.is_open else None) if callable(job) else job
         try:
             next(parts)
         except StopIteration:
             return
         except Exception:
-            log.exception("a job of tier %s failed", self._worker.setup.name)
+            log.exception("a job of tier %s failed", self.worker.setup.name)
             return
         with self._changed:
             heapq.heappush(self._jobs, (urgency, order, parts))
@@ -162,4 +162,4 @@ class TierThread:
                 else:
                     job.close()
             except Exception:
-                log.exception("a job of tier %s failed", self._worker.setup.name)
+                log.exception("a job of tier %s failed", self.worker.setup.name)

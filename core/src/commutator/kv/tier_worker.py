@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from attrs import frozen
@@ -65,11 +66,11 @@ class TierWorker:
         on_open: Callable[[Sequence[Stored]], None],
     ) -> None:
         self.setup = setup
-        self._geometry = geometry
+        self.geometry = geometry
         self._arena = arena
         self._staging = staging
         self._scratch = scratch
-        self._agent_name = agent_name
+        self.agent_name = agent_name
         self._on_open = on_open
         self._budget = RetryBudget()
         self._agent: TransferAgent | None = None
@@ -79,11 +80,18 @@ class TierWorker:
         """Blocks that nobody knows any more, but that the tier could not forget yet."""
         self._failures = 0
         """How often in a row the tier's own records could not be written."""
+        self._probes_fail = False
 
     @property
     def is_open(self) -> bool:
         """Whether the tier can be used. One whose records cannot be written has to be reopened."""
         return self._engine is not None and self._failures < _MOST_FAILURES
+
+    def metadata(self) -> bytes:
+        """What another process's agent needs to read from this one's. Raises TierError."""
+        if self._agent is None:
+            raise TierError("the tier is not open")
+        return self._agent.metadata()
 
     def open(self) -> None:
         """Open the tier and its NIXL agent, anew if need be.
@@ -92,7 +100,7 @@ class TierWorker:
         """
         self._shut()
         tier = self.setup.tier
-        found = tier.open(self._geometry)
+        found = tier.open(self.geometry)
         try:
             self._connect()
         except Exception:
@@ -107,7 +115,7 @@ class TierWorker:
         setup, tier = self.setup, self.setup.tier
         backends = {tier.backend: dict(tier.backend_parameters)}
         backends.setdefault(LOCAL_BACKEND, {})
-        self._agent = agent = TransferAgent(self._agent_name, backends)
+        self._agent = agent = TransferAgent(self.agent_name, backends)
         agent.register(tier.regions(), tier.backend)
         scratch = self._scratch.arena
         arenas = [self._arena, scratch]
@@ -189,7 +197,7 @@ class TierWorker:
         results = [LoadResult.MISSING] * len(keys)
         blocks: list[LoadBlock] = []
         positions: list[int] = []
-        for position, stored in enumerate(tier.lookup(keys)):
+        for position, stored in enumerate(self._located(keys)):
             if stored is None:
                 on_let_go(position)
                 continue
@@ -232,12 +240,35 @@ class TierWorker:
             self._unfreed.clear()
 
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored]:
-        """Which of a chain's blocks the medium has, whoever stored them."""
+        """Which of a chain's blocks the medium has, whoever stored them.
+
+        A medium that cannot be asked fails, as one that cannot be read.
+        """
+        breaker = self.setup.breaker
+        if not breaker.allows(time.monotonic()):
+            return []
         try:
-            return [stored for stored in self.setup.tier.probe(keys) if stored is not None]
+            found = [stored for stored in self.setup.tier.probe(keys) if stored is not None]
         except TierError as error:
             log.warning("tier %s cannot be asked: %s", self.setup.name, error)
+            breaker.failed(time.monotonic())
+            self._probes_fail = True
             return []
+        if self._probes_fail:
+            breaker.succeeded()
+        else:
+            breaker.given_up()  # that it can be asked does not tell that it can be read
+        self._probes_fail = False
+        return found
+
+    def _located(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
+        """What is to be read. Others may have brought back what a shared tier's books lack."""
+        tier = self.setup.tier
+        known = tier.lookup(keys)
+        if tier.shared and None in known:
+            self.probe(keys)
+            known = tier.lookup(keys)
+        return known
 
     def reap(self) -> None:
         """Give back what NIXL has let go of since."""

@@ -15,11 +15,12 @@ from commutator.engine.contract import EngineClient, EngineConnector, LaunchCont
 from commutator.errors import CommutatorError, ConfigError, EngineError
 from commutator.runtime.backoff import Backoff
 from commutator.runtime.keep_running import Ended, ProcessEndedError, keep_running, while_alive
+from commutator.runtime.kv_peers import KvPeers
 from commutator.runtime.ports import PortPicker
 from commutator.runtime.process import Launcher, Process
 from commutator.runtime.registry import Registry
 from commutator.runtime.worker_lease import WorkerLease
-from commutator.types import EngineInfo, WorkerRecord
+from commutator.types import EngineInfo, Role, WorkerRecord
 
 __all__ = ["WorkerAgent", "WorkerSpec"]
 
@@ -64,13 +65,19 @@ class WorkerAgent:
         self._ports = ports
         self._state_dir = state_dir
         self._ever_ready = False
+        self._registry = registry
+        self._peers = KvPeers()
 
     async def run(self) -> None:
         """Until cancelled; then the worker is deregistered and stopped.
 
         Raises ConfigError when the first start shows that the worker can never start.
         """
-        await keep_running(self.name, self._live_once, self._backoff)
+        following = asyncio.create_task(self._peers.follow(self._registry))
+        try:
+            await keep_running(self.name, self._live_once, self._backoff)
+        finally:
+            following.cancel()
 
     async def _live_once(self) -> Ended:
         started_s = time.monotonic()
@@ -142,18 +149,21 @@ class WorkerAgent:
         """
         limit_s = self._spec.config.start_timeout_s
         answered_s = time.monotonic()
+        self._peers.started()
         while process is None or time.monotonic() - answered_s < limit_s:
             await asyncio.sleep(self._lease_s / 3)
             try:
                 async with asyncio.timeout(self._lease_s * 2 / 3):
                     if time.monotonic() - answered_s > self._lease_s:
                         record = evolve(record, info=await client.start())
+                        self._peers.started()
                     await client.check_health()
             except Exception as error:  # noqa: BLE001 - a connector's library may raise anything
                 log.warning("%s does not answer: %s", self.name, str(error) or "too slow")
             else:
                 answered_s = time.monotonic()
                 await self._lease.renew(record)
+                await self._peers.tell(client, record)
 
     async def _clean_up(self, client: EngineClient | None, process: Process | None) -> None:
         try:
@@ -167,8 +177,17 @@ class WorkerAgent:
 
     def _record(self, address: str, info: EngineInfo) -> WorkerRecord:
         config = self._spec.config
-        name = config.name or config.kind
-        return WorkerRecord(self.name, name, config.kind, self._spec.model.name, address, info)
+        name, role = config.name or config.kind, Role(config.role)
+        if role is not Role.BOTH and info.handover is None:
+            raise ConfigError(
+                [
+                    f"engine {name}: its role is {role.value}, but its workers hand no KV over; "
+                    "set role: both, or install what it needs for that (our own engines: "
+                    "commutator[nixl])"
+                ]
+            )
+        model = self._spec.model.name
+        return WorkerRecord(self.name, name, config.kind, model, address, info, role=role)
 
 
 def _sentence(error: Exception) -> str:

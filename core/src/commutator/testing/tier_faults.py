@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -12,6 +12,7 @@ from attrs import frozen
 from commutator.errors import TierError
 from commutator.kv.arena import bytes_at
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator.kv.export_options import ExportOptions
 from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
 from commutator.kv.tier import (
@@ -104,6 +105,7 @@ class FaultyTier(StorageTier):
     def _take_over(self) -> None:
         self.medium, self.memory = self._inner.medium, self._inner.memory
         self.framed, self.shared = self._inner.framed, self._inner.shared
+        self.writable, self.asks_peers = self._inner.writable, self._inner.asks_peers
         self.backend, self.alignment_bytes = self._inner.backend, self._inner.alignment_bytes
 
     def _hit(self, chance: float) -> bool:
@@ -112,6 +114,13 @@ class FaultyTier(StorageTier):
     def _maybe_fail(self, chance: float, what: str) -> None:
         if self._hit(chance):
             raise TierError(f"injected: {what}")
+
+    def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
+        self._inner.use_peers(find)
+
+    @property
+    def export_options(self) -> ExportOptions | None:
+        return self._inner.export_options
 
     @property
     def backend_parameters(self) -> Mapping[str, str]:

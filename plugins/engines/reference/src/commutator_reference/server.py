@@ -86,6 +86,7 @@ class ReferenceServer(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            kv_exchange=None if self._service is None else self._service.exchange,
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None

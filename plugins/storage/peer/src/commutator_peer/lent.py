@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from attrs import define, frozen
 
-from commutator.kv import UNBOUNDED, BlockKey, Peer, PeerAnswer, Slot, Stored, TierStatistics
+from commutator.kv import BlockKey, Peer, PeerAnswer, Slot, Stored, TierStatistics
 from commutator.transfer import Span
 
-__all__ = ["Lent", "LentBlocks", "longest_first"]
+__all__ = ["MOST_BLOCKS", "Lent", "LentBlocks", "longest_first"]
+
+MOST_BLOCKS = 1 << 16
+"""Of those that peers were found to have, so many are remembered by the manager."""
 
 
 @frozen
@@ -114,7 +117,7 @@ class LentBlocks:
 
     def statistics(self, now_s: float) -> TierStatistics:
         return TierStatistics(
-            capacity=UNBOUNDED,
+            capacity=MOST_BLOCKS,
             committed=sum(1 for _ in self.all(now_s)),
             reserved=0,
             pinned=sum(1 for entry in self._entries.values() if entry.pins),

@@ -12,6 +12,7 @@ from commutator.errors import TierError
 from commutator.kv import (
     BlockKey,
     Breaker,
+    ExportOptions,
     Peer,
     PeerAnswer,
     PeerAsk,
@@ -46,10 +47,12 @@ class PeerTier(StorageTier):
     memory = Memory.DRAM
     backend = "UCX"
     shared = True
+    writable = False
+    asks_peers = True
 
     def __init__(self, config: PeerTierConfig) -> None:
         self._config = config
-        self._find: Callable[[], Sequence[str]] | None = None
+        self._find: Callable[[], Sequence[str]] = tuple
         self._geometry: SlotGeometry | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._links: dict[str, PeerLink] = {}
@@ -61,17 +64,24 @@ class PeerTier(StorageTier):
         self._find = find
 
     @property
+    def export_options(self) -> ExportOptions | None:
+        config = self._config
+        if config.listen is None:
+            return None
+        return ExportOptions(
+            listen=config.listen,
+            advertise=config.advertise,
+            lease_s=config.lease_s,
+            max_leased_blocks=config.max_lent_blocks,
+        )
+
+    @property
     def backend_parameters(self) -> Mapping[str, str]:
         return {}
 
     def open(self, geometry: SlotGeometry) -> Sequence[Stored]:
         if self._context is not None:
             raise TierError("peer: the tier is open already; close it first")
-        if self._find is None:
-            raise TierError(
-                "peer: the workers of a deployment do not yet tell each other where their memory "
-                "is; remove this tier from the configuration"
-            )
         self._geometry, self._context = geometry, zmq.Context()
         return ()
 
@@ -195,7 +205,7 @@ class PeerTier(StorageTier):
     def _peers(self) -> Iterable[PeerLink]:
         """A link for each address that is known now; others are closed."""
         _, context = self._opened()
-        addresses = {*self._config.peers, *(self._find() if self._find else ())}
+        addresses = {*self._config.peers, *self._find()}
         for address in self._links.keys() - addresses:
             self._links.pop(address).close()
         for address in addresses - self._links.keys():

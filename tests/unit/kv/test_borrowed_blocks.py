@@ -1,0 +1,111 @@
+"""Two KV services over real UCX: one loads what lies in the other's memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.support.kv_rig import KvRig, chain, setups, wait_for
+from tests.support.kv_tiers import DRAM, faults_of, faulty, nvme
+
+from commutator.testing import TierFaults
+
+PEER: dict[str, Any] = {"kind": "peer", "ask_timeout_s": 5.0}
+
+
+def lender() -> KvRig:
+    return KvRig(setups(DRAM, PEER))
+
+
+def introduce(borrower: KvRig, *lenders: KvRig) -> None:
+    addresses = []
+    for rig in lenders:
+        exchange = rig.service.exchange
+        assert exchange is not None
+        assert exchange.address is not None
+        addresses.append(exchange.address)
+    borrower.service.use_peers(addresses)
+
+
+def test_what_lies_in_the_others_memory_is_loaded_again_and_again() -> None:
+    keys = chain(1, 30)
+    with lender() as first, KvRig(setups(PEER)) as second:
+        assert second.load(keys) == 0, "it knows nobody"
+        introduce(second, first)
+        first.store(keys)
+        assert second.load([*keys[:9], *chain(2, 3)]) == 9
+        assert second.load(keys) == 30
+        assert second.load(keys) == 30, "although what was read was given back"
+        assert second.tier("peer").loads == {"loaded": 69}
+        assert first.stored("device", "dram") == 30
+
+
+def test_what_the_other_forgot_meanwhile_is_missing() -> None:
+    keys = chain(1, 8)
+    with lender() as first, KvRig(setups(PEER)) as second:
+        introduce(second, first)
+        first.store(keys)
+        assert second.load(keys) == 8
+        first.service.evict()
+        wait_for(lambda: first.tier("dram").published == 0)
+        first.settle()
+        assert second.load(keys) == 0
+        assert second.tier("peer").loads == {"loaded": 8, "missing": 8}
+        assert second.load(keys) == 0
+        assert second.tier("peer").published == 0
+
+
+def test_both_lend_and_borrow_and_store_nothing_in_each_other() -> None:
+    mine, theirs = chain(1, 10), chain(2, 10)
+    with lender() as first, lender() as second:
+        introduce(first, second)
+        introduce(second, first)
+        first.store(mine)
+        second.store(theirs)
+        assert first.load(theirs) == 10
+        assert second.load(mine) == 10
+        assert first.load(mine) == 10
+        assert first.tier("peer").loads == {"loaded": 10}
+        assert {edge.target for edge in first.service.statistics().edges} == {"dram"}
+
+
+def test_blocks_in_another_encoding_are_not_used() -> None:
+    keys = chain(1, 4)
+    with (
+        KvRig(setups({**DRAM, "compression": "zstd"}, {**PEER, "compression": "zstd"})) as first,
+        KvRig(setups(PEER)) as plain,
+        KvRig(setups({**PEER, "compression": "zstd"})) as same,
+    ):
+        first.store(keys)
+        introduce(plain, first)
+        introduce(same, first)
+        assert plain.load(keys) == 0
+        assert same.load(keys) == 4
+
+
+def test_a_worker_without_memory_to_lend_only_borrows() -> None:
+    with KvRig(setups(PEER)) as rig, KvRig(setups({**DRAM})) as other:
+        assert rig.service.exchange is not None
+        assert rig.service.exchange.address is None
+        assert other.service.exchange is None
+    with KvRig(setups(DRAM, {**PEER, "listen": None})) as silent:
+        assert silent.service.exchange is not None
+        assert silent.service.exchange.address is None
+    with KvRig(setups(DRAM, {**PEER, "listen": "tcp://192.0.2.1:9"})) as wrong:
+        assert wrong.service.exchange is not None
+        assert wrong.service.exchange.address is None, "an address of another machine"
+
+
+def test_a_shared_tier_that_cannot_be_asked_is_left_alone_and_comes_back(tmp_path: Any) -> None:
+    (plain,) = setups(nvme(tmp_path / "blocks"))
+    plain.tier.shared = True
+    setup = faulty(plain, TierFaults(), name="shared")
+    strangers = (chain(number, 2) for number in itertools.count(10))
+    with KvRig([setup]) as rig:
+        keys = chain(1, 4)
+        rig.store(keys)
+        faults_of(setup, probe=1.0)
+        rig.wait_for(lambda: rig.load(next(strangers)) or not rig.tier("shared").up)
+        assert not rig.tier("shared").up
+        faults_of(setup)
+        rig.wait_for(lambda: rig.load(keys) == 4, 60.0)
