@@ -51,7 +51,7 @@ class TieredEngine:
     def step(self) -> None:
         for key, delta in self.engine.step():
             self.said.setdefault(key, []).append(delta)
-        if not self.engine._broken:
+        if not self.engine._books.broken:
             self.engine.check_integrity()
         self.service.check_integrity()
         if not self.engine.computes:

@@ -227,7 +227,7 @@ def test_what_waits_to_be_offered_is_bounded_by_the_arena(tmp_path: Path) -> Non
     hanging = evolve(spoiled(setup, IoFaults(hang=1.0)), store_timeout_s=1.0)
     with TieredEngine(MODEL, [hanging], options(40)) as tiered:
         tiered.answers([prompt(number) for number in range(20, 40)], 1, at_once=1)
-        tiering = tiered.engine._tiering
+        tiering = tiered.engine._books.tiering
         assert tiering is not None
         assert len(tiering._offers) <= 40
 

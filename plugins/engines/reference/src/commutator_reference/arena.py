@@ -65,6 +65,11 @@ class KVArena:
             device=self.tensor.device.index or 0,
         )
 
+    @property
+    def runs(self) -> int:
+        """Contiguous pieces of a block, each with something of all its tokens, in order."""
+        return self.num_layers * 2 * self.num_kv_heads
+
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys_values: Tensor) -> None:
         """Store ``keys_values`` [tokens, 2 * KV heads, head size] at (block, offset) each."""
         self._layers[layer][blocks, :, offsets] = keys_values

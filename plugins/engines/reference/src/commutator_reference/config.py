@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from attrs import frozen
 
 from commutator import EngineConfig, setting
-from commutator.schema import NonNegativeInt, PositiveInt
+from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds
 
 __all__ = ["ReferenceConfig"]
 
@@ -35,4 +36,11 @@ class ReferenceConfig(EngineConfig):
         "Requests that may wait in the worker; one more is answered as overload.", 1024
     )
     prefix_caching: bool = setting("Reuse the KV blocks of equal prompt prefixes.", True)
+    handover_lease_s: PositiveSeconds = setting(
+        "How long a prefilled prompt's KV is kept for a decode worker that does not ask for it.",
+        30.0,
+    )
+    ucx_parameters: Mapping[str, str] = setting(
+        "Parameters of NIXL's backend UCX, by which KV is handed over.", factory=dict
+    )
     kv_events: bool = setting("Publish KV events over ZMQ.", True)

@@ -15,7 +15,8 @@ from itertools import takewhile
 import torch
 from attrs import evolve
 
-from commutator.errors import EngineOverloadedError
+from commutator.engine.handover import DecodeWords, PrefillWords
+from commutator.errors import EngineOverloadedError, RequestError
 from commutator.kv import CacheIdentity, KvEvent, KvService, LocatedPrompt, PromptQuestion
 from commutator.types import (
     EngineLoad,
@@ -26,8 +27,8 @@ from commutator.types import (
 )
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
-from commutator_reference.block_identity import ANONYMOUS
-from commutator_reference.blocks import BlockPool
+from commutator_reference.books import Books
+from commutator_reference.handover import Handover
 from commutator_reference.model import Abandoned, LlamaModel
 from commutator_reference.options import EngineOptions
 from commutator_reference.sampler import Sampled, sample
@@ -35,7 +36,6 @@ from commutator_reference.scheduler import Scheduler
 from commutator_reference.sequence import Sequence
 from commutator_reference.step import Step
 from commutator_reference.stopping import Decode, Stop, find_stop
-from commutator_reference.tiering import Tiering
 from commutator_reference.validation import validate_request
 
 __all__ = ["Deltas", "ReferenceEngine"]
@@ -81,16 +81,14 @@ class ReferenceEngine:
             device=model.device,
             dtype=model.dtype,
         )
-        self._service: KvService | None = None
-        self._base = ANONYMOUS
-        self._tiering: Tiering | None = None
-        self._scheduler = self._new_scheduler()
+        self._books = Books(options, self.max_model_len)
+        self._handover: Handover | None = None
         self._arrivals = 0
         self.computes = False
         """Whether the last step had anything to compute; if not, requests may wait for a tier."""
-        self._broken = False
-        """Whether the scheduler's books cannot be trusted."""
         self._tier_events: list[KvEvent] = []
+        self._unserved: list[tuple[int, str]] = []
+        """Requests for which there was nothing to be done, and why."""
 
         self._changed = threading.Condition()
         # What follows is guarded by the condition's lock.
@@ -105,16 +103,21 @@ class ReferenceEngine:
 
         ``identity`` is everything that decides a block's bytes, but for adapter and salt.
         """
-        self._service, self._base = service, identity
-        self._scheduler = self._new_scheduler()
+        self._books.use_tiers(service, identity)
+
+    def use_handover(self, handover: Handover) -> None:
+        """Take part in requests whose prefill and decode are apart; before the first request."""
+        self._handover = handover
+        self._books.use_handover(handover)
 
     @property
     def storing(self) -> bool:
         """Whether blocks are on their way to a tier; from the driving thread."""
-        return self._tiering is not None and self._tiering.storing
+        tiering = self._books.tiering
+        return tiering is not None and tiering.storing
 
     def wake(self) -> None:
-        """Something happened in the tiers; from any thread."""
+        """Something happened in the tiers, or in a hand-over; from any thread."""
         with self._changed:
             self._woken = True
             self._changed.notify()
@@ -130,6 +133,7 @@ class ReferenceEngine:
             max_model_len=self.max_model_len,
             can_decode=self._decode is not None,
         )
+        words = self._words(request)
         limit = self._options.limits.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
@@ -140,8 +144,15 @@ class ReferenceEngine:
                 )
             self._live.add(key)
             self._pending[key] = request
-            self._inbox.append(lambda: self._admit(key, request))
+            self._inbox.append(lambda: self._admit(key, request, words))
             self._changed.notify()
+
+    def _words(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
+        if self._handover is not None:
+            return self._handover.read(request)
+        if request.handover is not None:
+            raise RequestError("this worker hands no KV over", "handover")
+        return None
 
     def abort(self, key: int) -> None:
         """Stop a request and free what it holds before the next step. Nothing if unknown."""
@@ -172,7 +183,7 @@ class ReferenceEngine:
             lora_name=question.lora_name,
             cache_salt=question.cache_salt,
         )
-        sequence = Sequence.start(0, request, 0, 0, self._base)
+        sequence = Sequence.start(0, request, 0, 0, self._books.identity)
         # The last token is computed in any case: its logits are wanted.
         wanted = (len(question.token_ids) - 1) // size
         identities = [sequence.identity(index, size) for index in range(wanted)]
@@ -221,7 +232,7 @@ class ReferenceEngine:
         Whatever goes wrong ends the requests that it concerns with ``FinishReason.ERROR``.
         """
         try:
-            if self._broken and not self._recovered():
+            if self._books.broken and not self._recovered():
                 return []
             self._take_inbox()
             deltas = self._tick()
@@ -242,26 +253,34 @@ class ReferenceEngine:
                 self._inbox.popleft()()
             self._load = self._current_load()
 
-    def _admit(self, key: int, request: GenerateRequest) -> None:
+    def _admit(
+        self, key: int, request: GenerateRequest, words: PrefillWords | DecodeWords | None
+    ) -> None:
         if self._pending.get(key) is not request:
             return  # aborted before it was seen
         del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
-        self._scheduler.add(Sequence.start(key, request, self._arrivals, seed, self._base))
+        sequence = Sequence.start(key, request, self._arrivals, seed, self._books.identity)
         self._arrivals += 1
+        if (problem := self._books.add(sequence, words)) is not None:
+            self._unserved.append((key, problem))
 
     def _forget_prefixes(self) -> None:
         # Looked up when it runs: the scheduler may have been replaced since.
         self._scheduler.pool.clear()
 
     def _tick(self) -> Deltas:
-        if self._tiering is not None:
-            self._tier_events += self._tiering.update()
+        events, failed = self._books.update()
+        self._tier_events += events
+        unserved, self._unserved = self._unserved, []
+        deltas = [self._not_handed_over(key, why) for key, why in (*failed, *unserved)]
         step = self._scheduler.schedule()
+        self._books.advance()
         self.computes = bool(step.chunks)
-        if not step.chunks:
-            return []
+        return deltas + self._run_step(step) if step.chunks else deltas
+
+    def _run_step(self, step: Step) -> Deltas:
         started_s = time.perf_counter()
         try:
             sampled = self._compute(step)
@@ -272,8 +291,9 @@ class ReferenceEngine:
             return self._fail((chunk.key for chunk in step.chunks), error)
         # Only now may other requests reuse the step's KV.
         self._scheduler.complete(step)
-        if self._tiering is not None and (prompt_tokens := step.prompt_tokens):
-            self._tiering.computed(prompt_tokens, time.perf_counter() - started_s)
+        self._books.advance()
+        if self._books.tiering is not None and (prompt_tokens := step.prompt_tokens):
+            self._books.tiering.computed(prompt_tokens, time.perf_counter() - started_s)
         return [delta for key, token in sampled for delta in self._append(key, token)]
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
@@ -303,7 +323,7 @@ class ReferenceEngine:
         )
         sequence.started = True
         if stop is not None:
-            self._scheduler.remove(key)
+            self._books.finished(key)
             delta = _ended(delta, stop)
         return [(key, delta)]
 
@@ -314,42 +334,26 @@ class ReferenceEngine:
             deltas.append((key, _failure(error)))
         return deltas
 
-    def _give_up(self, error: Exception) -> Deltas:
-        """The books cannot be trusted: end every request, and forget every block when it is safe.
+    def _not_handed_over(self, key: int, why: str) -> tuple[int, TokenDelta]:
+        self._scheduler.remove(key)
+        return key, TokenDelta(
+            finish_reason=FinishReason.ERROR, error=f"hand-over: {why}", handover_failed=True
+        )
 
-        Those that are on their way to or from a tier must arrive before they are used again.
-        """
+    def _give_up(self, error: Exception) -> Deltas:
+        """The books cannot be trusted: end every request."""
         with self._changed:
             ended = self._live - set(self._pending)
-        self._broken = True
-        self._computes = False
-        if self._tiering is not None:
-            self._tiering.give_up()
+        self.computes = False
+        self._books.give_up()
         self._recovered()
         return [(key, _failure(error)) for key in ended]
 
     def _recovered(self) -> bool:
         """Whether everything could begin anew."""
-        if self._tiering is not None:
-            settled, events = self._tiering.settled()
-            self._tier_events += events
-            if not settled:
-                return False
-        self._tier_events += self._scheduler.pool.abandon()
-        self._scheduler = self._new_scheduler(preemptions=self._scheduler.preemptions)
-        self._broken = False
-        return True
-
-    def _new_scheduler(self, preemptions: int = 0) -> Scheduler:
-        options = self._options
-        pool = BlockPool(
-            options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
-        )
-        if self._service is not None:
-            self._tiering = Tiering(self._service, pool)
-        scheduler = Scheduler(pool, options.limits, self.max_model_len, self._tiering)
-        scheduler.preemptions = preemptions
-        return scheduler
+        recovered, events = self._books.recovered()
+        self._tier_events += events
+        return recovered
 
     def _publish_events(self) -> None:
         events = self._scheduler.pool.take_events() + self._tier_events
@@ -359,6 +363,10 @@ class ReferenceEngine:
                 self._on_kv_events(events)
             except Exception:
                 log.exception("the receiver of %d KV events failed; they are lost", len(events))
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._books.scheduler
 
     def _sequence(self, key: int) -> Sequence:
         sequence = self._scheduler.get(key)

@@ -11,6 +11,7 @@ from commutator import (
     hookimpl,
 )
 from commutator.engine import TokenApiClient, engine_command
+from commutator.engine.handover import HandoverStyle, PullHandover
 from commutator_reference.config import ReferenceConfig
 
 __all__ = ["ReferenceConnector"]
@@ -26,6 +27,9 @@ class ReferenceConnector(EngineConnector[ReferenceConfig]):
 
     def connect(self, config: ReferenceConfig, address: str) -> EngineClient:
         return TokenApiClient(address)
+
+    def handover_style(self, config: ReferenceConfig) -> HandoverStyle:
+        return PullHandover(config.handover_lease_s)
 
 
 @hookimpl

@@ -7,6 +7,7 @@ with ``complete`` and ``remove``.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence as Many
 from typing import Protocol
 
 from attrs import field, frozen
@@ -15,7 +16,7 @@ from commutator_reference.blocks import BlockPool
 from commutator_reference.sequence import Sequence
 from commutator_reference.step import Chunk, Step
 
-__all__ = ["Scheduler", "SchedulerLimits", "TierLoads"]
+__all__ = ["BlockLoads", "Scheduler", "SchedulerLimits"]
 
 
 @frozen
@@ -30,8 +31,8 @@ class SchedulerLimits:
             raise ValueError(f"every limit must be at least 1: {self}")
 
 
-class TierLoads(Protocol):
-    """Blocks that come back from storage tiers before a request is admitted."""
+class BlockLoads(Protocol):
+    """Blocks that come from elsewhere before a request is admitted, or are held for others."""
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
         """Whether to admit it now, with the blocks ``hits`` in the pool; False: ask again."""
@@ -40,7 +41,7 @@ class TierLoads(Protocol):
         """The request is gone."""
 
     def held_blocks(self) -> set[int]:
-        """Blocks that are held for loads."""
+        """Blocks that are held beside those of running requests."""
 
 
 class Scheduler:
@@ -56,7 +57,7 @@ class Scheduler:
         pool: BlockPool,
         limits: SchedulerLimits,
         max_model_len: int,
-        tiers: TierLoads | None = None,
+        loads: Many[BlockLoads] = (),
     ) -> None:
         capacity = pool.num_blocks * pool.block_size
         if not 2 <= max_model_len <= capacity:  # noqa: PLR2004 - one token in, one out
@@ -65,7 +66,7 @@ class Scheduler:
                 f"{pool.num_blocks} blocks of {pool.block_size} hold"
             )
         self.pool = pool
-        self._tiers = tiers
+        self._loads = loads
         self.max_model_len = max_model_len
         self.preemptions = 0
         """How often a request lost its blocks, ever."""
@@ -104,8 +105,8 @@ class Scheduler:
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return False
-        if self._tiers is not None:
-            self._tiers.drop(key)
+        for load in self._loads:
+            load.drop(key)
         if self._running.pop(key, None) is None:
             del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
         self.pool.release(sequence.blocks)
@@ -113,7 +114,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> Step:
-        """The next step; it has no chunks only if no request is live."""
+        """The next step; without chunks if no request is live, or all wait for blocks."""
         plan: dict[int, int] = {}
         preempted = self._plan_running(plan)
         if not preempted:
@@ -137,7 +138,7 @@ class Scheduler:
         assert len(self._running) + len(self._waiting) == len(self._sequences), "one is lost"
         assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
         held = {block for sequence in self._running.values() for block in sequence.blocks}
-        held |= self._tiers.held_blocks() if self._tiers is not None else set()
+        held = held.union(*(load.held_blocks() for load in self._loads))
         assert len(held) == self.pool.held, "a block is held by no request"
 
     def _plan_running(self, plan: dict[int, int]) -> list[int]:
@@ -171,8 +172,8 @@ class Scheduler:
             hits = self._cached_prefix(sequence)
             if not self._has_room_for(sequence, hits):
                 break
-            if self._tiers is not None and not self._tiers.ready(sequence, hits):
-                position += 1  # others go on while its blocks are loaded
+            if not all(load.ready(sequence, hits) for load in self._loads):
+                position += 1  # others go on while its blocks are on their way
                 continue
             del self._waiting[position]
             self._running[sequence.key] = sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -18,12 +19,15 @@ from commutator.types import EngineInfo, EngineLoad, GenerateRequest
 from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import ReferenceEngine
+from commutator_reference.handover import Handover, handover_info, missing_for_handover
 from commutator_reference.identity import cache_identity
 from commutator_reference.loading import load_model
 from commutator_reference.options import EngineOptions
 from commutator_reference.scheduler import SchedulerLimits
 
 __all__ = ["ReferenceServer"]
+
+_WHERE = "reference engine"
 
 
 class ReferenceServer(TokenEngine):
@@ -40,7 +44,7 @@ class ReferenceServer(TokenEngine):
         if num_blocks < 1:
             raise ConfigError(
                 [f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold not even one KV block"],
-                "reference engine",
+                _WHERE,
             )
         self._publisher = EventPublisher() if config.kv_events else None
         self._engine = ReferenceEngine(
@@ -61,10 +65,25 @@ class ReferenceServer(TokenEngine):
         )
         self._service: KvService | None = None
         self._admin: KvAdmin | None = None
-        if start.tiers:
+        self._handover: Handover | None = None
+        on_cpu = device.type == "cpu"
+        missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
+        if missing is not None and config.role != "both":
+            raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
+        if start.tiers or missing is None:
             identity = cache_identity(
                 model.name, path, llama.config, block_size=config.block_size, dtype=dtype
             )
+        if missing is None:
+            self._handover = Handover(
+                handover_info(identity, self._engine.arena),
+                self._engine.arena,
+                agent_name=f"handover/{start.worker_id}/{uuid.uuid4().hex}",
+                wake=self._engine.wake,
+                parameters=config.ucx_parameters,
+            )
+            self._engine.use_handover(self._handover)
+        if start.tiers:
             self._service = KvService(
                 start.tiers,
                 self._engine.arena.block_arena,
@@ -86,12 +105,15 @@ class ReferenceServer(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            handover=None if self._handover is None else self._handover.info,
             kv_exchange=None if self._service is None else self._service.exchange,
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, emit: Emit) -> EngineInfo:
+        if self._handover is not None:
+            self._handover.start()
         self._thread = threading.Thread(
             target=self._engine.run, args=(emit, self._stopping), name="engine", daemon=True
         )
@@ -115,10 +137,17 @@ class ReferenceServer(TokenEngine):
             return super().kv_admin(what, arguments)
         return self._admin.answer(what, arguments)
 
+    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        if self._handover is None:
+            return await super().handover(what, arguments)
+        return await self._handover.answer(what, arguments)
+
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+        if self._handover is not None:
+            self._handover.stop()
         if self._service is not None:
             self._service.close()
         if self._publisher is not None:
@@ -133,7 +162,7 @@ def _device(config: ReferenceConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["device: cuda was asked for, but PyTorch sees none"], "reference engine")
+        raise ConfigError(["device: cuda was asked for, but PyTorch sees none"], _WHERE)
     return torch.device(config.device)
 
 

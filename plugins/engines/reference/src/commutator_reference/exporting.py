@@ -1,0 +1,90 @@
+"""The prefill side of hand-overs: holds a prompt's blocks for the decode worker, as they are made.
+
+On the engine's thread, all of it.
+"""
+
+from __future__ import annotations
+
+from attrs import define
+
+from commutator.engine.handover import PrefillWords, handover_keys
+from commutator_reference.blocks import BlockPool
+from commutator_reference.handover import Handover
+from commutator_reference.sequence import Sequence
+
+__all__ = ["Exporting"]
+
+
+@define
+class _Export:
+    id: str
+    sequence: Sequence
+    keys: list[bytes]
+    """Of the blocks that are handed over."""
+    told: int = 0
+
+
+class Exporting:
+    """Between the scheduler's pool and the table of exports."""
+
+    def __init__(self, handover: Handover, pool: BlockPool) -> None:
+        self._handover = handover
+        self._pool = pool
+        self._exports: dict[int, _Export] = {}
+
+    def begin(self, sequence: Sequence, words: PrefillWords) -> str | None:
+        """None, or why there is nothing to be done for this request."""
+        try:
+            wanted = self._handover.exports.begin(words.pull, words.lease_s)
+        except ValueError as error:
+            return str(error)
+        if not wanted:
+            return "the decode side has given the hand-over up already"
+        info = self._handover.info
+        # The last token is computed by the decode worker in any case: it wants the logits.
+        count = (len(sequence.tokens) - 1) // info.block_size
+        keys = handover_keys(info, sequence.request)[:count]
+        self._exports[sequence.key] = _Export(words.pull, sequence, keys)
+        return None
+
+    def advance(self) -> None:
+        """Hold and tell of the blocks that are in place since the last call; free what is over."""
+        for key, export in list(self._exports.items()):
+            end = min(export.sequence.registered, len(export.keys))
+            if end > export.told:
+                new = slice(export.told, end)
+                blocks = export.sequence.blocks[new]
+                if not self._handover.exports.hold(export.id, blocks):
+                    del self._exports[key]
+                    continue
+                for block in blocks:
+                    self._pool.acquire(block)
+                self._handover.publish(export.id, blocks, export.keys[new])
+                export.told = end
+        # Each hand-over's blocks are in the order of its tokens.
+        self._pool.release(self._handover.exports.take_freed())
+
+    def finished(self, key: int) -> None:
+        """The prompt is computed: what is held now is all there is."""
+        self.advance()
+        if (export := self._exports.pop(key, None)) is not None:
+            self._handover.complete(export.id)
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """A prefill leg waits for nothing."""
+        del sequence, hits
+        return True
+
+    def drop(self, key: int) -> None:
+        """The request is gone, before it was finished."""
+        if (export := self._exports.pop(key, None)) is not None:
+            self._handover.exports.fail(export.id, "the prefill was aborted or has failed")
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that are held for hand-overs."""
+        return set(self._handover.exports.held())
+
+    def give_up(self) -> None:
+        """The pool's books are broken: nothing of it is handed over any more."""
+        self._exports.clear()
+        self._handover.exports.fail_all("the prefill worker lost its books and begins anew")

@@ -1,0 +1,155 @@
+"""What a worker needs to hand KV over, whichever side of it: made once, used by every pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+from attrs import evolve
+
+from commutator.engine import TokenApiClient
+from commutator.engine.handover import (
+    PROTOCOL,
+    DecodeWords,
+    ExportServer,
+    NixlMover,
+    PrefillWords,
+    Puller,
+    PullTimes,
+    ReadyBlock,
+    Source,
+    read_words,
+)
+from commutator.errors import RequestError
+from commutator.kv import BlockArena, CacheIdentity, bytes_at, checksum
+from commutator.types import GenerateRequest, HandoverInfo
+from commutator_reference.arena import KVArena
+
+__all__ = ["Handover", "handover_info", "missing_for_handover"]
+
+_CHECKSUM_BYTES = 8 << 20
+"""Blocks are told of in pieces of about this size, so that reading begins soon."""
+
+
+def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
+    """Why this worker cannot hand KV over, and what to do; None if it can."""
+    if not prefix_caching:
+        return "prefix_caching is off, and handed-over blocks arrive in the prefix cache: set it"
+    if not on_cpu:
+        return "its KV is in a GPU's memory, and this engine hands over host memory only: use cpu"
+    if find_spec("nixl") is None and find_spec("nixl_cu12") is None:
+        return "NIXL, which moves all KV, is not installed: pip install 'commutator[nixl]'"
+    return None
+
+
+def handover_info(identity: CacheIdentity, arena: KVArena) -> HandoverInfo:
+    """What another worker must have in common; blocks of other sizes can be converted."""
+    layout = (
+        f"reference-1: {arena.num_layers} layers, key and value, {arena.num_kv_heads} heads, "
+        f"tokens, {arena.head_size}"
+    )
+    return HandoverInfo(
+        protocol=PROTOCOL,
+        identity=evolve(identity, layout=layout, block_size=0).digest.hex(),
+        block_size=arena.block_size,
+        token_bytes=arena.tensor[0].nbytes // arena.block_size,
+    )
+
+
+class Handover:
+    """Both sides of one worker: its exports, its pulls, and the NIXL agent that they share."""
+
+    def __init__(
+        self,
+        info: HandoverInfo,
+        arena: KVArena,
+        *,
+        agent_name: str,
+        wake: Callable[[], None],
+        parameters: Mapping[str, str] | None = None,
+        times: PullTimes | None = None,
+    ) -> None:
+        """``parameters`` are those of NIXL's backend UCX; ``wake`` is called from any thread."""
+        self.info = info
+        self._arena = arena
+        self._blocks: BlockArena = arena.block_arena
+        self._agent_name = agent_name
+        self.mover = NixlMover(
+            self._blocks,
+            block_tokens=info.block_size,
+            runs=arena.runs,
+            agent_name=agent_name,
+            parameters=parameters,
+        )
+        self.exports = ExportServer(self._source, wake)
+        self.pulls = Puller(self.mover, info, TokenApiClient, wake, times)
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="handover-sum")
+
+    def start(self) -> None:
+        """From the event loop that serves the worker."""
+        self.exports.start()
+        self.pulls.start()
+
+    def stop(self) -> None:
+        """From any thread but the event loop's, once the engine has stopped."""
+        self.exports.stop()
+        self.pulls.stop()
+        self._summing.shutdown()
+        self.mover.close()
+
+    def read(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
+        """Which leg a request is, if any. Raises RequestError for what cannot be done."""
+        if request.handover is None:
+            return None
+        words = read_words(request.handover)
+        if isinstance(words, DecodeWords):
+            smaller, larger = sorted((words.block_size, self.info.block_size))
+            if smaller < 1 or larger % smaller:
+                raise RequestError(
+                    f"handover: blocks of {words.block_size} tokens do not become blocks of "
+                    f"{self.info.block_size}",
+                    "handover",
+                )
+        return words
+
+    def publish(self, export_id: str, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Sum held blocks on another thread, and tell of each piece that is summed."""
+        step = max(1, _CHECKSUM_BYTES // self._blocks.block_bytes)
+        for start in range(0, len(blocks), step):
+            piece = slice(start, start + step)
+            self._summing.submit(self._publish, export_id, blocks[piece], keys[piece])
+
+    def complete(self, export_id: str) -> None:
+        """No more blocks are held for it. Told behind those that are still to be summed."""
+        self._summing.submit(self.exports.complete, export_id)
+
+    async def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        """The value for a question of the token API's. Raises EngineError."""
+        if what == "statistics":
+            parts = (self.exports.statistics(), self.pulls.statistics())
+            return dict(zip(("exports", "pulls"), map(msgspec.to_builtins, parts), strict=True))
+        return await self.exports.answer(what, arguments)
+
+    def _publish(self, export_id: str, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        ready = [
+            ReadyBlock(block, key, checksum(bytes_at(self._blocks.span(block))))
+            for block, key in zip(blocks, keys, strict=True)
+        ]
+        self.exports.publish(export_id, ready)
+
+    def _source(self) -> Source:
+        blocks = self._blocks
+        return Source(
+            info=self.info,
+            agent=self._agent_name,
+            metadata=self.mover.metadata(),
+            memory=str(blocks.memory),
+            address=blocks.address,
+            block_bytes=blocks.block_bytes,
+            blocks=blocks.count,
+            device=blocks.device,
+            runs=self._arena.runs,
+        )

@@ -1,0 +1,160 @@
+"""Two tiny workers hand KV over by NIXL: the answers stay the same, and no block is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.support.handover_rig import Worker, hand_over, legs, request, tiny_worker
+
+from commutator.errors import EngineHandoverError, RequestError
+from commutator.types import TokenDelta
+
+LENGTHS = (1, 4, 5, 8, 9, 61, 128, 300)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(5, 95) for _ in range(length)]
+
+
+def tokens(deltas: Sequence[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def counted(worker: Worker) -> dict[str, dict[str, Any]]:
+    said: dict[str, dict[str, Any]] = await worker.client.handover("statistics", {})
+    return said
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4)])
+async def test_answers_are_those_of_one_worker(theirs: int, ours: int) -> None:
+    prompts = [prompt(length, length) for length in LENGTHS]
+    async with (
+        tiny_worker() as alone,
+        tiny_worker(block_size=theirs, max_tokens_per_step=32) as prefill,
+        tiny_worker(block_size=ours) as decode,
+    ):
+        expected = [await alone.tokens(request(each)) for each in prompts]
+        unit = max(theirs, ours)
+        for each, answer in zip(prompts, expected, strict=True):
+            before = (await counted(decode))["pulls"]
+            deltas = await hand_over(request(each), prefill, decode)
+            assert tokens(deltas) == answer
+            assert deltas[0].cached_tokens == 0
+            after = (await counted(decode))["pulls"]
+            moved = after["pulled_bytes"] - before["pulled_bytes"]
+            assert decode.tiny is not None
+            wanted = (len(each) - 1) // unit * unit
+            assert moved == wanted * decode.tiny.info.token_bytes
+        both = asyncio.gather(
+            *(hand_over(request(each, cache_salt="x"), prefill, decode) for each in prompts)
+        )
+        assert [tokens(deltas) for deltas in await both] == expected
+        await prefill.until_idle()
+        await decode.until_idle()
+        for worker in (prefill, decode):
+            assert worker.tiny is not None
+            worker.tiny.engine.check_integrity()
+
+
+async def test_only_what_the_decode_worker_lacks_is_moved() -> None:
+    whole = prompt(1, 120)
+    async with tiny_worker() as alone, tiny_worker() as prefill, tiny_worker() as decode:
+        expected = await alone.tokens(request(whole))
+        # Both hold some of it already, the prefill worker more.
+        await prefill.tokens(request(whole[:90]))
+        await decode.tokens(request(whole[:41]))
+        deltas = await hand_over(request(whole), prefill, decode)
+        assert tokens(deltas) == expected
+        assert deltas[0].cached_tokens == 40
+        assert decode.tiny is not None
+        moved = (await counted(decode))["pulls"]["pulled_bytes"]
+        assert moved == (116 - 40) * decode.tiny.info.token_bytes
+        # Now it has everything: nothing is moved, and the prefill worker is let go.
+        assert tokens(await hand_over(request(whole), prefill, decode)) == expected
+        assert (await counted(decode))["pulls"]["pulled_bytes"] == moved
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_an_answer_that_was_begun_elsewhere_is_handed_over_too() -> None:
+    async with tiny_worker() as alone, tiny_worker() as prefill, tiny_worker() as decode:
+        whole = await alone.tokens(request(prompt(2, 50), 12))
+        asked = request([*prompt(2, 50), *whole[:5]], 12, generated_prefix=5)
+        assert tokens(await hand_over(asked, prefill, decode)) == whole[5:]
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_a_prefill_of_another_prompt_is_refused() -> None:
+    async with tiny_worker() as prefill, tiny_worker() as decode:
+        first, _ = legs(request(prompt(3, 60)), prefill, decode)
+        _, second = legs(request(prompt(4, 60)), prefill, decode)
+        assert first.handover is not None
+        assert second.handover is not None
+        mixed = {**second.handover, "pull": first.handover["pull"]}
+        second = request(prompt(4, 60), handover=mixed)
+        prefilling = asyncio.create_task(prefill.tokens(first))
+        with pytest.raises(EngineHandoverError, match="another prompt"):
+            await decode.tokens(second)
+        await prefilling
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_a_worker_with_other_weights_is_refused() -> None:
+    async with tiny_worker() as prefill, tiny_worker() as decode:
+        assert decode.tiny is not None
+        assert prefill.tiny is not None
+        object.__setattr__(prefill.tiny.info, "identity", "other weights")
+        with pytest.raises(EngineHandoverError, match="identity"):
+            await hand_over(request(prompt(3, 60)), prefill, decode)
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+async def test_words_that_make_no_sense_are_refused() -> None:
+    async with tiny_worker() as worker:
+        for words in ({"pull": 7, "lease_s": 1.0}, {"lease_s": 1.0}, {"pull": "x"}):
+            with pytest.raises(RequestError):
+                await worker.tokens(request(prompt(5, 20), handover=words))
+        _, second = legs(request(prompt(5, 20)), worker, worker)
+        words = {**(second.handover or {}), "block_size": 3}
+        with pytest.raises(RequestError, match="blocks of 3 tokens"):
+            await worker.tokens(request(prompt(5, 20), handover=words))
+
+
+async def test_one_hand_over_has_one_prefill_leg() -> None:
+    async with tiny_worker() as prefill, tiny_worker() as decode:
+        first, second = legs(request(prompt(6, 40)), prefill, decode)
+        await prefill.tokens(first)
+        with pytest.raises(EngineHandoverError, match="begun already"):
+            await prefill.tokens(first)
+        assert len(await decode.tokens(second)) == 6
+        await prefill.until_idle()
+        await decode.until_idle()
+        with pytest.raises(EngineHandoverError, match="given the hand-over up"):
+            await prefill.tokens(first)
+
+
+async def test_preemption_on_either_side_changes_nothing() -> None:
+    prompts = [prompt(number, 60) for number in range(10, 16)]
+    async with (
+        tiny_worker() as alone,
+        tiny_worker(num_blocks=40) as prefill,
+        tiny_worker(num_blocks=40) as decode,
+    ):
+        expected = [await alone.tokens(request(each, 30)) for each in prompts]
+        answers = await asyncio.gather(
+            *(hand_over(request(each, 30), prefill, decode) for each in prompts)
+        )
+        assert [tokens(deltas) for deltas in answers] == expected
+        await prefill.until_idle()
+        await decode.until_idle()
+        for worker in (prefill, decode):
+            assert worker.tiny is not None
+            worker.tiny.engine.check_integrity()
