@@ -69,7 +69,5 @@ def test_what_workers_exchange_has_one_encoding(tmp_path: Path) -> None:
     load_config([written(tmp_path, "{kind: peer, compression: zstd}")])  # nothing is lent
     with pytest.raises(ConfigError) as caught:
         load_config([written(tmp_path, f"{packed}, {{kind: peer}}")])
-    assert caught.value.problems == [
-        "tiers[1].compression: must be the same as in the tier dram, from which blocks are lent to "
-        "other workers as they are"
-    ]
+    (problem,) = caught.value.problems
+    assert problem.startswith("tiers[1].compression: must be the same as in the tier dram")
