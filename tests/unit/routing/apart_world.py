@@ -1,0 +1,265 @@
+"""A dispatcher over prefill and decode workers that do as a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from attrs import define, evolve, field
+
+from commutator import (
+    DisaggAnswer,
+    DisaggPolicy,
+    DisaggQuestion,
+    DisaggregationConfig,
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    hookimpl,
+)
+from commutator.config.model import BusyConfig, Config, MigrationConfig, ModelConfig, RouterConfig
+from commutator.engine.handover import HandoverLegs, HandoverStyle
+from commutator.errors import EngineHandoverError, EngineUnavailableError
+from commutator.plugins import Installed, load_plugins
+from commutator.routing.dispatch import Dispatch
+from commutator.routing.dispatcher import Dispatcher
+from commutator.types import (
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    HandoverInfo,
+    Role,
+    SamplingParams,
+    TokenDelta,
+    WorkerRecord,
+)
+
+PROMPT = [7] * 40
+HANDOVER = HandoverInfo("test", "m", 16, 100)
+INFO = EngineInfo("fake", "1", "m", 128, 16, 64, continues_answers=True, handover=HANDOVER)
+LOST = EngineUnavailableError("connection reset")
+NOT_ARRIVED = EngineHandoverError("the KV did not arrive")
+
+
+class Concurrent(HandoverStyle):
+    sequential = False
+
+    def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
+        return evolve(legs.request, handover={"room": legs.handover_id, "leg": "prefill"})
+
+    def decode_request(
+        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+    ) -> GenerateRequest:
+        words = {"room": legs.handover_id, "leg": "decode", "from": legs.prefill.worker_id}
+        return evolve(legs.request, handover=words)
+
+
+class Sequential(Concurrent):
+    sequential = True
+
+    def decode_request(
+        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+    ) -> GenerateRequest:
+        if handed is None:
+            raise EngineHandoverError("the prefill worker said nothing")
+        return evolve(legs.request, handover=handed)
+
+
+@define(eq=False)
+class Worker(EngineClient):
+    """Its ``troubles`` come one a leg; None: all goes well. ``holds`` keeps hand-overs back.
+
+    A decode leg of a concurrent style hangs until the KV is there, whatever becomes of the other.
+    """
+
+    name: str
+    rooms: defaultdict[str, asyncio.Event]
+    info: EngineInfo = INFO
+    troubles: list[Exception | None] = field(factory=list)
+    holds: asyncio.Event | None = None
+    asked: list[GenerateRequest] = field(factory=list)
+    open: int = 0
+    aborted: int = 0
+
+    async def start(self) -> EngineInfo:
+        return self.info
+
+    def generate(self, request: GenerateRequest) -> Any:
+        self.asked.append(request)
+        trouble = self.troubles.pop(0) if self.troubles else None
+        words = request.handover or {}
+        if words.get("leg") == "prefill":
+            return self._prefill(words["room"], trouble)
+        return self._answer(request, words, trouble)
+
+    async def _prefill(self, room: str, trouble: Exception | None) -> AsyncIterator[TokenDelta]:
+        with self._opened():
+            yield TokenDelta(cached_tokens=16)
+            if self.holds is not None:
+                await self.holds.wait()
+            if trouble is not None:
+                raise trouble
+            self.rooms[room].set()
+        yield TokenDelta((99,), finish_reason=FinishReason.LENGTH, handover={"opaque": self.name})
+
+    async def _answer(
+        self, request: GenerateRequest, words: Mapping[str, Any], trouble: Exception | None
+    ) -> AsyncIterator[TokenDelta]:
+        begun, end = request.generated_prefix, request.sampling.max_tokens
+        with self._opened():
+            if words and trouble is not None:
+                raise trouble
+            if "room" in words:
+                await self.rooms[words["room"]].wait()
+            for token in range(begun, end - 1):
+                await asyncio.sleep(0)
+                if trouble is not None and token == 3:
+                    raise trouble
+                yield TokenDelta((token,), cached_tokens=0 if token == begun else None)
+        yield TokenDelta((end - 1,), finish_reason=FinishReason.LENGTH)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        self.open += 1
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad()
+
+    async def close(self) -> None:
+        pass
+
+
+class Scripted(DisaggPolicy):
+    """Separates unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.questions: list[DisaggQuestion] = []
+        self.answer: Any = DisaggAnswer(True, "told to", {"worth": 1.0})
+
+    def decide(self, question: DisaggQuestion) -> DisaggAnswer:
+        self.questions.append(question)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        answer: DisaggAnswer = self.answer
+        return answer
+
+
+class World:
+    """Also the observer of hand-overs. ``e`` engines have ``style``, ``other`` ones none."""
+
+    def __init__(
+        self,
+        style: HandoverStyle | None = None,
+        *,
+        busy: BusyConfig | None = None,
+        router: str = "round_robin",
+        **apart: Any,
+    ) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.rooms: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.policy = Scripted()
+        self.told: list[tuple[Any, ...]] = []
+        world = self
+
+        class Connector(EngineConnector[EngineConfig]):
+            def launch_plan(self, config: EngineConfig, context: LaunchContext) -> None:
+                return None
+
+            def connect(self, config: EngineConfig, address: str) -> EngineClient:
+                return world.workers[address]
+
+            def handover_style(self, config: EngineConfig) -> HandoverStyle | None:
+                return (style or Concurrent()) if config.name == "e" else None
+
+        class Plugin:
+            @hookimpl
+            def engine_register(self, register: Any) -> None:
+                register("fake", EngineConfig, Connector())
+
+            @hookimpl
+            def disagg_register(self, register: Any) -> None:
+                register("scripted", DisaggregationConfig, lambda _: world.policy)
+
+        host = load_plugins()
+        host.add(Plugin(), Installed("fake", "dist-fake", "1"))
+        own = host.routers.kinds[router].config_class
+        config = Config(
+            models=(ModelConfig(name="m", source="-"),),
+            engines=tuple(EngineConfig(kind="fake", name=n, model="m") for n in ("e", "other")),
+            router=RouterConfig(kind="round_robin"),
+            disaggregation=DisaggregationConfig(
+                kind="scripted", router=own(kind=router, busy=busy or BusyConfig()), **apart
+            ),
+            migration=MigrationConfig(wait_s=0.0),
+        )
+        self.dispatcher = Dispatcher(config, host, random.Random(1))
+        self.dispatcher.watch_handovers(self)
+
+    def decided(self, model: str, separate: bool, reason: str) -> None:
+        self.told.append(("decided", separate, reason))
+
+    def prefill_queued(self, model: str, seconds: float) -> None:
+        self.told.append(("queued", seconds > 0))
+
+    def leg_ended(self, model: str, leg: str, outcome: str) -> None:
+        self.told.append((leg, outcome))
+
+    def handed_over(self, model: str, seconds: float, size_bytes: int) -> None:
+        self.told.append(("handed over", size_bytes))
+
+    def cancelled(self, model: str, seconds: float) -> None:
+        self.told.append(("cancelled", seconds >= 0))
+
+    def legs(self) -> list[tuple[Any, ...]]:
+        return [told for told in self.told if told[0] in {"prefill", "decode"}]
+
+    async def up(self, name: str, engine: str = "e", **changes: Any) -> Worker:
+        worker = self.workers[name] = Worker(name, self.rooms, **changes)
+        role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
+        record = WorkerRecord(name, engine, "fake", "m", name, worker.info, role=role)
+        await self.dispatcher.worker_up(record)
+        return worker
+
+    async def begin(self, max_tokens: int = 5, **dispatch: Any) -> Dispatch:
+        request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=max_tokens))
+        return await self.dispatcher.dispatch("m", request, **dispatch)
+
+    async def run(self, max_tokens: int = 5) -> tuple[list[int], dict[str, Any]]:
+        """The answer, and the explanation of the decision; checks that nothing is left open."""
+        begun = await self.begin(max_tokens)
+        try:
+            got = [token async for delta in begun for token in delta.token_ids]
+        finally:
+            await begun.aclose()
+            self.check_closed()
+        explained: dict[str, Any] = begun.explain().get("disaggregation", {})
+        return got, explained
+
+    async def begin_and_read(self) -> Dispatch:
+        """One whole request, beside which others may run."""
+        begun = await self.begin()
+        try:
+            async for _ in begun:
+                pass
+        finally:
+            await begun.aclose()
+        return begun
+
+    def check_closed(self) -> None:
+        assert all(worker.open == 0 for worker in self.workers.values())
+        for status in self.dispatcher.status():
+            load = self.dispatcher.load.own(status.worker_id)
+            assert (load.active_requests, load.active_prefill_tokens) == (0, 0), status
