@@ -117,7 +117,7 @@ class TokenDelta:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the request, if one did."""
     cached_tokens: int | None = None
-    """Prompt tokens found in the KV cache; set on a request's first delta."""
+    """Prompt tokens found in the KV cache; set on one delta: the first that can tell."""
     handover: Mapping[str, Any] | None = None
     """On a prefill leg's last delta: what the decode leg must know, relayed as it is."""
     error: str | None = None

@@ -14,9 +14,9 @@ from commutator.engine import DeltaStream
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
-from commutator_vllm.bodies import COMPLETIONS, GENERATE
+from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body
 from commutator_vllm.discovery import engine_info, event_source
-from commutator_vllm.exchange import Exchange
+from commutator_vllm.exchange import generate
 from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
 
 __all__ = ["VllmClient"]
@@ -27,7 +27,6 @@ T = TypeVar("T")
 # while the server lets go of it.
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 5.0
-_NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 class VllmClient(EngineClient):
@@ -50,7 +49,8 @@ class VllmClient(EngineClient):
         self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
         self._facts: CacheFacts | None = None
-        self._path = GENERATE
+        self.path = GENERATE
+        """The endpoint for requests; becomes the other one with a server that lacks this."""
         self._running: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
@@ -63,7 +63,6 @@ class VllmClient(EngineClient):
                 "or runs with --disable-log-stats, which must go"
             )
         events = event_source(await self._event_sources(), self.url, self._given_events)
-        self._path = await self._token_path()
         self._facts = facts
         self._info = engine_info(version.version, models, facts, events)
         return self._info
@@ -78,18 +77,23 @@ class VllmClient(EngineClient):
         if self._info is None:
             stream.fail(EngineUnavailableError(f"vLLM at {self.url}: not connected"))
             return stream
-        exchange = Exchange(
-            self._open_session(),
-            self.url,
-            self._path,
-            request,
-            self._info.model,
-            use_priority=self._use_priority,
-        )
-        task = asyncio.get_running_loop().create_task(exchange.run(stream))
+        task = asyncio.get_running_loop().create_task(self._run(request, stream, self._info.model))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return stream
+
+    async def _run(self, request: GenerateRequest, stream: DeltaStream, model: str) -> None:
+        """Only a request itself shows whether the server offers the cheaper endpoint."""
+        session = self._open_session()
+        while not await generate(
+            session,
+            self.url,
+            self.path,
+            request_body(self.path, request, model, use_priority=self._use_priority),
+            request,
+            stream,
+        ):
+            self.path = COMPLETIONS
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")
@@ -130,11 +134,6 @@ class VllmClient(EngineClient):
         except EngineError:
             return {}
 
-    async def _token_path(self) -> str:
-        """The cheaper endpoint if it is offered: an empty body is answered 400 then."""
-        status, _ = await self._ask("POST", GENERATE)
-        return COMPLETIONS if status in _NOT_OFFERED else GENERATE
-
     async def _read(self, path: str, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(await self._get(path), type=kind)
@@ -142,19 +141,18 @@ class VllmClient(EngineClient):
             raise EngineError(f"{self.url}{path} is no answer of vLLM's: {error}") from error
 
     async def _get(self, path: str) -> str:
-        status, text = await self._ask("GET", path)
+        status, text = await self._ask(path)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineUnavailableError(f"{self.url}{path} answers {status}")
         if status != HTTPStatus.OK:
             raise EngineError(f"{self.url}{path} answers {status}: {text[:200]}")
         return text
 
-    async def _ask(self, method: str, path: str) -> tuple[int, str]:
-        body: dict[str, str] | None = {} if method == "POST" else None
+    async def _ask(self, path: str) -> tuple[int, str]:
         try:
             async with asyncio.timeout(self._answer_timeout_s):
                 session = self._open_session()
-                async with session.request(method, self.url + path, json=body) as response:
+                async with session.get(self.url + path) as response:
                     return response.status, await response.text()
         except (aiohttp.ClientError, OSError) as error:
             what = "no answer" if isinstance(error, TimeoutError) else str(error)

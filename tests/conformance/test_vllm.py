@@ -1,0 +1,75 @@
+"""A real vLLM server passes the shipped suite, compared with transformers on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+
+import pytest
+from tests.support.oracle import SOURCE, greedy
+from tests.support.vllm_server import ask_vllm, running_vllm
+
+from commutator import EngineClient
+from commutator.testing import EngineContract
+from commutator.text import load_text_model
+from commutator_vllm.bodies import COMPLETIONS
+from commutator_vllm.client import VllmClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "In 1969, the first human being walked on the",
+    "Once upon a time, in a small village by the sea, there lived",
+)
+
+
+@cache
+def expected() -> tuple[tuple[list[int], list[int]], ...]:
+    """Greedy continuations by transformers, from the GGUF file itself."""
+    text = load_text_model(SOURCE)
+    prompts = [text.encode(prompt) for prompt in PROMPTS]
+    return tuple((ids, greedy(ids, 16)) for ids in prompts)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_vllm(tmp_path_factory.mktemp("vllm")) as url:
+        yield url
+
+
+class TestVllm(EngineContract):
+    """Starting a server takes half a minute, so all tests share one, with its cache emptied."""
+
+    capabilities = frozenset({"sampling", "stop_tokens", "logprobs", "prefix_cache"})
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: str) -> None:
+        self.url = server
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[EngineClient]:
+        ask_vllm("POST", f"{self.url}/reset_prefix_cache")
+        yield VllmClient(self.url)
+
+    def another_client(self, client: EngineClient) -> EngineClient:
+        return VllmClient(self.url)
+
+    def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+        return expected()
+
+
+class TestVllmCompletions(TestVllm):
+    """The same over /v1/completions, as with servers that do not offer the token endpoint."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[EngineClient]:
+        ask_vllm("POST", f"{self.url}/reset_prefix_cache")
+        yield self.another_client(VllmClient(self.url))
+
+    def another_client(self, client: EngineClient) -> EngineClient:
+        other = VllmClient(self.url)
+        other.path = COMPLETIONS
+        return other

@@ -1,0 +1,101 @@
+"""Deltas are the same however the network cuts the stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commutator.errors import EngineError
+from commutator.types import FinishReason, TokenDelta
+from commutator_vllm.deltas import DeltaReader, FailedInStreamError
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def chunk(token_ids: Sequence[int], **fields: Any) -> bytes:
+    return event({"choices": [{"index": 0, "token_ids": list(token_ids), **fields}]})
+
+
+USAGE = event({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}})
+DONE = b"data: [DONE]\n\n"
+STREAM = (
+    chunk([1, 2])
+    + b": keep-alive\n\n"
+    + chunk([3], stop_reason=None)
+    + chunk([4], finish_reason="stop", stop_reason=4)
+    + USAGE
+    + DONE
+)
+EXPECTED = [
+    TokenDelta((1, 2)),
+    TokenDelta((3,)),
+    TokenDelta((4,), (), FinishReason.STOP, 4, cached_tokens=32),
+]
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM))))
+def test_cut_anywhere(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(STREAM)]
+    reader = DeltaReader(None)
+    parts = [STREAM[a:b] for a, b in itertools.pairwise(places)]
+    assert [delta for part in parts for delta in reader.feed(part)] == EXPECTED
+    assert reader.ended
+
+
+@given(length=st.integers(0, len(STREAM) - 1))
+def test_a_stream_that_is_cut_off_has_not_ended(length: int) -> None:
+    reader = DeltaReader(None)
+    deltas = list(reader.feed(STREAM[:length]))
+    assert deltas == EXPECTED[: len(deltas)]
+    assert not reader.ended
+
+
+def test_without_usage_the_end_is_told_all_the_same() -> None:
+    reader = DeltaReader(None)
+    (delta,) = reader.feed(chunk([1], finish_reason="length") + DONE)
+    assert delta == TokenDelta((1,), (), FinishReason.LENGTH)
+
+
+def test_an_error_in_the_stream() -> None:
+    reader = DeltaReader(None)
+    with pytest.raises(FailedInStreamError, match="boom") as caught:
+        list(reader.feed(event({"error": {"message": "boom", "code": 503}})))
+    assert caught.value.code == 503
+    with pytest.raises(EngineError, match="not understood"):
+        list(DeltaReader(None).feed(b"data: <html>\n\n"))
+
+
+def test_an_answer_in_one_piece_carries_the_handover() -> None:
+    reader = DeltaReader(None)
+    choice = {"token_ids": [7], "finish_reason": "length"}
+    body = {"choices": [choice], "kv_transfer_params": {"remote_port": 5}}
+    (delta,) = reader.whole(json.dumps(body).encode())
+    assert delta.handover == {"remote_port": 5}
+    assert delta.finish_reason is FinishReason.LENGTH
+
+
+def entry(token: int, logprob: float, **more: Any) -> dict[str, Any]:
+    return {"token_id": token, "logprob": logprob, **more}
+
+
+def test_logprobs_of_both_endpoints() -> None:
+    """The chosen token stands among the alternatives only when it is one of the likeliest."""
+    content = [entry(9, -3.0, top_logprobs=[entry(9, -3.0), entry(1, -0.1), entry(2, -2.0)])]
+    lists = {
+        "tokens": ["token_id:9"],
+        "token_logprobs": [-3.0],
+        "top_logprobs": [{"token_id:9": -3.0, "token_id:1": -0.1, "token_id:2": -2.0}],
+    }
+    for logprobs in ({"content": content}, lists):
+        (delta,) = DeltaReader(2).feed(chunk([9], logprobs=logprobs))
+        (told,) = delta.logprobs
+        assert (told.token_id, told.logprob) == (9, -3.0)
+        assert told.top == ((1, -0.1), (2, -2.0))

