@@ -22,6 +22,7 @@ FOUNDATION = {"types", "errors", "schema", "config", "text", "observe", "hookspe
 PUBLIC = {
     *("types", "errors", "schema", "engine", "kv", "transfer", "text", "testing"),
     "routing.contract",
+    "engine.handover",
 }
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 

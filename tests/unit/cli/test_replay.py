@@ -117,9 +117,9 @@ def test_the_table_and_the_plot(trace: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--policy", "clairvoyant"], 1, 'no routing policy "clairvoyant"; there are'),
-        (["--policy", "kv", "--compare", "kv"], 2, "not both"),
+        (["--policy", "kv", "--compare", "kv"], 2, "give one of"),
         (["--speed", "0"], 2, "--speed"),
-        (["--set", "engines[0].block_size=16"], 1, "set block_size: 512"),
+        (["--set", "engines[0].block_size=100"], 1, "set block_size: 512"),
         (["--set", "engines[0].kv_capacity_blocks=3"], 1, "KV blocks; there are 3"),
     ],
 )

@@ -31,6 +31,8 @@ def test_every_setting_reaches_the_model() -> None:
         block_size=8,
         kv_capacity_blocks=99,
         kv_bytes_per_token=1000,
+        handover_bandwidth_bytes_per_s=1e6,
+        handover_latency_s=0.5,
         tiers=[{"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}],
     )
     assert config.parameters() == SimParameters(
@@ -41,6 +43,8 @@ def test_every_setting_reaches_the_model() -> None:
         max_tokens_per_step=30,
         block_size=8,
         kv_capacity_blocks=99,
+        handover_latency_ns=500_000_000,
+        handover_block_ns=8_000_000,
         tiers=(TierParameters(name="host", capacity_blocks=5, load_block_ns=8_000_000),),
     )
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from commutator.cli.options import set_option
+from commutator.cli.replay_setup import Replays, Targets
+from commutator.cli.replay_tables import by_policy, by_rate
 from commutator.config.load import load_config
-from commutator.engine import VirtualEngine
-from commutator.errors import CommutatorError, ConfigError
-from commutator.observe.replay_report import Report, report
-from commutator.routing.replay import replay as run_replay
-from commutator.routing.trace import ideal_hit_ratio, read_trace
+from commutator.errors import CommutatorError
+from commutator.observe.replay_report import Report
+from commutator.routing.trace import TraceRequest, ideal_hit_ratio, read_trace
+from commutator.routing.trace_mix import at_rate, with_chats
 
 __all__ = ["replay"]
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+class _Rates(click.ParamType[list[float]]):
+    name = "rates"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[float]:
+        if isinstance(value, list):
+            return value
+        return [_POSITIVE.convert(one, param, ctx) for one in value.split(",")]
 
 
 @click.command(
@@ -30,14 +40,29 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policy", help="Routing policy instead of the file's, with its defaults.")
 @click.option("--compare", help="Several policies, separated by commas; one row each.")
+@click.option(
+    "--disagg",
+    help="Several policies for prefill elsewhere, separated by commas; `aggregated` stands for "
+    "the same workers without roles.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only so many of the trace's requests.")
+@click.option(
+    "--chats",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Mix so many short chats among the trace, for each of its requests.",
+)
 @click.option(
     "--speed",
     type=_POSITIVE,
     default=1.0,
     show_default=True,
     help="So many times as fast as recorded.",
+)
+@click.option(
+    "--rates", type=_Rates(), help="Requests a second instead, several separated by commas."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
 @click.option(
@@ -64,9 +89,12 @@ def replay(
     file: Path,
     policy: str | None,
     compare: str | None,
+    disagg: str | None,
     workers: int | None,
     requests: int | None,
+    chats: float,
     speed: float,
+    rates: list[float] | None,
     seed: int,
     target_ttft: float,
     target_itl: float,
@@ -74,84 +102,62 @@ def replay(
     plot: Path | None,
     sets: tuple[str, ...],
 ) -> None:
-    """Replay TRACE over FILE's first engine, in virtual time, and show what clients would see."""
-    if policy and compare:
-        raise click.UsageError("give --policy or --compare, not both")
+    """Replay TRACE over FILE's workers, in virtual time, and show what clients would see."""
+    if sum(option is not None for option in (policy, compare, disagg)) > 1:
+        raise click.UsageError("give one of --policy, --compare and --disagg")
+    if rates and speed != 1.0:
+        raise click.UsageError("give --speed or --rates, not both")
     loaded = load_config([file], sets=sets)
-    engine = loaded.config.engines[0]
-    connector = loaded.host.engines.kinds[engine.kind].thing
-
-    def make_engine() -> VirtualEngine:
-        made = connector.virtual(engine)
-        if made is None:
-            problem = f'engines[0].kind: "{engine.kind}" has no model in virtual time; use sim'
-            raise ConfigError([problem], str(file))
-        return made
-
-    names = (compare or policy or loaded.config.router.kind).split(",")
+    replays = Replays(
+        loaded, str(file), Targets(target_ttft, target_itl), workers=workers, seed=seed
+    )
     recorded = read_trace(trace, requests)
-    reports = []
-    for name in names:
-        routing = make_policy(loaded.host, loaded.config.router, name)
-        try:
-            outcome = run_replay(
-                recorded,
-                make_engine,
-                workers or engine.replicas,
-                routing,
-                seed=seed,
-                speed=speed,
-            )
-        except ValueError as error:  # the engine's sizes do not fit the trace
-            raise ConfigError([f"engines[0]: {error}"], str(file)) from error
-        reports.append(report(name, outcome, target_ttft, target_itl))
-    ideal = ideal_hit_ratio(recorded)
-    if as_json:
-        click.echo(
-            json.dumps({"ideal_hit_ratio": ideal, "policies": [r.as_dict() for r in reports]})
-        )
+    mixed = with_chats(recorded, chats, seed) if chats else recorded
+
+    def run(requests: Sequence[TraceRequest]) -> list[Report]:
+        if disagg is not None:
+            return [replays.by_disaggregation(name, requests) for name in disagg.split(",")]
+        names = compare or policy or loaded.config.router.kind
+        return [replays.by_router(name, requests) for name in names.split(",")]
+
+    if rates:
+        sweep = {rate: run(at_rate(mixed, rate)) for rate in rates}
+        show_sweep(sweep, plot, as_json=as_json)
     else:
-        Console().print(table(reports, ideal))
+        reports = run([one.sped_up(speed) for one in mixed])
+        show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
+
+
+def show(reports: Sequence[Report], ideal: float, plot: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        told = {"ideal_hit_ratio": ideal, "policies": [one.as_dict() for one in reports]}
+        click.echo(json.dumps(told))
+    else:
+        Console().print(by_policy(reports, ideal))
     if plot is not None:
-        draw_plot(reports, ideal, plot)
+        plots().draw(reports, ideal, plot)
 
 
-def draw_plot(reports: list[Report], ideal: float, path: Path) -> None:
+def show_sweep(
+    sweep: Mapping[float, Sequence[Report]], plot: Path | None, *, as_json: bool
+) -> None:
+    if as_json:
+        told = [
+            {"rate": rate, "policies": [one.as_dict() for one in reports]}
+            for rate, reports in sweep.items()
+        ]
+        click.echo(json.dumps({"rates": told}))
+    else:
+        Console().print(by_rate(sweep))
+    if plot is not None:
+        plots().draw_sweep(sweep, plot)
+
+
+def plots() -> Any:
     try:
-        from commutator.observe.replay_plot import draw  # noqa: PLC0415 - an option, and heavy
+        from commutator.observe import replay_plot  # noqa: PLC0415 - an option, and heavy
     except ImportError as error:
         raise CommutatorError(
             f"--plot needs matplotlib ({error}): pip install matplotlib"
         ) from None
-    draw(reports, ideal, path)
-
-
-def make_policy(host: Any, router: Any, name: str) -> Any:
-    """The file's own policy with its options, or another with its defaults."""
-    if name == router.kind:
-        return host.routers.kinds[name].thing(router)
-    kind = host.routers.kinds.get(name)
-    if kind is None:
-        known = ", ".join(sorted(host.routers.kinds))
-        raise ConfigError([f'no routing policy "{name}"; there are {known}'], "--compare")
-    return kind.thing(kind.config_class(kind=name, block_size=router.block_size))
-
-
-def table(reports: list[Report], ideal: float) -> Table:
-    title = f"Prompt tokens found in a cache; an infinite one would find {ideal:.1%}"
-    made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    made.add_column("policy", no_wrap=True)
-    times = ("TTFT p50  p99", "ITL p50  p99")
-    for column in ("cached", "given up", *times, "imbalance", "goodput"):
-        made.add_column(column, justify="right", no_wrap=True)
-    for one in reports:
-        made.add_row(
-            one.policy,
-            f"{one.cached_ratio:.1%}",
-            "-" if one.given_up_ratio is None else f"{one.given_up_ratio:.1%}",
-            f"{one.ttft_p50_s:.2f} {one.ttft_p99_s:5.2f} s",
-            f"{one.itl_p50_s * 1000:.1f} {one.itl_p99_s * 1000:4.0f} ms",
-            f"{one.imbalance:.2f}",
-            f"{one.goodput_per_s:.2f}/s",
-        )
-    return made
+    return replay_plot

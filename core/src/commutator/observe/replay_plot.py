@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,14 +12,16 @@ from commutator.observe.replay_report import Report
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_sweep"]
 
 # In an SVG text stays text, and equal figures give equal files.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 
 _CHOSEN, _OTHER, _SECOND = "#2f6f9f", "#b9c4cc", "#e39b3a"
+_LINES = (_OTHER, _SECOND, _CHOSEN, "#5a9e6f", "#a05a9e")
 
 
 def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
@@ -44,8 +46,35 @@ def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
     right.set_ylabel("time to first token, s")
     right.legend(frameon=False)
     for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="x", labelrotation=20)
+    _save(figure, path)
+
+
+def draw_sweep(sweep: Mapping[float, Sequence[Report]], path: Path) -> None:
+    """Write goodput and p99 inter-token latency over the request rate, a line for each policy."""
+    rates = list(sweep)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    left.plot(rates, rates, color=_OTHER, linestyle=":", label="offered")
+    for number, first in enumerate(sweep[rates[0]]):
+        ours = [reports[number] for reports in sweep.values()]
+        style = {"label": first.policy, "color": _LINES[number % len(_LINES)], "marker": "."}
+        left.plot(rates, [one.good_ratio * r for one, r in zip(ours, rates, strict=True)], **style)
+        right.plot(rates, [one.itl_p99_s * 1000 for one in ours], **style)
+    left.set_ylabel("goodput, requests/s")
+    left.legend(frameon=False)
+    right.set_ylabel("p99 inter-token latency, ms")
+    right.set_yscale("log")
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter("{x:g}")
+    right.yaxis.set_minor_formatter("")
+    for axes in (left, right):
+        axes.set_xlabel("requests/s")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     undated = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=undated)
     plt.close(figure)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 if TYPE_CHECKING:
-    from commutator.routing.replay import Outcome
+    from commutator.routing.replay_outcome import Outcome
 
 __all__ = ["Report", "percentile", "report"]
 
@@ -28,6 +27,8 @@ class Report:
     itl_p99_s: float
     imbalance: float
     """Prompt tokens computed by the busiest worker, over the mean of all."""
+    good_ratio: float
+    """Of the requests, those that met both targets."""
     goodput_per_s: float
     """Requests a second that met both targets."""
     given_up_ratio: float | None
@@ -35,6 +36,12 @@ class Report:
 
     None for a policy that is not told what workers hold.
     """
+    separate_ratio: float | None = None
+    """Of the requests, those that were prefilled at a worker of their own; None without such."""
+    handed_over_ratio: float = 0.0
+    """Prompt tokens whose KV went from one worker to another, of all prompt tokens."""
+    decisions: Mapping[str, int] = field(factory=dict)
+    """How many requests were prefilled elsewhere, or not, for which reason."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,9 +50,7 @@ class Report:
 def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: float) -> Report:
     """Sum up one replay."""
     done = outcome.finished
-    computed: Counter[str] = Counter()
-    for one in done:
-        computed[one.worker_id] += one.prompt_tokens - one.cached_tokens
+    computed = outcome.computed_tokens
     ttfts = sorted(one.ttft_s for one in done)
     good = sum(one.ttft_s <= target_ttft_s and one.itl_s <= target_itl_s for one in done)
     prompt_tokens = sum(one.prompt_tokens for one in done)
@@ -61,9 +66,24 @@ def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: fl
         imbalance=max(computed.values(), default=0)
         * len(computed)
         / max(1, sum(computed.values())),
+        good_ratio=good / max(1, len(done)),
         goodput_per_s=good / max(outcome.duration_s, 1e-9),
         given_up_ratio=None if given_up is None else given_up / max(1, prompt_tokens),
+        separate_ratio=_separate_ratio(outcome),
+        handed_over_ratio=outcome.handed_over_tokens / max(1, prompt_tokens),
+        decisions={
+            f"{'separate' if separate else 'local'}, {reason}": count
+            for (separate, reason), count in sorted(outcome.decisions.items())
+        },
     )
+
+
+def _separate_ratio(outcome: Outcome) -> float | None:
+    asked = outcome.decisions.total()
+    if not asked:
+        return None
+    separate = sum(count for (apart, _), count in outcome.decisions.items() if apart)
+    return (separate - outcome.not_taken) / asked
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:

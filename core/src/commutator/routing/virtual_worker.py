@@ -9,15 +9,17 @@ from commutator.engine.virtual import VirtualEngine
 from commutator.errors import EngineError
 from commutator.routing.trace import TRACE_BLOCK_TOKENS
 from commutator.routing.view import LiveWorker
-from commutator.types import EngineInfo, EngineLoad, GenerateRequest, WorkerRecord
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, Role, WorkerRecord
 
 __all__ = ["VirtualWorker", "virtual_live_worker"]
 
 
-def virtual_live_worker(worker_id: str) -> LiveWorker:
+def virtual_live_worker(
+    worker_id: str, block_size: int = TRACE_BLOCK_TOKENS, role: Role = Role.BOTH
+) -> LiveWorker:
     """A worker that can be routed to, with nothing behind it."""
-    info = EngineInfo("virtual", "1", "model", 1 << 20, TRACE_BLOCK_TOKENS, 1 << 20)
-    record = WorkerRecord(worker_id, "virtual", "virtual", "model", "", info)
+    info = EngineInfo("virtual", "1", "model", 1 << 20, block_size, 1 << 20)
+    record = WorkerRecord(worker_id, "virtual", "virtual", "model", "", info, role=role)
     return LiveWorker(record, _NoClient(), connected=True)
 
 
@@ -30,8 +32,12 @@ class VirtualWorker:
     live: LiveWorker
 
     @classmethod
-    def make(cls, worker_id: str, engine: VirtualEngine) -> VirtualWorker:
-        return cls(worker_id, engine, virtual_live_worker(worker_id))
+    def make(cls, worker_id: str, engine: VirtualEngine, role: Role = Role.BOTH) -> VirtualWorker:
+        return cls(worker_id, engine, virtual_live_worker(worker_id, engine.block_size, role))
+
+    @property
+    def role(self) -> Role:
+        return self.live.record.role
 
 
 class _NoClient(EngineClient):

@@ -66,10 +66,14 @@ class SimConfig(EngineConfig):
     prefix_caching: bool = setting("Reuse the KV blocks of equal prefixes.", True)
     kv_events: bool = setting("Publish KV events over ZMQ.", True)
     kv_bytes_per_token: PositiveInt = setting(
-        "KV size of one token, for transfers from `tiers`; by default that of an 8B Llama "
-        "(2 x 32 layers x 8 heads x 128 x 2 bytes).",
+        "KV size of one token, for transfers from `tiers` and other workers; by default that of an "
+        "8B Llama (2 x 32 layers x 8 heads x 128 x 2 bytes).",
         131_072,
     )
+    handover_bandwidth_bytes_per_s: PositiveNumber = setting(
+        "How fast blocks come from a prefill worker, one hand-over after the other.", 1e10
+    )
+    handover_latency_s: Seconds = setting("What a hand-over takes beside its bytes.", 0.002)
     tiers: tuple[SimTier, ...] = setting(
         "Where evicted KV blocks go, fastest first.", (), validator=_different_kinds
     )
@@ -98,12 +102,18 @@ class SimConfig(EngineConfig):
             max_tokens_per_step=self.max_tokens_per_step,
             block_size=self.block_size,
             kv_capacity_blocks=self.kv_capacity_blocks,
+            handover_latency_ns=round(self.handover_latency_s * 1e9),
+            handover_block_ns=_time_ns(block_bytes, self.handover_bandwidth_bytes_per_s),
             tiers=tuple(
                 TierParameters(
                     name=tier.kind,
                     capacity_blocks=tier.capacity_blocks,
-                    load_block_ns=max(1, round(block_bytes / tier.bandwidth_bytes_per_s * 1e9)),
+                    load_block_ns=_time_ns(block_bytes, tier.bandwidth_bytes_per_s),
                 )
                 for tier in self.tiers
             ),
         )
+
+
+def _time_ns(size_bytes: int, bytes_per_s: float) -> int:
+    return max(1, round(size_bytes / bytes_per_s * 1e9))

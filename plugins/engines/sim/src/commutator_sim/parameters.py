@@ -37,9 +37,9 @@ class SimParameters:
     kv_capacity_blocks: int = 16_384
     tiers: tuple[TierParameters, ...] = ()
     """Fastest first."""
-    handover_latency_ns: int = 0
+    handover_latency_ns: int = 2_000_000
     """Before blocks of another worker are there, beside the time that their bytes take."""
-    handover_block_ns: int = 1
+    handover_block_ns: int = 209_715
     """Time that one such block occupies the worker's link."""
 
     def __attrs_post_init__(self) -> None:

@@ -11,6 +11,7 @@ from commutator import (
     hookimpl,
 )
 from commutator.engine import TokenApiClient, VirtualEngine, engine_command
+from commutator.engine.handover import HandoverStyle, PullHandover
 from commutator_sim.config import SimConfig
 from commutator_sim.virtual import SimVirtualEngine
 
@@ -26,8 +27,11 @@ class SimConnector(EngineConnector[SimConfig]):
     def connect(self, config: SimConfig, address: str) -> EngineClient:
         return TokenApiClient(address)
 
+    def handover_style(self, config: SimConfig) -> HandoverStyle:
+        return PullHandover()
+
     def virtual(self, config: SimConfig) -> VirtualEngine:
-        return SimVirtualEngine(config.parameters())
+        return SimVirtualEngine(config.parameters(), config.kv_bytes_per_token)
 
 
 @hookimpl

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from commutator.engine import (
     BlocksGone,
     BlocksHeld,
+    BlocksPulled,
+    BlocksReady,
     PrefillDone,
     RequestDone,
     TokensMade,
@@ -21,6 +23,8 @@ from commutator_sim.events import (
     Finished,
     FirstToken,
     Offloaded,
+    Pulled,
+    Ready,
     Removed,
     Steps,
     Stored,
@@ -37,21 +41,40 @@ _TIERS = {DEVICE: Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK, "object": T
 class SimVirtualEngine(VirtualEngine):
     """One modelled worker; a trace's block hashes are the model's block keys."""
 
-    def __init__(self, parameters: SimParameters) -> None:
+    def __init__(self, parameters: SimParameters, token_bytes: int) -> None:
         self._model = SimModel(parameters)
+        self._token_bytes = token_bytes
 
     @property
     def block_size(self) -> int:
         return self._model.parameters.block_size
 
     def submit(self, key: int, request: VirtualRequest) -> None:
-        self._model.submit(
-            key, SimRequest(request.prompt_tokens, request.output_tokens, request.block_hashes)
+        asked = SimRequest(
+            request.prompt_tokens,
+            request.output_tokens,
+            request.block_hashes,
+            exports=request.exports,
+            pulls=request.pulls,
         )
+        self._model.submit(key, asked)
 
     def advance(self, until_ns: int | None) -> Sequence[VirtualEvent]:
         happened = self._model.advance(FOREVER if until_ns is None else until_ns)
         return [told for event in happened for told in _tell(event)]
+
+    @property
+    def token_bytes(self) -> int:
+        return self._token_bytes
+
+    def next_event_ns(self) -> int | None:
+        return self._model.next_event_ns()
+
+    def offer(self, key: int, blocks: int) -> None:
+        self._model.offer(key, blocks)
+
+    def release(self, key: int) -> None:
+        self._model.release(key)
 
 
 def _tell(event: Event) -> Iterator[VirtualEvent]:
@@ -68,3 +91,7 @@ def _tell(event: Event) -> Iterator[VirtualEvent]:
             yield BlocksHeld(_TIERS[event.tier], event.blocks)
         case Removed():
             yield BlocksGone(_TIERS[event.tier], event.blocks)
+        case Ready():
+            yield BlocksReady(event.key, event.blocks)
+        case Pulled():
+            yield BlocksPulled(event.key, event.blocks)
