@@ -138,6 +138,17 @@ async def test_learns_what_the_server_is(client: VllmClient) -> None:
     await client.check_health()
 
 
+async def test_routing_may_ask_before_each_request(client: VllmClient, vllm: FakeVllm) -> None:
+    """A server that was lost may be another one when it is back."""
+    info = await client.start()
+    vllm.tells_sources = False
+    assert await client.start() is info
+    vllm.status, vllm.healthy = 500, False
+    with pytest.raises(EngineUnavailableError):
+        await collect(client)
+    assert (await client.start()).kv_events is None
+
+
 async def test_an_older_server_publishes_nobody_knows_where(
     client: VllmClient, vllm: FakeVllm
 ) -> None:

@@ -16,7 +16,7 @@ from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateReques
 from commutator_vllm.api import KvEventSource, ModelList, Version
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body
 from commutator_vllm.discovery import engine_info, event_source
-from commutator_vllm.exchange import generate
+from commutator_vllm.exchange import NotOfferedError, generate
 from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
 
 __all__ = ["VllmClient"]
@@ -50,10 +50,12 @@ class VllmClient(EngineClient):
         self._info: EngineInfo | None = None
         self._facts: CacheFacts | None = None
         self.path = GENERATE
-        """The endpoint for requests; becomes the other one with a server that lacks this."""
+        """For requests; the other one once a request has shown that the server lacks this."""
         self._running: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
+        if self._info is not None:  # routing asks before each request
+            return self._info
         version = await self._read("/version", Version)
         models = await self._read("/v1/models", ModelList)
         facts = cache_facts(await self._get("/metrics"))
@@ -83,17 +85,26 @@ class VllmClient(EngineClient):
         return stream
 
     async def _run(self, request: GenerateRequest, stream: DeltaStream, model: str) -> None:
-        """Only a request itself shows whether the server offers the cheaper endpoint."""
-        session = self._open_session()
-        while not await generate(
-            session,
-            self.url,
-            self.path,
-            request_body(self.path, request, model, use_priority=self._use_priority),
-            request,
-            stream,
-        ):
-            self.path = COMPLETIONS
+        """Fill the stream to its end. Cancelling closes the connection, and vLLM aborts."""
+        try:
+            try:
+                await self._generate(request, stream, model)
+            except NotOfferedError:
+                self.path = COMPLETIONS
+                await self._generate(request, stream, model)
+        except EngineUnavailableError as error:
+            self._info = None  # it may be another server that comes back
+            stream.fail(error)
+        except Exception as error:  # noqa: BLE001 - whoever reads the stream gets it
+            stream.fail(error)
+        except asyncio.CancelledError:
+            # Whoever closed only this stream does not hear of it.
+            stream.fail(EngineUnavailableError(f"vLLM at {self.url}: the connection was closed"))
+            raise
+
+    async def _generate(self, request: GenerateRequest, stream: DeltaStream, model: str) -> None:
+        body = request_body(self.path, request, model, use_priority=self._use_priority)
+        await generate(self._open_session(), self.url, self.path, body, request, stream)
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")
@@ -143,6 +154,7 @@ class VllmClient(EngineClient):
     async def _get(self, path: str) -> str:
         status, text = await self._ask(path)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._info = None
             raise EngineUnavailableError(f"{self.url}{path} answers {status}")
         if status != HTTPStatus.OK:
             raise EngineError(f"{self.url}{path} answers {status}: {text[:200]}")
@@ -155,5 +167,6 @@ class VllmClient(EngineClient):
                 async with session.get(self.url + path) as response:
                     return response.status, await response.text()
         except (aiohttp.ClientError, OSError) as error:
+            self._info = None
             what = "no answer" if isinstance(error, TimeoutError) else str(error)
             raise EngineUnavailableError(f"vLLM at {self.url}: {what}") from error

@@ -22,7 +22,7 @@ from commutator_vllm.api import Chunk
 from commutator_vllm.bodies import GENERATE, request_headers
 from commutator_vllm.deltas import DeltaReader, FailedInStreamError
 
-__all__ = ["generate"]
+__all__ = ["NotOfferedError", "generate"]
 
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -30,8 +30,8 @@ _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
 """What vLLM says of a path that it does not know; of a model it says more."""
 
 
-class _NotOfferedError(Exception):
-    pass
+class NotOfferedError(Exception):
+    """The server does not offer this endpoint."""
 
 
 async def generate(
@@ -41,50 +41,32 @@ async def generate(
     body: Mapping[str, Any],
     request: GenerateRequest,
     stream: DeltaStream,
-) -> bool:
-    """Fill ``stream`` to its end, and return True; False if the server does not offer ``path``.
-
-    Cancelling it closes the connection, at which vLLM aborts the request.
-    """
-    try:
-        await _generate(session, url, path, body, request, stream)
-    except _NotOfferedError:
-        return False
-    except aiohttp.ClientError as error:
-        stream.fail(EngineUnavailableError(f"vLLM at {url}: connection lost ({error})"))
-    except FailedInStreamError as error:
-        stream.fail(await _error_for(session, url, error.code or 500, str(error)))
-    except Exception as error:  # noqa: BLE001 - whoever reads the stream gets it
-        stream.fail(error)
-    except BaseException:
-        # The client was closed; whoever closed only this stream does not hear of it.
-        stream.fail(EngineUnavailableError(f"vLLM at {url}: the connection was closed"))
-        raise
-    return True
-
-
-async def _generate(
-    session: aiohttp.ClientSession,
-    url: str,
-    path: str,
-    body: Mapping[str, Any],
-    request: GenerateRequest,
-    stream: DeltaStream,
 ) -> None:
+    """Fill ``stream`` with the deltas of one answer.
+
+    Raises NotOfferedError, what ``TokenStream`` says, and EngineIncompleteError.
+    """
     reader = DeltaReader(request.sampling.top_logprobs)
-    async with session.post(url + path, json=body, headers=request_headers(request)) as response:
-        if response.status != HTTPStatus.OK:
-            message = _message(await response.read())
-            if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
-                raise _NotOfferedError
-            raise await _error_for(session, url, response.status, message)
-        if body["stream"]:
-            async for data in response.content.iter_any():
-                for delta in reader.feed(data):
+    try:
+        async with session.post(
+            url + path, json=body, headers=request_headers(request)
+        ) as response:
+            if response.status != HTTPStatus.OK:
+                message = _message(await response.read())
+                if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
+                    raise NotOfferedError
+                raise await _error_for(session, url, response.status, message)
+            if body["stream"]:
+                async for data in response.content.iter_any():
+                    for delta in reader.feed(data):
+                        stream.feed(delta)
+            else:
+                for delta in reader.whole(await response.read()):
                     stream.feed(delta)
-        else:
-            for delta in reader.whole(await response.read()):
-                stream.feed(delta)
+    except aiohttp.ClientError as error:
+        raise EngineUnavailableError(f"vLLM at {url}: connection lost ({error})") from error
+    except FailedInStreamError as error:
+        raise await _error_for(session, url, error.code or 500, str(error)) from error
     if not reader.ended:
         raise EngineIncompleteError(f"vLLM at {url} ended the stream before the answer")
 

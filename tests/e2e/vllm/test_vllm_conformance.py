@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 
 import pytest
 from tests.support.oracle import SOURCE, greedy
-from tests.support.vllm_server import ask_vllm, running_vllm
+from tests.support.vllm_server import ask_vllm
 
 from commutator import EngineClient
 from commutator.testing import EngineContract
@@ -34,20 +34,14 @@ def expected() -> tuple[tuple[list[int], list[int]], ...]:
     return tuple((ids, greedy(ids, 16)) for ids in prompts)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_vllm(tmp_path_factory.mktemp("vllm")) as url:
-        yield url
-
-
 class TestVllm(EngineContract):
     """Starting a server takes half a minute, so all tests share one, with its cache emptied."""
 
     capabilities = frozenset({"sampling", "stop_tokens", "logprobs", "prefix_cache"})
 
     @pytest.fixture(autouse=True)
-    def _server(self, server: str) -> None:
-        self.url = server
+    def _server(self, vllm_url: str) -> None:
+        self.url = vllm_url
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:

