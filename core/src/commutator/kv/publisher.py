@@ -37,12 +37,9 @@ class EventPublisher:
         topic: str = "",
         data_parallel_rank: int = 0,
         keep_messages: int = 10_000,
-        gather_s: float = 0.0,
     ) -> None:
-        """With ``gather_s``, what is published within so long goes out as one message."""
         self._topic = topic.encode()
         self._rank = data_parallel_rank
-        self._gather_s = gather_s
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=keep_messages)
         self._inbox: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
         self._sequence = 0
@@ -75,8 +72,6 @@ class EventPublisher:
             except queue.Empty:
                 pass
             else:
-                if batch is not None and self._gather_s:
-                    batch = self._gather(batch)
                 if batch is None:
                     break
                 self._send(batch)
@@ -85,18 +80,6 @@ class EventPublisher:
         self._pub.close(linger=200)
         self._replay.close(linger=0)
         self._context.term()
-
-    def _gather(self, first: EventBatch) -> EventBatch:
-        """``first`` and what follows it soon; a closing publisher is found closing again."""
-        time.sleep(self._gather_s)
-        events = list(first.events)
-        while not self._inbox.empty():
-            batch = self._inbox.get()
-            if batch is None:
-                self._inbox.put(None)
-                break
-            events += batch.events
-        return EventBatch(first.timestamp_s, tuple(events), self._rank)
 
     def _send(self, batch: EventBatch) -> None:
         sequence, body = self._sequence.to_bytes(8, "big"), encode_batch(batch)

@@ -29,7 +29,7 @@ from commutator_sim.request import SimRequest
 __all__ = ["SimEngine"]
 
 _SHORTEST_SLEEP_S = 0.001
-_GATHER_EVENTS_S = 0.005
+_GATHER_EVENTS_S = 0.01
 """At unlimited speed. A real step takes as long, and its events come in one message."""
 
 
@@ -88,8 +88,13 @@ class SimEngine(TokenEngine):
         self._loop, self._emit = asyncio.get_running_loop(), emit
         self._started_s = self._loop.time()
         if config.kv_events and config.prefix_caching:
-            self._publisher = EventPublisher(gather_s=0 if self._factor else _GATHER_EVENTS_S)
-            self._feed = EventFeed(self._publisher, config.block_size, has_tiers=bool(config.tiers))
+            self._publisher = EventPublisher()
+            self._feed = EventFeed(
+                self._publisher,
+                config.block_size,
+                has_tiers=bool(config.tiers),
+                gather_s=0.0 if self._factor else _GATHER_EVENTS_S,
+            )
         return EngineInfo(
             kind="sim",
             version=version("commutator-sim"),
@@ -147,7 +152,8 @@ class SimEngine(TokenEngine):
         loop, self._emit = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._cancel_timer)
-        if self._publisher is not None:
+        if self._publisher is not None and self._feed is not None:
+            self._feed.flush()
             self._publisher.close()
 
     def _stream_for(self, request: GenerateRequest) -> _Stream:

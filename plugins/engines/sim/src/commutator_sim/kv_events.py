@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from attrs import define
@@ -26,14 +27,50 @@ class _Block:
     """In how many tiers it is, the device included."""
 
 
-class EventFeed:
-    """Collects the events of one tick and publishes them as one message."""
+@define
+class _Stored:
+    """What became of one request's blocks since the last message: one event, however many ticks."""
 
-    def __init__(self, publisher: EventPublisher, block_size: int, *, has_tiers: bool) -> None:
+    keys: list[int]
+    parent: int | None
+    token_ids: list[int]
+    lora_name: str | None
+    cache_salt: str | None
+    next_block: int
+
+    def event(self, block_size: int) -> BlockStored:
+        return BlockStored(
+            tuple(self.keys),
+            self.parent,
+            tuple(self.token_ids),
+            block_size,
+            lora_name=self.lora_name,
+            cache_salt=self.cache_salt,
+        )
+
+
+class EventFeed:
+    """Collects the events of one tick or several and publishes them as one message."""
+
+    def __init__(
+        self,
+        publisher: EventPublisher,
+        block_size: int,
+        *,
+        has_tiers: bool,
+        gather_s: float = 0.0,
+    ) -> None:
+        """What ticks tell within ``gather_s`` goes out together; it needs an event loop."""
         self._publisher = publisher
         self._block_size = block_size
         self._blocks: dict[int, _Block] | None = {} if has_tiers else None
-        self._ready: list[KvEvent] = []
+        self._gather_s = gather_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._ready: list[KvEvent | _Stored] = []
+        self._stored: dict[int, _Stored] = {}
+        """The last of each request among what is ready."""
+        self._removed: set[int] = set()
+        """Blocks whose removal is among what is ready."""
 
     def stored(
         self,
@@ -45,19 +82,28 @@ class EventFeed:
     ) -> None:
         """Blocks of a request with these keys and tokens are on the device."""
         first, size = event.first_block, self._block_size
+        next_block = first + len(event.blocks)
         parent = keys[first - 1] if first else None
-        tokens = tuple(token_ids[first * size : (first + len(event.blocks)) * size])
-        stored = BlockStored(
-            event.blocks, parent, tokens, size, lora_name=lora_name, cache_salt=cache_salt
-        )
-        self._ready.append(stored)
+        tokens = token_ids[first * size : next_block * size]
+        before = self._stored.get(event.key)
+        # Blocks that went meanwhile must not come back before they go.
+        if before and before.next_block == first and self._removed.isdisjoint(event.blocks):
+            before.keys += event.blocks
+            before.token_ids += tokens
+            before.next_block = next_block
+        else:
+            stored = _Stored(
+                list(event.blocks), parent, list(tokens), lora_name, cache_salt, next_block
+            )
+            self._stored[event.key] = stored
+            self._ready.append(stored)
         if self._blocks is None:
             return
         for index, key in enumerate(event.blocks):
             if (block := self._blocks.get(key)) is not None:
                 block.places += 1
             else:
-                mine = tokens[index * size : (index + 1) * size]
+                mine = tuple(tokens[index * size : (index + 1) * size])
                 self._blocks[key] = _Block(parent, mine, lora_name, cache_salt)
             parent = key
 
@@ -66,6 +112,7 @@ class EventFeed:
         medium = _MEDIUM[event.tier]
         if isinstance(event, Removed):
             self._ready.append(BlockRemoved(event.blocks, medium))
+            self._removed.update(event.blocks)
             if self._blocks is not None:
                 self._forget(event.blocks, self._blocks)
             return
@@ -85,10 +132,23 @@ class EventFeed:
             self._ready.append(stored)
 
     def publish(self) -> None:
-        """Send what was collected."""
-        if self._ready:
-            self._publisher.publish(self._ready)
-            self._ready = []
+        """Send what was collected, now or when it has been gathered for long enough."""
+        if not self._gather_s:
+            self.flush()
+        elif self._ready and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._gather_s, self.flush)
+
+    def flush(self) -> None:
+        """Send what was collected now."""
+        self._timer = None
+        ready, self._ready = self._ready, []
+        self._stored.clear()
+        self._removed.clear()
+        size = self._block_size
+        self._publisher.publish(
+            [one.event(size) if isinstance(one, _Stored) else one for one in ready]
+        )
 
     def _forget(self, keys: Sequence[int], blocks: dict[int, _Block]) -> None:
         for key in keys:
