@@ -18,6 +18,8 @@ from commutator.frontend.services import SERVICES, Services
 from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
+from commutator.routing.forward import Forward
+from commutator.routing.prefill_pool import QueueState
 from commutator.routing.route import RouteFacts
 from commutator.text.load import load_text_model
 from commutator.text.model import TextModel
@@ -78,6 +80,7 @@ class FakeDispatcher:
     sessions: list[str | None] = field(factory=list)
     hashes: list[Sequence[int] | None] = field(factory=list)
     block_size: int | None = None
+    queues: dict[str, QueueState] = field(factory=dict)
     open: int = 0
     """Requests neither finished nor closed."""
 
@@ -87,11 +90,28 @@ class FakeDispatcher:
     def status(self) -> Sequence[WorkerStatus]:
         return [WorkerStatus("fake-0", MODEL, "fake", "ready", self.open, self.open)]
 
+    def forwards(self, model: str) -> bool:
+        return False
+
+    async def forward(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> Forward:
+        raise NotImplementedError
+
     def watch_waiting(self, heard: Callable[[int], None]) -> None:
         """Nobody waits here."""
 
     def watch_migrations(self, observer: object) -> None:
         """Nothing changes its worker here."""
+
+    def watch_handovers(self, observer: object) -> None:
+        """Nor is its prefill elsewhere."""
+
+    def prefill_queues(self) -> dict[str, QueueState]:
+        return self.queues
+
+    def refused_handovers(self) -> list[str]:
+        return []
 
     def waiting(self, model: str) -> int:
         return 0

@@ -70,3 +70,23 @@ async def test_nobody_listens() -> None:
     shown = await explain("Once", "--url", "http://127.0.0.1:9")
     assert shown.exit_code == 1
     assert "is `commutator serve` running?" in shown.output
+
+
+async def test_prefill_elsewhere_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = {
+        "separate": True,
+        "reason": "long prompt",
+        "terms": {"uncached_tokens": 1200.0},
+        "prefill_worker_id": "p-1",
+        "outcome": "handed over",
+        "failed": [{"prefill_worker": "p-0", "reason": "connection lost"}],
+    }
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision(2) | {"disaggregation": apart})
+    async with front_door(FakeDispatcher()) as door:
+        shown = await explain("Once", "--url", door.url)
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.splitlines()[1:4] == [
+        "  prefill at p-1: long prompt; handed over",
+        "    uncached_tokens 1200",
+        "    p-0 failed: connection lost",
+    ]

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
 from commutator.frontend.responses import ErrorBody
+from commutator.routing.prefill_pool import QueueState
 
 
 async def test_live_ready_health() -> None:
@@ -32,10 +33,14 @@ async def test_live_ready_health() -> None:
                     "active_requests": 0,
                     "active_requests_of_all": 0,
                     "admin_address": None,
+                    "role": "both",
+                    "hands_over": False,
                 }
             ],
             "requests": {"running": 0, "queued": 0},
             "waiting_for_a_worker": {MODEL: 0},
+            "prefill_queues": {},
+            "refused_handovers": [],
             "load_peers": 0,
             "indexed_blocks": {MODEL: 3},
             "registry": None,
@@ -46,6 +51,17 @@ async def test_live_ready_health() -> None:
         status, body = await door.get("/ready")
         assert (status, body["error"]["code"]) == (503, "no_worker")
         assert (await door.get("/live"))[0] == 200
+
+
+async def test_the_prefill_queue_is_told() -> None:
+    dispatcher = FakeDispatcher(queues={MODEL: QueueState(3, 1.5)})
+    async with front_door(dispatcher) as door:
+        _, health = await door.get("/health")
+        assert health["prefill_queues"] == {MODEL: {"requests": 3, "oldest_s": 1.5}}
+        async with door.session.get(f"{door.url}/metrics") as response:
+            scraped = await response.text()
+        assert f'commutator_prefill_queue_requests{{model="{MODEL}"}} 3.0' in scraped
+        assert f'commutator_prefill_queue_age_seconds{{model="{MODEL}"}} 1.5' in scraped
 
 
 async def test_models() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from commutator import (
     EngineClient,
@@ -28,7 +29,7 @@ from commutator.runtime.ports import PortPicker
 from commutator.runtime.process import Launcher
 from commutator.runtime.registry import MemoryRegistry
 from commutator.runtime.worker_agent import WorkerAgent, WorkerSpec
-from commutator.types import EngineInfo, EngineLoad, GenerateRequest
+from commutator.types import EngineInfo, EngineLoad, GenerateRequest, HandoverInfo, Role
 
 INFO = EngineInfo("fake", "1", "m", 1, 1, 1)
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
@@ -40,6 +41,7 @@ class FakeEngine(EngineConnector[EngineConfig], EngineClient):
     def __init__(self, argv: tuple[str, ...] | None) -> None:
         self.argv = argv
         self.well = True
+        self.info = INFO
         self.starts = 0
         self.contexts: list[LaunchContext] = []
         self.launch_error: Exception | None = None
@@ -63,7 +65,7 @@ class FakeEngine(EngineConnector[EngineConfig], EngineClient):
         self.starts += 1
         if not self.well:
             raise EngineUnavailableError("refused")
-        return INFO
+        return self.info
 
     async def check_health(self) -> None:
         if not self.well:
@@ -120,6 +122,7 @@ async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
             name="fake",
             start_timeout_s=start_timeout_s,
             replicas=runtime.pop("replicas", 1),
+            role=runtime.pop("role", "both"),
         )
         model = ModelConfig(name="m", source="-")
         settings = RuntimeConfig(**{"lease_s": 0.3, "restart_backoff_s": 0.05} | runtime)
@@ -251,3 +254,14 @@ async def test_a_program_that_does_not_exist_is_tried_again(watch: Watch) -> Non
         while len(engine.contexts) < 3:
             await asyncio.sleep(0.02)
     assert not watched.running.done()
+
+
+async def test_a_role_needs_an_engine_that_hands_over(watch: Watch) -> None:
+    watched = watch(FakeEngine(SLEEP), role="prefill")
+    with pytest.raises(ConfigError, match="engine fake: its role is prefill"):
+        await watched.running
+    able = FakeEngine(SLEEP)
+    able.info = evolve(INFO, handover=HandoverInfo("test", "m", 16, 1))
+    up = await watch(able, role="prefill").next()
+    assert isinstance(up, Up)
+    assert up.record.role is Role.PREFILL

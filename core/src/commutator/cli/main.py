@@ -19,7 +19,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration."),
-    "worker": ("commutator.cli.worker:worker", "List workers; drain one and bring it back."),
+    "worker": (
+        "commutator.cli.worker:worker",
+        "List workers; drain one, bring it back, change its role.",
+    ),
     "route": ("commutator.cli.route:route", "Ask a running deployment about its routing."),
     "kv": ("commutator.cli.kv:kv", "See and change what lies in storage tiers; measure them."),
     "replay": ("commutator.cli.replay:replay", "Replay a trace over simulated workers."),

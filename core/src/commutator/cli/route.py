@@ -90,6 +90,8 @@ def show(decision: dict[str, Any]) -> None:
             f"  {moved['from_worker']} before it, for {moved['generated_tokens']} tokens: "
             f"{moved['reason']}"
         )
+    if (apart := decision.get("disaggregation")) is not None:
+        _show_disaggregation(apart)
     for candidate in decision["candidates"]:
         mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
         overlap = " ".join(f"{tier}={n}" for tier, n in candidate["overlap_blocks"].items() if n)
@@ -106,3 +108,14 @@ def show(decision: dict[str, Any]) -> None:
             click.echo(f"{'':<19}{scores}")
     if left_out := decision.get("left_out"):
         click.echo(f"  and {left_out} more, whose scores are too long for an answer's header")
+
+
+def _show_disaggregation(apart: dict[str, Any]) -> None:
+    where = f"at {apart['prefill_worker_id']}" if apart.get("prefill_worker_id") else "locally"
+    outcome = f"; {apart['outcome']}" if "outcome" in apart else ""
+    click.echo(f"  prefill {where}: {apart['reason']}{outcome}")
+    terms = "  ".join(f"{term} {value:g}" for term, value in apart["terms"].items())
+    if terms:
+        click.echo(f"{'':<4}{terms}")
+    for failed in apart.get("failed", ()):
+        click.echo(f"    {failed['prefill_worker']} failed: {failed['reason']}")

@@ -1,33 +1,33 @@
-"""``commutator worker``: the workers of a running deployment, and taking one out of routing."""
+"""``commutator worker``: the workers of a running deployment, their draining and their roles."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from commutator.cli.route import call
-from commutator.engine.client import TokenApiClient
-from commutator.errors import CommutatorError, RegistryError
-from commutator.types import EngineLoad
+from commutator.cli.worker_changes import (
+    ask_health,
+    change,
+    find,
+    must_be_able,
+    must_leave_another,
+    role_words,
+    set_draining,
+    wait_until_idle,
+)
+from commutator.errors import CommutatorError
+from commutator.types import Role
 
 __all__ = ["worker"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
-_LOOK_S = 0.2
-_QUIET_LOOKS = 3
-"""So often in a row: another front door may have sent something just before it heard."""
-_HEARD_S = 5.0
-"""A front door hears of a change within milliseconds; this is when something is wrong."""
-
 
 @click.group()
 def worker() -> None:
-    """List the workers of a running deployment; drain one and bring it back."""
+    """List the workers of a running deployment; drain one, bring it back, change its role."""
 
 
 def front_door_options(command: CommandT) -> CommandT:
@@ -45,12 +45,12 @@ def front_door_options(command: CommandT) -> CommandT:
 @front_door_options
 def ls(url: str, api_key: str | None) -> None:
     """One line for each worker: its state and its requests."""
-    workers = _health(url, api_key)["workers"]
+    workers = ask_health(url, api_key)["workers"]
     widths = [max([len(w[field]) for w in workers], default=0) for field in ("worker_id", "model")]
     for one in workers:
         click.echo(
             f"{one['worker_id']:<{widths[0]}}  {one['model']:<{widths[1]}}  {one['kind']}  "
-            f"{one['state']}, {one['active_requests_of_all']} requests"
+            f"{role_words(one)}{one['state']}, {one['active_requests_of_all']} requests"
         )
 
 
@@ -69,33 +69,19 @@ def drain(worker_id: str, url: str, api_key: str | None, wait_s: float | None, f
 
     It stays drained, even when it is started again, until `commutator worker undrain ID`.
     """
-    health = _health(url, api_key)
-    chosen = _find(health, worker_id, url)
-    others = [
-        one
-        for one in health["workers"]
-        if one["model"] == chosen["model"] and one is not chosen and one["state"] == "ready"
-    ]
-    if not others and not force:
-        raise CommutatorError(
-            f"{worker_id} is the last ready worker of {chosen['model']}: requests would be refused"
-            "\n  add --force to drain it nevertheless"
-        )
-    _set_draining(health, url, api_key, worker_id, True)
+    health = ask_health(url, api_key)
+    chosen = find(health, worker_id, url)
+    must_leave_another(health, chosen, force)
+    set_draining(health, url, api_key, worker_id, True)
     if wait_s is None:
         click.echo(f"{worker_id} gets nothing new")
         return
-    deadline_s = time.monotonic() + wait_s
-    quiet = 0
-    while quiet < _QUIET_LOOKS:
-        running = _running(_find(_health(url, api_key), worker_id, url))
-        quiet = 0 if running else quiet + 1
-        if running and time.monotonic() > deadline_s:
-            raise CommutatorError(
-                f"{worker_id} gets nothing new, but after {wait_s:g} s it still has {running} "
-                "requests; ask again with a longer --wait"
-            )
-        time.sleep(_LOOK_S)
+    running = wait_until_idle(worker_id, url, api_key, wait_s)
+    if running:
+        raise CommutatorError(
+            f"{worker_id} gets nothing new, but after {wait_s:g} s it still has {running} "
+            "requests; ask again with a longer --wait"
+        )
     click.echo(f"{worker_id} gets nothing new, and has nothing left to do")
 
 
@@ -104,70 +90,51 @@ def drain(worker_id: str, url: str, api_key: str | None, wait_s: float | None, f
 @front_door_options
 def undrain(worker_id: str, url: str, api_key: str | None) -> None:
     """Let worker ID have requests again."""
-    health = _health(url, api_key)
-    _set_draining(health, url, api_key, worker_id, False)
+    health = ask_health(url, api_key)
+    set_draining(health, url, api_key, worker_id, False)
     click.echo(f"{worker_id} is back")
 
 
-def _health(url: str, api_key: str | None) -> dict[str, Any]:
-    _, health = call(f"{url.rstrip('/')}/health", api_key)
-    return health
-
-
-def _find(health: dict[str, Any], worker_id: str, url: str) -> dict[str, Any]:
-    for one in health["workers"]:
-        if one["worker_id"] == worker_id:
-            found: dict[str, Any] = one
-            return found
-    names = ", ".join(one["worker_id"] for one in health["workers"])
-    raise CommutatorError(f"{url} has no worker {worker_id!r}; it has: {names or 'none'}")
-
-
-def _running(one: dict[str, Any]) -> int:
-    """Requests that the worker has, by the front doors and, where it can be asked, by itself."""
-    told = int(one["active_requests_of_all"])
-    if one["admin_address"] is None:
-        return told
-    load = asyncio.run(_ask_load(one["admin_address"]))
-    return max(told, load.running + load.waiting)
-
-
-async def _ask_load(address: str) -> EngineLoad:
-    client = TokenApiClient(address)
-    try:
-        return await client.load()
-    finally:
-        await client.close()
-
-
-def _set_draining(
-    health: dict[str, Any], url: str, api_key: str | None, worker_id: str, draining: bool
+@worker.command(epilog="Example: commutator worker role reference-0 prefill")
+@click.argument("worker_id", metavar="ID")
+@click.argument("new_role", metavar="ROLE", type=click.Choice([role.value for role in Role]))
+@front_door_options
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Wait at most so many seconds for its requests to finish; else nothing changes.",
+)
+@click.option("--force", is_flag=True, help="Even if no other worker of its model could decode.")
+def role(
+    worker_id: str, new_role: str, url: str, api_key: str | None, wait_s: float, force: bool
 ) -> None:
-    """Tell the registry, and wait until the front door has heard of it."""
-    _find(health, worker_id, url)
-    address = health["registry"]
-    if address is None:
-        raise CommutatorError(f"{url} follows no registry, so nothing can be told to its workers")
+    """Make worker ID a prefill or decode worker, or one for both.
+
+    It is drained first, and takes requests again afterwards. It keeps its role, even when it is
+    started again, until it is changed again.
+    """
+    wanted, health = Role(new_role), ask_health(url, api_key)
+    chosen = find(health, worker_id, url)
+    if chosen["role"] == wanted:
+        click.echo(f"{worker_id} is {wanted} already")
+        return
+    must_be_able(health, chosen, wanted)
+    if wanted is Role.PREFILL:
+        must_leave_another(health, chosen, force)
+    drained_before = chosen["state"] == "draining"
+    set_draining(health, url, api_key, worker_id, True)
     try:
-        found = asyncio.run(_tell_registry(address, worker_id, draining))
-    except RegistryError as error:
-        raise CommutatorError(f"{error}\n  run this on the machine of the registry") from error
-    if not found:
-        raise CommutatorError(f"{worker_id} left the registry a moment ago")
-    deadline_s = time.monotonic() + _HEARD_S
-    while (_find(_health(url, api_key), worker_id, url)["state"] == "draining") != draining:
-        if time.monotonic() > deadline_s:
-            raise CommutatorError(f"{url} has not heard of it after {_HEARD_S:g} s")
-        time.sleep(_LOOK_S / 10)
-
-
-async def _tell_registry(address: str, worker_id: str, draining: bool) -> bool:
-    from commutator.runtime.registry_client import (  # noqa: PLC0415 - keeps --help quick
-        RegistryClient,
-    )
-
-    client = RegistryClient(address)
-    try:
-        return await client.set_draining(worker_id, draining)
+        running = wait_until_idle(worker_id, url, api_key, wait_s)
+        if running:
+            raise CommutatorError(
+                f"after {wait_s:g} s {worker_id} still has {running} requests, so it is "
+                f"{chosen['role']} as before; ask again with a longer --wait"
+            )
+        change(health, url, api_key, worker_id, wanted)
     finally:
-        await client.close()
+        if not drained_before:
+            set_draining(health, url, api_key, worker_id, False)
+    click.echo(f"{worker_id} is {wanted} now")

@@ -5,25 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from aiohttp import web
 from attrs import define, field
 
 from commutator.config.model import FrontendConfig
+from commutator.engine.contract import ForwardedAnswer
 from commutator.errors import RequestError
 from commutator.frontend.limiter import Limiter
 from commutator.frontend.prompt_cache import prompt_cache
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
+from commutator.routing.handover_observer import HandoverObserver
 from commutator.routing.moves import MigrationObserver
+from commutator.routing.prefill_pool import QueueState
 from commutator.routing.route import RouteFacts
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache
 from commutator.types import GenerateRequest, TokenDelta
 
-__all__ = ["SERVICES", "Dispatched", "RequestDispatcher", "Services"]
+__all__ = ["SERVICES", "Dispatched", "ForwardedRequest", "RequestDispatcher", "Services"]
 
 
 class Dispatched(Protocol):
@@ -47,6 +51,29 @@ class Dispatched(Protocol):
     async def stop(self) -> None: ...
 
     def explain(self) -> dict[str, Any]: ...
+
+
+class ForwardedRequest(Protocol):
+    """One request on its way to a worker as it came; see ``commutator.routing.forward``."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> ForwardedAnswer: ...
+
+    def chunks(self) -> AsyncIterator[bytes]: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class RequestDispatcher(Protocol):
@@ -78,9 +105,21 @@ class RequestDispatcher(Protocol):
         deadline_s: float | None = None,
     ) -> Dispatched: ...
 
+    def forwards(self, model: str) -> bool: ...
+
+    async def forward(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> ForwardedRequest: ...
+
     def watch_waiting(self, heard: Callable[[int], None]) -> None: ...
 
     def watch_migrations(self, observer: MigrationObserver) -> None: ...
+
+    def watch_handovers(self, observer: HandoverObserver) -> None: ...
+
+    def prefill_queues(self) -> Mapping[str, QueueState]: ...
+
+    def refused_handovers(self) -> Sequence[object]: ...
 
     def waiting(self, model: str) -> int: ...
 
@@ -112,6 +151,7 @@ class Services:
         self.metrics.load_peers.set_function(self.dispatcher.load_peers)
         self.dispatcher.watch_waiting(self.limiter.stepped)
         self.dispatcher.watch_migrations(self.metrics)
+        self._watch_handovers()
         for name in self.models:
             self.metrics.watch_router_queue(name, partial(self.dispatcher.waiting, name))
         self.prompt_caches = {
@@ -124,6 +164,16 @@ class Services:
             )
             for name, text in self.models.items()
         }
+
+    def _watch_handovers(self) -> None:
+        handovers, queues = self.metrics.handovers, self.dispatcher.prefill_queues
+        self.dispatcher.watch_handovers(handovers)
+        for name in queues():
+            handovers.watch_queue(
+                name,
+                partial(_of_queue, queues, name, "requests"),
+                partial(_of_queue, queues, name, "oldest_s"),
+            )
 
     def text_model(self, name: str | None) -> tuple[str, TextModel]:
         """(name, model); None means the only one. Raises RequestError."""
@@ -149,6 +199,10 @@ class Services:
         """Longest prompt plus answer in tokens: the model's own limit or its workers', if less."""
         own, workers = self.models[name].max_model_len, self.dispatcher.max_model_len(name)
         return own if workers is None else min(own, workers)
+
+
+def _of_queue(queues: Callable[[], Mapping[str, QueueState]], model: str, what: str) -> float:
+    return float(getattr(queues()[model], what))
 
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

@@ -47,6 +47,11 @@ async def health(request: web.Request) -> web.Response:
             "waiting_for_a_worker": {
                 name: services.dispatcher.waiting(name) for name in services.models
             },
+            "prefill_queues": {
+                name: attrs.asdict(queue)
+                for name, queue in services.dispatcher.prefill_queues().items()
+            },
+            "refused_handovers": [str(pair) for pair in services.dispatcher.refused_handovers()],
             "load_peers": services.dispatcher.load_peers(),
             "indexed_blocks": services.dispatcher.indexed_blocks(),
             "registry": services.registry_address,

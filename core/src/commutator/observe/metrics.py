@@ -13,6 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from commutator.observe.handover_metrics import HandoverMetrics
 from commutator.observe.kv_metrics import KvCollector
 from commutator.observe.token_times import TokenTimes
 
@@ -178,6 +179,7 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
+        self.handovers = HandoverMetrics(registry)
         self._kv = KvCollector()
         registry.register(self._kv)
 

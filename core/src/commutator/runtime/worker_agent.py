@@ -179,13 +179,11 @@ class WorkerAgent:
         config = self._spec.config
         name, role = config.name or config.kind, Role(config.role)
         if role is not Role.BOTH and info.handover is None:
-            raise ConfigError(
-                [
-                    f"engine {name}: its role is {role.value}, but its workers hand no KV over; "
-                    "set role: both, or install what it needs for that (our own engines: "
-                    "commutator[nixl])"
-                ]
+            problem = (
+                f"engine {name}: its role is {role.value}, but its workers hand no KV over; set "
+                "role: both, or install what it needs (our own engines: commutator[nixl])"
             )
+            raise ConfigError([problem])
         model = self._spec.model.name
         return WorkerRecord(self.name, name, config.kind, model, address, info, role=role)
 
