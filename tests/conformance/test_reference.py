@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.oracle import SOURCE, greedy
 
 from commutator import EngineClient, ModelConfig
 from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
+from commutator.engine.handover import HandoverStyle, PullHandover
 from commutator.testing import EngineContract
 from commutator.text import load_text_model
 from commutator_reference.config import ReferenceConfig
@@ -42,18 +44,31 @@ load_weights = cache(load_model)
 
 
 class TestReference(EngineContract):
+    servers: ClassVar[dict[str, ReferenceServer]] = {}
+    """By address."""
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         config = ReferenceConfig(kind="reference", kv_cache_bytes=200 << 20)
         with patch("commutator_reference.server.load_model", load_weights):
-            server = TokenApiServer(ReferenceServer(config, EngineStart(MODEL, "test-0")))
+            engine = ReferenceServer(config, EngineStart(MODEL, "test-0"))
+        server = TokenApiServer(engine)
         port = await server.start("127.0.0.1", 0)
-        yield TokenApiClient(f"127.0.0.1:{port}", answer_timeout_s=20)
+        address = f"127.0.0.1:{port}"
+        self.servers[address] = engine
+        yield TokenApiClient(address, answer_timeout_s=60)
         await server.stop()
 
     def another_client(self, client: EngineClient) -> EngineClient:
         assert isinstance(client, TokenApiClient)
         return TokenApiClient(client.address, answer_timeout_s=20)
+
+    def handover_style(self, lease_s: float) -> HandoverStyle:
+        return PullHandover(lease_s)
+
+    async def spoil_kv(self, client: EngineClient) -> None:
+        assert isinstance(client, TokenApiClient)
+        self.servers[client.address]._engine.arena.tensor.mul_(1.01)
 
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
         return expected()

@@ -7,6 +7,7 @@ ends with its standard input.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import threading
@@ -47,6 +48,8 @@ class TinyOptions:
     max_tokens_per_step: int = 64
     step_pause_s: float = 0.0
     """Added to each step, so that a prefill takes long enough to be disturbed."""
+    hangs_after_steps: int | None = None
+    """It then computes nothing more, for ever."""
     silence_s: float = 30.0
     seed: int = 0
 
@@ -80,7 +83,11 @@ class TinyWorker(TokenEngine):
         self.handed.start()
         compute = self.engine._compute
 
+        steps = itertools.count()
+
         def paused(step: Any) -> Any:
+            if next(steps) == self.options.hangs_after_steps:
+                threading.Event().wait()
             time.sleep(self.options.step_pause_s)
             return compute(step)
 

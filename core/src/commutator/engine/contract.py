@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,7 +16,14 @@ from commutator.engine.virtual import VirtualEngine
 from commutator.errors import EngineError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
-__all__ = ["EngineClient", "EngineConnector", "LaunchContext", "LaunchPlan", "TokenStream"]
+__all__ = [
+    "EngineClient",
+    "EngineConnector",
+    "ForwardedAnswer",
+    "LaunchContext",
+    "LaunchPlan",
+    "TokenStream",
+]
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -57,6 +65,20 @@ class TokenStream(Protocol):
         """Abort the request unless it is finished. Idempotent; never raises."""
 
 
+class ForwardedAnswer(Protocol):
+    """An engine's own answer to a client's HTTP request."""
+
+    @property
+    def status(self) -> int:
+        """The HTTP status; errors of the engine's own are answers, too."""
+
+    @property
+    def content_type(self) -> str: ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises EngineUnavailableError when the worker dies."""
+
+
 class EngineClient(ABC):
     """One frontend's (or the supervisor's) connection to one worker. Used from one event loop."""
 
@@ -75,6 +97,16 @@ class EngineClient(ABC):
         The stream raises EngineUnavailableError when the worker dies, EngineOverloadedError when
         it is full, RequestError when it refuses the request itself, and EngineError otherwise.
         """
+
+    def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[ForwardedAnswer]:
+        """POST a client's JSON to the engine's own ``path``, for what only the engine can do.
+
+        Only where ``EngineInfo.forwards`` is set. Leaving the context aborts the request. Entering
+        it raises EngineUnavailableError and EngineOverloadedError as ``generate`` does.
+        """
+        raise EngineError(f"this engine has no HTTP endpoint {path} of its own")
 
     @abstractmethod
     async def load(self) -> EngineLoad:

@@ -8,6 +8,7 @@ from commutator.testing.disagg import DisaggContract
 from commutator.testing.engines import EngineContract, collect, make_request
 from commutator.testing.eviction import EvictionContract, tree_block
 from commutator.testing.faults import Faults, FaultyClient
+from commutator.testing.handover import WorkerPair
 from commutator.testing.routers import RouterContract, check_decision, make_candidate
 from commutator.testing.tier_faults import FaultyIo, FaultyTier, IoFaults, TierFaults, damage
 from commutator.testing.tiers import TierContract, TierUser
@@ -26,6 +27,7 @@ __all__ = [
     "TierContract",
     "TierFaults",
     "TierUser",
+    "WorkerPair",
     "check_decision",
     "collect",
     "damage",

@@ -16,15 +16,14 @@ from attrs import define, field
 from commutator.engine.handover.geometry import BlockShapes
 from commutator.engine.handover.mover import PromptBlock, Target
 from commutator.engine.handover.pull_words import Source
+from commutator.engine.handover.read_plan import ReadPlan, plan_reads
 from commutator.errors import CommutatorError, TransferError, TransferTimeoutError
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.checksum import checksum
 from commutator.transfer import (
-    BlockMove,
     BlockMoves,
     Direction,
     Memory,
-    Span,
     TransferAgent,
 )
 from commutator.transfer.transfer import poll_pause_s
@@ -51,8 +50,7 @@ class _Fetch:
     result: asyncio.Future[list[str | None]]
     cancelled: bool = False
     moving: BlockMoves | None = None
-    spans: list[list[Span]] = field(factory=list)
-    """For each block, its pieces in our memory, in their order in the source."""
+    plan: ReadPlan = field(factory=ReadPlan)
     outcomes: list[str | None] = field(factory=list)
 
 
@@ -186,27 +184,29 @@ class NixlMover:
                 self._metadata.result()
             assert self._agent is not None
             peer = self._agent.add_peer(fetch.source.metadata)
-            moves, owners = self._plan(fetch)
+            fetch.plan = plan = plan_reads(
+                fetch.source, fetch.blocks, fetch.target, fetch.shapes, self._arena
+            )
         except (CommutatorError, ValueError, IndexError) as error:
             fetch.outcomes = [str(error)] * len(fetch.blocks)
             self._tell(fetch)
             self._let_go(fetch)
             return
-        missing = [len(spans) for spans in fetch.spans]
+        missing = [len(pieces) for pieces in plan.pieces]
 
         def arrived(positions: Sequence[int]) -> None:
             done = []
             for position in positions:
-                missing[owners[position]] -= 1
-                if not missing[owners[position]]:
-                    done.append(owners[position])
+                missing[plan.owners[position]] -= 1
+                if not missing[plan.owners[position]]:
+                    done.append(plan.owners[position])
             if done:
                 self._checking.submit(self._check, fetch, done)
 
         fetch.moving = BlockMoves(
             self._agent,
             Direction.READ,
-            moves,
+            plan.moves,
             local_memory=Memory.DRAM,
             remote_memory=Memory(fetch.source.memory),
             backend=_BACKEND,
@@ -218,31 +218,10 @@ class NixlMover:
         fetch.moving.step()
         self._running.append(fetch)
 
-    def _plan(self, fetch: _Fetch) -> tuple[list[BlockMove], list[int]]:
-        """The moves, and to which of the fetch's blocks each of them belongs."""
-        source, target, shapes = fetch.source, fetch.target, fetch.shapes
-        first = target.first_token // shapes.target_tokens
-        moves: list[BlockMove] = []
-        owners: list[int] = []
-        for owner, (position, ready) in enumerate(fetch.blocks):
-            if not 0 <= ready.index < source.blocks:
-                raise ValueError(f"the prefill worker has no block {ready.index}")
-            begin = source.address + ready.index * source.block_bytes
-            spans = []
-            for piece in shapes.pieces(position):
-                block = self._arena.span(target.blocks[piece.target_block - first])
-                local = Span(block.address + piece.target_offset, piece.size_bytes, block.device)
-                remote = Span(begin + piece.source_offset, piece.size_bytes, source.device)
-                moves.append(BlockMove(local, remote))
-                owners.append(owner)
-                spans.append(local)
-            fetch.spans.append(spans)
-        return moves, owners
-
     def _check(self, fetch: _Fetch, owners: Sequence[int]) -> None:
         """On a thread of its own, while later blocks arrive."""
         for owner in owners:
-            spans = fetch.spans[owner]
+            spans = fetch.plan.pieces[owner]
             if len(spans) == 1:
                 found = checksum(bytes_at(spans[0]))
             else:
@@ -255,8 +234,7 @@ class NixlMover:
 
     def _moved(self, fetch: _Fetch, moving: BlockMoves) -> None:
         tokens = set()
-        owners = [owner for owner, spans in enumerate(fetch.spans) for _ in spans]
-        for owner, error in zip(owners, moving.results, strict=True):
+        for owner, error in zip(fetch.plan.owners, moving.results, strict=True):
             if error is not None:
                 fetch.outcomes[owner] = str(error)
             if isinstance(error, TransferTimeoutError) and error.token is not None:

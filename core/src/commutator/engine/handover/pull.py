@@ -38,6 +38,8 @@ class PullTimes:
     """The prefill worker says at least so often that it is there."""
     silence_s: float = 5.0
     """One that says nothing for so long beyond that is given up."""
+    hello_s: float = 30.0
+    """The first question of all: a prefill worker sets NIXL up to answer it."""
 
 
 @define(eq=False)

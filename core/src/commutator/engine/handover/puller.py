@@ -87,7 +87,7 @@ class Puller:
         """From the event loop that will ask and answer."""
         self._loop = asyncio.get_running_loop()
         self._sources = Sources(
-            self._connect, forget=self._mover.forget, hello_timeout_s=self._times.silence_s
+            self._connect, forget=self._mover.forget, hello_timeout_s=self._times.hello_s
         )
 
     def begin(self, key: int, words: DecodeWords, request: GenerateRequest) -> None:

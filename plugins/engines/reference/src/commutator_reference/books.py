@@ -56,6 +56,12 @@ class Books:
             self.pulling.begin(sequence, words)
         return None
 
+    def skip(self, words: PrefillWords | DecodeWords | None) -> None:
+        """A request was aborted before it could be taken."""
+        if isinstance(words, PrefillWords):
+            assert self.exporting is not None
+            self.exporting.skip(words)
+
     def finished(self, key: int) -> None:
         """A request has its last token: forget it."""
         if self.exporting is not None:

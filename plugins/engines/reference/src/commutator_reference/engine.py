@@ -256,8 +256,9 @@ class ReferenceEngine:
     def _admit(
         self, key: int, request: GenerateRequest, words: PrefillWords | DecodeWords | None
     ) -> None:
-        if self._pending.get(key) is not request:
-            return  # aborted before it was seen
+        if self._pending.get(key) is not request:  # aborted before it was seen
+            self._books.skip(words)
+            return
         del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed

@@ -14,6 +14,8 @@ from commutator_reference.sequence import Sequence
 
 __all__ = ["Exporting"]
 
+_ABORTED = "the prefill was aborted or has failed"
+
 
 @define
 class _Export:
@@ -47,6 +49,10 @@ class Exporting:
         self._exports[sequence.key] = _Export(words.pull, sequence, keys)
         return None
 
+    def skip(self, words: PrefillWords) -> None:
+        """Its prefill leg was aborted before it began: the decode side need not wait for it."""
+        self._handover.exports.fail(words.pull, _ABORTED)
+
     def advance(self) -> None:
         """Hold and tell of the blocks that are in place since the last call; free what is over."""
         for key, export in list(self._exports.items()):
@@ -78,7 +84,7 @@ class Exporting:
     def drop(self, key: int) -> None:
         """The request is gone, before it was finished."""
         if (export := self._exports.pop(key, None)) is not None:
-            self._handover.exports.fail(export.id, "the prefill was aborted or has failed")
+            self._handover.exports.fail(export.id, _ABORTED)
 
     def held_blocks(self) -> set[int]:
         """Blocks that are held for hand-overs."""
