@@ -30,7 +30,7 @@ class PullHandover(HandoverStyle):
 
     def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
         request = legs.request
-        # Its one token is thrown away, so that nothing needs to be known of how it is chosen.
+        # If it generates anything at all, that is thrown away: how it is chosen does not matter.
         sampling = evolve(
             request.sampling,
             max_tokens=request.generated_prefix + 1,

@@ -62,12 +62,6 @@ class Books:
             assert self.exporting is not None
             self.exporting.skip(words)
 
-    def finished(self, key: int) -> None:
-        """A request has its last token: forget it."""
-        if self.exporting is not None:
-            self.exporting.finished(key)
-        self.scheduler.remove(key)
-
     def update(self) -> tuple[list[KvEvent], list[tuple[int, str]]]:
         """Once a step: take what tiers and other workers have brought.
 
@@ -75,13 +69,18 @@ class Books:
         """
         events = [] if self.tiering is None else self.tiering.update()
         failed = [] if self.pulling is None else self.pulling.update()
-        self.advance()
         return events, failed
 
-    def advance(self) -> None:
-        """Hand over what is in place now."""
-        if self.exporting is not None:
-            self.exporting.advance()
+    def hand_over(self) -> list[Sequence]:
+        """Hand over what is in place now; prefills that are done by this are forgotten.
+
+        What comes after the last full block is never computed for somebody else.
+        """
+        done = [] if self.exporting is None else self.exporting.advance()
+        sequences = [sequence for key in done if (sequence := self.scheduler.get(key)) is not None]
+        for sequence in sequences:
+            self.scheduler.remove(sequence.key)
+        return sequences
 
     def give_up(self) -> None:
         """They cannot be trusted: forget every request, and every block when that is safe.

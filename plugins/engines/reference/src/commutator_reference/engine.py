@@ -20,7 +20,6 @@ from commutator.errors import EngineOverloadedError, RequestError
 from commutator.kv import CacheIdentity, KvEvent, KvService, LocatedPrompt, PromptQuestion
 from commutator.types import (
     EngineLoad,
-    FinishReason,
     GenerateRequest,
     SamplingParams,
     TokenDelta,
@@ -28,6 +27,7 @@ from commutator.types import (
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
 from commutator_reference.books import Books
+from commutator_reference.deltas import ended, failed, handed_over, not_handed_over
 from commutator_reference.handover import Handover
 from commutator_reference.model import Abandoned, LlamaModel
 from commutator_reference.options import EngineOptions
@@ -35,7 +35,7 @@ from commutator_reference.sampler import Sampled, sample
 from commutator_reference.scheduler import Scheduler
 from commutator_reference.sequence import Sequence
 from commutator_reference.step import Step
-from commutator_reference.stopping import Decode, Stop, find_stop
+from commutator_reference.stopping import Decode, find_stop
 from commutator_reference.validation import validate_request
 
 __all__ = ["Deltas", "ReferenceEngine"]
@@ -272,14 +272,24 @@ class ReferenceEngine:
         self._scheduler.pool.clear()
 
     def _tick(self) -> Deltas:
-        events, failed = self._books.update()
+        events, unserved = self._books.update()
         self._tier_events += events
-        unserved, self._unserved = self._unserved, []
-        deltas = [self._not_handed_over(key, why) for key, why in (*failed, *unserved)]
+        unserved += self._unserved
+        self._unserved = []
+        deltas: Deltas = []
+        for key, why in unserved:
+            self._scheduler.remove(key)
+            deltas.append((key, not_handed_over(why)))
+        deltas += self._hand_over()
         step = self._scheduler.schedule()
-        self._books.advance()
+        if handed := self._hand_over():  # all of it was cached
+            deltas += handed
+            step = step.without(key for key, _ in handed)
         self.computes = bool(step.chunks)
         return deltas + self._run_step(step) if step.chunks else deltas
+
+    def _hand_over(self) -> Deltas:
+        return [(done.key, handed_over(done)) for done in self._books.hand_over()]
 
     def _run_step(self, step: Step) -> Deltas:
         started_s = time.perf_counter()
@@ -292,10 +302,12 @@ class ReferenceEngine:
             return self._fail((chunk.key for chunk in step.chunks), error)
         # Only now may other requests reuse the step's KV.
         self._scheduler.complete(step)
-        self._books.advance()
+        handed = self._hand_over()
         if self._books.tiering is not None and (prompt_tokens := step.prompt_tokens):
             self._books.tiering.computed(prompt_tokens, time.perf_counter() - started_s)
-        return [delta for key, token in sampled for delta in self._append(key, token)]
+        over = {key for key, _ in handed}
+        appended = (self._append(key, token) for key, token in sampled if key not in over)
+        return handed + [delta for deltas in appended for delta in deltas]
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
         """The new tokens. Raises Abandoned when every request was aborted meanwhile."""
@@ -324,31 +336,25 @@ class ReferenceEngine:
         )
         sequence.started = True
         if stop is not None:
-            self._books.finished(key)
-            delta = _ended(delta, stop)
+            self._scheduler.remove(key)
+            delta = ended(delta, stop)
         return [(key, delta)]
 
     def _fail(self, keys: Iterable[int], error: Exception) -> Deltas:
         deltas = []
         for key in keys:
             self._scheduler.remove(key)
-            deltas.append((key, _failure(error)))
+            deltas.append((key, failed(error)))
         return deltas
-
-    def _not_handed_over(self, key: int, why: str) -> tuple[int, TokenDelta]:
-        self._scheduler.remove(key)
-        return key, TokenDelta(
-            finish_reason=FinishReason.ERROR, error=f"hand-over: {why}", handover_failed=True
-        )
 
     def _give_up(self, error: Exception) -> Deltas:
         """The books cannot be trusted: end every request."""
         with self._changed:
-            ended = self._live - set(self._pending)
+            gone = self._live - set(self._pending)
         self.computes = False
         self._books.give_up()
         self._recovered()
-        return [(key, _failure(error)) for key in ended]
+        return [(key, failed(error)) for key in gone]
 
     def _recovered(self) -> bool:
         """Whether everything could begin anew."""
@@ -383,11 +389,3 @@ class ReferenceEngine:
             kv_cached_blocks=pool.cached,
             kv_capacity_blocks=pool.num_blocks,
         )
-
-
-def _ended(delta: TokenDelta, stop: Stop) -> TokenDelta:
-    return evolve(delta, finish_reason=stop.finish_reason, stop_reason=stop.stop_reason)
-
-
-def _failure(error: Exception) -> TokenDelta:
-    return TokenDelta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}")

@@ -53,28 +53,29 @@ class Exporting:
         """Its prefill leg was aborted before it began: the decode side need not wait for it."""
         self._handover.exports.fail(words.pull, _ABORTED)
 
-    def advance(self) -> None:
-        """Hold and tell of the blocks that are in place since the last call; free what is over."""
-        for key, export in list(self._exports.items()):
+    def advance(self) -> list[int]:
+        """Hold and tell of the blocks that are in place since the last call; free what is over.
+
+        Returns the requests of which nothing more is wanted: all is told, or nobody asks.
+        """
+        done: list[int] = []
+        for key, export in self._exports.items():
             end = min(export.sequence.registered, len(export.keys))
-            if end > export.told:
-                new = slice(export.told, end)
-                blocks = export.sequence.blocks[new]
-                if not self._handover.exports.hold(export.id, blocks):
-                    del self._exports[key]
-                    continue
+            new = slice(export.told, end)
+            blocks = export.sequence.blocks[new]
+            wanted = self._handover.exports.hold(export.id, blocks)
+            if wanted and blocks:
                 for block in blocks:
                     self._pool.acquire(block)
                 self._handover.publish(export.id, blocks, export.keys[new])
                 export.told = end
+            if not wanted or export.told == len(export.keys):
+                done.append(key)
+        for key in done:
+            self._handover.complete(self._exports.pop(key).id)
         # Each hand-over's blocks are in the order of its tokens.
         self._pool.release(self._handover.exports.take_freed())
-
-    def finished(self, key: int) -> None:
-        """The prompt is computed: what is held now is all there is."""
-        self.advance()
-        if (export := self._exports.pop(key, None)) is not None:
-            self._handover.complete(export.id)
+        return done
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
         """A prefill leg waits for nothing."""
@@ -82,7 +83,7 @@ class Exporting:
         return True
 
     def drop(self, key: int) -> None:
-        """The request is gone, before it was finished."""
+        """The request is gone, before all of it was told."""
         if (export := self._exports.pop(key, None)) is not None:
             self._handover.exports.fail(export.id, _ABORTED)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Iterable
+
+from attrs import evolve, frozen
 
 __all__ = ["Chunk", "Step"]
 
@@ -33,6 +35,11 @@ class Step:
     chunks: tuple[Chunk, ...] = ()
     preempted: tuple[int, ...] = ()
     """Requests that lost their blocks to make room; they are waiting again."""
+
+    def without(self, keys: Iterable[int]) -> Step:
+        """The same, less the chunks of some requests."""
+        gone = set(keys)
+        return evolve(self, chunks=tuple(c for c in self.chunks if c.key not in gone))
 
     @property
     def prompt_tokens(self) -> int:
