@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from commutator.kv.arena import bytes_at
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.checksum import checksum
+from commutator.kv.checksum_thread import checksums_of
 from commutator.kv.load_result import LoadResult
 from commutator.kv.tier import Stored
 from commutator.kv.tier_mover import TierMover
@@ -18,44 +17,38 @@ __all__ = ["DirectIo"]
 class DirectIo(BlockIo):
     """For local memory that the CPU can read, and a tier whose blocks are stored as they are.
 
-    A block is checked while the ones after it are moved.
+    Blocks are checked while others are moved.
     """
 
     def __init__(self, mover: TierMover) -> None:
         self._mover = mover
 
     def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
-        sums: dict[int, int] = {}
-
-        def add_up(moved: Sequence[int]) -> None:
-            for index in moved:
-                sums[index] = checksum(bytes_at(blocks[index].local))
-
+        sums = checksums_of([block.local for block in blocks])
         errors = self._mover.move(
             Direction.WRITE,
             [(block.local, block.slot, block.local.size_bytes) for block in blocks],
             context,
-            on_moved=add_up,
         )
         return [
-            _stored(block, sums[index]) if error is None else Unstored(str(error))
-            for index, (block, error) in enumerate(zip(blocks, errors, strict=True))
+            _stored(block, total) if error is None else Unstored(str(error))
+            for block, total, error in zip(blocks, sums(), errors, strict=True)
         ]
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
         results = [LoadResult.FAILED] * len(blocks)
-        sizes_fit = [block.stored.size_bytes == block.local.size_bytes for block in blocks]
+        wanted: list[int] = []
+        for index, block in enumerate(blocks):
+            if block.stored.size_bytes == block.local.size_bytes:
+                wanted.append(index)
+            else:
+                results[index] = LoadResult.CORRUPT
+        checks: list[tuple[list[int], Callable[[], list[int]]]] = []
 
         def verify(moved: Sequence[int]) -> None:
-            for index in moved:
-                block = blocks[wanted[index]]
-                intact = checksum(bytes_at(block.local)) == block.stored.checksum
-                results[wanted[index]] = LoadResult.LOADED if intact else LoadResult.CORRUPT
+            arrived = [wanted[position] for position in moved]
+            checks.append((arrived, checksums_of([blocks[index].local for index in arrived])))
 
-        wanted = [index for index, fits in enumerate(sizes_fit) if fits]
-        for index, fits in enumerate(sizes_fit):
-            if not fits:
-                results[index] = LoadResult.CORRUPT
         self._mover.move(
             Direction.READ,
             [
@@ -65,6 +58,10 @@ class DirectIo(BlockIo):
             context,
             on_moved=verify,
         )
+        for arrived, sums in checks:
+            for index, total in zip(arrived, sums(), strict=True):
+                intact = total == blocks[index].stored.checksum
+                results[index] = LoadResult.LOADED if intact else LoadResult.CORRUPT
         return results
 
 

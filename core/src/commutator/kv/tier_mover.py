@@ -10,6 +10,7 @@ from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.block_io import IoContext
 from commutator.kv.tier import Peer, Slot, StorageTier
 from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
+from commutator.transfer.move import BATCH_BYTES
 
 __all__ = ["LocalMover", "TierMover"]
 
@@ -37,7 +38,7 @@ class TierMover:
         direction: Direction,
         pieces: Sequence[tuple[Span, Slot, int]],
         context: IoContext,
-        on_moved: Callable[[Sequence[int]], None] = lambda _: None,
+        on_moved: Callable[[Sequence[int]], None] | None = None,
     ) -> list[TransferError | None]:
         """Move (local span, slot, bytes) each; None for each that was moved, or why it was not.
 
@@ -50,10 +51,13 @@ class TierMover:
         for peer, positions in by_peer.items():
 
             def arrived(done: Sequence[int], positions: list[int] = positions) -> None:
-                on_moved([positions[index] for index in done])
+                if on_moved is not None:
+                    on_moved([positions[index] for index in done])
 
             some = [pieces[position] for position in positions]
-            moved = self._move(direction, some, peer, context, arrived)
+            in_memory = self._tier.memory is Memory.DRAM and on_moved is None
+            batch_bytes = self._in_flight_bytes if in_memory else BATCH_BYTES
+            moved = self._move(direction, some, peer, context, arrived, batch_bytes)
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
@@ -67,6 +71,7 @@ class TierMover:
         peer: Peer | None,
         context: IoContext,
         on_moved: Callable[[Sequence[int]], None],
+        batch_bytes: int,
     ) -> list[TransferError | None]:
         try:
             name = None if peer is None else self._agent.add_peer(peer.metadata)
@@ -87,6 +92,7 @@ class TierMover:
             backend=self._tier.backend,
             timeout_s=context.remaining_s,
             peer=name,
+            batch_bytes=batch_bytes,
             max_in_flight_bytes=self._in_flight_bytes,
             on_done=on_moved,
             cancelled=context.cancelled,
