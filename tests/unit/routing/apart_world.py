@@ -51,7 +51,8 @@ class Concurrent(HandoverStyle):
     sequential = False
 
     def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
-        return evolve(legs.request, handover={"room": legs.handover_id, "leg": "prefill"})
+        words = {"room": legs.handover_id, "leg": "prefill"}
+        return evolve(legs.request, generated_prefix=0, handover=words)
 
     def decode_request(
         self, legs: HandoverLegs, handed: Mapping[str, Any] | None

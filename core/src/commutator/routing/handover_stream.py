@@ -151,10 +151,7 @@ class HandoverStream:
         try:
             style = pool.pairs.style(legs.prefill)
             assert style is not None
-            request = evolve(
-                style.prefill_request(legs), generated_prefix=0, data_parallel_rank=None
-            )
-            leg = Leg(request, placed, pool.pool.cache, pool.load)
+            leg = Leg(style.prefill_request(legs), placed, pool.pool.cache, pool.load)
         except Exception as error:
             pool.load.release(placed.ticket)
             raise HandoverFailedError(error) from error
