@@ -97,6 +97,11 @@ class CutPoints:
                 return token.start()
         return None if space is None else end
 
+    def certain_at(self, text: str, cut: int) -> int:
+        """A text that equals ``text`` up to here has its cut at ``cut`` too."""
+        token = None if self.before_tokens is None else self.before_tokens.match(text, cut)
+        return cut + len(" a") if token is None else token.end()
+
 
 def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:
     """``tokenizer`` is the content of a tokenizer.json."""

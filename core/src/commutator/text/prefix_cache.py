@@ -7,19 +7,18 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import count
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 from tokenizers import Tokenizer
 
 from commutator.text.cut_points import CutPoints, find_cut_points
 
 __all__ = ["BlockHashing", "FoundPrefix", "PrefixCache", "PromptTokens", "cut_points_of"]
 
-_SHORTEST_CHUNK, _LONGEST_CHUNK = 100, 400
+_SHORTEST_CHUNK, _LONGEST_CHUNK = 100, 250
 # A list entry and the int that it refers to; an entry of the cache without its contents.
 _INT_BYTES = 40
-_NODE_BYTES = 500
+_NODE_BYTES = 600
 
 
 @frozen
@@ -45,19 +44,26 @@ class PromptTokens:
 
 @define(eq=False)
 class _Node:
-    """A chunk of text after all the chunks before it."""
+    """A chunk of text behind all the chunks before it."""
 
-    key: tuple[int, str]
-    """(the number of the node before, the chunk)"""
-    number: int
+    before: _Node | None
+    """None: this is a root, which is before every first chunk."""
+    chunk: str
+    ahead: str
+    """What the text has right behind, as far as the cut between depends on it."""
     token_ids: list[int]
     hashes: list[int]
     """Of the blocks that end in this chunk."""
+    behind: dict[str, _Node] = field(factory=dict)
+    """By their chunks."""
+    latest: _Node | None = None
+    """The last one of those that came: in a shared text it is the one that comes again."""
 
     @property
     def size_bytes(self) -> int:
         entries = len(self.token_ids) + len(self.hashes)
-        return _NODE_BYTES + sys.getsizeof(self.key[1]) + _INT_BYTES * entries
+        texts = sys.getsizeof(self.chunk) + sys.getsizeof(self.ahead)
+        return _NODE_BYTES + texts + _INT_BYTES * entries
 
 
 @frozen(eq=False)
@@ -68,6 +74,7 @@ class FoundPrefix:
     special: bool
     """Whether special tokens are put around the text."""
     nodes: list[_Node]
+    """The root and the known chunks; empty when nothing is kept."""
     known_characters: int
 
     @property
@@ -82,7 +89,7 @@ def chunk_end(start: int) -> int:
     What follows the last known chunk is tokenized again, so chunks are short; each known one costs
     a look-up, so further on in the text, where there are many before, they are longer.
     """
-    return start + min(_SHORTEST_CHUNK + start // 10, _LONGEST_CHUNK)
+    return start + min(_SHORTEST_CHUNK + start // 20, _LONGEST_CHUNK)
 
 
 def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
@@ -119,8 +126,10 @@ class PrefixCache:
         off = CutPoints(problem="it has no room for anything")
         self.cuts = cut_points_of(tokenizer) if max_bytes > 0 else off
         self.size_bytes = 0
-        self._nodes: OrderedDict[tuple[int, str], _Node] = OrderedDict()
-        self._numbers = count(1)
+        # Prompts that begin with special tokens have other blocks than those that do not.
+        self._roots = {special: _Node(None, "", "", [], []) for special in (False, True)}
+        self._used: OrderedDict[_Node, None] = OrderedDict()
+        """Least recently first; without the roots."""
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> PromptTokens:
@@ -129,18 +138,26 @@ class PrefixCache:
 
     def look_up(self, text: str, *, add_special_tokens: bool) -> FoundPrefix:
         """What is known of the prompt; quick."""
-        nodes: list[_Node] = []
-        start, last = 0, self._root(add_special_tokens)
-        if self.cuts.any:
-            next_cut, get = self.cuts.next_cut, self._nodes.get
-            with self._lock:
-                while (cut := next_cut(text, chunk_end(start))) is not None:
-                    node = get((last, text[start:cut]))
-                    if node is None:
+        if not self.cuts.any:
+            return FoundPrefix(text, add_special_tokens, [], 0)
+        start, node = 0, self._root(add_special_tokens)
+        nodes = [node]
+        with self._lock:
+            while True:
+                known = node.latest
+                if (
+                    known is None
+                    or not text.startswith(known.chunk, start)
+                    or not text.startswith(known.ahead, start + len(known.chunk))
+                ):
+                    cut = self.cuts.next_cut(text, chunk_end(start))
+                    known = None if cut is None else node.behind.get(text[start:cut])
+                    if known is None:
                         break
-                    nodes.append(node)
-                    start, last = cut, node.number
-                self._touch(nodes)
+                    node.latest = known
+                nodes.append(known)
+                start += len(known.chunk)
+                node = known
         return FoundPrefix(text, add_special_tokens, nodes, start)
 
     def complete(self, found: FoundPrefix) -> PromptTokens:
@@ -178,9 +195,8 @@ class PrefixCache:
         hashes = None if self._hashing is None else self._hashing.hashes(token_ids, ())
         return PromptTokens(token_ids, hashes, 0)
 
-    def _root(self, special: bool) -> int:
-        """Prompts that begin with special tokens have other blocks than those that do not."""
-        return -1 if special and self.cuts.first_ids else 0
+    def _root(self, special: bool) -> _Node:
+        return self._roots[special and bool(self.cuts.first_ids)]
 
     def _chunks(self, text: str, start: int) -> list[str]:
         """``text`` from ``start`` on; the last one ends with the text, not at a cut."""
@@ -199,30 +215,35 @@ class PrefixCache:
         parts: Sequence[list[int]],
         hashes: Sequence[int],
     ) -> None:
-        if not chunks:
-            return
         path = list(found.nodes)
-        last = path[-1].number if path else self._root(found.special)
         block_size = self._hashing.block_size if self._hashing else sys.maxsize
-        tokens = known_tokens
+        tokens, at = known_tokens, found.known_characters
         with self._lock:
             for chunk, part in zip(chunks, parts, strict=False):
                 blocks, tokens = tokens // block_size, tokens + len(part)
-                key = (last, chunk)
-                node = self._nodes.get(key)
+                at += len(chunk)
+                before = path[-1]
+                node = before.behind.get(chunk)
                 if node is None:
+                    ahead = found.text[at : self.cuts.certain_at(found.text, at)]
                     ended = list(hashes[blocks : tokens // block_size])
-                    node = self._nodes[key] = _Node(key, next(self._numbers), part, ended)
+                    node = before.behind[chunk] = _Node(before, chunk, ahead, part, ended)
+                    before.latest = node
+                    self._used[node] = None
                     self.size_bytes += node.size_bytes
                 path.append(node)
-                last = node.number
-            self._touch(path)
+            # Backwards, so that what stands first in a prompt is the last to be dropped.
+            for node in reversed(path):
+                if node in self._used:  # another thread may have dropped it
+                    self._used.move_to_end(node)
             while self.size_bytes > self._max_bytes:
-                _, oldest = self._nodes.popitem(last=False)
-                self.size_bytes -= oldest.size_bytes
+                self._drop_oldest()
 
-    def _touch(self, path: Sequence[_Node]) -> None:
-        # Backwards, so that what stands first in a prompt is the last to be dropped.
-        for node in reversed(path):
-            if node.key in self._nodes:  # another thread may have dropped it
-                self._nodes.move_to_end(node.key)
+    def _drop_oldest(self) -> None:
+        oldest, _ = self._used.popitem(last=False)
+        self.size_bytes -= oldest.size_bytes
+        before = oldest.before
+        assert before is not None
+        del before.behind[oldest.chunk]
+        if before.latest is oldest:
+            before.latest = None
