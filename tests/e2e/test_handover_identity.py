@@ -75,7 +75,7 @@ async def worker(folder: Path, name: str, **options: Any) -> AsyncIterator[Worke
 
 async def test_greedy_answers_are_those_of_one_worker(tmp_path: Path) -> None:
     encode = load_text_model(SOURCE).encode
-    texts = [PROMPTS[0], PROMPTS[3], PROMPTS[28], PROMPTS[40], PROMPTS[-3], PARAGRAPH * 25]
+    texts = [PROMPTS[0], PROMPTS[3], PROMPTS[28], PROMPTS[40], PARAGRAPH * 25]
     prompts = [encode(text) for text in texts]
     assert max(map(len, prompts)) > 900
     async with (
@@ -84,15 +84,15 @@ async def test_greedy_answers_are_those_of_one_worker(tmp_path: Path) -> None:
     ):
         expected = [await prefill.tokens(greedy(each, "alone")) for each in prompts]
         # Neither holds anything, then both a part of it; and all that again out of the tiers.
-        for in_tiers, part in itertools.product((False, True), (None, 3, 2)):
+        for in_tiers, part in itertools.product((False, True), (None, 2)):
             if in_tiers:
                 await prefill.client.reset_prefix_cache()
                 await decode.client.reset_prefix_cache()
             for each, answer in zip(prompts, expected, strict=True):
                 salt = f"{part}"
                 if part is not None and not in_tiers:
-                    await decode.tokens(greedy(each[: len(each) // part], salt))
-                    await prefill.tokens(greedy(each[: 2 * len(each) // 3], salt))
+                    await decode.tokens(greedy(each[: len(each) // part + 1], salt))
+                    await prefill.tokens(greedy(each[: 2 * len(each) // 3 + 1], salt))
                 asked = greedy(each, salt)
                 deltas = await hand_over(asked, prefill, decode, timeout_s=300)
                 assert [token for delta in deltas for token in delta.token_ids] == answer

@@ -6,12 +6,17 @@ import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tests.support.handover_rig import Worker, hand_over, legs, request, tiny_worker
 
-from commutator.errors import EngineHandoverError, RequestError
+from commutator import ModelConfig
+from commutator.engine import EngineStart
+from commutator.errors import ConfigError, EngineHandoverError, RequestError
 from commutator.types import TokenDelta
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.server import ReferenceServer
 
 LENGTHS = (1, 4, 5, 8, 9, 61, 128, 300)
 
@@ -158,3 +163,21 @@ async def test_preemption_on_either_side_changes_nothing() -> None:
         for worker in (prefill, decode):
             assert worker.tiny is not None
             worker.tiny.engine.check_integrity()
+
+
+def started(**options: Any) -> ReferenceServer:
+    config = ReferenceConfig(kind="reference", role="prefill", **options)
+    return ReferenceServer(config, EngineStart(ModelConfig(name="m", source="nowhere"), "w0"))
+
+
+def test_a_prefill_worker_without_nixl_is_refused_with_what_to_install() -> None:
+    with (
+        patch("commutator_reference.handover.find_spec", return_value=None),
+        pytest.raises(ConfigError, match="pip install"),
+    ):
+        started(device="cpu")
+
+
+def test_a_prefill_worker_without_a_prefix_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefix_caching"):
+        started(prefix_caching=False)

@@ -71,6 +71,20 @@ class Books:
         failed = [] if self.pulling is None else self.pulling.update()
         return events, failed
 
+    def look_ahead(self) -> None:
+        """Once a step was planned: bring blocks up in the tiers that will be needed soon."""
+        if self.tiering is None:
+            return
+        if self.scheduler.queue:
+            self.tiering.waiting(self.scheduler.queue)
+        elif not self.scheduler.running:
+            self.tiering.look_ahead.idle()
+
+    def ended(self, sequence: Sequence) -> None:
+        """Its answer is complete."""
+        if self.tiering is not None:
+            self.tiering.look_ahead.ended(sequence)
+
     def hand_over(self) -> list[Sequence]:
         """Hand over what is in place now; prefills that are done by this are forgotten.
 

@@ -282,6 +282,7 @@ class ReferenceEngine:
             deltas.append((key, not_handed_over(why)))
         deltas += self._hand_over()
         step = self._scheduler.schedule()
+        self._books.look_ahead()
         if handed := self._hand_over():  # all of it was cached
             deltas += handed
             step = step.without(key for key, _ in handed)
@@ -336,6 +337,7 @@ class ReferenceEngine:
         )
         sequence.started = True
         if stop is not None:
+            self._books.ended(sequence)
             self._scheduler.remove(key)
             delta = ended(delta, stop)
         return [(key, delta)]

@@ -30,8 +30,8 @@ from commutator_reference.arena import KVArena
 
 __all__ = ["Handover", "handover_info", "missing_for_handover"]
 
-_CHECKSUM_BYTES = 8 << 20
-"""Blocks are told of in pieces of about this size, so that reading begins soon."""
+_FIRST_PIECE_BYTES = 2 << 20
+"""Blocks are told of in pieces, the first a small one, so that reading begins soon."""
 
 
 def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
@@ -117,10 +117,11 @@ class Handover:
 
     def publish(self, export_id: str, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         """Sum held blocks on another thread, and tell of each piece that is summed."""
-        step = max(1, _CHECKSUM_BYTES // self._blocks.block_bytes)
-        for start in range(0, len(blocks), step):
-            piece = slice(start, start + step)
+        start, count = 0, max(1, _FIRST_PIECE_BYTES // self._blocks.block_bytes)
+        while start < len(blocks):
+            piece = slice(start, start + count)
             self._summing.submit(self._publish, export_id, blocks[piece], keys[piece])
+            start, count = start + count, 2 * count
 
     def complete(self, export_id: str) -> None:
         """No more blocks are held for it. Told behind those that are still to be summed."""

@@ -87,6 +87,11 @@ class Scheduler:
         """How many requests wait for blocks or for their turn."""
         return len(self._waiting)
 
+    @property
+    def queue(self) -> Many[Sequence]:
+        """The requests that wait, in the order in which they will be admitted."""
+        return self._waiting
+
     def get(self, key: int) -> Sequence | None:
         """The live request, or None."""
         return self._sequences.get(key)

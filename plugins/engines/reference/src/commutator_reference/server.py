@@ -38,6 +38,10 @@ class ReferenceServer(TokenEngine):
         model = start.model
         torch.set_num_threads(config.threads or _fair_threads(config.replicas))
         device, dtype = _device(config), _dtype(config)
+        on_cpu = device.type == "cpu"
+        missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
+        if missing is not None and config.role != "both":
+            raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         path = locate_model(model.source)
         llama = load_model(path, device=device, dtype=dtype)
         num_blocks = config.kv_cache_bytes // block_bytes(llama.config, config.block_size, dtype)
@@ -66,10 +70,6 @@ class ReferenceServer(TokenEngine):
         self._service: KvService | None = None
         self._admin: KvAdmin | None = None
         self._handover: Handover | None = None
-        on_cpu = device.type == "cpu"
-        missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
-        if missing is not None and config.role != "both":
-            raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         if start.tiers or missing is None:
             identity = cache_identity(
                 model.name, path, llama.config, block_size=config.block_size, dtype=dtype

@@ -13,6 +13,7 @@ from attrs import define, field
 from commutator.kv import BlockFacts, FinishedLoad, KvEvent, KvService, Offer, PrefillSpeed
 from commutator_reference.block_identity import BlockIdentity
 from commutator_reference.blocks import BlockPool
+from commutator_reference.look_ahead import LookAhead
 from commutator_reference.sequence import Sequence
 
 __all__ = ["Tiering"]
@@ -53,6 +54,7 @@ class Tiering:
         """Keys that were offered on their way out."""
         self._lent = 0
         self._tokens_per_s: float | None = None
+        self.look_ahead = LookAhead(service, pool)
         pool.has_tiers = True
         pool.on_registered = self._registered
 
@@ -91,6 +93,15 @@ class Tiering:
     def drop(self, key: int) -> None:
         """The request is gone; its blocks come back as the load ends."""
         self._service.drop(str(key))
+        self.look_ahead.gone(key)
+
+    def waiting(self, queue: Many[Sequence]) -> None:
+        """Requests that were not admitted, the next one first."""
+        self.look_ahead.waiting(
+            sequence
+            for sequence in queue
+            if sequence.key not in self._loads and not sequence.tiers_asked
+        )
 
     def held_blocks(self) -> set[int]:
         """Blocks that are held for loads."""
