@@ -22,6 +22,7 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | | |
 |---|---|
 | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
+| `POST /v1/embeddings`, `/v1/responses`, `/v1/rerank`, `/v1/score` | the engine's own answer; see below |
 | `GET /v1/models`, `GET /v1/models/NAME` | what is served |
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
 | `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail |
@@ -54,7 +55,14 @@ Always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`:
 | 504 | the request's time is up |
 
 An error after a stream began is sent as an event with the same `error` object, and the stream ends without
-`[DONE]`. What is not built (tools, JSON schema, images, `suffix`) is refused with 400, never ignored.
+`[DONE]`.
+
+## What only the engine does
+
+Tools, JSON schemas, images and `suffix` are not served by the front door. Where a model's workers take OpenAI
+requests themselves (`vllm`), such a request goes to one of them as it came, and its answer comes back as it is;
+it is routed like every other, by its prefix where the prompt can be rendered here, but it does not go on at
+another worker when its own is lost. Everywhere else it is refused with 400, never ignored.
 """
 
 

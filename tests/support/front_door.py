@@ -14,11 +14,10 @@ from commutator.config.model import FrontendConfig
 from commutator.errors import EngineError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import serve_app
-from commutator.frontend.services import SERVICES, Services
+from commutator.frontend.services import SERVICES, ForwardedRequest, Services
 from commutator.routing.contract import Decision
 from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
-from commutator.routing.forward import Forward
 from commutator.routing.prefill_pool import QueueState
 from commutator.routing.route import RouteFacts
 from commutator.text.load import load_text_model
@@ -95,7 +94,7 @@ class FakeDispatcher:
 
     async def forward(
         self, model: str, request: GenerateRequest, session_id: str | None = None
-    ) -> Forward:
+    ) -> ForwardedRequest:
         raise NotImplementedError
 
     def watch_waiting(self, heard: Callable[[int], None]) -> None:

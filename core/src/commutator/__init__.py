@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from commutator.engine.contract import (
         EngineClient,
         EngineConnector,
+        ForwardedAnswer,
         LaunchContext,
         LaunchPlan,
         TokenStream,
@@ -73,6 +74,7 @@ __all__ = [
     "EvictionPolicy",
     "EvictionRegister",
     "Filter",
+    "ForwardedAnswer",
     "LaunchContext",
     "LaunchPlan",
     "MeasuredSpeeds",

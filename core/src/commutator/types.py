@@ -179,6 +179,8 @@ class EngineInfo:
     pid: int | None = None
     continues_answers: bool = False
     """Whether it understands ``GenerateRequest.generated_prefix``."""
+    forwards: bool = False
+    """Whether it takes clients' HTTP requests as they are; see ``EngineClient.forward``."""
     handover: HandoverInfo | None = None
     """None when its prefill and decode cannot be apart."""
     kv_exchange: KvExchange | None = None

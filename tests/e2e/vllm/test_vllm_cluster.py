@@ -129,7 +129,7 @@ def test_ten_turns_find_what_can_be_found(cluster: LocalCluster, client: openai.
     """At least 95 % of the whole blocks that the turn before left, by vLLM's own counter."""
     possible, before = 0, prefix_cache_hits(cluster)
     for topic in ("cats", "ships"):
-        history: list[Message] = [{"role": "system", "content": f"{SYSTEM} Today: {topic}."}]
+        history: list[Message] = [{"role": "system", "content": f"Today: {topic}. {SYSTEM}"}]
         left = 0
         for turn in range(10):
             history.append({"role": "user", "content": f"Tell me fact number {turn}."})

@@ -16,6 +16,7 @@ from commutator.frontend.body import expect
 from commutator.frontend.cors import Cors
 from commutator.frontend.middleware import add_headers, exchange, require_key
 from commutator.frontend.openapi import openapi_document
+from commutator.frontend.pass_through import ENDPOINTS, engine_only
 from commutator.frontend.services import SERVICES, RequestDispatcher, Services
 from commutator.text.model import TextModel
 
@@ -55,6 +56,7 @@ def build_app(
         [
             web.post("/v1/chat/completions", generate.chat_completions, expect_handler=expect),
             web.post("/v1/completions", generate.completions, expect_handler=expect),
+            *(web.post(path, engine_only, expect_handler=expect) for path in ENDPOINTS),
             web.get("/v1/models", status.list_models),
             web.get("/v1/models/{id:.+}", status.retrieve_model),
             web.post("/tokenize", tokenize.tokenize, expect_handler=expect),

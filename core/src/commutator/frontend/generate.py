@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from commutator.errors import RequestError
 from commutator.frontend.body import read_request
 from commutator.frontend.chat import ChatShape
 from commutator.frontend.choice import Piece
@@ -17,6 +18,7 @@ from commutator.frontend.completions import CompletionShape
 from commutator.frontend.deadline import TimeLimit, timeout_of
 from commutator.frontend.exchange import EXCHANGE, Exchange
 from commutator.frontend.generation import Generation
+from commutator.frontend.pass_through import pass_through_if
 from commutator.frontend.plan import Plan, plan_chat, plan_completion
 from commutator.frontend.requests import ChatRequest, CompletionRequest, GenerationRequest
 from commutator.frontend.services import SERVICES, Services
@@ -77,7 +79,12 @@ async def _serve(
     try:
         limit = TimeLimit(timeout_of(request, services.config.request_timeout_s))
         async with limit:
-            body = await read_request(request, cls)
+            try:
+                body = await read_request(request, cls)
+            except RequestError as refused:
+                if (answer := await pass_through_if(request, refused)) is not None:
+                    return answer
+                raise
             name, text = services.text_model(body.model)
             exchange.model = name
             exchange.user = _label(body)
@@ -94,7 +101,6 @@ async def _serve(
                     limit.deadline_s,
                 ) as generation:
                     try:
-                        _tell_routing(request, exchange, generation)
                         if body.stream:
                             tell = partial(_tell_routing, request, exchange, generation)
                             await _stream(generation, shape, stream, tell)
@@ -124,7 +130,7 @@ async def _collect(generation: Generation, shape: Shape) -> web.Response:
 async def _stream(
     generation: Generation, shape: Shape, stream: EventStream, tell: Callable[[], None]
 ) -> None:
-    """``tell`` brings the headers up to date, as long as they can still be changed."""
+    """``tell`` completes the headers, right before they are sent."""
     unfinished = len(generation.choices)
     begun: set[int] = set()
     async with aclosing(generation.batches()) as batches:
@@ -142,14 +148,15 @@ async def _stream(
                     unfinished -= 1
                     chunks.append(shape.finish(number, piece.finish_reason))
             if unfinished == 0:
-                chunks.append(shape.usage(generation.usage()))
+                if shape.include_usage:
+                    chunks.append(shape.usage(generation.usage()))
                 await stream.finish(b"".join(chunks))
             else:
                 await stream.write(b"".join(chunks))
 
 
 def _tell_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
-    """Once before the first token, and again if a worker had to be replaced meanwhile."""
+    """Put into the headers who serves the request, and why if that was asked for."""
     workers = exchange.workers = generation.worker_ids
     exchange.headers["X-Commutator-Worker"] = ",".join(workers)
     if request.headers.get("X-Commutator-Explain") == "1":

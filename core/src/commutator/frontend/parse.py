@@ -10,7 +10,10 @@ from commutator.errors import RequestError
 from commutator.frontend.fields import build_request_converter
 from commutator.schema import StructureError, structure
 
-__all__ = ["parse_body"]
+__all__ = ["NOT_SERVED", "parse_body"]
+
+NOT_SERVED = "unsupported_parameter"
+"""The code of a RequestError for a parameter that is known, but not served here."""
 
 T = TypeVar("T")
 
@@ -42,7 +45,9 @@ def _parse_thoroughly(data: object, cls: type[T]) -> T:
     shown = [_line(path, text) for path, text in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
-    path, text = problems[0]
+    # What is not served here may be another's to serve, so that comes first.
+    not_served = (p for p in problems if _code(p[1]) == NOT_SERVED)
+    path, text = next(not_served, problems[0])
     raise RequestError("; ".join(shown), _shorten(path) or None, _code(text)) from None
 
 
@@ -54,7 +59,7 @@ def _code(text: str) -> str:
     by_beginning = {
         "unknown key": "unknown_parameter",
         "required": "missing_required_parameter",
-        "not supported": "unsupported_parameter",
+        "not supported": NOT_SERVED,
     }
     found = (code for beginning, code in by_beginning.items() if text.startswith(beginning))
     return next(found, "invalid_value")

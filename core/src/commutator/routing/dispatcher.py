@@ -17,6 +17,7 @@ from commutator.routing.contract import candidate_id
 from commutator.routing.disagg_asker import DisaggAsker
 from commutator.routing.dispatch import Dispatch, Surroundings
 from commutator.routing.event_health import EventWarning
+from commutator.routing.forward import Forward, begin_forward
 from commutator.routing.handover_observer import HandoverObserver
 from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
 from commutator.routing.kv_poll import KvPoll
@@ -259,14 +260,7 @@ class Dispatcher:
         lowers that of the configuration; after ``deadline_s``, by the event loop's clock, no other
         worker is tried.
         """
-        summary = RequestSummary(
-            request_id=request.request_id,
-            model=model,
-            prompt_tokens=len(request.token_ids),
-            max_tokens=request.sampling.max_tokens,
-            session_id=session_id,
-            priority=request.priority,
-        )
+        summary = _summary(model, request, session_id)
         self._host.request_received(summary)
         try:
             placed = await self._place(summary, request, sequence_hashes, may_wait)
@@ -287,6 +281,22 @@ class Dispatcher:
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
         return Dispatch(summary, request, placed, around, limits)
+
+    def forwards(self, model: str) -> bool:
+        """Whether some worker takes requests for this model as clients send them."""
+        return any(w.record.info.forwards for w in self._view.routable(model))
+
+    async def forward(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> Forward:
+        """Pick a worker for a request that it is to get as the client sent it.
+
+        ``request`` has the prompt's tokens, as far as they are known, to route by. Raises as
+        ``dispatch`` does.
+        """
+        summary, pool = _summary(model, request, session_id), self._pools[model]
+        placer, hashes = self._placers[model], pool.hashes(request)
+        return await begin_forward(summary, hashes, placer, self._view, self.load, self._host)
 
     async def _place(
         self,
@@ -337,6 +347,17 @@ class Dispatcher:
         apart = self._prefill_pools.get(model)
         caches = (self._cache(model), apart.pool.cache if apart is not None else None)
         return list(dict.fromkeys(cache for cache in caches if cache is not None))
+
+
+def _summary(model: str, request: GenerateRequest, session_id: str | None) -> RequestSummary:
+    return RequestSummary(
+        request_id=request.request_id,
+        model=model,
+        prompt_tokens=len(request.token_ids),
+        max_tokens=request.sampling.max_tokens,
+        session_id=session_id,
+        priority=request.priority,
+    )
 
 
 def _local(address: str | None) -> str | None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from commutator import EngineClient
+from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body
 from commutator_vllm.discovery import engine_info, event_source
-from commutator_vllm.exchange import NotOfferedError, generate
+from commutator_vllm.exchange import (
+    HttpAnswer,
+    NotOfferedError,
+    error_for,
+    generate,
+    message_of,
+)
 from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
 
 __all__ = ["VllmClient"]
@@ -27,6 +35,8 @@ T = TypeVar("T")
 # while the server lets go of it.
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 5.0
+# Full or dead is for routing to know; every other answer is the client's.
+_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class VllmClient(EngineClient):
@@ -105,6 +115,22 @@ class VllmClient(EngineClient):
     async def _generate(self, request: GenerateRequest, stream: DeltaStream, model: str) -> None:
         body = request_body(self.path, request, model, use_priority=self._use_priority)
         await generate(self._open_session(), self.url, self.path, body, request, stream)
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[ForwardedAnswer]:
+        session, sent = self._open_session(), {"Content-Type": "application/json", **headers}
+        try:
+            async with session.post(self.url + path, data=body, headers=sent) as response:
+                if response.status in _TOLD_APART:
+                    text = message_of(await response.read())
+                    raise await error_for(session, self.url, response.status, text)
+                yield HttpAnswer(response)
+        except aiohttp.ClientError as error:
+            self._info = None
+            text = f"vLLM at {self.url}: connection lost ({error})"
+            raise EngineUnavailableError(text) from error
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")

@@ -30,6 +30,7 @@ def engine_info(
         data_parallel_size=facts.ranks,
         kv_events=events,
         continues_answers=True,
+        forwards=True,
     )
 
 

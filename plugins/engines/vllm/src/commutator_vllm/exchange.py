@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -22,7 +22,7 @@ from commutator_vllm.api import Chunk
 from commutator_vllm.bodies import GENERATE, request_headers
 from commutator_vllm.deltas import DeltaReader, FailedInStreamError
 
-__all__ = ["NotOfferedError", "generate"]
+__all__ = ["HttpAnswer", "NotOfferedError", "error_for", "generate", "message_of"]
 
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -32,6 +32,20 @@ _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
 
 class NotOfferedError(Exception):
     """The server does not offer this endpoint."""
+
+
+class HttpAnswer:
+    """The server's own answer to a client's own request."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.status = response.status
+        self.content_type = response.headers.get("Content-Type", "application/json")
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """As they come."""
+        async for data in self._response.content.iter_any():
+            yield data
 
 
 async def generate(
@@ -52,10 +66,10 @@ async def generate(
             url + path, json=body, headers=request_headers(request)
         ) as response:
             if response.status != HTTPStatus.OK:
-                message = _message(await response.read())
+                message = message_of(await response.read())
                 if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
                     raise NotOfferedError
-                raise await _error_for(session, url, response.status, message)
+                raise await error_for(session, url, response.status, message)
             if body["stream"]:
                 async for data in response.content.iter_any():
                     for delta in reader.feed(data):
@@ -66,12 +80,12 @@ async def generate(
     except aiohttp.ClientError as error:
         raise EngineUnavailableError(f"vLLM at {url}: connection lost ({error})") from error
     except FailedInStreamError as error:
-        raise await _error_for(session, url, error.code or 500, str(error)) from error
+        raise await error_for(session, url, error.code or 500, str(error)) from error
     if not reader.ended:
         raise EngineIncompleteError(f"vLLM at {url} ended the stream before the answer")
 
 
-async def _error_for(
+async def error_for(
     session: aiohttp.ClientSession, url: str, status: int, message: str
 ) -> Exception:
     """Tells a server that is full from one that is dead, and both from a wrong request."""
@@ -96,7 +110,8 @@ async def _is_alive(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
+    """What an error of vLLM's says."""
     try:
         failure = msgspec.json.decode(body, type=Chunk).error
     except msgspec.MsgspecError:

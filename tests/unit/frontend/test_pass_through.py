@@ -1,0 +1,177 @@
+"""What only the engine can do goes to its worker as it came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from attrs import define, field
+from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
+
+from commutator.errors import EngineUnavailableError
+from commutator.types import GenerateRequest
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@define
+class FakeForward:
+    """A worker that answers two chunks, and calls the model otherwise."""
+
+    dispatcher: ForwardingDispatcher
+    worker_id: str = "w-1"
+    model: str = "org/model"
+    status: int = 201
+    content_type: str = "text/event-stream"
+
+    async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> Self:
+        if self.dispatcher.dead:
+            raise EngineUnavailableError("gone")
+        self.dispatcher.sent.append((path, json.loads(body), dict(headers)))
+        return self
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield b"data: one\n\n"
+        if self.dispatcher.dies:
+            raise EngineUnavailableError("gone")
+        yield b"data: two\n\n"
+
+    async def __aenter__(self) -> Self:
+        self.dispatcher.open += 1
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.dispatcher.open -= 1
+
+
+@define
+class ForwardingDispatcher(FakeDispatcher):
+    takes: bool = True
+    dead: bool = False
+    dies: bool = False
+    """While it answers."""
+    sent: list[tuple[str, Any, dict[str, str]]] = field(factory=list)
+    routed_by: list[tuple[Sequence[int], str | None]] = field(factory=list)
+
+    def forwards(self, model: str) -> bool:
+        return self.takes
+
+    async def forward(
+        self, model: str, request: GenerateRequest, session_id: str | None = None
+    ) -> FakeForward:
+        self.routed_by.append((request.token_ids, session_id))
+        return FakeForward(self)
+
+
+async def test_tools_are_the_engines_business() -> None:
+    dispatcher = ForwardingDispatcher(block_size=16)
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "stream": True, "odd": [1]}
+    async with (
+        front_door(dispatcher) as door,
+        door.session.post(
+            f"{door.url}/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"}
+        ) as answer,
+    ):
+        assert answer.status == 201
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.headers["X-Commutator-Worker"] == "w-1"
+        assert await answer.read() == b"data: one\n\ndata: two\n\n"
+    assert dispatcher.sent == [
+        ("/v1/chat/completions", {**body, "model": "org/model"}, {"X-Request-Id": "mine"})
+    ]
+    assert dispatcher.open == 0
+
+
+async def test_it_is_routed_by_the_prompt_that_can_be_told() -> None:
+    dispatcher = ForwardingDispatcher(block_size=16)
+    picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    async with front_door(dispatcher) as door:
+        await door.session.post(
+            f"{door.url}/v1/chat/completions",
+            json={"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "session_id": "s"},
+        )
+        await door.session.post(
+            f"{door.url}/v1/chat/completions",
+            json={"model": MODEL, "messages": [{"role": "user", "content": picture}]},
+        )
+    told, untold = dispatcher.routed_by
+    expected = TEXT.encode(TEXT.render_chat(MESSAGES), add_special_tokens=False)
+    assert told == (expected, "s")
+    assert untold == ([], None)
+
+
+async def test_a_later_turn_of_a_tool_call_goes_the_same_way() -> None:
+    dispatcher = ForwardingDispatcher(block_size=16)
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    async with front_door(dispatcher) as door:
+        await door.session.post(
+            f"{door.url}/v1/chat/completions", json={"model": MODEL, "messages": messages}
+        )
+    assert dispatcher.sent[0][1]["messages"] == messages
+
+
+async def test_what_is_served_here_is_not_passed_on() -> None:
+    dispatcher = ForwardingDispatcher()
+    async with front_door(dispatcher) as door:
+        status, _ = await door.chat(max_tokens=5)
+        assert status == 200
+        status, body = await door.chat(max_tokens=-1)
+        assert status == 400
+        status, body = await door.chat(odd=1)
+        assert (status, body["error"]["code"]) == (400, "unknown_parameter")
+    assert not dispatcher.sent
+
+
+async def test_engines_that_take_no_such_requests() -> None:
+    async with front_door(ForwardingDispatcher(takes=False)) as door:
+        status, body = await door.chat(tools=TOOLS)
+        assert (status, body["error"]["code"]) == (400, "unsupported_parameter")
+        status, body = await door.post("/v1/embeddings", {"input": "x"})
+        assert (status, body["error"]["code"]) == (400, "unsupported_endpoint")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+async def test_endpoints_of_the_engine(path: str) -> None:
+    dispatcher = ForwardingDispatcher()
+    async with front_door(dispatcher) as door:
+        answer = await door.session.post(f"{door.url}{path}", json={"model": MODEL, "input": "x"})
+        assert answer.status == 201
+        status, body = await door.post(path, {"model": "nobody"})
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert [(sent[0], sent[1]) for sent in dispatcher.sent] == [
+        (path, {"model": "org/model", "input": "x"})
+    ]
+
+
+async def test_a_worker_that_is_lost() -> None:
+    dispatcher = ForwardingDispatcher(dead=True)
+    async with front_door(dispatcher) as door:
+        status, body = await door.chat(tools=TOOLS)
+        assert (status, body["error"]["code"]) == (503, "worker_lost")
+    assert dispatcher.open == 0
+
+
+async def test_a_worker_that_is_lost_while_it_answers() -> None:
+    dispatcher = ForwardingDispatcher(dies=True)
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    async with (
+        front_door(dispatcher) as door,
+        door.session.post(f"{door.url}/v1/chat/completions", json=body) as answer,
+    ):
+        first, last, _ = (await answer.read()).split(b"\n\n")
+    assert first == b"data: one"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+    assert dispatcher.open == 0
