@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
-from tests.support.vllm_server import CONFIG, ask_vllm
+from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
+from tests.support.vllm_server import CONFIG
 
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
@@ -48,29 +45,10 @@ def direct(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def wait_for_workers(cluster: LocalCluster, count: int) -> None:
-    import time
-
-    until_s = time.monotonic() + 600
-    while time.monotonic() < until_s:
-        if sum(w["state"] == "ready" for w in cluster.health()["workers"]) == count:
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
-
-
-def server_urls(cluster: LocalCluster) -> dict[str, str]:
-    """By worker, from the commands in the log; of a worker that was started again, the last."""
-    commands = re.findall(r"(vllm-\d): .*api_server --host (\S+) --port (\d+)", cluster.log())
-    return {worker: f"http://{host}:{port}" for worker, host, port in commands}
-
-
-def prefix_cache_hits(cluster: LocalCluster) -> int:
+def prefix_cache_hits(cluster: LocalCluster) -> float:
     """Tokens, counted by both servers themselves."""
-    pages = [ask_vllm("GET", f"{url}/metrics") for url in server_urls(cluster).values()]
-    counts = [re.search(r"^vllm:prefix_cache_hits_total\S* (\S+)", p, re.MULTILINE) for p in pages]
-    assert None not in counts
-    return sum(int(float(count[1])) for count in counts if count is not None)
+    urls = server_urls(cluster).values()
+    return sum(metric(url, "vllm:prefix_cache_hits_total") for url in urls)
 
 
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -141,7 +119,7 @@ def test_ten_turns_find_what_can_be_found(cluster: LocalCluster, client: openai.
             possible += left
             left = (answer.usage.total_tokens - 1) // BLOCK * BLOCK
     hits = prefix_cache_hits(cluster) - before
-    print(f"cached {hits} of {possible} possible tokens: {hits / possible:.1%}")
+    print(f"cached {hits:g} of {possible} possible tokens: {hits / possible:.1%}")
     assert hits >= 0.95 * possible
 
 
@@ -171,14 +149,3 @@ def test_killed_while_it_answers(cluster: LocalCluster, client: openai.OpenAI) -
     wait_for_workers(cluster, 2)
     answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=5)
     assert answer.choices[0].finish_reason == "length"
-
-
-def kill_server(cluster: LocalCluster, worker: str) -> None:
-    port = server_urls(cluster)[worker].rpartition(":")[2]
-    assert cluster.process is not None
-    (server,) = (
-        process
-        for process in psutil.Process(cluster.process.pid).children(recursive=True)
-        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
-    )
-    os.killpg(server.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from attrs import define, evolve, field
 
 from commutator.errors import (
     EngineError,
+    EngineHandoverError,
     EngineIncompleteError,
     EngineOverloadedError,
     EngineUnavailableError,
@@ -208,6 +209,16 @@ async def test_failures_after_the_first_token(
     with pytest.raises(kind) as caught:
         await anext(stream)
     assert type(caught.value) is kind
+
+
+async def test_a_decode_leg_that_did_not_get_the_kv(client: VllmClient, vllm: FakeVllm) -> None:
+    await client.start()
+    vllm.status, vllm.message = 500, "load failed"
+    with pytest.raises(EngineHandoverError, match="load failed"):
+        await collect(client, evolve(REQUEST, handover={"do_remote_prefill": True}))
+    vllm.healthy = False
+    with pytest.raises(EngineUnavailableError):
+        await collect(client, evolve(REQUEST, handover={"do_remote_prefill": True}))
 
 
 async def test_closing_a_stream_closes_the_connection(client: VllmClient, vllm: FakeVllm) -> None:

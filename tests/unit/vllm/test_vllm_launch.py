@@ -95,6 +95,25 @@ def test_a_gguf_file_is_converted_first(
     assert directory_for(gguf) != directory
 
 
+def test_a_role_brings_the_connector(context: LaunchContext, python: str) -> None:
+    prefill = VllmConfig(kind="vllm", role="prefill", python=python)
+    decode = VllmConfig(kind="vllm", role="decode", python=python)
+    for config, expected in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        plan = launch_plan(config, context)
+        transfer = json.loads(value_of(plan.argv, "--kv-transfer-config"))
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", expected)
+        assert int(plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
+        assert VllmConnector().handover_style(config) is not None
+    own = evolve(CONFIG, python=python, args=('--kv-transfer-config={"kv_connector":"X"}',))
+    plan = launch_plan(own, context)
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in plan.env
+    assert "--kv-transfer-config" not in plan.argv
+    assert VllmConnector().handover_style(own) is not None
+    plan = launch_plan(evolve(CONFIG, python=python), context)
+    assert "--kv-transfer-config" not in plan.argv
+    assert VllmConnector().handover_style(CONFIG) is None
+
+
 def test_gpus_are_shared_in_order() -> None:
     config = VllmConfig(kind="vllm", replicas=2, gpus=(4, 5, 6, 7))
     assert gpus_of(config, "big-name-0") == (4, 5)

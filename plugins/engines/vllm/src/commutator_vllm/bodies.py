@@ -7,7 +7,7 @@ from typing import Any
 
 from commutator.types import GenerateRequest
 
-__all__ = ["COMPLETIONS", "GENERATE", "request_body", "request_headers"]
+__all__ = ["COMPLETIONS", "GENERATE", "hands_over", "request_body", "request_headers"]
 
 GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out; offered with `--enable-scale-out`. The cheaper one for vLLM."""

@@ -13,10 +13,10 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.errors import EngineError, EngineUnavailableError
+from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
-from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body
+from commutator_vllm.bodies import COMPLETIONS, GENERATE, hands_over, request_body
 from commutator_vllm.discovery import engine_info, event_source
 from commutator_vllm.exchange import (
     HttpAnswer,
@@ -49,12 +49,14 @@ class VllmClient(EngineClient):
         api_key: str | None = None,
         use_priority: bool = True,
         kv_events: EventSource | None = None,
+        hands_over: bool = False,
         answer_timeout_s: float = 10.0,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._use_priority = use_priority
         self._given_events = kv_events
+        self._hands_over = hands_over
         self._answer_timeout_s = answer_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
@@ -76,7 +78,9 @@ class VllmClient(EngineClient):
             )
         events = event_source(await self._event_sources(), self.url, self._given_events)
         self._facts = facts
-        self._info = engine_info(version.version, models, facts, events)
+        self._info = engine_info(
+            version.version, models, facts, events, hands_over=self._hands_over
+        )
         return self._info
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
@@ -106,7 +110,10 @@ class VllmClient(EngineClient):
             self._info = None  # it may be another server that comes back
             stream.fail(error)
         except Exception as error:  # noqa: BLE001 - whoever reads the stream gets it
-            stream.fail(error)
+            decodes = request.handover is not None and not hands_over(request.handover)
+            # A healthy server that fails a decode leg did not get the KV.
+            failed_load = decodes and type(error) is EngineError
+            stream.fail(EngineHandoverError(str(error)) if failed_load else error)
         except asyncio.CancelledError:
             # Whoever closed only this stream does not hear of it.
             stream.fail(EngineUnavailableError(f"vLLM at {self.url}: the connection was closed"))

@@ -10,7 +10,9 @@ from attrs import Attribute, frozen
 from commutator import EngineConfig, Secret, setting
 from commutator.schema import NonNegativeInt
 
-__all__ = ["VllmConfig"]
+__all__ = ["KV_TRANSFER", "VllmConfig"]
+
+KV_TRANSFER = "--kv-transfer-config"
 
 
 def _a_url(_config: Any, _field: Attribute[Any], url: str | None) -> None:
@@ -63,6 +65,12 @@ class VllmConfig(EngineConfig):
         False,
         validator=_only_to_attach,
     )
+    hands_over: bool = setting(
+        "The server at `url` runs with the NixlConnector, so that its prefill and decode can be "
+        "apart. A launched one does when its `role` is prefill or decode.",
+        False,
+        validator=_only_to_attach,
+    )
     python: str = setting(
         "The Python of the environment that vLLM is installed in; `make vllm` makes this one.",
         ".venv-vllm/bin/python",
@@ -82,3 +90,9 @@ class VllmConfig(EngineConfig):
         (),
         validator=_shared_evenly,
     )
+
+    @property
+    def takes_part_in_handovers(self) -> bool:
+        """Whether the server has vLLM's connector for them."""
+        connector = any(arg.partition("=")[0] == KV_TRANSFER for arg in self.args)
+        return self.hands_over or connector or (self.url is None and self.role != "both")

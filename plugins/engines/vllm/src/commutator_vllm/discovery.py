@@ -8,6 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 from commutator.errors import EngineError
 from commutator.types import EngineInfo, EventSource
 from commutator_vllm.api import KvEventSource, ModelList
+from commutator_vllm.handover import handover_info
 from commutator_vllm.metrics import CacheFacts
 
 __all__ = ["base_model", "engine_info", "event_source"]
@@ -16,7 +17,12 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not b
 
 
 def engine_info(
-    version: str, models: ModelList, facts: CacheFacts, events: EventSource | None
+    version: str,
+    models: ModelList,
+    facts: CacheFacts,
+    events: EventSource | None,
+    *,
+    hands_over: bool = False,
 ) -> EngineInfo:
     """Raises EngineError when the server generates nothing."""
     model, max_model_len = base_model(models)
@@ -31,6 +37,7 @@ def engine_info(
         kv_events=events,
         continues_answers=True,
         forwards=True,
+        handover=handover_info(model, version, facts.block_size) if hands_over else None,
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import socket
 import sys
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
 from commutator.errors import ConfigError
 from commutator.text import locate_model
-from commutator_vllm.config import VllmConfig
+from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.model_directory import directory_for
 
 __all__ = ["gpus_of", "launch_plan", "server_arguments"]
@@ -26,6 +27,8 @@ _EVENTS = {
     "endpoint": "tcp://*:0",
     "replay_endpoint": "tcp://*:0",
 }
+# A load that fails is computed instead, and the request goes on.
+_NIXL = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
 _OURS = ("--host", "--port", "--model", "--served-model-name")
 
 
@@ -36,6 +39,9 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     directory = directory_for(source) if source.is_file() else source
     server = (python, *_SERVER, *server_arguments(config, context, directory))
     env = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host, **config.env}
+    if config.takes_part_in_handovers:
+        env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.host)
+        env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port(context.host)))
     if gpus := gpus_of(config, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
@@ -60,9 +66,16 @@ def server_arguments(
     if "--scheduling-policy" not in given:
         arguments += ["--scheduling-policy", "priority"]
     if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
-        arguments += ["--kv-events-config", json.dumps(_EVENTS, separators=(",", ":"))]
+        arguments += ["--kv-events-config", _json(_EVENTS)]
+    if config.role != "both" and KV_TRANSFER not in given:
+        role = "kv_producer" if config.role == "prefill" else "kv_consumer"
+        arguments += [KV_TRANSFER, _json({**_NIXL, "kv_role": role})]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     return (*arguments, *config.args)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def gpus_of(config: VllmConfig, worker_id: str) -> tuple[int, ...]:
@@ -70,6 +83,11 @@ def gpus_of(config: VllmConfig, worker_id: str) -> tuple[int, ...]:
     each = len(config.gpus) // config.replicas
     number = int(worker_id.rpartition("-")[2])
     return config.gpus[number * each : (number + 1) * each]
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _python(config: VllmConfig) -> str:

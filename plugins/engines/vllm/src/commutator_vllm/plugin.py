@@ -10,8 +10,10 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
+from commutator.engine.handover import HandoverStyle
 from commutator.types import EventSource
 from commutator_vllm.config import VllmConfig
+from commutator_vllm.handover import NixlHandover
 
 __all__ = ["VllmConnector"]
 
@@ -36,11 +38,15 @@ class VllmConnector(EngineConnector[VllmConfig]):
         return VllmClient(
             address,
             api_key=None if config.api_key is None else config.api_key.reveal(),
+            hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
             kv_events=None
             if config.kv_events is None
             else EventSource(config.kv_events, config.kv_events_replay),
         )
+
+    def handover_style(self, config: VllmConfig) -> HandoverStyle | None:
+        return NixlHandover() if config.takes_part_in_handovers else None
 
 
 @hookimpl
