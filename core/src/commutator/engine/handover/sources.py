@@ -79,13 +79,23 @@ class Sources:
             if peer.source is not None and peer.source != found:
                 self._forget(peer.source)
             peer.source = found
-            return found
+        await self._forget_lost()
+        return found
 
     async def close(self) -> None:
         """Disconnect from all of them."""
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             await peer.client.close()
+
+    async def _forget_lost(self) -> None:
+        """Workers come and go: keep nothing of those whose connection is gone."""
+        for address, peer in list(self._peers.items()):
+            idle = not peer.client.connected and not peer.connecting.locked()
+            if peer.source is not None and idle:
+                del self._peers[address]
+                self._forget(peer.source)
+                await peer.client.close()
 
     def _peer(self, address: str) -> _Peer:
         peer = self._peers.get(address)
