@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from commutator import EngineClient
 from commutator.engine import TokenApiClient, TokenApiServer
+from commutator.engine.handover import HandoverStyle, PullHandover
 from commutator.testing import EngineContract
 from commutator_sim import SimConfig, SimTier
 from commutator_sim.engine import SimEngine
@@ -20,12 +21,17 @@ class SimContract(EngineContract):
     async def running(self) -> AsyncIterator[EngineClient]:
         server = TokenApiServer(SimEngine(self.config, model="sim", max_model_len=8192))
         port = await server.start("127.0.0.1", 0)
-        yield TokenApiClient(f"127.0.0.1:{port}")
-        await server.stop()
+        try:
+            yield TokenApiClient(f"127.0.0.1:{port}")
+        finally:  # what is skipped leaves by an exception
+            await server.stop()
 
     def another_client(self, client: EngineClient) -> EngineClient:
         assert isinstance(client, TokenApiClient)
         return TokenApiClient(client.address)
+
+    def handover_style(self, lease_s: float) -> HandoverStyle:
+        return PullHandover(lease_s)
 
 
 class TestUnlimited(SimContract):

@@ -79,12 +79,14 @@ def random_request(rng: random.Random, parameters: SimParameters) -> SimRequest:
     request = request_of(
         parameters.block_size, prompt, output, rng.random() < 0.5, rng.choice([0, 0, 0, -1, 1])
     )
-    return evolve(request, exports=rng.random() < 0.2, pulls=rng.random() < 0.2)
+    return evolve(
+        request, exports=rng.random() < 0.2, pulls=rng.choice([None] * 4 + [99, rng.randint(0, 3)])
+    )
 
 
 def alone(request: SimRequest) -> SimRequest:
     """The same, neither for nor from another worker."""
-    return evolve(request, exports=False, pulls=False)
+    return evolve(request, exports=False, pulls=None)
 
 
 def random_script(seed: int) -> Script:
@@ -93,8 +95,8 @@ def random_script(seed: int) -> Script:
     parameters = random_parameters(rng)
     actions: list[tuple[Any, ...]] = []
     for name in rng.choices(
-        ["submit", "advance", "offer", "release", "abort", "reset"],
-        [6, 6, 2, 1, 1, 0.2],
+        ["submit", "advance", "offer", "release", "lose", "abort", "reset"],
+        [6, 6, 2, 1, 0.5, 1, 0.2],
         k=rng.randint(1, 60),
     ):
         match name:
@@ -104,7 +106,7 @@ def random_script(seed: int) -> Script:
                 actions.append((name, rng.choice([0, 1, 7, 14, 30, 60, 300])))
             case "abort" | "release":
                 actions.append((name, rng.randint(1, 8)))
-            case "offer":
+            case "offer" | "lose":
                 actions.append((name, rng.randint(1, 8), rng.randint(0, 4)))
             case _:
                 actions.append((name,))
@@ -137,6 +139,9 @@ def act(model: SimModel, number: int, action: tuple[Any, ...]) -> list[Event]:
             model.abort(number - ago)
         case ("offer", ago, blocks):
             model.offer(number - ago, blocks)
+        case ("lose", ago, blocks):
+            model.keep(number - ago, blocks)
+            model.abort(number - ago)
         case ("release", ago):
             model.release(number - ago)
         case ("reset",):
@@ -170,6 +175,9 @@ def test_equals_the_engine_that_makes_every_step(script: Script) -> None:
                 reference.abort(number - ago)
             case ("offer", ago, blocks):
                 reference.offer(number - ago, blocks)
+            case ("lose", ago, blocks):
+                reference.keep(number - ago, blocks)
+                reference.abort(number - ago)
             case ("release", ago):
                 reference.release(number - ago)
             case ("reset",):
@@ -189,7 +197,9 @@ def test_every_request_ends_once_and_leaves_nothing_behind(script: Script) -> No
     submitted = {n for n, action in enumerate(script.actions) if action[0] == "submit"}
     finished = [event.key for event in events if isinstance(event, Finished)]
     first = [event.key for event in events if isinstance(event, FirstToken)]
-    aborted = {n - action[1] for n, action in enumerate(script.actions) if action[0] == "abort"}
+    aborted = {
+        n - action[1] for n, action in enumerate(script.actions) if action[0] in {"abort", "lose"}
+    }
     assert len(set(finished)) == len(finished)
     assert len(set(first)) == len(first)
     assert submitted - aborted <= set(finished) <= set(first) <= submitted
@@ -232,7 +242,9 @@ def test_at_no_speed_it_runs_until_all_is_done(script: Script, burst: int) -> No
     assert (model.running, model.waiting, model.cache.used_blocks) == (0, 0, 0)
     ended = {event.key for event in events if isinstance(event, Finished)}
     submitted = {n for n, action in enumerate(script.actions) if action[0] == "submit"}
-    aborted = {n - action[1] for n, action in enumerate(script.actions) if action[0] == "abort"}
+    aborted = {
+        n - action[1] for n, action in enumerate(script.actions) if action[0] in {"abort", "lose"}
+    }
     assert submitted - aborted <= ended
 
 

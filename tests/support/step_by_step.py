@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import astuple, define, field
 
 from commutator_sim import (
     DEVICE,
@@ -15,6 +15,7 @@ from commutator_sim import (
     Offloaded,
     Preempted,
     Pulled,
+    Pulling,
     Ready,
     Removed,
     SimParameters,
@@ -44,8 +45,8 @@ def told(events: Sequence[Event]) -> list[Told]:
                 out.append(("finished", time_ns, key))
             case Preempted(time_ns, key):
                 out.append(("preempted", time_ns, key))
-            case Ready(time_ns, key, count) | Pulled(time_ns, key, count):
-                out.append((type(event).__name__.lower(), time_ns, key, count))
+            case Ready() | Pulled() | Pulling():
+                out.append((type(event).__name__.lower(), *astuple(event)))
             case Stored(time_ns, key, first, blocks):
                 out += [("stored", time_ns, key, first + i, b) for i, b in enumerate(blocks)]
             case Offloaded(time_ns, tier, blocks):
@@ -97,7 +98,8 @@ class StepByStep:
 
     def submit(self, key: int, request: SimRequest) -> None:
         order = (request.priority, self.arrivals)
-        self.jobs.append(Job(key, request, order, pulling=request.pulls))
+        pulling = request.pulls is not None
+        self.jobs.append(Job(key, request, order, pulling=pulling))
         self.arrivals += 1
         if request.exports:
             self.exported[key] = []
@@ -232,13 +234,21 @@ class StepByStep:
         return job
 
     def begin_pull(self, job: Job, found: int, limit: int) -> None:
-        if job.pulling and found == limit:
+        limit = min(limit, job.request.pulls or 0)
+        if job.pulling and found >= limit:
             job.pulling = False
             self.out.append(("pulled", self.clock, job.key, 0))
         elif job.pulling:
             job.state, job.ready_ns = "loading", NEVER
             job.pulled, job.kv = found, limit * self.p.block_size
+            self.out.append(("pulling", self.clock, job.key, found, limit))
             self.pull(job, self.clock)
+
+    def keep(self, key: int, blocks: int) -> None:
+        for job in self.jobs:
+            if job.key == key and job.pulling and job.state == "loading":
+                job.kv = min(job.kv, blocks * self.p.block_size)
+                self.publish(job)
 
     def pull(self, job: Job, now: int) -> None:
         limit = job.kv // self.p.block_size

@@ -8,23 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from attrs import define, evolve
 
 from commutator.engine import Emit, TokenEngine
-from commutator.errors import EngineOverloadedError, RequestError
+from commutator.engine.handover import DecodeWords, PrefillWords
+from commutator.errors import (
+    EngineError,
+    EngineHandoverError,
+    EngineOverloadedError,
+    RequestError,
+)
 from commutator.kv import EventPublisher
 from commutator.text import TextModel
-from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
+from commutator.types import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
 from commutator_sim.block_keys import block_keys, root_key
 from commutator_sim.config import SimConfig
-from commutator_sim.events import Event, Finished, FirstToken, Offloaded, Preempted, Removed, Stored
+from commutator_sim.events import (
+    Event,
+    Finished,
+    FirstToken,
+    Offloaded,
+    Preempted,
+    Pulled,
+    Pulling,
+    Ready,
+    Removed,
+    Stored,
+)
 from commutator_sim.kv_events import EventFeed
 from commutator_sim.model import SimModel
 from commutator_sim.request import SimRequest
+from commutator_sim.served_handover import FailedHandover, ServedHandover
 
 __all__ = ["SimEngine"]
 
@@ -73,7 +92,11 @@ class SimEngine(TokenEngine):
         self._max_model_len = min(max_model_len, config.kv_capacity_blocks * config.block_size)
         self._text = text
         self._factor = config.time_factor
-        self._model = SimModel(config.parameters())
+        # The bytes of a hand-over take their time outside, where the real ones would go.
+        self._model = SimModel(
+            evolve(config.parameters(), handover_latency_ns=0, handover_block_ns=1)
+        )
+        self._handover: ServedHandover | None = None
         self._streams: dict[int, _Stream] = {}
         self._publisher: EventPublisher | None = None
         self._feed: EventFeed | None = None
@@ -95,6 +118,9 @@ class SimEngine(TokenEngine):
                 has_tiers=bool(config.tiers),
                 gather_s=0.0 if self._factor else _GATHER_EVENTS_S,
             )
+        if config.prefix_caching:
+            self._handover = ServedHandover(config, self._model_name, self._model, self._tick_soon)
+            self._handover.start()
         return EngineInfo(
             kind="sim",
             version=version("commutator-sim"),
@@ -105,6 +131,7 @@ class SimEngine(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            handover=None if self._handover is None else self._handover.info,
         )
 
     def submit(self, key: int, request: GenerateRequest) -> None:
@@ -117,18 +144,21 @@ class SimEngine(TokenEngine):
                 f"no more than {places}"
             )
         self._catch_up()
+        try:
+            asked = self._leg(key, stream)
+        except EngineHandoverError as error:
+            assert self._loop is not None
+            self._loop.call_soon(self._fail_handovers, [FailedHandover(key, str(error))])
+            return
         self._streams[key] = stream
-        model.submit(
-            key,
-            SimRequest(
-                len(request.token_ids), len(stream.answer.token_ids), stream.keys, request.priority
-            ),
-        )
+        model.submit(key, asked)
         self._tick_soon()
 
     def abort(self, key: int) -> None:
         self._catch_up()
         self._model.abort(key)
+        if self._handover is not None:
+            self._handover.drop(key)
         if self._streams.pop(key, None) is not None:
             self._tick_soon()
 
@@ -148,7 +178,14 @@ class SimEngine(TokenEngine):
         self._model.reset_prefix_cache()
         self._tick_soon()
 
+    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
+        if self._handover is None:
+            raise EngineError("this worker hands no KV over: prefix_caching is off")
+        return await self._handover.answer(what, arguments)
+
     def stop(self) -> None:
+        if self._handover is not None:
+            self._handover.stop()
         loop, self._emit = self._loop, None
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._cancel_timer)
@@ -177,6 +214,32 @@ class SimEngine(TokenEngine):
         except OverflowError as error:
             raise RequestError(f"a token id is out of range: {error}") from error
         return _Stream(answer, token_ids, keys, request)
+
+    def _leg(self, key: int, stream: _Stream) -> SimRequest:
+        """The request as the model gets it: whole, or one leg of a hand-over.
+
+        Raises RequestError for a wrong leg, EngineHandoverError for one that nobody wants.
+        """
+        request, size, prompt = stream.request, self._config.block_size, stream.request.token_ids
+        whole = SimRequest(len(prompt), len(stream.answer.token_ids), stream.keys, request.priority)
+        if request.handover is None:
+            return whole
+        if self._handover is None:
+            raise RequestError("this worker hands no KV over: prefix_caching is off", "handover")
+        match self._handover.leg(request):
+            case DecodeWords() as words:
+                return evolve(whole, pulls=self._handover.begin_pull(key, request, words))
+            case PrefillWords() as words:
+                stream.answer = evolve(
+                    stream.answer,
+                    token_ids=stream.answer.token_ids[:1],
+                    finish_reason=FinishReason.LENGTH,
+                )
+                if not (wanted := self._handover.begin_export(key, request, words)):
+                    return evolve(whole, output_tokens=1)
+                # What is not handed over is computed by the decode worker, so not here.
+                return evolve(whole, prompt_tokens=wanted * size, output_tokens=1, exports=True)
+        return whole
 
     def _answer_to(self, request: GenerateRequest) -> Answer:
         """What is left to say: the answer to the prompt, less what another worker said of it."""
@@ -227,18 +290,35 @@ class SimEngine(TokenEngine):
         if self._emit is None:
             return  # stopped
         model = self._model
+        self._catch_up()
+        self._update_handover()
         if not self._factor:
+            before_ns = model.now_ns
             self._deliver(model.advance(max_steps=self._config.burst_tokens))
-            if self._streams:
+            if self._streams and model.now_ns > before_ns:  # otherwise it waits for a hand-over
                 self._tick_soon()
             return
-        self._catch_up()
         if (end_ns := model.step_end_ns()) is not None:
             assert self._loop is not None
             delay_s = (end_ns - self._virtual_now_ns()) / 1e9 / self._factor
             self._timer = self._loop.call_later(max(_SHORTEST_SLEEP_S, delay_s), self._tick)
 
     # -------------------------------------------------------------------- outwards
+
+    def _update_handover(self) -> None:
+        """What other workers have sent, or need no more."""
+        if self._handover is None:
+            return
+        failed = self._handover.update()
+        for one in failed:
+            self._model.abort(one.key)
+            del self._streams[one.key]
+        self._fail_handovers(failed)
+
+    def _fail_handovers(self, failed: Sequence[FailedHandover]) -> None:
+        if failed and self._emit is not None:
+            why = TokenDelta(finish_reason=FinishReason.ERROR, handover_failed=True)
+            self._emit([(one.key, evolve(why, error=one.error)) for one in failed])
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Send the tokens and publish the block events of one tick."""
@@ -252,6 +332,8 @@ class SimEngine(TokenEngine):
                 deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
             elif isinstance(event, Preempted):
                 preempted.append(event.key)
+            elif isinstance(event, Ready | Pulling | Pulled):
+                self._hand_over(event)
             elif self._feed is not None:
                 self._feed_blocks(event, self._feed)
         deltas += self._progress((*self._model.decoding(), *preempted))
@@ -259,6 +341,16 @@ class SimEngine(TokenEngine):
             self._feed.publish()
         if deltas and self._emit is not None:
             self._emit(deltas)
+
+    def _hand_over(self, event: Ready | Pulling | Pulled) -> None:
+        assert self._handover is not None
+        match event:
+            case Ready():
+                self._handover.ready(event)
+            case Pulling():
+                self._handover.pulling(event)
+            case Pulled():
+                self._handover.pulled(event.key)
 
     def _progress(self, keys: Iterable[int]) -> Iterator[tuple[int, TokenDelta]]:
         for key in keys:

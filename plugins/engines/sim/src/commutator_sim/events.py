@@ -12,6 +12,7 @@ __all__ = [
     "Offloaded",
     "Preempted",
     "Pulled",
+    "Pulling",
     "Ready",
     "Removed",
     "Steps",
@@ -102,6 +103,16 @@ class Ready:
 
 
 @frozen
+class Pulling:
+    """Request ``key`` has its blocks and waits for what another worker has of some of them."""
+
+    time_ns: int
+    key: int
+    first_block: int
+    end_block: int
+
+
+@frozen
 class Pulled:
     """Request ``key`` needs nothing more of another worker's blocks."""
 
@@ -111,4 +122,15 @@ class Pulled:
     """How many came from there."""
 
 
-Event = Steps | FirstToken | Finished | Preempted | Stored | Offloaded | Removed | Ready | Pulled
+Event = (
+    Steps
+    | FirstToken
+    | Finished
+    | Preempted
+    | Stored
+    | Offloaded
+    | Removed
+    | Ready
+    | Pulling
+    | Pulled
+)

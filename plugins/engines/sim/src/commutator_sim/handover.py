@@ -1,13 +1,16 @@
-"""KV blocks that go from one modelled worker to another: what is held for it, and the link."""
+"""KV blocks that go from one modelled worker to another: what is held, and what waits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from commutator_sim.appointments import Appointments
 from commutator_sim.cache import BlockCache
+from commutator_sim.events import Pulled, Pulling
+from commutator_sim.parameters import SimParameters
 from commutator_sim.request import Run
 
-__all__ = ["Exports", "Link"]
+__all__ = ["Exports", "Pulls"]
 
 
 class Exports:
@@ -39,22 +42,39 @@ class Exports:
         self._cache.release(self._held.pop(key, ()), 0)
 
 
-class Link:
-    """What one worker receives over: one transfer after the other, each ``latency_ns`` later."""
+class Pulls:
+    """Requests that wait for another worker's blocks; one transfer comes after the other."""
 
-    def __init__(self, latency_ns: int, block_ns: int) -> None:
-        self._latency_ns = latency_ns
-        self._block_ns = block_ns
-        self._free_ns = 0
+    def __init__(self, parameters: SimParameters, loading: Appointments) -> None:
+        """``loading`` gets each request for when its last block is here."""
+        self._parameters = parameters
+        self._loading = loading
+        self._link_free_ns = 0
 
-    def pull(self, run: Run, limit: int, now_ns: int) -> int | None:
-        """Begin to bring what is ready elsewhere of the run's first ``limit`` blocks.
+    def begin(self, run: Run, found: int, limit: int, now_ns: int) -> Pulling | Pulled:
+        """``run`` has all its blocks; the first ``found`` are filled, and up to ``limit`` may be.
 
-        Returns when they are there if these were the last, otherwise None.
+        Afterwards ``run.pulling`` tells whether it has to wait for any.
         """
-        fresh = min(run.offered, limit) - run.pulled
-        if fresh <= 0:
-            return None
-        run.pulled += fresh
-        self._free_ns = max(self._free_ns, now_ns) + fresh * self._block_ns
-        return self._free_ns + self._latency_ns if run.pulled == limit else None
+        run.pulled, end = found, min(limit, run.request.pulls or 0)
+        if found >= end:
+            return self.end(run, now_ns)
+        run.computed = end * self._parameters.block_size
+        return Pulling(now_ns, run.key, found, end)
+
+    def more(self, run: Run, now_ns: int) -> None:
+        """Begin to bring what the other worker has ready by now."""
+        end = run.computed // self._parameters.block_size
+        fresh = min(run.offered, end) - run.pulled
+        if fresh > 0:
+            run.pulled += fresh
+            begin_ns = max(self._link_free_ns, now_ns)
+            self._link_free_ns = begin_ns + fresh * self._parameters.handover_block_ns
+            if run.pulled == end:
+                ready_ns = self._link_free_ns + self._parameters.handover_latency_ns
+                self._loading.add(run, ready_ns)
+
+    def end(self, run: Run, now_ns: int) -> Pulled:
+        """It has all that it waited for."""
+        run.pulling = False
+        return Pulled(now_ns, run.key, run.pulled - run.named)

@@ -20,13 +20,12 @@ from commutator_sim.events import (
     Finished,
     FirstToken,
     Preempted,
-    Pulled,
     Ready,
     Removed,
     Steps,
     Stored,
 )
-from commutator_sim.handover import Exports, Link
+from commutator_sim.handover import Exports, Pulls
 from commutator_sim.parameters import SimParameters
 from commutator_sim.plan import Chunks, Plan
 from commutator_sim.request import Phase, Run, SimRequest
@@ -63,7 +62,7 @@ class SimModel:
         self._waiting = Appointments()
         self._loading = Appointments()
         self._exports = Exports(self.cache)
-        self._link = Link(parameters.handover_latency_ns, parameters.handover_block_ns)
+        self._pulls = Pulls(parameters, self._loading)
         self._stuck = False
         """The first waiting request lacks blocks, and nothing was freed since."""
         self._plan: Plan | None = None
@@ -98,7 +97,8 @@ class SimModel:
             )
         if key in self._live:
             raise ValueError(f"request {key} is in the model already")
-        run = Run(key, request, (request.priority, next(self._arrivals)), pulling=request.pulls)
+        run = Run(key, request, (request.priority, next(self._arrivals)))
+        run.pulling = request.pulls is not None
         self._live[key] = run
         if request.exports:
             self._exports.begin(key)
@@ -130,8 +130,15 @@ class SimModel:
             return
         run.offered = blocks
         if run.phase is Phase.LOADING:
-            self._pull(run, self.now_ns)
+            self._pulls.more(run, self.now_ns)
             self._disturb()
+
+    def keep(self, key: int, blocks: int) -> None:
+        """Of a pulling request's first blocks so many have arrived, and can be found by others."""
+        run = self._live.get(key)
+        if run is not None and run.pulling and run.phase is Phase.LOADING:
+            run.computed = min(run.computed, blocks * self.parameters.block_size)
+            self._name(run)
 
     def reset_prefix_cache(self) -> None:
         """Forget every block that no request holds, in every tier."""
@@ -234,7 +241,7 @@ class SimModel:
         while (ready_ns := self._loading.first_ns()) is not None and ready_ns <= self._clock_ns:
             run = self._loading.pop()
             if run.pulling:
-                self._pull_ends(run, run.pulled - run.named)
+                self._events.append(self._pulls.end(run, self._clock_ns))
             run.move(Phase.PREFILL)
             self._prefilling[run.key] = run
             self._name(run)
@@ -288,12 +295,11 @@ class SimModel:
         run.computed = (found + loaded) * size
         if run.cached_tokens < 0:
             run.cached_tokens, run.loaded_tokens = run.computed, loaded * size
-        if run.pulling and found == limit:
-            self._pull_ends(run, 0)
+        if run.pulling:
+            self._events.append(self._pulls.begin(run, found, limit, self._clock_ns))
         if run.pulling:
             run.move(Phase.LOADING)
-            run.pulled, run.computed = found, limit * size
-            self._pull(run, self._clock_ns)
+            self._pulls.more(run, self._clock_ns)
         elif loaded:
             run.move(Phase.LOADING)
             ready_ns = self._tiers.load(keys[found : found + loaded], self._clock_ns)
@@ -301,15 +307,6 @@ class SimModel:
         else:
             run.move(Phase.PREFILL)
             self._prefilling[run.key] = run
-
-    def _pull(self, run: Run, now_ns: int) -> None:
-        limit = run.computed // self.parameters.block_size
-        if (ready_ns := self._link.pull(run, limit, now_ns)) is not None:
-            self._loading.add(run, ready_ns)
-
-    def _pull_ends(self, run: Run, blocks: int) -> None:
-        run.pulling = False
-        self._events.append(Pulled(self._clock_ns, run.key, blocks))
 
     def _export(self, run: Run) -> None:
         if self._exports.extend(run):

@@ -27,8 +27,8 @@ class SimRequest:
     """Lower is served earlier."""
     exports: bool = False
     """Its blocks are for another worker: they are held, and told of, until they are released."""
-    pulls: bool = False
-    """Full blocks of its prompt that are not here come from another worker."""
+    pulls: int | None = None
+    """Of its prompt's first full blocks so many come from another worker, unless they are here."""
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:

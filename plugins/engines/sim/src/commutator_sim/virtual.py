@@ -50,12 +50,14 @@ class SimVirtualEngine(VirtualEngine):
         return self._model.parameters.block_size
 
     def submit(self, key: int, request: VirtualRequest) -> None:
+        # The last token's KV is not worth a hand-over: the next token needs it computed anyway.
+        wanted = (request.prompt_tokens - 1) // self.block_size
         asked = SimRequest(
-            request.prompt_tokens,
+            wanted * self.block_size if request.exports and wanted else request.prompt_tokens,
             request.output_tokens,
             request.block_hashes,
             exports=request.exports,
-            pulls=request.pulls,
+            pulls=wanted if request.pulls else None,
         )
         self._model.submit(key, asked)
 
