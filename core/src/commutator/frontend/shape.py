@@ -35,7 +35,7 @@ class Shape(ABC):
         self.id = self.id_prefix + request_id
         self.model = model
         self.created = int(time.time())
-        self._include_usage = include_usage
+        self.include_usage = include_usage
         common = encode(
             {"id": self.id, "object": self.chunk_name, "created": self.created, "model": model}
         )
@@ -59,9 +59,7 @@ class Shape(ABC):
         """The whole response object, from all pieces of all choices."""
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk that ends the stream, if the client wants it."""
-        if not self._include_usage:
-            return b""
+        """The chunk that ends the stream, if ``include_usage`` says that the client wants it."""
         return self._head + b'],"usage":' + encode(usage) + b"}\n\n"
 
     def chunk(self, choice: bytes) -> bytes:
