@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from commutator.config.load import Loaded, load_config
 from commutator.config.model import ModelConfig
+from commutator.engine.process import calm_garbage_collector
 from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import run_with_fast_loop, serve_app
@@ -29,9 +29,6 @@ __all__ = ["REGISTRY", "main"]
 
 log = logging.getLogger("commutator.runtime.frontend_process")  # not "__main__"
 
-_NEW_OBJECTS = 20_000
-"""A garbage collection is due after so many more objects."""
-
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "host:port"."""
 
@@ -42,7 +39,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     dispatcher = Dispatcher(config, loaded.host)
     app = build_app(config.frontend, _text_models(config.models), dispatcher)
     app[SERVICES].registry_address = registry_address
-    _calm_garbage_collector()
+    calm_garbage_collector()
     registry = RegistryClient(registry_address)
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
@@ -85,16 +82,6 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await registry.close()
 
 
-def _calm_garbage_collector() -> None:
-    """Leave out what lives as long as the process, such as vocabularies, and look less often.
-
-    A request makes hundreds of objects, nearly all of which go without the collector.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS)
-
-
 def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
     models = {}
     for config in configs:
@@ -117,6 +104,7 @@ def main() -> None:
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         form = "%(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
+        logging._srcfile = None  # noqa: SLF001 - as the library's documentation advises
         # Handing a prompt to a pool of threads costs more than tokenizing what is new in it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
