@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from commutator.engine.contract import EngineClient
+from commutator.engine.handover.statistics import HandoverStatistics
 from commutator.engine.stream import DeltaStream
 from commutator.engine.wire import PROTOCOL, FrameProtocol, unpack_delta
 from commutator.errors import (
@@ -109,6 +110,13 @@ class TokenApiClient(EngineClient):
         not answer.
         """
         return await self._ask("handover", what, dict(arguments), timeout_s=timeout_s)
+
+    async def handover_statistics(self, *, timeout_s: float = 5.0) -> HandoverStatistics:
+        answer = await self.handover("statistics", {}, timeout_s=timeout_s)
+        try:
+            return msgspec.convert(answer, HandoverStatistics)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"worker at {self.address}: {error}") from error
 
     async def close(self) -> None:
         for key in list(self._streams):

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from commutator.config.model import EngineConfig, ModelConfig, TierConfig
+from commutator.engine.handover.statistics import HandoverStatistics
 from commutator.engine.handover.style import HandoverStyle
 from commutator.engine.virtual import VirtualEngine
 from commutator.errors import EngineError
@@ -133,6 +134,14 @@ class EngineClient(ABC):
         """
         del what, arguments, timeout_s
         raise EngineError("this engine keeps no blocks in tiers")
+
+    async def handover_statistics(self, *, timeout_s: float = 5.0) -> HandoverStatistics:
+        """What the worker counts of its hand-overs.
+
+        Raises EngineError when it counts none, EngineUnavailableError when it does not answer.
+        """
+        del timeout_s
+        raise EngineError("this engine does not count its hand-overs")
 
     @abstractmethod
     async def close(self) -> None:

@@ -75,6 +75,12 @@ class _Families:
         self.removed = CounterMetricFamily(
             "commutator_kv_removed", "Blocks that left a tier.", labels=(*tier, "reason")
         )
+        self.prefetched = CounterMetricFamily(
+            "commutator_kv_prefetched",
+            "Blocks brought up from a slower tier before they were asked for; of these the ones "
+            "used since, and those that left unused.",
+            labels=(*tier, "outcome"),
+        )
         self.corrupt = CounterMetricFamily(
             "commutator_kv_failed_verification",
             "Blocks whose checksum was wrong: when loaded, moved to another tier, or by kv verify.",
@@ -111,6 +117,7 @@ class _Families:
         _add_all(self.loads, labels, tier.loads)
         _add_all(self.not_loaded, labels, tier.not_loaded)
         _add_all(self.removed, labels, tier.removed)
+        _add_all(self.prefetched, labels, tier.prefetched)
         self.corrupt.add_metric((*labels, "load"), tier.loads.get("corrupt", 0))
         self.corrupt.add_metric((*labels, "verify"), tier.removed.get(_VERIFY_CORRUPT, 0))
 

@@ -16,8 +16,10 @@ from prometheus_client import (
 from commutator.observe.handover_metrics import HandoverMetrics
 from commutator.observe.kv_metrics import KvCollector
 from commutator.observe.token_times import TokenTimes
+from commutator.observe.worker_handover_metrics import WorkerHandoverCollector
 
 if TYPE_CHECKING:
+    from commutator.engine.handover import HandoverStatistics
     from commutator.kv.counters import KvStatistics
     from commutator.routing.route import RouteFacts
 
@@ -182,10 +184,16 @@ class FrontendMetrics:
         self.handovers = HandoverMetrics(registry)
         self._kv = KvCollector()
         registry.register(self._kv)
+        self._worker_handovers = WorkerHandoverCollector()
+        registry.register(self._worker_handovers)
 
     def watch_kv(self, statistics: Callable[[], Mapping[str, KvStatistics]]) -> None:
         """Read the workers' counters of their storage tiers whenever they are scraped."""
         self._kv.source = statistics
+
+    def watch_handovers(self, statistics: Callable[[], Mapping[str, HandoverStatistics]]) -> None:
+        """Read the workers' counters of their hand-overs whenever they are scraped."""
+        self._worker_handovers.source = statistics
 
     def watch_limiter(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the two gauges from the limiter whenever they are scraped."""

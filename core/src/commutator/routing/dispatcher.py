@@ -20,6 +20,7 @@ from commutator.routing.event_health import EventWarning
 from commutator.routing.forward import Forward, begin_forward
 from commutator.routing.handover_observer import HandoverObserver
 from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
+from commutator.routing.handover_poll import HandoverPoll
 from commutator.routing.kv_poll import KvPoll
 from commutator.routing.load import InFlightLoad
 from commutator.routing.moves import DispatchLimits, MigrationObserver
@@ -64,6 +65,7 @@ class Dispatcher:
         self._engines: dict[str, EngineConfig] = {e.name or e.kind: e for e in config.engines}
         self._view = WorkerView(on_routable=self._wake)
         self.kv = KvPoll(self._view)
+        self.handovers = HandoverPoll(self._view)
         busy = config.router.busy
         queues = [busy, *(d.router.busy for d in (config.disaggregation,) if d is not None)]
         enabled = any(queue.enabled for queue in queues)

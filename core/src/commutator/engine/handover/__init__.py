@@ -3,7 +3,7 @@
 ``style`` is the contract of every engine. The rest is our own engines' way, see ``pull_words``.
 """
 
-from commutator.engine.handover.export_server import ExportServer, ExportStatistics
+from commutator.engine.handover.export_server import ExportServer
 from commutator.engine.handover.geometry import BlockShapes
 from commutator.engine.handover.handover_keys import handover_keys
 from commutator.engine.handover.mover import BlockMover, PromptBlock, Target
@@ -17,7 +17,12 @@ from commutator.engine.handover.pull_words import (
     Source,
     read_words,
 )
-from commutator.engine.handover.puller import Puller, PullOver, PullStatistics
+from commutator.engine.handover.puller import Puller, PullOver
+from commutator.engine.handover.statistics import (
+    ExportStatistics,
+    HandoverStatistics,
+    PullStatistics,
+)
 from commutator.engine.handover.style import HandoverLegs, HandoverStyle, mismatch
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
     "ExportServer",
     "ExportStatistics",
     "HandoverLegs",
+    "HandoverStatistics",
     "HandoverStyle",
     "NixlMover",
     "PrefillWords",

@@ -14,28 +14,15 @@ from attrs import frozen
 
 from commutator.engine.handover.exports import Exports
 from commutator.engine.handover.pull_words import ExportNews, ReadyBlock, Source, Watch
+from commutator.engine.handover.statistics import ExportStatistics
 from commutator.errors import EngineError
 
-__all__ = ["ExportServer", "ExportStatistics"]
+__all__ = ["ExportServer"]
 
 ResultT = TypeVar("ResultT")
 
 _EXPIRY_CHECK_S = 0.25
 _LONGEST_WAIT_S = 60.0
-
-
-@frozen
-class ExportStatistics:
-    """What the prefill side has handed over."""
-
-    active: int
-    """Hand-overs that hold blocks now, or will."""
-    held_blocks: int
-    released: int
-    """Ended by the decode side."""
-    failed: int
-    lapsed: int
-    """Ended because nobody asked for so long."""
 
 
 @frozen

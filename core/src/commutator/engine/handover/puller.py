@@ -14,9 +14,10 @@ from commutator.engine.handover.mover import BlockMover, Target
 from commutator.engine.handover.pull import Pull, PullTimes
 from commutator.engine.handover.pull_words import DecodeWords
 from commutator.engine.handover.sources import HandoverClient, Sources
+from commutator.engine.handover.statistics import PullStatistics
 from commutator.types import GenerateRequest, HandoverInfo
 
-__all__ = ["PullOver", "PullStatistics", "Puller"]
+__all__ = ["PullOver", "Puller"]
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +30,6 @@ class PullOver:
     good_tokens: int
     """Of the target, from its beginning; what comes after must not be used."""
     error: str | None
-
-
-@frozen
-class PullStatistics:
-    """What the decode side has fetched."""
-
-    active: int = 0
-    succeeded: int = 0
-    failed: int = 0
-    dropped: int = 0
-    """Aborted, or found not to be needed."""
-    pulled_bytes: int = 0
-    """Read and verified."""
-    pull_s: float = 0.0
-    """Time that requests spent reading, waits for the prefill worker included."""
 
 
 @define(eq=False)

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
-import msgspec
 from attrs import evolve
 
 from commutator.engine import TokenApiClient
@@ -15,6 +14,7 @@ from commutator.engine.handover import (
     PROTOCOL,
     DecodeWords,
     ExportServer,
+    HandoverStatistics,
     NixlMover,
     PrefillWords,
     Puller,
@@ -130,8 +130,7 @@ class Handover:
     async def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
         """The value for a question of the token API's. Raises EngineError."""
         if what == "statistics":
-            parts = (self.exports.statistics(), self.pulls.statistics())
-            return dict(zip(("exports", "pulls"), map(msgspec.to_builtins, parts), strict=True))
+            return HandoverStatistics(self.exports.statistics(), self.pulls.statistics())
         return await self.exports.answer(what, arguments)
 
     def _publish(self, export_id: str, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
