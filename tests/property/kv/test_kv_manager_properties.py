@@ -77,12 +77,24 @@ def specs(draw: st.DrawFn) -> list[TierSpec]:
                 shared=draw(st.booleans()),
                 eviction=draw(st.sampled_from(POLICIES))(capacity),
                 admission=draw(st.lists(st.sampled_from(RULES), max_size=1)),
-                write=draw(st.sampled_from(["through", "on_evict"])),
+                write=draw(
+                    st.sampled_from(["through", "through", "on_evict", "on_evict", "never"])
+                ),
+                prefetch=draw(st.booleans()),
                 load_cost=draw(st.sampled_from([None, LoadCost(latency_s=1.0, block_s=0.1)])),
                 tenant_share=draw(st.sampled_from([None, None, 0.4])),
             )
         )
     return made
+
+
+def chain_of(number: int) -> list[bytes]:
+    """Its keys from the root of the tree on."""
+    keys = [KEYS[number - 1]]
+    while number > 1:
+        number //= 2
+        keys.insert(0, KEYS[number - 1])
+    return keys
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -126,10 +138,7 @@ class ManagerMachine(RuleBasedStateMachine):
         tokens_per_s=st.sampled_from([None, 1.0, 100.0, 1e6]),
     )
     def begin_load(self, number: int, first: int, tokens_per_s: float | None) -> None:
-        keys = [KEYS[number - 1]]
-        while number > 1:
-            number //= 2
-            keys.insert(0, KEYS[number - 1])
+        keys = chain_of(number)
         self.last_load += 1
         speed = PrefillSpeed(tokens_per_s=tokens_per_s, block_size=16)
         matched = self.manager.match(keys, first)
@@ -143,6 +152,14 @@ class ManagerMachine(RuleBasedStateMachine):
             assert list(plan.blocks) == expected
         if plan.blocks:
             self.world.loads[plan.load_id] = plan
+
+    @rule(number=numbers, first=st.integers(0, 2))
+    def prefetch(self, number: int, first: int) -> None:
+        keys = chain_of(number)
+        known = {tier: set(there) for tier, there in enumerate(self.world.announced)}
+        self.world.do(self.manager.prefetch(keys, first, self.now_s))
+        for tier, there in enumerate(self.world.announced):
+            assert set(keys) & known[tier] <= there, "what is wanted is not evicted for it"
 
     @precondition(lambda self: self.world.loads)
     @rule(data=st.data())

@@ -181,6 +181,11 @@ class TierConfig:
         "Which block goes when room is needed.", factory=_default_eviction
     )
     admission: AdmissionConfig = setting("Which blocks come in.", factory=AdmissionConfig)
+    prefetch: bool = setting(
+        "Bring blocks up from slower tiers before they are asked for: those of requests that wait, "
+        "and of conversations that may go on. Only the fastest tier that is written to does.",
+        True,
+    )
     compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")
     encryption_key: Secret | None = setting(
         "32, 48 or 64 hex digits: blocks are encrypted with AES-GCM under this key.", None

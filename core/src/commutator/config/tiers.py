@@ -38,11 +38,10 @@ def _encodings(tiers: Sequence[Any], host: PluginHost) -> Iterator[tuple[str, st
         if getattr(factory, "asks_peers", False):
             for option in _ENCODING if lent is not None else ():
                 if lent is not None and tier.get(option) != lent.get(option):
-                    yield (
-                        f"tiers[{number}].{option}",
-                        f"must be the same as in the tier {lent['kind']}, from which blocks are "
-                        "lent to other workers as they are",
+                    message = (
+                        f"must be the same as in the tier {lent['kind']}, which is lent as it is"
                     )
+                    yield f"tiers[{number}].{option}", message
         elif lent is None and getattr(factory, "memory", None) is Memory.DRAM:
             lent = tier
 

@@ -44,6 +44,7 @@ def make_tiers(
                 eviction=partial(host.evictions.kinds[config.eviction.kind].thing, config.eviction),
                 admission=_rules(config.admission),
                 write_through=config.write == "through",
+                prefetch=config.prefetch,
                 codecs=_codecs(config),
                 load_timeout_s=config.load_timeout_s,
                 store_timeout_s=config.store_timeout_s,

@@ -31,6 +31,8 @@ class Urgency(IntEnum):
     """Somebody waits for the room that the source takes up."""
     BACKGROUND = 1
     """Nobody waits."""
+    PREFETCH = 2
+    """Nobody may ever ask for it."""
 
 
 @frozen(kw_only=True)

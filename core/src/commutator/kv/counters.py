@@ -30,6 +30,9 @@ class TierCounts:
     """Found here, but not asked for, by reason."""
     removed: Counter[str] = Factory(Counter)
     """By reason: "evicted", "moved down", "corrupt", "lost", ..."""
+    prefetched: Counter[str] = Factory(Counter)
+    """"brought" from a slower tier before they were asked for; of these "used" since, or gone
+    "unused"."""
 
 
 @define
@@ -64,6 +67,7 @@ class TierState:
     loads: Mapping[str, int]
     not_loaded: Mapping[str, int]
     removed: Mapping[str, int]
+    prefetched: Mapping[str, int] = Factory(dict)
     latency_s: float | None
     """Of a load, as measured; None before the first."""
     block_s: float | None

@@ -175,6 +175,9 @@ class BlockIndex:
             book.published -= 1
             book.retention.removed(key, evicted=reason in _TO_MAKE_ROOM)
             book.quota.gone(key)
+            if key in book.prefetched:
+                book.prefetched.remove(key)
+                count(book.counts.prefetched, "unused")
             removed.append(node.offer)
             if free and key in book.pins:
                 node.evicting |= book.bit

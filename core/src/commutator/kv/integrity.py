@@ -55,8 +55,11 @@ def _check_tier(book: TierBook, index: BlockIndex, stores: StoreSide, loads: Loa
     for key in book.waiting:
         assert key not in staged, f"{name}: a block waits that is being stored"
     assert book.up or not book.waiting, f"{name}: a block waits for a tier that is down"
-    down = _moving_down(book, index, stores)
-    assert set(down) == book.moving_down, f"{name}: a block moves down that nobody stores"
+    down = _read_by_moves(book, index, stores)
+    assert book.moving_down <= set(down), f"{name}: a block moves down that nobody stores"
+    assert book.prefetched <= {
+        key for key, node in index.nodes.items() if node.published & book.bit
+    }, f"{name}: a block was prefetched that is not there"
     pins = Counter(down)
     for load in loads.running.values():
         pins.update(key for key, tier in load.blocks if tier == book.number)
@@ -64,7 +67,7 @@ def _check_tier(book: TierBook, index: BlockIndex, stores: StoreSide, loads: Loa
     assert evicting <= set(book.pins), f"{name}: a block leaves that nobody reads"
 
 
-def _moving_down(book: TierBook, index: BlockIndex, stores: StoreSide) -> list[BlockKey]:
+def _read_by_moves(book: TierBook, index: BlockIndex, stores: StoreSide) -> list[BlockKey]:
     keys = [
         offer.key
         for move in stores.moves.values()

@@ -132,6 +132,9 @@ class LoadSide:
         for key, result in zip(keys, outcomes, strict=True):
             count(book.counts.loads, result.value if result is not None else "not run")
             if result is LoadResult.LOADED:
+                if key in book.prefetched:
+                    book.prefetched.remove(key)
+                    count(book.counts.prefetched, "used")
                 if self._uses is not None:
                     self._uses.used(key)
                 if self.index.is_published(book, key):

@@ -21,6 +21,7 @@ from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
 from commutator.kv.loads import LoadPlan, LoadSide
 from commutator.kv.offer import Offer
+from commutator.kv.prefetch import prefetch
 from commutator.kv.stores import StoreSide
 from commutator.kv.tier import Stored
 from commutator.kv.tier_book import TierBook, TierSpec
@@ -126,6 +127,13 @@ class KvManager:
         """
         actions = self._loads.finish(load_id, results, now_s, seconds)
         return self._settled(actions, now_s)
+
+    def prefetch(self, keys: Sequence[BlockKey], first: int, now_s: float) -> list[Action]:
+        """A prompt of which the device has ``first`` blocks will be asked for soon, perhaps.
+
+        Its blocks come up to the fastest tier that is written to, if that is so configured.
+        """
+        return self._settled(prefetch(self._index, self._stores, keys, first, now_s), now_s)
 
     def offer(self, offers: Sequence[Offer], now_s: float) -> list[Action]:
         """The device has these blocks: computed, or used again. In the order of their chain.
@@ -267,6 +275,7 @@ def _state(book: TierBook) -> TierState:
         loads=dict(book.counts.loads),
         not_loaded=dict(book.counts.not_loaded),
         removed=dict(book.counts.removed),
+        prefetched=dict(book.counts.prefetched),
         latency_s=cost.latency_s if cost is not None else None,
         block_s=cost.block_s if cost is not None else None,
     )

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 _URGENCY = {
     Urgency.MAKE_ROOM: JobUrgency.MAKE_ROOM,
     Urgency.BACKGROUND: JobUrgency.OFFLOAD,
+    Urgency.PREFETCH: JobUrgency.PREFETCH,
 }
 
 
@@ -173,6 +174,20 @@ class KvService:
                 return True
             running.probes.forget(ask_id)
             return False
+
+    def prefetch(self, ask_id: str, keys: Sequence[BlockKey], first: int) -> bool:
+        """Bring a prompt's blocks up from slower tiers: it will be asked for soon, perhaps.
+
+        False: a shared tier is being asked; call again when ``poll`` had something, or ``drop`` it.
+        """
+        running = self._started
+        with self._outbox:
+            now_s = time.monotonic()
+            known = first + len(running.manager.match(keys, first))
+            if running.probes.must_wait(ask_id, keys, known, now_s):
+                return False
+            self._carry_out(running.manager.prefetch(keys, first, now_s))
+            return True
 
     def start_load(self, load_id: str, device_blocks: Sequence[int]) -> None:
         """Begin to fill one device block for each planned block.

@@ -59,7 +59,7 @@ class StoreSide:
         spared = {offer.key for offer in offers} | {offer.parent for offer in offers}
         for book in targets:
             for offer in self._new(book, offers, now_s, loaded):
-                self._enqueue(book, offer, DEVICE, now_s, actions, spared)
+                self.enqueue(book, offer, DEVICE, now_s, actions, spared)
         self.settle(now_s, actions, spared)
         self.holds.release_idle(offer.key for offer in offers)
         return actions
@@ -91,6 +91,9 @@ class StoreSide:
                 self.index.fates.note(key, f"not stored in {book.spec.name}: {reason}")
             self.index.unstage(book, key)
         edge.stored += len(good)
+        if move.source > move.target:
+            book.prefetched.update(offer.key for offer in good)
+            count(book.counts.prefetched, "brought", len(good))
         actions += self.index.publish(book, good, now_s)
         if doomed:
             actions.append(FreeBlocks(tier=book.number, keys=tuple(doomed), reason="asked"))
@@ -128,7 +131,7 @@ class StoreSide:
         gone: list[BlockKey] = []
         for key in reversed(victims):  # the most valuable first, as in a chain
             offer = self.index.nodes[key].offer
-            if below is not None and self._enqueue(below, offer, book.number, now_s, actions):
+            if below is not None and self.enqueue(below, offer, book.number, now_s, actions):
                 book.pin(key)
                 book.moving_down.add(key)
                 book.retention.removed(key, evicted=True)
@@ -188,7 +191,7 @@ class StoreSide:
         new.reverse()
         return new
 
-    def _enqueue(
+    def enqueue(
         self,
         book: TierBook,
         offer: Offer,
@@ -258,14 +261,13 @@ class StoreSide:
             move = Move(source, book.number, tuple(offers))
             self.moves[self._last_move_id] = move
             self.index.stage(book, offers)
-            urgent = source != DEVICE or book.spec.write == "on_evict"
             actions.append(
                 StoreBlocks(
                     move_id=self._last_move_id,
                     source=source,
                     target=book.number,
                     offers=move.offers,
-                    priority=Urgency.MAKE_ROOM if urgent else Urgency.BACKGROUND,
+                    priority=_urgency(source, book),
                 )
             )
 
@@ -278,9 +280,10 @@ class StoreSide:
                 self.holds.done(key)
             return
         book = self._books[source]
-        book.moving_down.difference_update(keys)
+        leaving = [key for key in keys if key in book.moving_down]  # others were only copied
+        book.moving_down.difference_update(leaving)
         actions += self.index.unpin(book, keys)
-        actions += self.index.unpublish(book, keys, reason)
+        actions += self.index.unpublish(book, leaving, reason)
 
     def _refused(self, book: TierBook, waiting: Waiting, reason: str) -> None:
         count(self._edge(waiting.source, book.number).not_admitted, reason)
@@ -293,6 +296,13 @@ class StoreSide:
         if edge is None:
             edge = self.edges[source, target] = EdgeCounts()
         return edge
+
+
+def _urgency(source: int, target: TierBook) -> Urgency:
+    if source > target.number:
+        return Urgency.PREFETCH
+    urgent = source != DEVICE or target.spec.write == "on_evict"
+    return Urgency.MAKE_ROOM if urgent else Urgency.BACKGROUND
 
 
 def _by_importance(waiting: Waiting) -> int:

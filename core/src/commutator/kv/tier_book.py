@@ -34,6 +34,8 @@ class TierSpec:
     write: Literal["through", "on_evict", "never"] = "through"
     """When a block goes here: once it is computed; when the next faster tier that is written to
     (the device, for the first) is about to forget it; or never, where it can only be read."""
+    prefetch: bool = True
+    """Whether blocks come here from slower tiers before they are asked for."""
     load_cost: LoadCost | None = None
     """A first guess; what is measured replaces it."""
     most_pinned: float = 0.5
@@ -66,6 +68,8 @@ class TierBook:
         self.evicting = 0
         self.moving_down: set[BlockKey] = set()
         """Published blocks that leave once they were stored one tier below."""
+        self.prefetched: set[BlockKey] = set()
+        """Published blocks that came before they were asked for, and were not used since."""
         self.pins: dict[BlockKey, int] = {}
         self.doomed: set[BlockKey] = set()
         """Staged blocks that must not be published any more."""

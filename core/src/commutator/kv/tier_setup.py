@@ -40,6 +40,7 @@ class TierSetup:
     """Makes the policy for a tier of so many blocks."""
     admission: tuple[AdmissionRule, ...] = ()
     write_through: bool = True
+    prefetch: bool = True
     codecs: tuple[Codec, ...] = ()
     load_timeout_s: float = 5.0
     store_timeout_s: float = 60.0
@@ -82,6 +83,7 @@ class TierSetup:
             eviction=self.eviction(min(capacity, _REMEMBERED_BLOCKS)),
             admission=self.admission,
             write=self.write,
+            prefetch=self.prefetch,
         )
 
     def is_direct(self, arena: BlockArena) -> bool:
