@@ -47,6 +47,8 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     if config.tiers:
         app[SERVICES].metrics.watch_kv(lambda: dispatcher.kv.statistics)
         tasks.append(asyncio.create_task(dispatcher.kv.run()))
+    app[SERVICES].metrics.watch_handovers(lambda: dispatcher.handovers.statistics)
+    tasks.append(asyncio.create_task(dispatcher.handovers.run()))
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         sharing = LoadSharing(Path(socket_path).stem, dispatcher.load, registry_address)
         tasks.append(asyncio.create_task(sharing.run()))
@@ -102,9 +104,9 @@ def main() -> None:
         level = loaded.config.log.level.upper()
         # The format does not show them, so they need not be found out for each line.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+        logging._srcfile = None  # noqa: SLF001 - as the library's documentation advises
         form = "%(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
-        logging._srcfile = None  # noqa: SLF001 - as the library's documentation advises
         # Handing a prompt to a pool of threads costs more than tokenizing what is new in it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
