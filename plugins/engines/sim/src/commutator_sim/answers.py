@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 
 from attrs import frozen
 
@@ -75,7 +75,7 @@ def plan_answer(
 
 
 def _cycle(prompt: Sequence[int], count: int, never: Collection[int]) -> list[int]:
-    source = list(islice((token for token in prompt if token not in never), count))
+    source = list(islice(filterfalse(never.__contains__, prompt), count))
     source = source or list(prompt[:count])
     return source if len(source) == count else (source * -(-count // len(source)))[:count]
 
@@ -84,6 +84,8 @@ def _first_stop_id(
     token_ids: Sequence[int], params: SamplingParams, count: int
 ) -> tuple[int, int | None]:
     ends = frozenset(params.stop_token_ids)
+    if ends.isdisjoint(token_ids):
+        return count, None
     for index in range(max(0, params.min_tokens - 1), len(token_ids)):
         if token_ids[index] in ends:
             return index + 1, token_ids[index]

@@ -259,7 +259,7 @@ class SimEngine(TokenEngine):
                 f"generated_prefix: the answer has only {len(answer.token_ids)} tokens, and {done} "
                 "are said to be there already"
             )
-        return evolve(answer, token_ids=answer.token_ids[done:])
+        return evolve(answer, token_ids=answer.token_ids[done:]) if done else answer
 
     # ----------------------------------------------------------------------- time
 
