@@ -122,6 +122,23 @@ async def test_a_worker_with_other_weights_is_refused() -> None:
         await decode.until_idle()
 
 
+async def test_damage_between_two_hand_overs_of_one_prompt_is_seen() -> None:
+    async with tiny_worker() as prefill, tiny_worker() as decode:
+        answer = tokens(await hand_over(request(prompt(7, 60)), prefill, decode))
+        await prefill.until_idle()
+        assert prefill.tiny is not None
+        prefill.tiny.engine.arena.tensor.mul_(1.01)
+        await decode.client.reset_prefix_cache()
+        with pytest.raises(EngineHandoverError, match="checksum"):
+            await hand_over(request(prompt(7, 60)), prefill, decode)
+        # Computed anew in the same blocks, they are what they should be.
+        await prefill.until_idle()
+        await prefill.client.reset_prefix_cache()
+        assert tokens(await hand_over(request(prompt(7, 60)), prefill, decode)) == answer
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
 async def test_words_that_make_no_sense_are_refused() -> None:
     async with tiny_worker() as worker:
         for words in ({"pull": 7, "lease_s": 1.0}, {"lease_s": 1.0}, {"pull": "x"}):

@@ -41,6 +41,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._lent: dict[int, int] = {}
+        self._generations = [0] * num_blocks
         self._events: list[KvEvent] = []
 
     @property
@@ -157,6 +158,10 @@ class BlockPool:
         """Somebody copies a registered block: it is not given away until ``take_back``. Counted."""
         self._lent[block] = self._lent.get(block, 0) + 1
 
+    def generation(self, block: int) -> int:
+        """A number that changes when the block's registered content is forgotten."""
+        return self._generations[block]
+
     def take_back(self, block: int) -> None:
         """A copy that ``lend`` began is over."""
         self._lent[block] -= 1
@@ -180,6 +185,7 @@ class BlockPool:
         identity = self._identities[block]
         assert identity is not None
         self._identities[block] = None
+        self._generations[block] += 1
         del self._by_digest[identity.digest]
         return identity
 

@@ -67,7 +67,8 @@ class Exporting:
             if wanted and blocks:
                 for block in blocks:
                     self._pool.acquire(block)
-                self._handover.publish(export.id, blocks, export.keys[new])
+                contents = [(self._pool, self._pool.generation(block)) for block in blocks]
+                self._handover.publish(export.id, blocks, export.keys[new], contents)
                 export.told = end
             if not wanted or export.told == len(export.keys):
                 done.append(key)
