@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
 from tests.support.vllm_server import CONFIG
@@ -76,6 +78,51 @@ def test_completions_with_logprobs(client: openai.OpenAI) -> None:
     assert logprobs is not None
     assert logprobs.tokens is not None
     assert len(logprobs.tokens) == 4
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_by_a_json_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=60,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "place", "schema": PLACE, "strict": True},
+        },
+    )
+    assert json.loads(answer.choices[0].message.content or "")["city"] in {"Paris", "Rome"}
+
+
+def test_a_tool_call(client: openai.OpenAI) -> None:
+    function: openai.types.shared_params.FunctionDefinition = {
+        "name": "get_weather",
+        "parameters": PLACE,
+        "strict": True,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        temperature=0,
+        max_tokens=120,
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+    )
+    assert answer.choices[0].finish_reason == "tool_calls"
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in {"Paris", "Rome"}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ _STORED_FIELDS = (
     "extra_keys",
 )
 _REMOVED_FIELDS = ("block_hashes", "medium")
+_WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
+"""vLLM's kinds of layers that keep every token."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
@@ -54,6 +56,10 @@ class BlockStored:
     medium: str | None = "GPU"
     cache_salt: str | None = None
     """Set when only requests of this salt find the blocks; read with a first block only."""
+    group: int | None = None
+    """Which group of layers keeps them, in models with several kinds of attention."""
+    keeps_prefix: bool = True
+    """False for layers that forget what lies behind a window, or keep a state of it."""
 
 
 @frozen
@@ -62,6 +68,7 @@ class BlockRemoved:
 
     block_hashes: tuple[BlockHash, ...]
     medium: str | None = "GPU"
+    group: int | None = None
 
 
 @frozen
@@ -139,9 +146,12 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
                 lora_name=fields.get("lora_name"),
                 medium=fields.get("medium"),
                 cache_salt=_salt(fields),
+                group=fields.get("group_idx"),
+                keeps_prefix=fields.get("kv_cache_spec_kind") in _WHOLE_PREFIX,
             )
         case "BlockRemoved":
-            return BlockRemoved(tuple(fields["block_hashes"]), fields.get("medium"))
+            hashes = tuple(fields["block_hashes"])
+            return BlockRemoved(hashes, fields.get("medium"), fields.get("group_idx"))
         case "AllBlocksCleared":
             return BlocksCleared()
         case _:

@@ -28,6 +28,7 @@ class Cause(StrEnum):
     UNKNOWN_MEDIUM = "unknown_medium"
     UNTRACEABLE = "untraceable"
     MALFORMED = "malformed"
+    OTHER_GROUPS = "other_groups"
     LOST = "lost"
 
 
@@ -98,6 +99,7 @@ class EventHealth:
             self._media(ranks),
             self._untraceable(ranks),
             self._malformed(ranks),
+            self._other_groups(ranks),
             self._lost(),
         ]
         return [EventWarning(self.worker_id, cause, f"worker {self.worker_id} {message}")
@@ -183,6 +185,16 @@ class EventHealth:
         return Cause.MALFORMED, (
             f"sent {self.decode_errors} messages that are no KV events and {blocks} blocks whose "
             "tokens do not fit their number: its event format is not understood here"
+        )
+
+    def _other_groups(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        blocks = sum(rank.counters["other_groups"] for rank in ranks)
+        if not blocks:
+            return None
+        return Cause.OTHER_GROUPS, (
+            f"has layers of several kinds, of which those that keep whole prefixes are followed; "
+            f"{blocks} blocks of the others (windows, states) are not, so it may find less of a "
+            "prefix than is counted on"
         )
 
     def _lost(self) -> tuple[Cause, str] | None:

