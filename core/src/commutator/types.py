@@ -94,6 +94,8 @@ class GenerateRequest:
     """
     extra: Mapping[str, Any] = field(factory=dict)
     """Engine-specific parameters, relayed as they are (guided decoding)."""
+    traceparent: str | None = None
+    """W3C trace context of the span that this request is, for engines that trace, too."""
 
 
 @frozen

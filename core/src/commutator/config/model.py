@@ -9,6 +9,7 @@ from attrs import Attribute, frozen
 from commutator.config.secret import Secret
 from commutator.schema import (
     Bounds,
+    Fraction,
     NonNegativeInt,
     Port,
     PositiveInt,
@@ -32,6 +33,7 @@ __all__ = [
     "RuntimeConfig",
     "TierConfig",
     "TlsConfig",
+    "TracingConfig",
 ]
 
 
@@ -312,6 +314,19 @@ class LogConfig:
 
 
 @frozen(kw_only=True)
+class TracingConfig:
+    """OpenTelemetry spans of requests and of their legs; needs commutator[tracing]."""
+
+    endpoint: str = setting(
+        "Where spans are posted, OTLP over HTTP: http://HOST:4318/v1/traces, for example."
+    )
+    service_name: str = setting("What the spans say they come from.", "commutator")
+    sample_ratio: Fraction = setting(
+        "The part of the traces that begin here; clients decide about those that they begin.", 1.0
+    )
+
+
+@frozen(kw_only=True)
 class PluginsConfig:
     """Which installed plugins are used."""
 
@@ -335,4 +350,5 @@ class Config:
     frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)
     log: LogConfig = setting("Logging.", factory=LogConfig)
+    tracing: TracingConfig | None = setting("OpenTelemetry; off by default.", None)
     plugins: PluginsConfig = setting("Plugin selection.", factory=PluginsConfig)

@@ -24,6 +24,7 @@ from commutator.frontend.requests import ChatRequest, CompletionRequest, Generat
 from commutator.frontend.services import SERVICES, Services
 from commutator.frontend.shape import Shape, encode
 from commutator.frontend.sse import EventStream
+from commutator.observe.tracing import traced
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache
 
@@ -40,12 +41,14 @@ _MAX_REASON_CHARACTERS = 200
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    return await _serve(request, ChatRequest, plan_chat, _chat_shape)
+    serving = _serve(request, ChatRequest, plan_chat, _chat_shape)
+    return await traced("chat", request.headers, {"http.route": request.path}, serving)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    return await _serve(request, CompletionRequest, plan_completion, _completion_shape)
+    serving = _serve(request, CompletionRequest, plan_completion, _completion_shape)
+    return await traced("completion", request.headers, {"http.route": request.path}, serving)
 
 
 def _chat_shape(body: ChatRequest, plan: Plan, request_id: str) -> Shape:

@@ -184,7 +184,7 @@ class Dispatch:
     async def _recover(self, error: Exception) -> TokenDelta | None:
         """A last delta, or None once another worker goes on. Raises ``error`` if neither can be."""
         leg = self._leg
-        leg.release()
+        leg.release(error)
         if isinstance(error, EngineUnavailableError):
             self._around.view.lost(leg.worker)
         cause = cause_of(error, leg.worker.gone)
@@ -283,5 +283,5 @@ class Dispatch:
     def _fail(self, error: BaseException) -> None:
         if not self._over:
             self._over = True
-            self._leg.release()
+            self._leg.release(error)
             self._around.host.request_failed(self.summary, error)

@@ -151,7 +151,8 @@ class HandoverStream:
         try:
             style = pool.pairs.style(legs.prefill)
             assert style is not None
-            leg = Leg(style.prefill_request(legs), placed, pool.pool.cache, pool.load)
+            request = style.prefill_request(legs)
+            leg = Leg(request, placed, pool.pool.cache, pool.load, phase="prefill")
         except Exception as error:
             pool.load.release(placed.ticket)
             raise HandoverFailedError(error) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from attrs import evolve
 
 from commutator.errors import EngineError, EngineIncompleteError, EngineUnavailableError
+from commutator.observe.tracing import begin_leg
 from commutator.routing.cache_view import CacheView
 from commutator.routing.load import InFlightLoad
 from commutator.routing.placer import Placed
@@ -28,6 +29,7 @@ class Leg:
         cache: CacheView | None,
         load: InFlightLoad,
         apart: Apart | None = None,
+        phase: Literal["prefill", "decode"] = "decode",
     ) -> None:
         route = self.route = placed.route
         self.worker = route.worker
@@ -45,6 +47,10 @@ class Leg:
             cache.routed(record, route.sequence_hashes)
         if record.info.data_parallel_size > 1:
             request = evolve(request, data_parallel_rank=route.candidate.rank)
+        tokens = self.ticket.prompt_tokens
+        self.span = begin_leg(phase, route.decision.worker_id, request.request_id, tokens)
+        if self.span is not None:
+            request = evolve(request, traceparent=self.span.traceparent)
         self.stream = (
             self.worker.client.generate(request) if apart is None else apart.begin(request)
         )
@@ -61,6 +67,8 @@ class Leg:
             self._load.progress(self.ticket, len(delta.token_ids))
 
     def _first_token(self) -> None:
+        if self.span is not None:
+            self.span.event("first token")
         if self._cache is not None and not self._salted:
             self._cache.computed(self.worker_id, self.route.sequence_hashes)
         if self.apart is not None:
@@ -73,8 +81,10 @@ class Leg:
         text = f"worker {self.worker_id} ended the stream without a finish reason"
         return EngineIncompleteError(text)
 
-    def release(self) -> None:
-        """Give the load back. Idempotent."""
+    def release(self, error: BaseException | None = None) -> None:
+        """Give the load back; ``error`` is how it ended, if badly. Idempotent."""
         if not self._released:
             self._released = True
+            if self.span is not None:
+                self.span.end(error)
             self._load.release(self.ticket)

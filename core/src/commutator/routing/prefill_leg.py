@@ -96,4 +96,4 @@ class PrefillLeg:
             self._told = True
             self._observer.leg_ended(self._model, "prefill", outcome)
             await self._leg.stream.aclose()
-            self._leg.release()
+            self._leg.release(self.error)

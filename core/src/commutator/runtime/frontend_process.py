@@ -17,6 +17,7 @@ from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import run_with_fast_loop, serve_app
 from commutator.frontend.services import SERVICES
+from commutator.observe import tracing
 from commutator.observe.grouped_log import GroupedLog
 from commutator.routing.dispatcher import Dispatcher
 from commutator.runtime.load_sharing import LoadSharing
@@ -52,6 +53,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         sharing = LoadSharing(Path(socket_path).stem, dispatcher.load, registry_address)
         tasks.append(asyncio.create_task(sharing.run()))
+    end_tracing = tracing.start(config.tracing) if config.tracing is not None else None
     stop = asyncio.Event()
 
     def end(_: object) -> None:
@@ -82,6 +84,8 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await follower.close()
         await dispatcher.close()
         await registry.close()
+        if end_tracing is not None:
+            await asyncio.to_thread(end_tracing)
 
 
 def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from commutator.config.model import Config
 from commutator.errors import ConfigError
 from commutator.frontend.server import tls_context
+from commutator.observe.tracing import missing_package
 from commutator.text.source import locate_model
 
 __all__ = ["check_machine"]
@@ -42,7 +43,13 @@ def _problems(config: Config) -> Iterator[str]:
             tls_context(config.frontend.tls)
         except ConfigError as error:
             yield from (f"frontend.tls: {problem}" for problem in error.problems)
-    folder = Path(config.runtime.state_dir or tempfile.gettempdir()).absolute()
+    if config.tracing is not None and (package := missing_package()) is not None:
+        yield f"tracing: {package} is not installed; pip install commutator[tracing]"
+    yield from _folder_problems(Path(config.runtime.state_dir or tempfile.gettempdir()))
+
+
+def _folder_problems(folder: Path) -> Iterator[str]:
+    folder = folder.absolute()
     if not folder.is_dir():
         yield f"runtime.state_dir: no such folder: {folder}"
     elif len(os.fsencode(folder)) > _LONGEST_FOLDER:

@@ -60,6 +60,8 @@ def request_headers(request: GenerateRequest) -> dict[str, str]:
     headers = {"X-Request-Id": request.request_id}
     if request.data_parallel_rank is not None:
         headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
+    if request.traceparent is not None:
+        headers["traceparent"] = request.traceparent
     return headers
 
 
