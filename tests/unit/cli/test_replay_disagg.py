@@ -118,7 +118,7 @@ def test_rates_and_their_plot(trace: Path, tmp_path: Path) -> None:
     done = replay(trace, *policies, "--rates", "1,20", "--plot", str(tmp_path / "sweep.svg"))
     assert done.exit_code == 0, done.output
     assert "aggregated" in (tmp_path / "sweep.svg").read_text()
-    assert "requests a second" in done.output
+    assert "Goodput and p99 ITL" in done.output
 
 
 def test_equal_seeds_give_equal_sweeps(trace: Path) -> None:

@@ -36,7 +36,7 @@ def by_policy(reports: Sequence[Report], ideal: float) -> Table:
 
 def by_rate(sweep: Mapping[float, Sequence[Report]]) -> Table:
     """A row for each rate; the best goodput of a row is marked."""
-    made = _table("Goodput and p99 inter-token latency, by requests a second")
+    made = _table("Goodput and p99 ITL by requests/s")
     made.add_column("rate", justify="right", no_wrap=True)
     for one in next(iter(sweep.values())):
         made.add_column(one.policy, justify="right", no_wrap=True)
