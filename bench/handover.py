@@ -1,4 +1,4 @@
-"""KV handed over between two processes, beside bare NIXL reading the same bytes; and its TTFT."""
+"""KV handed over between two processes, beside bare NIXL with the same descriptors; its TTFT."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def measure() -> list[Figure]:
         for count in PROMPT_TOKENS:
             prompt = words[:count]
             alone_s = await first_token(pair.prefill, request(prompt))
-            apart_s = await handed_over(pair, request(prompt))
+            apart_s, after_s = await handed_over(pair, request(prompt))
             ours, raw = await bandwidths(pair, prompt)
             handed = (count - 1) // CONFIG.block_size * CONFIG.block_size
             figures += [
@@ -71,6 +71,10 @@ async def measure() -> list[Figure]:
                 Figure(
                     "handover", f"TTFT, prompt of {count}", apart_s * 1e3, alone_s * 1e3, "ms",
                     "one worker", higher_is_better=False,
+                ),
+                Figure(
+                    "handover", f"share of TTFT after the prefill, prompt of {count}",
+                    after_s / apart_s * 100, None, "%", higher_is_better=False,
                 ),
             ]  # fmt: skip
     return figures
@@ -142,14 +146,18 @@ class RawNixl:
         return taken_s
 
 
-async def handed_over(pair: Pair, asked: GenerateRequest) -> float:
-    """Seconds to the decode worker's first token."""
+async def handed_over(pair: Pair, asked: GenerateRequest) -> tuple[float, float]:
+    """Seconds to the decode worker's first token, and what of them came after the prefill."""
     style, (prefill, decode) = PullHandover(), pair.records
     legs = HandoverLegs(uuid.uuid4().hex, asked, prefill, decode, timeout_s=600)
-    prefilling = asyncio.create_task(first_token(pair.prefill, style.prefill_request(legs)))
+
+    async def prefilled_s() -> float:
+        await first_token(pair.prefill, style.prefill_request(legs))
+        return time.perf_counter()
+
+    prefilling = asyncio.create_task(prefilled_s())
     taken_s = await first_token(pair.decode, style.decode_request(legs, None))
-    await prefilling
-    return taken_s
+    return taken_s, max(0.0, time.perf_counter() - await prefilling)
 
 
 async def first_token(client: TokenApiClient, asked: GenerateRequest) -> float:

@@ -56,8 +56,10 @@ class TestReference(EngineContract):
         port = await server.start("127.0.0.1", 0)
         address = f"127.0.0.1:{port}"
         self.servers[address] = engine
-        yield TokenApiClient(address, answer_timeout_s=60)
-        await server.stop()
+        try:
+            yield TokenApiClient(address, answer_timeout_s=60)
+        finally:
+            await server.stop()
 
     def another_client(self, client: EngineClient) -> EngineClient:
         assert isinstance(client, TokenApiClient)
