@@ -21,6 +21,7 @@ SCENARIOS = {
     "eviction": "what each eviction policy keeps of a trace, against Belady's optimum",
     "frontdoor": "a request through the front door against the worker asked directly",
     "recall": "a prompt's blocks loaded from each tier against computing them",
+    "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",
     "transfer": "blocks moved with results, limits and checksums against bare NIXL calls",
 }
 

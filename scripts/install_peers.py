@@ -23,6 +23,10 @@ PEERS = {
         ],
         "from dynamo.llm import RadixTree, compute_block_hash_for_seq; import dynamo.frontend",
     ),
+    ".venv-routers": (
+        ["sglang-router==0.3.2", "vllm-router==0.1.17"],
+        "import sglang_router, vllm_router",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from attrs import define, evolve, field
 
 from commutator.errors import (
@@ -261,3 +261,43 @@ async def test_a_key_goes_along(vllm: FakeVllm) -> None:
     assert "priority" not in body
     assert client._open_session().headers["Authorization"] == "Bearer secret"
     await client.close()
+
+
+async def test_a_client_that_is_lost_is_not_the_servers_fault(
+    client: VllmClient, vllm: FakeVllm
+) -> None:
+    info = await client.start()
+    vllm.body, vllm.hangs = events(TOKEN), True
+
+    async def relay() -> None:
+        async with client.forward(COMPLETIONS, b'{"any": 1}', {}) as answer:
+            assert answer.status == 200
+            async for data in answer.chunks():
+                assert data == events(TOKEN)
+                raise ClientConnectionResetError("cannot write")
+
+    with pytest.raises(ClientConnectionResetError):
+        await relay()
+    assert await client.start() is info
+    async with asyncio.timeout(30):
+        await vllm.gone.wait()
+
+
+async def test_answers_that_are_forwarded(client: VllmClient, vllm: FakeVllm) -> None:
+    """A refusal is an answer; a full server is for routing to know."""
+    await client.start()
+    async with client.forward(COMPLETIONS, b'{"any": 1}', {"X-Request-Id": "r"}) as answer:
+        assert b"".join([data async for data in answer.chunks()]) == vllm.body
+    vllm.status, vllm.message = 400, "bad schema"
+    async with client.forward(COMPLETIONS, b"{}", {}) as answer:
+        assert answer.status == 400
+        assert answer.content_type.startswith("application/json")
+    vllm.status = 429
+    with pytest.raises(EngineOverloadedError):
+        async with client.forward(COMPLETIONS, b"{}", {}):
+            pass
+    assert vllm.asked[0] == (COMPLETIONS, {"any": 1})
+    client.url = "http://127.0.0.1:9"
+    with pytest.raises(EngineUnavailableError):
+        async with client.forward(COMPLETIONS, b"{}", {}):
+            pass

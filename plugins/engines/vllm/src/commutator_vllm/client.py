@@ -22,6 +22,7 @@ from commutator_vllm.exchange import (
     HttpAnswer,
     NotOfferedError,
     error_for,
+    errors_told,
     generate,
     message_of,
 )
@@ -129,15 +130,16 @@ class VllmClient(EngineClient):
     ) -> AsyncIterator[ForwardedAnswer]:
         session, sent = self._open_session(), {"Content-Type": "application/json", **headers}
         try:
-            async with session.post(self.url + path, data=body, headers=sent) as response:
-                if response.status in _TOLD_APART:
-                    text = message_of(await response.read())
-                    raise await error_for(session, self.url, response.status, text)
-                yield HttpAnswer(response)
-        except aiohttp.ClientError as error:
+            with errors_told(self.url):
+                response = await session.post(self.url + path, data=body, headers=sent)
+        except EngineUnavailableError:
             self._info = None
-            text = f"vLLM at {self.url}: connection lost ({error})"
-            raise EngineUnavailableError(text) from error
+            raise
+        async with response:
+            if response.status in _TOLD_APART:
+                text = message_of(await response.read())
+                raise await error_for(session, self.url, response.status, text)
+            yield HttpAnswer(response, self.url)
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")

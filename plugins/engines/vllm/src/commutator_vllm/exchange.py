@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -22,7 +23,7 @@ from commutator_vllm.api import Chunk
 from commutator_vllm.bodies import GENERATE, request_headers
 from commutator_vllm.deltas import DeltaReader, FailedInStreamError
 
-__all__ = ["HttpAnswer", "NotOfferedError", "error_for", "generate", "message_of"]
+__all__ = ["HttpAnswer", "NotOfferedError", "error_for", "errors_told", "generate", "message_of"]
 
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -37,15 +38,30 @@ class NotOfferedError(Exception):
 class HttpAnswer:
     """The server's own answer to a client's own request."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
         self._response = response
+        self._url = url
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """As they come."""
-        async for data in self._response.content.iter_any():
+        """As they come. Raises EngineUnavailableError."""
+        content = self._response.content
+        while True:
+            with errors_told(self._url):  # those of whoever gets the data are not the server's
+                data = await content.readany()
+            if not data:
+                return
             yield data
+
+
+@contextmanager
+def errors_told(url: str) -> Iterator[None]:
+    """A connection that fails is told as ours."""
+    try:
+        yield
+    except aiohttp.ClientError as error:
+        raise EngineUnavailableError(f"vLLM at {url}: connection lost ({error})") from error
 
 
 async def generate(
@@ -61,28 +77,32 @@ async def generate(
     Raises NotOfferedError, what ``TokenStream`` says, and EngineIncompleteError.
     """
     reader = DeltaReader(request.sampling.top_logprobs)
+    sent = session.post(url + path, json=body, headers=request_headers(request))
     try:
-        async with session.post(
-            url + path, json=body, headers=request_headers(request)
-        ) as response:
-            if response.status != HTTPStatus.OK:
-                message = message_of(await response.read())
-                if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
-                    raise NotOfferedError
-                raise await error_for(session, url, response.status, message)
-            if body["stream"]:
-                async for data in response.content.iter_any():
-                    for delta in reader.feed(data):
+        with errors_told(url):
+            async with sent as response:
+                if response.status != HTTPStatus.OK:
+                    raise await _refusal(session, url, path, response)
+                if body["stream"]:
+                    async for data in response.content.iter_any():
+                        for delta in reader.feed(data):
+                            stream.feed(delta)
+                else:
+                    for delta in reader.whole(await response.read()):
                         stream.feed(delta)
-            else:
-                for delta in reader.whole(await response.read()):
-                    stream.feed(delta)
-    except aiohttp.ClientError as error:
-        raise EngineUnavailableError(f"vLLM at {url}: connection lost ({error})") from error
     except FailedInStreamError as error:
         raise await error_for(session, url, error.code or 500, str(error)) from error
     if not reader.ended:
         raise EngineIncompleteError(f"vLLM at {url} ended the stream before the answer")
+
+
+async def _refusal(
+    session: aiohttp.ClientSession, url: str, path: str, response: aiohttp.ClientResponse
+) -> Exception:
+    message = message_of(await response.read())
+    if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
+        return NotOfferedError()
+    return await error_for(session, url, response.status, message)
 
 
 async def error_for(
