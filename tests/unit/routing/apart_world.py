@@ -57,7 +57,7 @@ class Concurrent(HandoverStyle):
     def decode_request(
         self, legs: HandoverLegs, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
-        words = {"room": legs.handover_id, "leg": "decode", "from": legs.prefill.worker_id}
+        words = {"room": legs.handover_id, "leg": "decode", "timeout_s": legs.timeout_s}
         return evolve(legs.request, handover=words)
 
 

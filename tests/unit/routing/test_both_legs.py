@@ -57,6 +57,15 @@ async def test_prefill_there_and_decode_here(style: Any) -> None:
     assert ("handed over", 40 * 100) in world.told
 
 
+async def test_the_decode_worker_is_told_how_long_to_wait() -> None:
+    world = World(timeout_s=7.0)
+    await world.up("p-0")
+    decode = await world.up("d-0")
+    await world.run()
+    assert decode.asked[0].handover is not None
+    assert decode.asked[0].handover["timeout_s"] == 7.0
+
+
 async def test_a_policy_that_says_no_leaves_everything_as_it_is() -> None:
     world = World()
     prefill, decode = await world.up("p-0"), await world.up("d-0")
