@@ -283,10 +283,11 @@ class ReferenceEngine:
         deltas += self._hand_over()
         step = self._scheduler.schedule()
         self._books.look_ahead()
-        if handed := self._hand_over():  # all of it was cached
-            deltas += handed
-            step = step.without(key for key, _ in handed)
-        self.computes = bool(step.chunks)
+        handed = self._hand_over()  # all of it was cached
+        step = step.without(key for key, _ in handed)
+        # What was handed over at once has made room for others.
+        self.computes = bool(step.chunks or handed)
+        deltas += handed
         return deltas + self._run_step(step) if step.chunks else deltas
 
     def _hand_over(self) -> Deltas:
