@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion, RouterConfig
+from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion
 from commutator.config.model import BusyConfig
 from commutator.routing.replay import replay
 from commutator.routing.replay_outcome import Outcome
@@ -13,7 +13,7 @@ from commutator.routing.trace import TraceRequest
 from commutator.routing.trace_mix import at_rate, with_chats
 from commutator.routing.virtual_worker import VirtualWorker
 from commutator.types import Role
-from commutator_balance import LeastLoaded
+from commutator_balance import BalanceConfig, LeastLoaded
 from commutator_sim import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 
@@ -24,7 +24,7 @@ PARAMETERS = SimParameters(
     handover_block_ns=10 * MS,
     handover_latency_ns=5 * MS,
 )
-CONFIG = RouterConfig(kind="least_loaded", block_size=512)
+CONFIG = BalanceConfig(kind="least_loaded", block_size=512)
 
 
 class Separate(DisaggPolicy):
