@@ -53,6 +53,7 @@ class World:
     def __init__(self, cluster: LocalCluster, session: aiohttp.ClientSession) -> None:
         self.cluster = cluster
         self._session = session
+        self._paused: int | None = None
         rng = random.Random(len(cluster.url))
         self.prompt = [rng.randrange(5, 95) for _ in range(300)]
 
@@ -82,14 +83,19 @@ class World:
             while set(await self.addresses()) != WORKERS:
                 await asyncio.sleep(0.05)
 
-    async def send(self, worker_id: str, number: signal.Signals) -> int:
-        """A signal to a worker. Returns its process id."""
+    async def send(self, worker_id: str, number: signal.Signals) -> None:
+        """A signal to a worker."""
         client = TokenApiClient((await self.addresses())[worker_id], answer_timeout_s=WAIT_S)
         pid = (await client.start()).pid
         await client.close()
         assert pid is not None
         os.kill(pid, number)
-        return pid
+        self._paused = pid if number == signal.SIGSTOP else None
+
+    def resume(self) -> None:
+        """Let the paused worker go on."""
+        if self._paused is not None:
+            os.kill(self._paused, signal.SIGCONT)
 
     async def until(self, worker_id: str, what: Callable[[Mapping[str, Any]], bool]) -> None:
         """Wait until the worker's own counters of hand-overs fit."""
@@ -212,13 +218,31 @@ async def test_a_paused_prefill_worker_is_given_up(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         answering = here.begin("paused")
         await here.transferring()
-        pid = await here.send("p-0", signal.SIGSTOP)
+        await here.send("p-0", signal.SIGSTOP)
         try:
             answer = await answering
         finally:
-            os.kill(pid, signal.SIGCONT)
+            here.resume()
         await check_whole(here, answer)
         assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
+
+
+async def test_a_time_limit_ends_both_legs(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.send("p-0", signal.SIGSTOP)
+        try:
+            body = {"model": "m", "prompt": here.prompt, "max_tokens": 4, "cache_salt": "late"}
+            headers = {"X-Request-Timeout-S": "1"}
+            url = f"{here.cluster.url}/v1/completions"
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(url, json=body) as response,
+            ):
+                assert response.status == 504, await response.text()
+        finally:
+            here.resume()
+        await here.nothing_left()
+        await check_whole(here, await here.begin("later"))
 
 
 async def test_failing_is_a_clean_error(tmp_path: Path) -> None:
