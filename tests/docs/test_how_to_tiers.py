@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,9 +53,9 @@ def told(cluster: LocalCluster, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def complete(cluster: LocalCluster, prompt: str) -> int:
+def complete(cluster: LocalCluster, prompt: str, **more: Any) -> int:
     """How many of its tokens were cached."""
-    body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "temperature": 0} | more
     request = urllib.request.Request(
         f"{cluster.url}/v1/completions",
         json.dumps(body).encode(),
@@ -85,6 +86,22 @@ def test_what_is_stored_is_listed_explained_verified_and_evicted(cluster: LocalC
     assert not any(block["tier"] for block in answer["blocks"])
     gone = {block["reason"] for block in answer["blocks"] if not block["reusable"]}
     assert any("asked" in reason for reason in gone), gone
+
+
+def test_what_a_request_asked_to_keep_is_shown(cluster: LocalCluster) -> None:
+    prompt = "A text that will be asked about for an hour. " * 20
+    control = {"type": "persistent", "ttl": "1h"}
+    complete(cluster, prompt, cache_control=control)
+    deadline_s = time.monotonic() + 60
+    while True:
+        (answer,) = told(cluster, "why", prompt).values()
+        copies = [[copy["note"] for copy in block["held"]] for block in answer["blocks"]]
+        if all(copies):
+            break
+        assert time.monotonic() < deadline_s, answer
+    assert all("pinned" in note and "for 3" in note for notes in copies for note in notes)
+    (tiers,) = told(cluster, "ls").values()
+    assert sum(tier["pinned"] for tier in tiers) >= len(copies)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)

@@ -16,6 +16,7 @@ __all__ = [
     "GenerateRequest",
     "HandoverInfo",
     "KvExchange",
+    "KvRetention",
     "RequestOutcome",
     "RequestSummary",
     "Role",
@@ -68,6 +69,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
+@frozen(kw_only=True)
+class KvRetention:
+    """How long the KV blocks of a prompt's beginning are worth keeping, if the engine can."""
+
+    priority: int = 0
+    """Blocks of a lower priority are evicted first."""
+    ttl_s: float | None = None
+    """So long after its last use a block is the first to be evicted."""
+    pinned: bool = False
+    """Not evicted to make room before ``ttl_s`` has passed."""
+    tokens: int | None = None
+    """Holds for full blocks among so many first tokens; None: for all of the prompt."""
+
+
 @frozen
 class GenerateRequest:
     """One prompt for one engine, in tokens."""
@@ -92,6 +107,8 @@ class GenerateRequest:
 
     The words are the engine's own; its ``HandoverStyle`` makes them.
     """
+    retention: tuple[KvRetention, ...] = ()
+    """What to keep longer than other blocks; the strongest holds where several do."""
     extra: Mapping[str, Any] = field(factory=dict)
     """Engine-specific parameters, relayed as they are (guided decoding)."""
     traceparent: str | None = None

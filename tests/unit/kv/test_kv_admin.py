@@ -60,6 +60,7 @@ def test_contents_are_told_in_blocks_and_bytes(rig: KvRig) -> None:
         "medium": "CPU",
         "up": True,
         "blocks": 4,
+        "pinned": 0,
         "bytes": 4 * BLOCK_BYTES,
         "capacity_blocks": 4,
     }

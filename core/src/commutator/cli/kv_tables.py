@@ -26,7 +26,9 @@ Answers = Mapping[str, Any]
 
 def show_contents(answers: Answers) -> None:
     """``kv ls``."""
-    table = make_table("worker", "tier", "medium", "state", "blocks>", "size>", "capacity>")
+    table = make_table(
+        "worker", "tier", "medium", "state", "blocks>", "pinned>", "size>", "capacity>"
+    )
     for worker, tiers in answers.items():
         for tier in tiers:
             capacity = tier["capacity_blocks"]
@@ -36,6 +38,7 @@ def show_contents(answers: Answers) -> None:
                 tier["medium"],
                 "up" if tier["up"] else "[red]down[/]",
                 str(tier["blocks"]),
+                str(tier["pinned"]),
                 "?" if tier["bytes"] is None else human_bytes(tier["bytes"]),
                 "no limit" if capacity is None else f"{capacity} blocks",
             )

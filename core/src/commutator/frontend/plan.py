@@ -8,8 +8,9 @@ from attrs import evolve, frozen
 
 from commutator.errors import RequestError
 from commutator.frontend.choice import ChoiceRules
-from commutator.frontend.prompts import chat_prompt, completion_prompts
+from commutator.frontend.prompts import chat_prompt, completion_prompts, marked_prefixes
 from commutator.frontend.requests import ChatRequest, CompletionRequest, GenerationRequest
+from commutator.frontend.retention import retention_of
 from commutator.frontend.sampling import choice_rules, max_tokens_of, sampling_params
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache, PromptTokens
@@ -56,7 +57,13 @@ async def plan_chat(
     _check_stream_options(request)
     prompts = [await chat_prompt(text, cache, request)]
     session_id = request.session_id or request.prompt_cache_key
-    return _plan(request, model, text, prompts, max_model_len, request_id, session_id)
+    plan = _plan(request, model, text, prompts, max_model_len, request_id, session_id)
+    marks = await marked_prefixes(text, cache, request, prompts[0])
+    if not marks:
+        return plan
+    kept = retention_of(marks)
+    requests = (evolve(each, retention=each.retention + kept) for each in plan.requests)
+    return evolve(plan, requests=tuple(requests))
 
 
 async def plan_completion(
@@ -124,6 +131,7 @@ def _plan(
                     sampling=_with_own_seed(sampling, answer),
                     cache_salt=request.cache_salt,
                     priority=request.priority or 0,
+                    retention=retention_of([(request.cache_control, None)]),
                 )
             )
     # Those of the prompt cache are made without a salt; routing makes salted ones itself.

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from attrs import evolve
+
 from commutator.errors import RequestError
 from commutator.frontend.requests import ChatMessage, ChatRequest, TokenizeRequest
+from commutator.frontend.retention import CacheControl
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache, PromptTokens
 
-__all__ = ["chat_prompt", "completion_prompts", "encode_text"]
+__all__ = ["chat_prompt", "completion_prompts", "encode_text", "marked_prefixes"]
 
 T = TypeVar("T")
 
@@ -63,6 +66,35 @@ async def chat_prompt(
     )
     # The template itself writes BOS and its like.
     return await encode_text(cache, text, add_special_tokens=special)
+
+
+async def marked_prefixes(
+    model: TextModel, cache: PrefixCache, request: ChatRequest, prompt: PromptTokens
+) -> list[tuple[CacheControl, int]]:
+    """The messages' marks, each with the tokens of the prompt up to the end of its message.
+
+    That is as far as the prompt agrees with one that ends there: templates may look ahead.
+    """
+    marks: list[tuple[CacheControl, int]] = []
+    for number, message in enumerate(request.messages, start=1):
+        for mark in _marks(message):
+            until = evolve(
+                request,
+                messages=request.messages[:number],
+                add_generation_prompt=False,
+                continue_final_message=False,
+            )
+            ending = await chat_prompt(model, cache, until)
+            pairs = enumerate(zip(ending.token_ids, prompt.token_ids, strict=False))
+            most = min(len(ending.token_ids), len(prompt.token_ids))
+            marks.append((mark, next((n for n, (mine, its) in pairs if mine != its), most)))
+    return marks
+
+
+def _marks(message: ChatMessage) -> list[CacheControl]:
+    parts = () if isinstance(message.content, str) else message.content
+    given = [message.cache_control, *(part.cache_control for part in parts)]
+    return [mark for mark in given if mark is not None]
 
 
 def _render(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from attrs import frozen
 
 from commutator.frontend.fields import MAX_INT, Items, Off, OneOf, PromptList, TokenId, TokenIds
+from commutator.frontend.retention import CacheControl
 from commutator.schema import Bounds, Fraction, NonNegativeInt, PositiveInt, setting
 
 __all__ = [
@@ -47,6 +48,7 @@ class TextPart:
 
     type: Annotated[str, OneOf(("text",), _NO_MEDIA)] = setting("The kind of part.")
     text: str = setting("The text.")
+    cache_control: CacheControl | None = setting("The same as that of the message.", None)
 
 
 @frozen(kw_only=True)
@@ -60,6 +62,9 @@ class ChatMessage:
         "What is said; parts are joined by newlines."
     )
     name: str | None = setting("Handed to the model's chat template.", None)
+    cache_control: CacheControl | None = setting(
+        "How long to keep the KV blocks of the prompt up to the end of this message.", None
+    )
     tool_calls: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tool calls.", None)
     function_call: Annotated[Any, Off(_NO_TOOLS)] = setting("A function call.", None)
     audio: Annotated[Any, Off(_NO_AUDIO)] = setting("An audio answer.", None)
@@ -126,6 +131,9 @@ class GenerationRequest:
     )
     cache_salt: str | None = setting(
         "Share cached KV blocks only with requests of the same salt.", None
+    )
+    cache_control: CacheControl | None = setting(
+        "How long to keep the KV blocks of the whole prompt, where the engine has `tiers`.", None
     )
     priority: Annotated[int, Bounds(minimum=-MAX_INT, maximum=MAX_INT)] | None = setting(
         "Lower is served earlier; 0 by default.", None

@@ -19,7 +19,7 @@ from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.guards import Breaker
 from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, next_key
 from commutator.kv.medium import Tier
-from commutator.kv.offer import BlockFacts, Offer
+from commutator.kv.offer import PLAIN, BlockFacts, Offer, is_stronger, strongest
 from commutator.kv.peer_export import PeerExport
 from commutator.kv.peer_wire import (
     PeerAnswer,
@@ -45,6 +45,7 @@ from commutator.kv.tier import (
 __all__ = [
     "HEADER_BYTES",
     "KEY_BYTES",
+    "PLAIN",
     "UNBOUNDED",
     "BlockArena",
     "BlockFacts",
@@ -87,5 +88,7 @@ __all__ = [
     "encode_batch",
     "encode_peer_message",
     "event_hash",
+    "is_stronger",
     "next_key",
+    "strongest",
 ]

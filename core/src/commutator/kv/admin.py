@@ -111,6 +111,7 @@ class KvAdmin:
                 "medium": state.medium,
                 "up": state.up,
                 "blocks": state.published,
+                "pinned": state.retained,
                 "bytes": size,
                 "capacity_blocks": None if state.capacity >= UNBOUNDED else state.capacity,
             }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import frozen
 
 from commutator.kv.keys import BlockKey
 
-__all__ = ["MAX_PRIORITY", "PLAIN", "BlockFacts", "Offer", "is_stronger"]
+__all__ = ["MAX_PRIORITY", "PLAIN", "BlockFacts", "Offer", "is_stronger", "strongest"]
 
 MAX_PRIORITY = 10
 """Priorities run from minus this to this; beyond is cut."""
@@ -47,6 +49,11 @@ class Offer:
     token_ids: tuple[int, ...]
     facts: BlockFacts = PLAIN
     lora_name: str | None = None
+
+
+def strongest(facts: Sequence[BlockFacts]) -> BlockFacts:
+    """Of several that hold for one block, the one that asks most."""
+    return max(facts, key=_strength)
 
 
 def is_stronger(new: BlockFacts, old: BlockFacts) -> bool:

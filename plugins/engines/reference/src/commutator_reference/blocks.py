@@ -6,7 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.kv import (
+    PLAIN,
+    BlockFacts,
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    KvEvent,
+    is_stronger,
+)
 from commutator_reference.block_identity import BlockIdentity
 
 __all__ = ["BlockPool"]
@@ -38,6 +46,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._identities: list[BlockIdentity | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
+        self._facts = [PLAIN] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._lent: dict[int, int] = {}
@@ -85,7 +94,7 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
-    def register(self, block: int, identity: BlockIdentity) -> int:
+    def register(self, block: int, identity: BlockIdentity, facts: BlockFacts = PLAIN) -> int:
         """Make a held, fully computed block reusable; its parent must be registered.
 
         Returns the block to use from now on: when another block has the same identity already,
@@ -97,14 +106,26 @@ class BlockPool:
             twin = self.find(identity)
             if twin is None or twin == block:
                 return block
+            self.keep(twin, facts)
             self.acquire(twin)
             self.release([block])
             return twin
-        self._identities[block] = identity
+        self._identities[block], self._facts[block] = identity, facts
         self._by_digest[identity.digest] = block
         self._stored(identity)
         self.on_registered(block, identity)
         return block
+
+    def keep(self, block: int, facts: BlockFacts) -> None:
+        """A registered block is used by somebody who asks to keep it, perhaps for longer."""
+        identity = self._identities[block]
+        if identity is not None and is_stronger(facts, self._facts[block]):
+            self._facts[block] = facts
+            self.on_registered(block, identity)
+
+    def facts(self, block: int) -> BlockFacts:
+        """What was asked for a registered block."""
+        return self._facts[block]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Let go of a request's blocks, given in the order of its tokens."""

@@ -137,5 +137,6 @@ class Pulling:
             if twin is not None:
                 self._pool.acquire(twin)  # it came here another way meanwhile
             else:
-                self._pool.register(pull.blocks[index], identity)
+                facts = pull.sequence.facts(pull.first + index, size)
+                self._pool.register(pull.blocks[index], identity, facts)
             pull.chain.append(pull.blocks[index] if twin is None else twin)

@@ -182,8 +182,10 @@ class Scheduler:
                 continue
             del self._waiting[position]
             self._running[sequence.key] = sequence
-            for block in hits:
+            for index, block in enumerate(hits):
                 self.pool.acquire(block)
+                if sequence.request.retention:
+                    self.pool.keep(block, sequence.facts(index, self.pool.block_size))
             sequence.blocks = hits
             sequence.registered = len(hits)
             sequence.computed = len(hits) * self.pool.block_size
@@ -238,7 +240,8 @@ class Scheduler:
         full = sequence.computed // self.pool.block_size
         for index in range(sequence.registered, full):
             identity = sequence.identity(index, self.pool.block_size)
-            sequence.blocks[index] = self.pool.register(sequence.blocks[index], identity)
+            facts = sequence.facts(index, self.pool.block_size)
+            sequence.blocks[index] = self.pool.register(sequence.blocks[index], identity, facts)
         sequence.registered = max(sequence.registered, full)
 
     def _missing(self, sequence: Sequence) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import define, field
+from attrs import define, evolve, field
 
-from commutator.kv import CacheIdentity
+from commutator.kv import BlockFacts, CacheIdentity, strongest
 from commutator.types import GenerateRequest, SamplingParams
 from commutator_reference.block_identity import ANONYMOUS, BlockIdentity, Namespace
 
@@ -86,6 +86,19 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Order of service: lower priority value first, then first come, first served."""
         return self.request.priority, self.arrival
+
+    def facts(self, index: int, block_size: int) -> BlockFacts:
+        """What tiers are told of full block ``index``: its place, and what the client asked for."""
+        end = (index + 1) * block_size
+        plain = BlockFacts(
+            is_prompt=end <= self.prompt_length, tenant=self.request.cache_salt, depth=index
+        )
+        asked = [
+            evolve(plain, priority=kept.priority, ttl_s=kept.ttl_s, pinned=kept.pinned)
+            for kept in self.request.retention
+            if end <= (self.prompt_length if kept.tokens is None else kept.tokens)
+        ]
+        return strongest(asked or [plain])
 
     def identity(self, index: int, block_size: int) -> BlockIdentity:
         """The identity of full block ``index``; computed once, survives preemption."""

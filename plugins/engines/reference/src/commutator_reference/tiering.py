@@ -10,7 +10,7 @@ from collections.abc import Sequence as Many
 
 from attrs import define, field
 
-from commutator.kv import BlockFacts, FinishedLoad, KvEvent, KvService, Offer, PrefillSpeed
+from commutator.kv import FinishedLoad, KvEvent, KvService, Offer, PrefillSpeed
 from commutator_reference.block_identity import BlockIdentity
 from commutator_reference.blocks import BlockPool
 from commutator_reference.look_ahead import LookAhead
@@ -156,7 +156,8 @@ class Tiering:
                 continue
             if self._on_evict:
                 self._asked[identity.digest] = None
-            self._pool.register(load.blocks[index], identity)
+            facts = load.sequence.facts(load.first + index, block_size)
+            self._pool.register(load.blocks[index], identity, facts)
         load.sequence.tiers_asked = True
 
     def give_up(self) -> None:
@@ -197,6 +198,8 @@ class Tiering:
         if self._write_through:
             self._offers.pop(block, None)
             self._offers[block] = identity
+        if not self._pool.facts(block).is_plain:
+            self._asked.pop(identity.digest, None)  # that is news for the tier below
 
     def _offer(self) -> None:
         room = self._room()
@@ -205,7 +208,7 @@ class Tiering:
             block = next(iter(self._offers))
             identity = self._offers.pop(block)
             if self._pool.find(identity) == block:  # it may be gone by now
-                chosen.append((_offer(identity), block))
+                chosen.append((self._offer_of(block, identity), block))
         self._lend(chosen, evicting=False)
 
     def _room(self) -> int:
@@ -222,7 +225,7 @@ class Tiering:
         for block, identity in oldest:
             if identity.digest not in self._asked:
                 self._asked[identity.digest] = None
-                chosen.append((_offer(identity), block))
+                chosen.append((self._offer_of(block, identity), block))
         while len(self._asked) > 4 * self._pool.num_blocks:
             self._asked.popitem(last=False)
         self._lend(chosen, evicting=True)
@@ -237,12 +240,11 @@ class Tiering:
         self._lent += len(blocks)
         (self._service.evicting if evicting else self._service.offer)(offers, blocks)
 
-
-def _offer(identity: BlockIdentity) -> Offer:
-    return Offer(
-        key=identity.digest,
-        parent=None if identity.is_first else identity.parent_digest,
-        token_ids=identity.token_ids,
-        facts=BlockFacts(tenant=identity.namespace.cache_salt),
-        lora_name=identity.namespace.lora_name,
-    )
+    def _offer_of(self, block: int, identity: BlockIdentity) -> Offer:
+        return Offer(
+            key=identity.digest,
+            parent=None if identity.is_first else identity.parent_digest,
+            token_ids=identity.token_ids,
+            facts=self._pool.facts(block),
+            lora_name=identity.namespace.lora_name,
+        )
