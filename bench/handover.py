@@ -57,6 +57,7 @@ async def measure() -> list[Figure]:
     words = load_text_model(SOURCE).encode("The quick brown fox jumps over a lazy dog. " * 900)
     figures: list[Figure] = []
     async with workers() as pair:
+        await handed_over(pair, request(words[:64]))  # sets NIXL up on both sides
         for count in PROMPT_TOKENS:
             prompt = words[:count]
             alone_s = await first_token(pair.prefill, request(prompt))
