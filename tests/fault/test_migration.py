@@ -123,7 +123,7 @@ async def killed_rounds(
     with LocalCluster(deployment(engine)) as cluster:
         expected = await run_all(cluster.url, asked)
         assert {answer.usage["completion_tokens"] for answer in expected} == {max_tokens}
-        effective = migrations = 0
+        effective, migrations = 0, 0.0
         for _ in range(3 * rounds):
             await until_ready(cluster, 3)
             compare(await run_and_kill(cluster, module, asked, rng), expected)
