@@ -42,7 +42,7 @@ def test_every_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
             "load_timeout_s": 1.5,
             "store_timeout_s": 2.5,
             "max_attempts": 4,
-            "max_bytes_per_s": 10_000_000,
+            "max_bytes_per_s": "10MB",
             "max_failures": 9,
         }
     )

@@ -23,7 +23,6 @@ from commutator.transfer import Span
 LOADED, FAILED = LoadResult.LOADED, LoadResult.FAILED
 CORRUPT, MISSING = LoadResult.CORRUPT, LoadResult.MISSING
 WRITTEN, UNWRITTEN = True, Unstored("the disk is away")
-SPOILED = Unstored("not what it was", corrupt_source=True)
 Outcome = LoadResult | bool | Unstored
 
 
@@ -101,13 +100,6 @@ def test_only_what_failed_is_tried_again_and_each_result_stays_with_its_block() 
     assert clock.slept == [0.1, 0.2]
 
 
-def test_a_corrupt_source_is_not_written_again() -> None:
-    script = Script([SPOILED, UNWRITTEN, WRITTEN], [WRITTEN])
-    results = retrying(script, 2, RetryBudget(), Clock()).store(to_store(3), soon())
-    assert results == [SPOILED, stored(1), stored(2)]
-    assert script.asked == [[0, 1, 2], [1]]
-
-
 def test_retries_end_with_their_budget_and_successes_earn_more() -> None:
     budget = RetryBudget(ratio=0.5, most=4, saved=1)
     script = Script([FAILED] * 3, [FAILED], [FAILED] * 3, [LOADED] * 6, [FAILED] * 5, [FAILED] * 3)
@@ -180,13 +172,12 @@ def test_one_block_that_gets_through_keeps_the_breaker_closed() -> None:
     assert len(script.asked) == 5, "an open breaker lets nothing through"
 
 
-def test_corrupt_blocks_and_spoiled_sources_do_not_open_the_breaker() -> None:
-    script = Script([CORRUPT], [MISSING], [SPOILED])
+def test_corrupt_and_missing_blocks_do_not_open_the_breaker() -> None:
+    script = Script([CORRUPT], [MISSING])
     breaker = Breaker(max_failures=1)
     io = BreakerIo(script, breaker, clock=Clock())
     io.load(to_load(1), soon())
     io.load(to_load(1), soon())
-    io.store(to_store(1), soon())
     assert breaker.state(0.0) is BreakerState.CLOSED
 
 

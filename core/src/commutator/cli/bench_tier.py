@@ -27,7 +27,7 @@ from commutator.kv.service_jobs import PART_BLOCKS
 from commutator.kv.staging import PAGE_BYTES, Staging
 from commutator.kv.tier import SlotGeometry
 from commutator.kv.tier_setup import TierSetup, slot_bytes
-from commutator.kv.tier_worker import Source, TierWorker
+from commutator.kv.tier_worker import TierWorker
 from commutator.transfer.spans import Direction, Memory
 
 __all__ = ["Line", "measure", "needed_bytes"]
@@ -178,7 +178,7 @@ class _Bench:
             part = blocks[start : start + PART_BLOCKS]
             outcome = self.worker.store(
                 [Offer(key=self._keys[i], parent=None, token_ids=(0,)) for i in part],
-                [Source(self.arena.span(i)) for i in part],
+                [self.arena.span(i) for i in part],
                 IoContext(time.monotonic() + _TIMEOUT_S),
                 from_engine=True,
             )

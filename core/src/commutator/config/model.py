@@ -15,6 +15,7 @@ from commutator.schema import (
     PositiveInt,
     PositiveSeconds,
     Seconds,
+    Size,
     setting,
 )
 
@@ -197,7 +198,9 @@ class TierConfig:
     )
     store_timeout_s: PositiveSeconds = setting("A store that takes longer is given up.", 60.0)
     max_attempts: PositiveInt = setting("How often a failed block is tried in all.", 2)
-    max_bytes_per_s: PositiveInt | None = setting("Limit of what is moved; none by default.", None)
+    max_bytes_per_s: Size | None = setting(
+        'Limit of what is moved, such as "500MB"; none by default.', None
+    )
     max_failures: PositiveInt = setting(
         "After so many failed jobs in a row the tier is left alone for a while.", 3
     )

@@ -29,8 +29,6 @@ class StoreBlock:
     slot: Slot
     local: Span
     """Where its bytes are; nobody changes them meanwhile."""
-    checksum: int | None = None
-    """Of those bytes, where it is known: bytes that differ are not stored."""
 
 
 @frozen(kw_only=True)
@@ -47,13 +45,6 @@ class Unstored:
     """A block that was not written, and why."""
 
     reason: str
-    corrupt_source: bool = False
-    """The bytes to be stored were not what their checksum says."""
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether trying again may help."""
-        return not self.corrupt_source
 
 
 @define

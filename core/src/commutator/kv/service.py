@@ -41,7 +41,6 @@ from commutator.kv.tier import Stored
 from commutator.kv.tier_move import TierMove
 from commutator.kv.tier_setup import TierSetup
 from commutator.kv.tier_thread import Job, JobUrgency
-from commutator.kv.tier_worker import Source
 from commutator.kv.why import BlockWhy
 from commutator.types import KvExchange
 
@@ -330,9 +329,7 @@ class KvService:
         done = partial(self._stored, action.move_id)
         urgency = _URGENCY[action.priority]
         if action.source == DEVICE:
-            sources = [
-                Source(self._arena.span(self._sources[offer.key][-1])) for offer in action.offers
-            ]
+            sources = [self._arena.span(self._sources[offer.key][-1]) for offer in action.offers]
             job = store_job(
                 action.offers,
                 sources,

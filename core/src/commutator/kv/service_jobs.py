@@ -11,7 +11,7 @@ from commutator.kv.load_result import LoadResult
 from commutator.kv.offer import Offer
 from commutator.kv.tier import Stored
 from commutator.kv.tier_thread import Job
-from commutator.kv.tier_worker import Source, TierWorker
+from commutator.kv.tier_worker import TierWorker
 from commutator.transfer import Span
 
 __all__ = ["PART_BLOCKS", "Stores", "free_job", "load_job", "probe_job", "store_job"]
@@ -59,7 +59,7 @@ def load_job(
 
 def store_job(
     offers: Sequence[Offer],
-    sources: Sequence[Source],
+    sources: Sequence[Span],
     *,
     timeout_s: float,
     from_engine: bool,

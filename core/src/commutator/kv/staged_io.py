@@ -130,8 +130,6 @@ class StagedIo(BlockIo):
         """Make the bytes to be stored at the beginning of ``span``, which has the block in it."""
         whole = bytes_at(span)
         plain = whole[self._header_bytes : self._header_bytes + block.local.size_bytes]
-        if block.checksum is not None and checksum(plain) != block.checksum:
-            return Unstored("its bytes are not what was stored before", corrupt_source=True)
         payload = encode(self._codecs, plain, block.key) if self._codecs else plain
         size_bytes = self._header_bytes + len(payload)
         if size_bytes > len(whole):

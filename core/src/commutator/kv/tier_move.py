@@ -13,7 +13,7 @@ from commutator.kv.service_jobs import PART_BLOCKS, Stores, store_job
 from commutator.kv.staging import Staging
 from commutator.kv.tier import Stored
 from commutator.kv.tier_thread import JobUrgency, TierThread
-from commutator.kv.tier_worker import Source, TierWorker
+from commutator.kv.tier_worker import TierWorker
 
 __all__ = ["TierMove"]
 
@@ -116,7 +116,7 @@ class TierMove:
             self._urgency,
             store_job(
                 [batch[position] for position in good],
-                [Source(self._scratch.arena.span(slots[position])) for position in good],
+                [self._scratch.arena.span(slots[position]) for position in good],
                 timeout_s=self._store_timeout_s,
                 from_engine=False,
                 done=written,

@@ -21,7 +21,7 @@ from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tier_setup import TierSetup, build_io
 from commutator.transfer import Memory, Span, TransferAgent
 
-__all__ = ["Source", "StoreOutcome", "TierWorker"]
+__all__ = ["StoreOutcome", "TierWorker"]
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,6 @@ _MOST_FAILURES = 3
 _never_freed: list[object] = []
 """Tiers that were closed while NIXL still moved bytes: their memory stays while the process lives.
 """
-
-
-@frozen
-class Source:
-    """Where the bytes of a block to be stored are, and their checksum where it is known."""
-
-    span: Span
-    checksum: int | None = None
 
 
 @frozen
@@ -132,7 +124,7 @@ class TierWorker:
     def store(
         self,
         offers: Sequence[Offer],
-        sources: Sequence[Source],
+        sources: Sequence[Span],
         context: IoContext,
         *,
         from_engine: bool,
@@ -155,14 +147,13 @@ class TierWorker:
                     parent=offer.parent,
                     token_ids=offer.token_ids,
                     slot=slot,
-                    local=source.span,
-                    checksum=source.checksum,
+                    local=source,
                 )
             )
         written: list[Stored] = []
         for block, result in zip(blocks, io.store(blocks, context), strict=True):
             if isinstance(result, Unstored):
-                outcome.failed[block.key] = _reason(result)
+                outcome.failed[block.key] = "write failed"
                 self._let_go(mover, block.slot)
             else:
                 written.append(result)
@@ -312,7 +303,3 @@ class TierWorker:
             tier.pin(slot)
             mover.when_let_go(slot, lambda: tier.unpin(slot))
         tier.release([slot])
-
-
-def _reason(result: Unstored) -> str:
-    return "corrupt at its source" if result.corrupt_source else "write failed"

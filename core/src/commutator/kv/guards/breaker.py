@@ -89,7 +89,7 @@ class BreakerIo(BlockIo):
             return [Unstored("the tier is left alone after failures") for _ in blocks]
         with self._failing_on_exceptions():
             results = self._inner.store(blocks, context)
-        failures = [isinstance(result, Unstored) and result.may_pass for result in results]
+        failures = [isinstance(result, Unstored) for result in results]
         self._judge(failures, context)
         return results
 

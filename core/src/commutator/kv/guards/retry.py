@@ -62,7 +62,7 @@ class RetryIo(BlockIo):
             self._inner.store,
             blocks,
             context,
-            lambda result: isinstance(result, Unstored) and result.may_pass,
+            lambda result: isinstance(result, Unstored),
         )
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
