@@ -52,6 +52,7 @@ class TinyOptions:
     """It then computes nothing more, for ever."""
     silence_s: float = 30.0
     seed: int = 0
+    host: str = "127.0.0.1"
 
 
 class TinyWorker(TokenEngine):
@@ -215,7 +216,7 @@ async def hand_over(
 
 async def _serve(options: TinyOptions) -> None:
     server = TokenApiServer(TinyWorker(options))
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start(options.host, 0)
     print(json.dumps({"port": port}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop()
