@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from tests.support.seaweed import ACCESS_KEY, READER_KEY, SECRET_KEY, SeaweedServer
+from tests.support.s3_tiers import MakeTier, tier_maker
+from tests.support.seaweed import SeaweedServer
 from tests.support.tier_mover import TierMover, block_of, geometry_of, random_keys
 
 from commutator import Secret
 from commutator.kv import HEADER_BYTES, UNBOUNDED
 from commutator.transfer import Direction
-from commutator_s3.config import S3TierConfig
-from commutator_s3.tier import S3Tier
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BLOCK_BYTES = 1000
 FRAME_BYTES = HEADER_BYTES + BLOCK_BYTES
 
-MakeTier = Callable[..., S3Tier]
-
 
 @pytest.fixture
 def make_tier(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> MakeTier:
     """Tiers over a fresh bucket, or with any other option."""
-    monkeypatch.setenv("TEST_S3_KEY", ACCESS_KEY)
-    monkeypatch.setenv("TEST_S3_READER", READER_KEY)
-    monkeypatch.setenv("TEST_S3_SECRET", SECRET_KEY)
-    bucket = seaweed.new_bucket()
-
-    def make(**options: Any) -> S3Tier:
-        given: dict[str, Any] = {
-            "kind": "s3",
-            "bucket": bucket,
-            "endpoint": seaweed.endpoint,
-            "access_key": Secret(env="TEST_S3_KEY"),
-            "secret_key": Secret(env="TEST_S3_SECRET"),
-            "request_timeout_s": 3.0,
-        }
-        return S3Tier(S3TierConfig(**(given | options)))
-
-    return make
+    return tier_maker(seaweed, seaweed.endpoint, monkeypatch)
 
 
 def test_blocks_come_back_and_outlive_the_worker(make_tier: MakeTier) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.tier_mover import TierMover, block_of, geometry_of, random_keys
 
@@ -22,8 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 BLOCK_BYTES = 200_000
 
-MakeTier = Callable[..., S3Tier]
-
 
 @pytest.fixture
 def proxy(seaweed: SeaweedServer) -> Iterator[FaultProxy]:
@@ -36,22 +34,7 @@ def make_tier(
     seaweed: SeaweedServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> MakeTier:
     """Tiers over a fresh bucket behind the proxy, or with any other option."""
-    monkeypatch.setenv("TEST_S3_KEY", ACCESS_KEY)
-    monkeypatch.setenv("TEST_S3_SECRET", SECRET_KEY)
-    bucket = seaweed.new_bucket()
-
-    def make(**options: Any) -> S3Tier:
-        given: dict[str, Any] = {
-            "kind": "s3",
-            "bucket": bucket,
-            "endpoint": proxy.endpoint,
-            "access_key": Secret(env="TEST_S3_KEY"),
-            "secret_key": Secret(env="TEST_S3_SECRET"),
-            "request_timeout_s": 1.0,
-        }
-        return S3Tier(S3TierConfig(**(given | options)))
-
-    return make
+    return tier_maker(seaweed, proxy.endpoint, monkeypatch, request_timeout_s=1.0)
 
 
 def check_works(mover: TierMover, seed: int) -> None:
