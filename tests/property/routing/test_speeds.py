@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from commutator.routing.handover_failure import Way, next_way
 from commutator.routing.speeds import Line, Rate, SpeedMeter
 
-SAMPLES = st.lists(st.tuples(st.floats(0, 1e10), st.floats(0, 1e3)), max_size=50)
+SAMPLES = st.lists(
+    st.tuples(st.integers(0, 10**10), st.floats(0, 1e3, allow_subnormal=False)), max_size=50
+)
+"""Tokens or bytes, and seconds."""
 
 
 @given(SAMPLES)
-def test_nothing_measured_is_absurd(samples: list[tuple[float, float]]) -> None:
+def test_nothing_measured_is_absurd(samples: list[tuple[int, float]]) -> None:
     meter = SpeedMeter()
     for amount, seconds in samples:
         meter.prefill.add(amount, seconds)
