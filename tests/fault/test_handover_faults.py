@@ -75,7 +75,6 @@ async def answer(worker: Worker, token_ids: Sequence[int]) -> list[int]:
 
 async def still_serves(decode: Worker, expected: Sequence[int], **options: Any) -> None:
     """What failed is computed here, and a new prefill worker can be read from."""
-    await decode.until_idle()
     assert await answer(decode, prompt(1)) == expected
     async with process(**options) as other:
         await decode.client.reset_prefix_cache()
@@ -83,7 +82,6 @@ async def still_serves(decode: Worker, expected: Sequence[int], **options: Any) 
         assert tokens(deltas) == expected
         assert deltas[0].cached_tokens == 0
         await other.worker.until_idle()
-    await decode.until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,9 @@ async def test_the_prefill_worker_is_killed(when: str, expected: list[int]) -> N
                     await decoding
                 with pytest.raises(EngineUnavailableError):
                     await prefilling
+        await decode.worker.until_idle()
         await still_serves(decode.worker, expected)
+        await decode.worker.until_idle()
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
@@ -164,9 +164,11 @@ async def test_the_prefill_worker_is_paused(expected: list[int]) -> None:
             await still_serves(decode.worker, expected)
         finally:
             prefill.send(signal.SIGCONT)
-        # It goes on, and its blocks come free although the release may be lost.
+        # It goes on, and its blocks come free although the release may be lost; so do those that
+        # NIXL was still reading into.
         await asyncio.gather(prefilling, return_exceptions=True)
         await prefill.worker.until_idle()
+        await decode.worker.until_idle()
 
 
 async def test_a_release_that_is_lost_costs_a_lease(expected: list[int]) -> None:
@@ -220,4 +222,6 @@ async def test_workers_killed_again_and_again_leave_nothing(expected: list[int])
                         assert isinstance(result, EngineError)
                     else:
                         assert tokens(result) == expected
+        await decode.worker.until_idle()
         await still_serves(decode.worker, expected)
+        await decode.worker.until_idle()
