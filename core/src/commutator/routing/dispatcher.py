@@ -67,9 +67,9 @@ class Dispatcher:
         self.kv = KvPoll(self._view)
         self.handovers = HandoverPoll(self._view)
         busy = config.router.busy
-        queues = [busy, *(d.router.busy for d in (config.disaggregation,) if d is not None)]
-        enabled = any(queue.enabled for queue in queues)
-        self.load = InFlightLoad(on_fall=self._wake if enabled else None)
+        apart = config.disaggregation
+        queues = busy.enabled or (apart is not None and apart.router.busy.enabled)
+        self.load = InFlightLoad(on_fall=self._wake if queues else None)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
         self._pools = {model.name: self._pool(config.router, rng) for model in config.models}
         self._placers = {
@@ -79,7 +79,7 @@ class Dispatcher:
         self._pairs = HandoverPairs(self._engines, host)
         self._prefill_pools = (
             {model.name: self._prefill_pool(model.name, apart, rng) for model in config.models}
-            if (apart := config.disaggregation) is not None
+            if apart is not None
             else {}
         )
         self._migration = config.migration

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-__all__ = ["BlockShapes", "Piece"]
+__all__ = ["BlockShapes", "Piece", "convertible"]
+
+
+def convertible(one_tokens: int, other_tokens: int) -> bool:
+    """Whether blocks of one size become blocks of the other: one must divide the other."""
+    smaller, larger = sorted((one_tokens, other_tokens))
+    return smaller >= 1 and larger % smaller == 0
 
 
 @frozen

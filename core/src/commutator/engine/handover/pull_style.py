@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from attrs import asdict, evolve
 
+from commutator.engine.handover.geometry import convertible
 from commutator.engine.handover.pull_words import DecodeWords, PrefillWords
 from commutator.engine.handover.style import HandoverLegs, HandoverStyle, mismatch
 from commutator.errors import EngineHandoverError
@@ -59,8 +60,7 @@ class PullHandover(HandoverStyle):
         names = ("protocol", "identity", "token_bytes", "tensor_parallel_size")
         if (reason := mismatch(prefill, decode, *names)) is not None:
             return reason
-        larger, smaller = sorted((prefill.block_size, decode.block_size), reverse=True)
-        if larger % smaller:
+        if not convertible(prefill.block_size, decode.block_size):
             return (
                 f"block_size is {prefill.block_size} at the prefill worker and "
                 f"{decode.block_size} at the decode worker: neither divides the other"

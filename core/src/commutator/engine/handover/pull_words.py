@@ -11,15 +11,14 @@ The decode worker asks the prefill worker, by the token API's "handover" questio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 from attrs import frozen
 
+from commutator.engine.handover.geometry import convertible
 from commutator.errors import RequestError
-from commutator.types import HandoverInfo
+from commutator.types import GenerateRequest, HandoverInfo
 
 __all__ = [
     "DecodeWords",
@@ -123,11 +122,22 @@ class Source:
     """A block is so many runs of equal size, each with something of all its tokens, in order."""
 
 
-def read_words(words: Mapping[str, Any]) -> PrefillWords | DecodeWords:
-    """What ``GenerateRequest.handover`` says. Raises RequestError when it is none of these."""
+def read_words(request: GenerateRequest, block_size: int) -> PrefillWords | DecodeWords | None:
+    """Which leg a request is at a worker with such blocks; None when it is a whole one.
+
+    Raises RequestError for words that are none of these, or cannot be followed.
+    """
+    if request.handover is None:
+        return None
     try:
-        if "address" in words:
-            return msgspec.convert(words, DecodeWords)
-        return msgspec.convert(words, PrefillWords)
+        if "address" not in request.handover:
+            return msgspec.convert(request.handover, PrefillWords)
+        words = msgspec.convert(request.handover, DecodeWords)
     except msgspec.ValidationError as error:
         raise RequestError(f"handover: {error}", "handover") from error
+    if not convertible(words.block_size, block_size):
+        raise RequestError(
+            f"handover: blocks of {words.block_size} tokens do not become blocks of {block_size}",
+            "handover",
+        )
+    return words

@@ -23,7 +23,6 @@ from commutator.engine.handover import (
     Source,
     read_words,
 )
-from commutator.errors import RequestError
 from commutator.kv import BlockArena, CacheIdentity, bytes_at, checksum
 from commutator.types import GenerateRequest, HandoverInfo
 from commutator_reference.arena import KVArena
@@ -104,18 +103,7 @@ class Handover:
 
     def read(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
         """Which leg a request is, if any. Raises RequestError for what cannot be done."""
-        if request.handover is None:
-            return None
-        words = read_words(request.handover)
-        if isinstance(words, DecodeWords):
-            smaller, larger = sorted((words.block_size, self.info.block_size))
-            if smaller < 1 or larger % smaller:
-                raise RequestError(
-                    f"handover: blocks of {words.block_size} tokens do not become blocks of "
-                    f"{self.info.block_size}",
-                    "handover",
-                )
-        return words
+        return read_words(request, self.info.block_size)
 
     def publish(
         self,

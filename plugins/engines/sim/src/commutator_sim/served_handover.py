@@ -25,7 +25,7 @@ from commutator.engine.handover import (
     handover_keys,
     read_words,
 )
-from commutator.errors import EngineHandoverError, RequestError
+from commutator.errors import EngineHandoverError
 from commutator.types import GenerateRequest
 from commutator_sim.config import SimConfig
 from commutator_sim.events import Pulling, Ready
@@ -91,18 +91,7 @@ class ServedHandover:
 
     def leg(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
         """Which one the request is, if any. Raises RequestError for what cannot be done."""
-        if request.handover is None:
-            return None
-        words = read_words(request.handover)
-        if isinstance(words, DecodeWords):
-            smaller, larger = sorted((words.block_size, self.info.block_size))
-            if smaller < 1 or larger % smaller:
-                raise RequestError(
-                    f"handover: blocks of {words.block_size} tokens do not become blocks of "
-                    f"{self.info.block_size}",
-                    "handover",
-                )
-        return words
+        return read_words(request, self.info.block_size)
 
     def begin_export(self, key: int, request: GenerateRequest, words: PrefillWords) -> int:
         """A prefill leg is about to be submitted. Returns how many blocks are wanted of it.
