@@ -182,7 +182,7 @@ async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -
         await here.send("p-0", signal.SIGKILL)
         await check_whole(here, await answering)
         assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
-        assert "both legs stopped after" in here.cluster.log()
+        await asyncio.to_thread(here.cluster.wait_for_log, "both legs stopped after")
 
         failed = await here.metric("commutator_handover_cancel_seconds_count")
         begun = asyncio.Event()
@@ -262,7 +262,7 @@ async def test_failing_is_a_clean_error(tmp_path: Path) -> None:
             async with await asking as response:
                 assert response.status >= 500
                 assert "the worker failed" in (await response.json())["error"]["message"]
-        assert "prefill at p-0 for" in here.cluster.log()
+        await asyncio.to_thread(here.cluster.wait_for_log, "prefill at p-0 for")
         await here.nothing_left()
 
 

@@ -92,6 +92,17 @@ class LocalCluster:
         """What the processes have printed so far."""
         return self.log_path.read_text(errors="replace")
 
+    def wait_for_log(self, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until a process has printed ``text``: what it prints comes a moment later.
+
+        Raises TimeoutError with the end of the log.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.log():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{text!r} was not printed:\n{self.log()[-4000:]}")
+            time.sleep(0.05)
+
     def health(self) -> dict[str, Any]:
         """The front door's ``/health``."""
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310
