@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted({path.parent for path in ROOT.glob("**/src/*/__init__.py")})
-PACKAGES = [path for path in SOURCES if ".venv" not in path.parts]
+PACKAGES = [path for path in SOURCES if not any(part.startswith(".venv") for part in path.parts)]
 
 
 def main() -> int:

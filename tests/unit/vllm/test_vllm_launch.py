@@ -11,10 +11,10 @@ from attrs import evolve
 
 from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
+from commutator.engine import directory_for
 from commutator.errors import ConfigError
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import gpus_of, launch_plan, server_arguments
-from commutator_vllm.model_directory import directory_for
 from commutator_vllm.plugin import VllmConnector
 
 CONFIG = VllmConfig(kind="vllm")
@@ -90,7 +90,8 @@ def test_a_gguf_file_is_converted_first(
     plan = launch_plan(evolve(CONFIG, python=python), evolve(context, model=model))
     directory = directory_for(gguf)
     assert directory.is_relative_to(tmp_path / "cache")
-    assert plan.argv[1:6] == ("-m", "commutator_vllm.start", str(gguf), str(directory), python)
+    module = "commutator.engine.start_with_model"
+    assert plan.argv[1:6] == ("-m", module, str(gguf), str(directory), python)
     gguf.write_bytes(b"GGUF, another one")
     assert directory_for(gguf) != directory
 

@@ -1,6 +1,7 @@
 """How a worker is reached, and what an engine of one's own needs to be one."""
 
 from commutator.engine.client import TokenApiClient
+from commutator.engine.model_directory import directory_for, start_command
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.engine.stream import DeltaStream
@@ -34,6 +35,8 @@ __all__ = [
     "VirtualEngine",
     "VirtualEvent",
     "VirtualRequest",
+    "directory_for",
     "engine_command",
     "run_engine_process",
+    "start_command",
 ]

@@ -6,14 +6,13 @@ import json
 import logging
 import shlex
 import socket
-import sys
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
+from commutator.engine import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
-from commutator_vllm.model_directory import directory_for
 
 __all__ = ["gpus_of", "launch_plan", "server_arguments"]
 
@@ -47,8 +46,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
     log.info("%s: %s", context.worker_id, shlex.join(shown))
     if source.is_file():
-        convert = ("-m", "commutator_vllm.start", str(source), str(directory))
-        server = (sys.executable, *convert, *server)
+        server = start_command(source, directory, server)
     return LaunchPlan(server, f"http://{context.host}:{context.port}", env)
 
 

@@ -1,4 +1,4 @@
-"""Run by vLLM's Python, where Commutator is not installed: GGUF weights to a safetensors file."""
+"""Run by an engine's Python, where Commutator is not: GGUF weights to a safetensors file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def main(gguf: Path, directory: Path) -> None:
-    """Weights in float32, which is exact, and config.json. vLLM's `--dtype` rounds them."""
-    import torch  # noqa: PLC0415 - only in vLLM's environment
+    """Weights in float32, which is exact, and config.json. The engine's `--dtype` rounds them."""
+    import torch  # noqa: PLC0415 - only in the engine's environment
     from safetensors.torch import save_file  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -21,7 +21,7 @@ def main(gguf: Path, directory: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    # vLLM reads tied weights under the name of the embedding only.
+    # Engines read tied weights under the name of the embedding only.
     tied: set[str] = set()
     if model.config.tie_word_embeddings:
         tied = set(model._tied_weights_keys or ())  # noqa: SLF001 - told nowhere else

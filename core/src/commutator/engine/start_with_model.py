@@ -1,4 +1,4 @@
-"""``python -m commutator_vllm.start GGUF DIRECTORY SERVER...``: convert a model, then serve it."""
+"""``python -m commutator.engine.start_with_model GGUF DIRECTORY SERVER...``: convert and serve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commutator_vllm.model_directory import make_directory
+from commutator.engine.model_directory import make_directory
 
 
 def main() -> None:
@@ -16,8 +16,8 @@ def main() -> None:
         make_directory(Path(gguf), Path(directory), server[0])
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(
-            f"cannot convert {gguf} for vLLM: {error}; its environment needs torch, transformers, "
-            "accelerate and gguf. Or give `models` a Hugging Face directory"
+            f"cannot convert {gguf}: {error}; the environment of {server[0]} needs torch, "
+            "transformers, accelerate and gguf. Or give `models` a Hugging Face directory"
         )
     os.execv(server[0], server)  # noqa: S606 - this process becomes the server
 

@@ -1,7 +1,8 @@
-"""A Hugging Face directory for a model that comes as a GGUF file, which vLLM does not read.
+"""A Hugging Face directory for a model that comes as a GGUF file, which few engines read.
 
-Runs before the server, in Commutator's own environment; only the weights are converted in vLLM's,
-where PyTorch is. The text side is the one that the front door uses, so both count the same tokens.
+Made before the engine's server starts, in Commutator's own environment; only the weights are
+converted in the server's, where PyTorch is. The text side is the one that the front door uses, so
+both count the same tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from commutator.text import read_gguf_metadata, tokenizer_from_gguf
 
-__all__ = ["directory_for", "make_directory"]
+__all__ = ["directory_for", "make_directory", "start_command"]
 
-_WEIGHTS_SCRIPT = Path(__file__).with_name("gguf_weights.py")
+_WEIGHTS_SCRIPT = Path(__file__).with_name("model_weights.py")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _FORMAT = 1
 """Counted up when what is written changes, so that old directories are not used."""
@@ -31,6 +34,12 @@ def directory_for(gguf: Path) -> Path:
     facts = f"{_FORMAT} {gguf.resolve()} {status.st_size} {status.st_mtime_ns}"
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     return cache / "commutator" / "models" / f"{gguf.stem}-{digest}"
+
+
+def start_command(gguf: Path, directory: Path, server: Sequence[str]) -> tuple[str, ...]:
+    """The command that makes ``directory`` with the Python of ``server``, and becomes that."""
+    program = (sys.executable, "-m", "commutator.engine.start_with_model")
+    return (*program, str(gguf), str(directory), *server)
 
 
 def make_directory(gguf: Path, directory: Path, python: str) -> None:
