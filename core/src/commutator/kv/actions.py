@@ -12,6 +12,7 @@ from commutator.kv.offer import Offer
 
 __all__ = [
     "DEVICE",
+    "TO_MAKE_ROOM",
     "Action",
     "Announce",
     "FreeBlocks",
@@ -22,6 +23,10 @@ __all__ = [
 
 DEVICE = -1
 """The engine's own arena as a source; tiers are numbered from 0, fastest first."""
+
+
+TO_MAKE_ROOM = frozenset({"evicted", "moved down", "over capacity"})
+"""Reasons for which sound blocks go: where others share them, they stay for those."""
 
 
 class Urgency(IntEnum):
@@ -62,6 +67,11 @@ class FreeBlocks:
     keys: tuple[BlockKey, ...]
     reason: str
     """Such as "evicted", "corrupt", "missing"; the words of the counters."""
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether the blocks are sound, and only their slots are needed."""
+        return self.reason in TO_MAKE_ROOM
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import define
 
-from commutator.kv.actions import Action, Announce, FreeBlocks
+from commutator.kv.actions import TO_MAKE_ROOM, Action, Announce, FreeBlocks
 from commutator.kv.counters import count
 from commutator.kv.keys import BlockKey
 from commutator.kv.offer import Offer
@@ -22,8 +22,6 @@ from commutator.kv.tier import Stored
 from commutator.kv.tier_book import TierBook
 
 __all__ = ["BlockIndex", "Fates", "Node"]
-
-_TO_MAKE_ROOM = frozenset({"evicted", "moved down"})
 
 
 @define(slots=True)
@@ -173,7 +171,7 @@ class BlockIndex:
                 continue
             node.published &= ~book.bit
             book.published -= 1
-            book.retention.removed(key, evicted=reason in _TO_MAKE_ROOM)
+            book.retention.removed(key, evicted=reason in TO_MAKE_ROOM)
             book.quota.gone(key)
             if key in book.prefetched:
                 book.prefetched.remove(key)
@@ -181,7 +179,7 @@ class BlockIndex:
             removed.append(node.offer)
             if free and key in book.pins:
                 node.evicting |= book.bit
-                book.evicting += 1
+                book.leaving[key] = reason
             else:
                 if free:
                     freed.append(key)
@@ -192,17 +190,18 @@ class BlockIndex:
 
     def unpin(self, book: TierBook, keys: Iterable[BlockKey]) -> list[Action]:
         """Readers are done; what was only waiting for them is freed."""
-        freed: list[BlockKey] = []
+        freed: dict[str, list[BlockKey]] = {}
         for key in keys:
             if not book.unpin(key):
                 continue
             node = self.nodes.get(key)
             if node is not None and node.evicting & book.bit:
                 node.evicting &= ~book.bit
-                book.evicting -= 1
-                freed.append(key)
+                freed.setdefault(book.leaving.pop(key), []).append(key)
                 self._drop_if_nowhere(node)
-        return self._free(book, freed, "evicted")
+        return [
+            action for reason, those in freed.items() for action in self._free(book, those, reason)
+        ]
 
     def _drop_if_nowhere(self, node: Node) -> None:
         if not node.published | node.staged | node.evicting:

@@ -42,7 +42,7 @@ def _check_tier(book: TierBook, index: BlockIndex, stores: StoreSide, loads: Loa
     evicting = {node.offer.key for node in nodes if node.evicting & book.bit}
     assert published == book.published, f"{name}: published blocks are miscounted"
     assert len(staged) == book.staged, f"{name}: staged blocks are miscounted"
-    assert len(evicting) == book.evicting, f"{name}: leaving blocks are miscounted"
+    assert evicting == book.leaving.keys(), f"{name}: leaving blocks are miscounted"
     assert book.used <= book.capacity, f"{name}: more blocks than there is room for"
     moving = {
         offer.key

@@ -267,7 +267,7 @@ def _state(book: TierBook) -> TierState:
         capacity=book.capacity,
         published=book.published,
         staged=book.staged,
-        leaving=book.evicting,
+        leaving=len(book.leaving),
         waiting=len(book.waiting),
         loading=len(book.pins),
         retained=book.retention.pinned,

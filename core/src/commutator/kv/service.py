@@ -23,7 +23,6 @@ from commutator.kv.actions import (
     StoreBlocks,
     Urgency,
 )
-from commutator.kv.arena import BlockArena
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.counters import KvStatistics
 from commutator.kv.event_words import announced
@@ -31,6 +30,7 @@ from commutator.kv.keys import BlockKey
 from commutator.kv.manager import KvManager
 from commutator.kv.offer import Offer
 from commutator.kv.peer_export import PeerExport
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.service_jobs import free_job, store_job
 from commutator.kv.service_loads import ServiceLoads
 from commutator.kv.service_probes import Probes
@@ -73,7 +73,7 @@ class KvService:
     def __init__(
         self,
         setups: Sequence[TierSetup],
-        arena: BlockArena,
+        arena: Arena,
         *,
         block_size: int,
         identity: str,
@@ -188,14 +188,15 @@ class KvService:
             self._carry_out(running.manager.prefetch(keys, first, now_s))
             return True
 
-    def start_load(self, load_id: str, device_blocks: Sequence[int]) -> None:
-        """Begin to fill one device block for each planned block.
+    def start_load(self, load_id: str, device_blocks: Sequence[int], skip: int = 0) -> None:
+        """Begin to fill device blocks with the planned blocks from number ``skip`` on.
 
         Each comes back by ``Polled.released``; those of the finished load's first blocks hold what
-        was planned. What its tier's thread does not come to in time is given up.
+        was planned. What its tier's thread does not come to in time is given up. What was planned
+        before and after these blocks is not loaded.
         """
         with self._outbox:
-            self._started.loads.start(load_id, device_blocks)
+            self._started.loads.start(load_id, device_blocks, skip)
 
     def drop(self, load_id: str) -> None:
         """Nobody wants the load any more: planned, running or not. Its blocks come back."""
@@ -312,7 +313,7 @@ class KvService:
                 case ReleaseSource():
                     self._outbox.released([self._released(key) for key in action.keys])
                 case FreeBlocks():
-                    job = free_job(action.keys)
+                    job = free_job(action.keys, makes_room=action.makes_room)
                     self._threads[action.tier].submit(JobUrgency.FREE, job)
                 case StoreBlocks():
                     self._store(action)

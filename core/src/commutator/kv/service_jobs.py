@@ -91,12 +91,12 @@ def store_job(
     return run
 
 
-def free_job(keys: Sequence[BlockKey]) -> Job:
-    """Forget blocks."""
+def free_job(keys: Sequence[BlockKey], *, makes_room: bool) -> Job:
+    """Forget blocks; with ``makes_room`` others that share them keep them."""
 
     def run(worker: TierWorker | None) -> Generator[None, None, None]:
         if worker is not None:
-            worker.free(keys)
+            worker.free(keys, makes_room=makes_room)
         yield from ()
 
     return run

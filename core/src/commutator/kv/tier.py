@@ -210,9 +210,17 @@ class StorageTier(ABC):
     def evict(self, keys: Iterable[BlockKey]) -> None:
         """Forget committed blocks, durably; each slot is free as soon as nothing pins it.
 
+        They are damaged, or nobody wants them: also what others stored on a ``shared`` medium goes.
         Unknown keys are passed over. Raises TierError when the metadata cannot be written; the
         blocks are then still committed.
         """
+
+    def make_room(self, keys: Iterable[BlockKey]) -> None:
+        """Like ``evict``, for blocks that are sound: only their slots are needed.
+
+        Where the medium is ``shared``, what others stored there stays, and can be found again.
+        """
+        self.evict(keys)
 
     @abstractmethod
     def committed(self) -> Iterable[Stored]:

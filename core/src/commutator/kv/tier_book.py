@@ -65,7 +65,8 @@ class TierBook:
         self.up = True
         self.published = 0
         self.staged = 0
-        self.evicting = 0
+        self.leaving: dict[BlockKey, str] = {}
+        """Blocks that go as soon as nobody reads them, and why."""
         self.moving_down: set[BlockKey] = set()
         """Published blocks that leave once they were stored one tier below."""
         self.prefetched: set[BlockKey] = set()
@@ -88,7 +89,7 @@ class TierBook:
     @property
     def used(self) -> int:
         """Blocks that take up room."""
-        return self.published + self.staged + self.evicting
+        return self.published + self.staged + len(self.leaving)
 
     @property
     def free(self) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import frozen
 
 from commutator.errors import CommutatorError, TierError
-from commutator.kv.arena import BlockArena
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator.kv.guards import RetryBudget
 from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
 from commutator.kv.offer import Offer
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.staging import Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
@@ -50,7 +50,7 @@ class TierWorker:
         self,
         setup: TierSetup,
         geometry: SlotGeometry,
-        arena: BlockArena,
+        arena: Arena,
         staging: Staging,
         scratch: Staging,
         *,
@@ -68,8 +68,9 @@ class TierWorker:
         self._agent: TransferAgent | None = None
         self._engine: tuple[BlockIo, TierMover] | None = None
         self._memory: tuple[BlockIo, TierMover] | None = None
-        self._unfreed: dict[BlockKey, None] = {}
-        """Blocks that nobody knows any more, but that the tier could not forget yet."""
+        self._unfreed: dict[BlockKey, bool] = {}
+        """Blocks that nobody knows any more, but that the tier could not forget yet; True for those
+        that are only to make room."""
         self._failures = 0
         """How often in a row the tier's own records could not be written."""
         self._probes_fail = False
@@ -101,7 +102,8 @@ class TierWorker:
         self._failures = 0
         unfreed, self._unfreed = self._unfreed, {}
         self._on_open([stored for stored in found if stored.key not in unfreed])
-        self.free(unfreed)
+        self._unfreed = unfreed
+        self._free_pending()
 
     def _connect(self) -> None:
         setup, tier = self.setup, self.setup.tier
@@ -110,8 +112,8 @@ class TierWorker:
         self._agent = agent = TransferAgent(self.agent_name, backends)
         agent.register(tier.regions(), tier.backend)
         scratch = self._scratch.arena
-        arenas = [self._arena, scratch]
-        local = [arena.region for arena in arenas]
+        arenas: list[Arena] = [self._arena, scratch]
+        local = [region for arena in arenas for region in arena.regions]
         if not all(setup.is_direct(arena) for arena in arenas):
             local.append(self._staging.arena.region)
         for backend in {tier.backend, LOCAL_BACKEND}:
@@ -133,7 +135,7 @@ class TierWorker:
         tier = self.setup.tier
         io, mover = self._stack(from_engine=from_engine)
         if self._unfreed:
-            self.free(())  # their slots, and perhaps their keys, are needed
+            self._free_pending()  # their slots, and perhaps their keys, are needed
         outcome = StoreOutcome([], {})
         blocks: list[StoreBlock] = []
         slots = tier.reserve([offer.key for offer in offers])
@@ -219,16 +221,28 @@ class TierWorker:
         )
         return dict(zip(keys, results, strict=False))
 
-    def free(self, keys: Iterable[BlockKey]) -> None:
-        """Forget committed blocks; those that the tier cannot forget now, later."""
-        self._unfreed.update(dict.fromkeys(keys))
-        try:
-            self.setup.tier.evict(self._unfreed)
-        except TierError as error:
-            log.warning("tier %s: blocks could not be freed: %s", self.setup.name, error)
-            self._failures += 1
-        else:
-            self._unfreed.clear()
+    def free(self, keys: Iterable[BlockKey], *, makes_room: bool = False) -> None:
+        """Forget committed blocks; those that the tier cannot forget now, later.
+
+        With ``makes_room`` those of them that others stored on a shared medium stay there.
+        """
+        self._unfreed.update(dict.fromkeys(keys, makes_room))
+        self._free_pending()
+
+    def _free_pending(self) -> None:
+        tier = self.setup.tier
+        for call, makes_room in ((tier.make_room, True), (tier.evict, False)):
+            those = [key for key, for_room in self._unfreed.items() if for_room is makes_room]
+            if not those:
+                continue
+            try:
+                call(those)
+            except TierError as error:
+                log.warning("tier %s: blocks could not be freed: %s", self.setup.name, error)
+                self._failures += 1
+            else:
+                for key in those:
+                    del self._unfreed[key]
 
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored]:
         """Which of a chain's blocks the medium has, whoever stored them.

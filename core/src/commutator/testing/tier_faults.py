@@ -181,6 +181,13 @@ class FaultyTier(StorageTier):
         self._inner.evict(keys)
         self.damaged.difference_update(keys)
 
+    def make_room(self, keys: Iterable[BlockKey]) -> None:
+        keys = list(keys)
+        self._maybe_fail(self.faults.evict, "cannot write its records")
+        self._inner.make_room(keys)
+        if not self.shared:
+            self.damaged.difference_update(keys)
+
     def committed(self) -> Iterable[Stored]:
         return self._inner.committed()
 

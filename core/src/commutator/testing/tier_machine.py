@@ -123,6 +123,14 @@ class TierMachine(RuleBasedStateMachine):
         for key in keys:
             self._model.pop(key, None)
 
+    @rule(keys=st.lists(_keys, min_size=1, max_size=3))
+    def make_room(self, keys: Sequence[BlockKey]) -> None:
+        """What others stored stays with those, and a former life is another."""
+        self._user.tier.make_room(keys)
+        for key in keys:
+            if (block := self._model.pop(key, None)) is not None:
+                self._leave(key, block)
+
     @rule()
     def restart(self) -> None:
         self._user.close()

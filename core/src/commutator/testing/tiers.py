@@ -163,6 +163,20 @@ class TierContract:
             assert user.put(keys[0], b"new")
             assert user.get(keys[0]) == b"new"
 
+    def test_making_room_takes_nothing_from_others(self, tmp_path: Path) -> None:
+        key, block = self._key(1), b"stored by one, used by two"
+        with self.use(tmp_path) as user:
+            assert user.put(key, block)
+            if user.tier.shared:
+                with self.use(tmp_path) as other:
+                    assert other.get(key) == block
+                    other.tier.make_room([key])
+                    assert other.tier.lookup([key]) == [None]
+                assert user.get(key) == block
+            user.tier.make_room([key])
+            assert user.find(key) == [None]
+            assert user.put(key, block), "there is room for it again"
+
     def test_what_is_released_while_pinned_is_not_given_away(self, tmp_path: Path) -> None:
         """NIXL may still write to a slot whose store was given up."""
         with self.use(tmp_path) as user:

@@ -142,13 +142,14 @@ class PeerTier(StorageTier):
 
     def evict(self, keys: Iterable[BlockKey]) -> None:
         now_s = time.monotonic()
-        forgotten: list[Lent] = []
+        keys = list(keys)
         for key in keys:
             if self._lent.lookup(key, now_s) is not None:
                 self._shunned[key] = now_s + _SHUNNED_S
-            if (lent := self._lent.forget(key)) is not None:
-                forgotten.append(lent)
-        self._give_back(forgotten)
+        self.make_room(keys)
+
+    def make_room(self, keys: Iterable[BlockKey]) -> None:
+        self._give_back([lent for key in keys if (lent := self._lent.forget(key)) is not None])
 
     def committed(self) -> Iterable[Stored]:
         return self._lent.all(time.monotonic())

@@ -51,8 +51,8 @@ class S3TierConfig(TierConfig):
     create_bucket: bool = setting("Create the bucket when it does not exist.", False)
     capacity: Size | None = setting(
         "Most bytes that this worker keeps track of, its own and what it found; to make room for "
-        "new ones it deletes objects. Not limited when not given: let the bucket's life-cycle "
-        "rules expire objects.",
+        "new ones it deletes objects that it has stored since it started, and forgets others. Not "
+        "limited when not given. Let the bucket's life-cycle rules expire objects.",
         None,
     )
     max_concurrency: PositiveInt = setting("Requests in flight, of each kind.", 16)

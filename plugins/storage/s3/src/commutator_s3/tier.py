@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from urllib.parse import urlsplit
 
@@ -37,7 +37,8 @@ class S3Tier(SlotTier):
     bucket. Objects carry no other metadata, so a block that was written but not committed before a
     crash is found as committed afterwards: S3 shows whole objects only, and the frame inside tells
     what it is. Evicting deletes the object; one that is being read is deleted later, with the next
-    call that reaches the bucket, or at the latest when the tier is closed.
+    call that reaches the bucket, or at the latest when the tier is closed. Making room deletes only
+    what this instance has stored: what it found may be another worker's, and is forgotten.
 
     ``open`` raises TierError when the store cannot be reached or refuses; call it again later.
     Afterwards nothing needs to be opened again: while the store is away ``probe`` and ``evict``
@@ -63,6 +64,8 @@ class S3Tier(SlotTier):
             session_token=_reveal(config.session_token),
         )
         self._keys: dict[Slot, BlockKey] = {}
+        self._found: set[BlockKey] = set()
+        """Committed blocks that others stored, or a former life."""
         self._being_read: dict[Slot, BlockKey] = {}
         """Evicted, but still pinned."""
         self._doomed: set[BlockKey] = set()
@@ -105,6 +108,7 @@ class S3Tier(SlotTier):
         self._slot_bytes = geometry.slot_bytes
         self._folder = "/".join(filter(None, (config.prefix.strip("/"), geometry.identity)))
         self._keys.clear()
+        self._found.clear()
         self._being_read.clear()
         self._doomed.clear()
         bucket = Bucket(
@@ -162,7 +166,9 @@ class S3Tier(SlotTier):
         }
         # None for a block that this worker is writing, and for all where there is no room.
         slots = zip(found, self.reserve(list(found)), strict=True)
-        self.commit(_stored(key, slot, found[key]) for key, slot in slots if slot is not None)
+        new = [_stored(key, slot, found[key]) for key, slot in slots if slot is not None]
+        self.commit(new)
+        self._found.update(stored.key for stored in new)
         return self.lookup(keys)
 
     def unpin(self, slot: Slot) -> None:
@@ -170,10 +176,18 @@ class S3Tier(SlotTier):
         if slot in self._being_read and not self.table.is_pinned(slot):
             self._doomed.add(self._being_read.pop(slot))
 
+    def make_room(self, keys: Iterable[BlockKey]) -> None:
+        keys = set(keys)
+        others, own = keys & self._found, keys - self._found
+        self.table.evict(others)
+        self._found -= others
+        self.evict(own)
+
     def forget(self, blocks: Sequence[Stored]) -> None:
         read = {block.slot: block.key for block in blocks if self.table.is_pinned(block.slot)}
         self._bucket.delete([self._name(b.key) for b in blocks if b.slot not in read])
         self._being_read |= read
+        self._found.difference_update(block.key for block in blocks)
         self._delete_doomed()
 
     def _delete_doomed(self) -> None:
@@ -195,6 +209,7 @@ class S3Tier(SlotTier):
             if key is not None and self._name(key) == name and self._is_ours(size_bytes):
                 self._keys[len(known)] = key
                 known.append(_stored(key, len(known), size_bytes))
+        self._found.update(stored.key for stored in known)
         return known
 
 
