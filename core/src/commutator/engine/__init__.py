@@ -1,6 +1,8 @@
 """How a worker is reached, and what an engine of one's own needs to be one."""
 
 from commutator.engine.client import TokenApiClient
+from commutator.engine.embedded import EmbeddedTiers
+from commutator.engine.embedded_state import TierPlan
 from commutator.engine.model_directory import directory_for, start_command
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
@@ -24,10 +26,12 @@ __all__ = [
     "BlocksPulled",
     "BlocksReady",
     "DeltaStream",
+    "EmbeddedTiers",
     "Emit",
     "EngineStart",
     "PrefillDone",
     "RequestDone",
+    "TierPlan",
     "TokenApiClient",
     "TokenApiServer",
     "TokenEngine",

@@ -17,7 +17,7 @@ from commutator.kv.events import (
 from commutator.kv.export_options import ExportOptions
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.guards import Breaker
-from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, next_key
+from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, block_keys, next_key
 from commutator.kv.medium import Tier
 from commutator.kv.offer import PLAIN, BlockFacts, Offer, is_stronger, strongest
 from commutator.kv.peer_export import PeerExport
@@ -30,6 +30,7 @@ from commutator.kv.peer_wire import (
     encode_peer_message,
 )
 from commutator.kv.publisher import EventPublisher
+from commutator.kv.scattered_arena import Arena, BlockPart, ScatteredArena
 from commutator.kv.service import FinishedLoad, KvService
 from commutator.kv.slot_tier import OpenedSlots, SlotTier
 from commutator.kv.tier import (
@@ -47,9 +48,11 @@ __all__ = [
     "KEY_BYTES",
     "PLAIN",
     "UNBOUNDED",
+    "Arena",
     "BlockArena",
     "BlockFacts",
     "BlockKey",
+    "BlockPart",
     "BlockRemoved",
     "BlockStored",
     "BlocksCleared",
@@ -74,6 +77,7 @@ __all__ = [
     "PeerRelease",
     "PrefillSpeed",
     "PromptQuestion",
+    "ScatteredArena",
     "Slot",
     "SlotGeometry",
     "SlotTier",
@@ -81,6 +85,7 @@ __all__ = [
     "Stored",
     "Tier",
     "TierStatistics",
+    "block_keys",
     "bytes_at",
     "checksum",
     "decode_batch",

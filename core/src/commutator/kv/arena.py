@@ -28,6 +28,15 @@ class BlockArena:
         """All of it, to be registered."""
         return Region(self.memory, Span(self.address, self.block_bytes * self.count, self.device))
 
+    @property
+    def regions(self) -> list[Region]:
+        """The same as a list, of one."""
+        return [self.region]
+
+    def pieces(self, span: Span) -> list[Span]:
+        """Where the bytes of a block's span lie: there."""
+        return [span]
+
     def span(self, block: int) -> Span:
         """Where one block lies. Raises IndexError when there is no such block."""
         if not 0 <= block < self.count:

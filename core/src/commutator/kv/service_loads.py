@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from commutator.kv.actions import Action
-from commutator.kv.arena import BlockArena
 from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
 from commutator.kv.manager import KvManager
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.service_jobs import load_job
 from commutator.kv.service_state import FinishedLoad, Load, LoadPart, Outbox
 from commutator.kv.tier_setup import TierSetup
@@ -27,7 +27,7 @@ class ServiceLoads:
         manager: KvManager,
         setups: Sequence[TierSetup],
         threads: Sequence[TierThread],
-        arena: BlockArena,
+        arena: Arena,
         outbox: Outbox,
         carry_out: Callable[[Iterable[Action]], None],
     ) -> None:
@@ -43,11 +43,17 @@ class ServiceLoads:
         """The manager keeps these blocks for a load that is to be started or dropped."""
         self._loads[load_id] = Load(blocks)
 
-    def start(self, load_id: str, device_blocks: Sequence[int]) -> None:
-        """Give each tier its part. Raises ValueError unless there is a device block for each."""
+    def start(self, load_id: str, device_blocks: Sequence[int], skip: int = 0) -> None:
+        """Give each tier its part of the planned blocks from number ``skip`` on.
+
+        Raises ValueError unless there are so many, and at least one.
+        """
         load = self._loads[load_id]
-        if len(device_blocks) != len(load.blocks):
-            raise ValueError(f"{len(load.blocks)} blocks were planned, not {len(device_blocks)}")
+        chosen = load.blocks[skip : skip + len(device_blocks)]
+        if not chosen or len(chosen) != len(device_blocks):
+            count = len(load.blocks)
+            raise ValueError(f"{count} blocks were planned, not {skip} + {len(device_blocks)}")
+        load.blocks = chosen
         load.device_blocks = tuple(device_blocks)
         by_tier: dict[int, list[int]] = {}
         for position, (_, tier) in enumerate(load.blocks):

@@ -8,8 +8,8 @@ from functools import partial
 
 import zmq
 
-from commutator.kv.arena import BlockArena
 from commutator.kv.peer_export import PeerExport
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.staging import PAGE_BYTES, Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_call import on_tier
@@ -32,7 +32,7 @@ TierCallbacks = tuple[
 
 def make_threads(
     setups: Sequence[TierSetup],
-    arena: BlockArena,
+    arena: Arena,
     scratch: Staging,
     *,
     block_size: int,

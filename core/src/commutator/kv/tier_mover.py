@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.block_io import IoContext
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.tier import Peer, Slot, StorageTier
 from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
 from commutator.transfer.move import BATCH_BYTES
@@ -132,9 +133,9 @@ class TierMover:
 class LocalMover:
     """Copies between the engine's memory and scratch memory, by NIXL too: it may be a GPU's."""
 
-    def __init__(self, agent: TransferAgent, engine_memory: Memory) -> None:
+    def __init__(self, agent: TransferAgent, engine: Arena) -> None:
         self._agent = agent
-        self._engine_memory = engine_memory
+        self._engine = engine
 
     def pull(self, pairs: Sequence[tuple[Span, Span]]) -> list[TransferError | None]:
         """Copy each engine span to the scratch span beside it."""
@@ -147,12 +148,25 @@ class LocalMover:
     def _copy(
         self, direction: Direction, pairs: Sequence[tuple[Span, Span]]
     ) -> list[TransferError | None]:
-        return move_blocks(
+        moves: list[BlockMove] = []
+        owners: list[int] = []
+        for position, (engine, scratch) in enumerate(pairs):
+            address = scratch.address
+            for piece in self._engine.pieces(engine):
+                there = Span(address, piece.size_bytes, scratch.device)
+                moves.append(BlockMove(piece, there))
+                owners.append(position)
+                address += piece.size_bytes
+        errors = move_blocks(
             self._agent,
             direction,
-            [BlockMove(engine, scratch) for engine, scratch in pairs],
-            local_memory=self._engine_memory,
+            moves,
+            local_memory=self._engine.memory,
             remote_memory=Memory.DRAM,
             backend=LOCAL_BACKEND,
             timeout_s=_MEMORY_TIMEOUT_S,
         )
+        results: list[TransferError | None] = [None] * len(pairs)
+        for position, error in zip(owners, errors, strict=True):
+            results[position] = results[position] or error
+        return results

@@ -16,6 +16,7 @@ from commutator.kv.direct_io import DirectIo
 from commutator.kv.eviction import EvictionPolicy
 from commutator.kv.frame import HEADER_BYTES
 from commutator.kv.guards import BandwidthLimit, Breaker, BreakerIo, RetryBudget, RetryIo
+from commutator.kv.scattered_arena import Arena
 from commutator.kv.staged_io import StagedIo
 from commutator.kv.staging import Staging
 from commutator.kv.tier import UNBOUNDED, StorageTier
@@ -86,8 +87,10 @@ class TierSetup:
             prefetch=self.prefetch,
         )
 
-    def is_direct(self, arena: BlockArena) -> bool:
+    def is_direct(self, arena: Arena) -> bool:
         """Whether blocks of ``arena`` go to the tier without scratch memory."""
+        if not isinstance(arena, BlockArena):
+            return False
         alignment = self.tier.alignment_bytes
         aligned = arena.address % alignment == 0 and arena.block_bytes % alignment == 0
         return arena.memory is Memory.DRAM and aligned and not self.framed
@@ -102,7 +105,7 @@ def slot_bytes(setup: TierSetup, block_bytes: int) -> int:
 
 
 def build_io(
-    setup: TierSetup, agent: TransferAgent, arena: BlockArena, staging: Staging, budget: RetryBudget
+    setup: TierSetup, agent: TransferAgent, arena: Arena, staging: Staging, budget: RetryBudget
 ) -> tuple[BlockIo, TierMover]:
     """The tier's I/O for blocks of ``arena``, in all its wrappers.
 
@@ -114,7 +117,7 @@ def build_io(
         io = DirectIo(mover)
     else:
         mover = TierMover(agent, setup.tier, Memory.DRAM, in_flight_bytes=setup.in_flight_bytes)
-        local = LocalMover(agent, arena.memory)
+        local = LocalMover(agent, arena)
         io = StagedIo(mover, local, staging, framed=setup.framed, codecs=setup.codecs)
     io = RetryIo(
         setup.wrap_io(io),
