@@ -142,7 +142,10 @@ class TokenDelta:
     error: str | None = None
     """Set with ``FinishReason.ERROR``: what went wrong."""
     handover_failed: bool = False
-    """With ``FinishReason.ERROR``: the KV did not arrive; another way may still serve it."""
+    """With ``FinishReason.ERROR``: the KV did not arrive; another way may still serve it.
+
+    On a prefill leg of a concurrent style: the decode side has let go of it, and says why itself.
+    """
 
 
 @frozen

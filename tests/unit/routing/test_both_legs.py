@@ -314,3 +314,21 @@ async def test_workers_that_do_not_fit_are_refused_with_the_reason() -> None:
     assert await world.run() == (ANSWER, {})
     assert not prefill.asked
     assert not short.asked, "its context is too short for this prompt"
+
+
+async def test_a_prefill_that_is_not_wanted_leaves_the_decode_leg_alone() -> None:
+    """A decode worker that has everything in its cache lets go before the prefill begins."""
+    world = World(on_failure="fail")
+    await world.up("p-0", troubles=[EngineHandoverError("given up already")])
+    decode = await world.up("d-0")
+    answering = asyncio.create_task(world.run())
+    while not world.legs():
+        await asyncio.sleep(0)
+    assert world.legs() == [("prefill", "failed")]
+    world.rooms[(decode.asked[0].handover or {})["room"]].set()
+    got, explained = await answering
+    assert got == ANSWER
+    assert explained["outcome"].startswith("not needed")
+    assert explained["failed"] == []
+    assert ("decode", "done") in world.legs()
+    assert not any(told[0] in {"handed over", "cancelled"} for told in world.told)

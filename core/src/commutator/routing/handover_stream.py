@@ -195,13 +195,16 @@ class HandoverStream:
 
     def _arrived(self, prefill: PrefillLeg) -> None:
         pool, now_s = self._pool, time.perf_counter()
+        pool.observer.leg_ended(pool.model, "decode", "done")
+        if prefill.unwanted:
+            self.outcome = "not needed: the decode worker had the KV"
+            return
         self.outcome = "handed over"
         info = self._decode.route.worker.record.info.handover
         token_bytes = info.token_bytes if info is not None else 0
         size_bytes = self._local_prefill_tokens * token_bytes
         took_s = now_s - (prefill.ended_s or now_s)
         pool.meter.handover.add(size_bytes, took_s)
-        pool.observer.leg_ended(pool.model, "decode", "done")
         pool.observer.handed_over(pool.model, took_s, size_bytes)
 
     def _tell_failure(self, placed: Placed, failed: HandoverFailedError) -> None:
@@ -248,12 +251,14 @@ async def _arrival(first: asyncio.Task[TokenDelta], prefill: PrefillLeg) -> Toke
     """The decode leg's first tokens. Raises HandoverFailedError once the KV cannot come."""
     await asyncio.wait({first, prefill.task}, return_when=asyncio.FIRST_COMPLETED)
     if not first.done():
-        prefill.check()
+        if not prefill.unwanted:
+            prefill.check()
         await asyncio.wait({first})
     try:
         return first.result()
     except EngineHandoverError as error:
-        raise HandoverFailedError(prefill.error or error) from error
+        cause = None if prefill.unwanted else prefill.error
+        raise HandoverFailedError(cause or error) from error
 
 
 def _for_client(cause: Exception, prefill: Placed, decode: Placed) -> Exception:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from commutator.errors import EngineError, EngineUnavailableError
+from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.routing.handover_observer import HandoverObserver, LegOutcome
 from commutator.routing.leg import Leg
 from commutator.routing.speeds import SpeedMeter
@@ -52,6 +52,14 @@ class PrefillLeg:
     @property
     def worker_id(self) -> str:
         return self._leg.worker_id
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether the decode side had let go of the hand-over before this began.
+
+        Then its leg says what is to be known: it has failed, or had everything in its own cache.
+        """
+        return isinstance(self.error, EngineHandoverError)
 
     def check(self) -> None:
         """Raises HandoverFailedError if it has failed."""
