@@ -52,7 +52,7 @@ class ForeignEngine:
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(layer)) for layer in self._layers]
         arena = ScatteredArena(
             memory=Memory.DRAM,
-            parts=[
+            parts=tuple(
                 BlockPart(
                     address=base + side * blocks * PART_BYTES,
                     size_bytes=PART_BYTES,
@@ -60,7 +60,7 @@ class ForeignEngine:
                 )
                 for base in bases
                 for side in range(2)
-            ],
+            ),
             count=blocks,
         )
         self.tiers = EmbeddedTiers(

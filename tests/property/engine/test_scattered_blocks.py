@@ -35,7 +35,7 @@ def arenas(draw: st.DrawFn) -> ScatteredArena:
             for size in sizes:
                 parts.append(BlockPart(address=address, size_bytes=size, stride_bytes=size))
                 address += size * count
-    return ScatteredArena(memory=Memory.DRAM, parts=parts, count=count)
+    return ScatteredArena(memory=Memory.DRAM, parts=tuple(parts), count=count)
 
 
 def _bytes(span: Span) -> range:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attrs import field, frozen
+from attrs import frozen
 
 from commutator.kv.arena import BlockArena
 from commutator.transfer.spans import Memory, Region, Span
@@ -31,7 +31,7 @@ class ScatteredArena:
 
     memory: Memory
     """DRAM or VRAM."""
-    parts: tuple[BlockPart, ...] = field(converter=tuple)
+    parts: tuple[BlockPart, ...]
     """In an order that all engines which share the blocks agree on."""
     count: int
     device: int = 0
