@@ -40,6 +40,6 @@ def test_pieces_put_every_token_s_bytes_where_the_target_looks_for_them(
             data = content[piece.source_offset : piece.source_offset + piece.size_bytes]
             in_order += data
             end = piece.target_offset + piece.size_bytes
-            made[piece.target_block][piece.target_offset : end] = data
+            made[shapes.target_block(number) + piece.target_block][piece.target_offset : end] = data
         assert in_order == content, "a checksum over the pieces must be that of the block"
     assert made == wanted

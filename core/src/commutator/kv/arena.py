@@ -37,11 +37,15 @@ class BlockArena:
         """Where the bytes of a block's span lie: there."""
         return [span]
 
-    def span(self, block: int) -> Span:
-        """Where one block lies. Raises IndexError when there is no such block."""
+    def address_of(self, block: int) -> int:
+        """Where one block begins. Raises IndexError when there is no such block."""
         if not 0 <= block < self.count:
             raise IndexError(f"block {block} of {self.count}")
-        return Span(self.address + block * self.block_bytes, self.block_bytes, self.device)
+        return self.address + block * self.block_bytes
+
+    def span(self, block: int) -> Span:
+        """Where one block lies. Raises IndexError when there is no such block."""
+        return Span(self.address_of(block), self.block_bytes, self.device)
 
 
 def bytes_at(span: Span) -> memoryview:

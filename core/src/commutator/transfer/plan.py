@@ -64,24 +64,35 @@ def plan_batches(
 def _batch(moves: Sequence[BlockMove], indices: Sequence[int], size_bytes: int) -> Batch:
     local: list[Span] = []
     remote: list[Span] = []
-    open_ended = False  # whether the last span may grow
+    regions: list[Region] = []
+    run: list[BlockMove] = []  # each touches the one before it, on both sides
     for index in indices:
         move = moves[index]
-        grows = open_ended and move.region is None
-        if grows and _touch(local[-1], move.local) and _touch(remote[-1], move.remote):
-            local[-1] = _joined(local[-1], move.local)
-            remote[-1] = _joined(remote[-1], move.remote)
-        else:
-            local.append(move.local)
-            remote.append(move.remote)
-        open_ended = move.region is None
-    regions = tuple(region for i in indices if (region := moves[i].region) is not None)
-    return Batch(tuple(indices), tuple(local), tuple(remote), regions, size_bytes)
+        if run and not _continues(run[-1], move):
+            local.append(_joined(run[0].local, run[-1].local))
+            remote.append(_joined(run[0].remote, run[-1].remote))
+            run = []
+        run.append(move)
+        if move.region is not None:
+            regions.append(move.region)
+    if run:
+        local.append(_joined(run[0].local, run[-1].local))
+        remote.append(_joined(run[0].remote, run[-1].remote))
+    return Batch(tuple(indices), tuple(local), tuple(remote), tuple(regions), size_bytes)
 
 
-def _touch(first: Span, second: Span) -> bool:
-    return first.device == second.device and first.address + first.size_bytes == second.address
+def _continues(one: BlockMove, other: BlockMove) -> bool:
+    return (
+        one.region is None
+        and other.region is None
+        and one.local.address + one.local.size_bytes == other.local.address
+        and one.remote.address + one.remote.size_bytes == other.remote.address
+        and one.local.device == other.local.device
+        and one.remote.device == other.remote.device
+    )
 
 
-def _joined(first: Span, second: Span) -> Span:
-    return Span(first.address, first.size_bytes + second.size_bytes, first.device)
+def _joined(first: Span, last: Span) -> Span:
+    if first is last:
+        return first
+    return Span(first.address, last.address + last.size_bytes - first.address, first.device)

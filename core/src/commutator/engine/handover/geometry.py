@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from attrs import frozen
 
 __all__ = ["BlockShapes", "Piece", "convertible"]
@@ -22,7 +20,7 @@ class Piece:
     source_offset: int
     """From the beginning of the source block."""
     target_block: int
-    """The how-manieth block of the prompt."""
+    """Counted from the one in which the source block begins."""
     target_offset: int
     size_bytes: int
 
@@ -48,20 +46,30 @@ class BlockShapes:
         """The last such piece's end that is not after ``tokens``."""
         return tokens // self.unit_tokens * self.unit_tokens
 
-    def pieces(self, source_block: int) -> Iterator[Piece]:
+    @property
+    def period(self) -> int:
+        """Source blocks so far apart have the same pieces."""
+        return max(1, self.target_tokens // self.source_tokens)
+
+    def target_block(self, source_block: int) -> int:
+        """In which of the prompt's target blocks a source block begins."""
+        return source_block * self.source_tokens // self.target_tokens
+
+    def pieces(self, source_block: int) -> list[Piece]:
         """All bytes of the prompt's block of this number, in their order in the source."""
         source, target = self.source_tokens, self.target_tokens
         if source == target:
-            yield Piece(0, source_block, 0, source * self.token_bytes)
-            return
+            return [Piece(0, 0, 0, source * self.token_bytes)]
         step = min(source, target)
         run_token_bytes = self.token_bytes // self.runs
-        first = source_block * source
-        for run in range(self.runs):
-            for token in range(first, first + source, step):
-                yield Piece(
-                    source_offset=(run * source + token - first) * run_token_bytes,
-                    target_block=token // target,
-                    target_offset=(run * target + token % target) * run_token_bytes,
-                    size_bytes=step * run_token_bytes,
-                )
+        skipped = source_block * source % target
+        return [
+            Piece(
+                source_offset=(run * source + token) * run_token_bytes,
+                target_block=(skipped + token) // target,
+                target_offset=(run * target + (skipped + token) % target) * run_token_bytes,
+                size_bytes=step * run_token_bytes,
+            )
+            for run in range(self.runs)
+            for token in range(0, source, step)
+        ]

@@ -36,18 +36,21 @@ def plan_reads(
     """Raises ValueError or IndexError for blocks that are not there, or not wanted."""
     plan = ReadPlan()
     first = target.first_token // shapes.target_tokens
+    # Reads of thousands of blocks are planned while nothing moves: no step is made twice.
+    patterns = [shapes.pieces(phase) for phase in range(shapes.period)]
     for owner, (position, ready) in enumerate(blocks):
         if not 0 <= ready.index < source.blocks:
             raise ValueError(f"the prefill worker has no block {ready.index}")
-        begin = source.address + ready.index * source.block_bytes
+        remote_address = source.address + ready.index * source.block_bytes
+        target_block = shapes.target_block(position) - first
         pieces = []
-        for piece in shapes.pieces(position):
-            place = piece.target_block - first
+        for piece in patterns[position % shapes.period]:
+            place = target_block + piece.target_block
             if not 0 <= place < len(target.blocks):
                 raise ValueError(f"block {position} of the prompt is not wanted")
-            block = arena.span(target.blocks[place])
-            local = Span(block.address + piece.target_offset, piece.size_bytes, block.device)
-            remote = Span(begin + piece.source_offset, piece.size_bytes, source.device)
+            address = arena.address_of(target.blocks[place]) + piece.target_offset
+            local = Span(address, piece.size_bytes, arena.device)
+            remote = Span(remote_address + piece.source_offset, piece.size_bytes, source.device)
             plan.moves.append(BlockMove(local, remote))
             plan.owners.append(owner)
             pieces.append(local)
