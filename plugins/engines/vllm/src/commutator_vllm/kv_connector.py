@@ -1,0 +1,256 @@
+"""Our KV manager and storage tiers inside vLLM, which loads this module by its path.
+
+In its own processes: once in the scheduler's and once in each worker's. Thin: what the two sides do
+is in ``kv_scheduler`` and ``kv_worker``. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import vllm
+from attrs import frozen
+from vllm.distributed.kv_events import BlockRemoved as VllmRemoved
+from vllm.distributed.kv_events import BlockStored as VllmStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from commutator.engine import EmbeddedTiers
+from commutator.errors import ConfigError
+from commutator.kv import BlockRemoved, BlockStored, KvEvent
+from commutator.transfer import Memory
+from commutator_vllm.kv_identity import cache_identity
+from commutator_vllm.kv_memory import (
+    arena_of,
+    cuda_fence,
+    is_first_rank,
+    no_fence,
+    rank_of,
+    worker_of,
+)
+from commutator_vllm.kv_scheduler import TierScheduler
+from commutator_vllm.kv_words import Orders, Report, merged
+from commutator_vllm.kv_worker import TierWorkerSide
+
+__all__ = ["CommutatorConnector"]
+
+_WHERE = "kv_transfer_config of CommutatorConnector"
+
+
+@frozen
+class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    orders: Orders
+
+
+@frozen
+class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    report: Report
+
+    def aggregate(self, other: _WorkerMetadata) -> _WorkerMetadata:
+        return _WorkerMetadata(merged(self.report, other.report))
+
+
+class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Options: ``tiers``, a file with a `tiers:` section or its entries; ``worker``, a name.
+
+    No two servers may have the same name at the same time.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = dict(self._kv_transfer_config.kv_connector_extra_config)
+        self._tiers = options.pop("tiers", None)
+        self._worker_id = str(options.pop("worker", "vllm"))
+        _check(vllm_config, kv_cache_config, self._tiers, sorted(options))
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._scheduler: TierScheduler | None = None
+        self._worker: TierWorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = TierScheduler(
+                block_size=self._block_size,
+                num_blocks=kv_cache_config.num_blocks,
+                workers=vllm_config.parallel_config.world_size,
+                lag=1 if vllm_config.scheduler_config.async_scheduling else 0,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that is not kept is computed again
+
+    # In the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduling.pool = _Pool(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tokens = self._scheduling.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        (ids,) = blocks.get_block_ids()
+        self._scheduling.allocated(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        scheduler = self._scheduling
+        scheduler.preempted(scheduler_output.preempted_req_ids or ())
+        state = scheduler_output.kv_connector_block_state
+
+        def blocks_of(request_id: str) -> Sequence[int]:
+            groups = state.get_block_ids(request_id)
+            return groups[0] if groups else ()
+
+        scheduled = scheduler_output.num_scheduled_tokens
+        return _Metadata(scheduler.orders(scheduled, blocks_of, time.monotonic()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.loaded(connector_output.finished_recving or ())
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, _WorkerMetadata):
+            self._scheduling.reported(metadata.report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduling.finished(request, block_ids, time.monotonic())
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduling.busy
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduling.frees_blocks_soon(time.monotonic())
+
+    def take_events(self) -> Iterable[Any]:
+        return [_event(event) for event in self._scheduling.take_events()]
+
+    def reset_cache(self) -> bool | None:
+        self._scheduling.reset()
+        return True
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        arena, layout = arena_of(kv_caches, self._kv_cache_config.num_blocks)
+        config = self._vllm_config
+        identity = cache_identity(
+            config, layout=layout, block_size=self._block_size, rank=rank_of(config),
+            version=vllm.__version__,
+        )  # fmt: skip
+        news = threading.Event()
+        tiers = EmbeddedTiers(
+            self._tiers, arena, identity,
+            worker_id=worker_of(self._worker_id, config), on_news=news.set,
+        )  # fmt: skip
+        tiers.start()
+        on_gpu = arena.memory is Memory.VRAM
+        self._worker = TierWorkerSide(
+            tiers, news, cuda_fence if on_gpu else no_fence, tells_routers=is_first_rank()
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._working.begin(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over before a request is computed."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are kept, after the last layer."""
+
+    def wait_for_save(self) -> None:
+        self._working.end(self._orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._working.take_loaded(self._orders) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._working.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return _WorkerMetadata(self._working.report())
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _scheduling(self) -> TierScheduler:
+        assert self._scheduler is not None, "this is the scheduler's side"
+        return self._scheduler
+
+    @property
+    def _working(self) -> TierWorkerSide:
+        assert self._worker is not None, "register_kv_caches comes first"
+        return self._worker
+
+    @property
+    def _orders(self) -> Orders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Metadata)
+        return metadata.orders
+
+
+class _Pool:
+    """Holds blocks by their count of users, as vLLM itself does for a shared prefix."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        # The last of a chain is evicted first.
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+
+def _check(config: Any, kv_cache_config: Any, tiers: Any, unknown: list[str]) -> None:
+    """Raises ConfigError for what would be wrong, or ignored without a word."""
+    problems = [f"kv_connector_extra_config: {name} is not known" for name in unknown]
+    if not tiers:
+        problems.append("kv_connector_extra_config: `tiers` is missing: a YAML file's path")
+    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        problems.append("kv_load_failure_policy must be recompute: blocks are lost now and then")
+    if not config.cache_config.enable_prefix_caching:
+        problems.append("prefix caching is off: remove --no-enable-prefix-caching")
+    parallel = config.parallel_config
+    problems += [
+        f"{name} above 1 cuts up blocks in a way that is not known here"
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+        if getattr(parallel, name, 1) > 1
+    ]
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    if len(kinds) != 1 or "Mamba" in kinds[0]:
+        problems.append(f"models with {', '.join(kinds)} keep more than one list of whole blocks")
+    if problems:
+        raise ConfigError(problems, _WHERE)
+
+
+def _event(event: KvEvent) -> Any:
+    if isinstance(event, BlockStored):
+        salted = None if event.cache_salt is None else (event.cache_salt,)
+        return VllmStored(
+            block_hashes=list(event.block_hashes),
+            parent_block_hash=event.parent_block_hash,
+            token_ids=list(event.token_ids),
+            block_size=event.block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=event.lora_name,
+            extra_keys=None if salted is None else [salted] * len(event.block_hashes),
+        )
+    assert isinstance(event, BlockRemoved)
+    return VllmRemoved(block_hashes=list(event.block_hashes), medium=event.medium)
