@@ -1,6 +1,7 @@
 """Front doors before one real vLLM server: what each adds to a streamed answer, and its CPU time.
 
-Ours and two published routers, asked in turns with the server itself. Needs `make vllm`.
+Ours and two published routers, asked in turns with the server itself; then vLLM's own client at
+ours and at the server. Needs `make vllm` and `make peers`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import psutil
 import yaml
 
 from bench.result import Figure
+from bench.vllm_client import ClientRun, bench_serve
 from commutator.testing import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,12 +32,14 @@ ROUTERS = {
 MODEL = "smollm2-135m"
 TOKENS = 24
 ROUNDS = 30
+CLIENT_ROUNDS = 3
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 READY_S = 600.0
 
 
 def run() -> list[Figure]:
     """Nothing without vLLM, which is large and not for every machine."""
-    if not (ROOT / ".venv-vllm").exists():
+    if not PYTHON.exists():
         print("  left out: vLLM is not installed; `make vllm` does it")
         return []
     config = yaml.safe_load((ROOT / "examples" / "vllm.yaml").read_text())
@@ -48,7 +52,38 @@ def run() -> list[Figure]:
         fronts = {"ours": (cluster.url, front_door(cluster.process.pid))}
         for name, words in ROUTERS.items():
             fronts[name] = stack.enter_context(router(words, direct))
-        return asyncio.run(measure(direct, fronts))
+        found = asyncio.run(measure(direct, fronts))
+        directory = re.findall(r"api_server .*--model (\S+)", cluster.log())[-1]
+        return [*found, *by_its_own_client(cluster.url, direct, directory)]
+
+
+def by_its_own_client(ours: str, direct: str, directory: str) -> Iterator[Figure]:
+    """Both in turns, each run with prompts of its own, so that none is found in the cache."""
+    runs: dict[str, list[ClientRun]] = {ours: [], direct: []}
+    for number in range(CLIENT_ROUNDS):
+        for side, url in enumerate(runs):
+            seed = 2 * number + side
+            runs[url].append(bench_serve(PYTHON, url, MODEL, directory, "random", seed=seed))
+    failed = sum(run.failed for run in runs[ours])
+    yield Figure(
+        "vllm",
+        f"`vllm bench serve`, {failed} failed: requests per second",
+        statistics.median(run.requests_per_s for run in runs[ours]),
+        statistics.median(run.requests_per_s for run in runs[direct]),
+        "/s",
+        "direct",
+        aim="0.95",
+    )
+    yield Figure(
+        "vllm",
+        "`vllm bench serve`: mean time to the first token",
+        statistics.median(run.mean_ttft_ms for run in runs[ours]),
+        statistics.median(run.mean_ttft_ms for run in runs[direct]),
+        "ms",
+        "direct",
+        aim="0.95",
+        higher_is_better=False,
+    )
 
 
 def front_door(supervisor: int) -> psutil.Process:

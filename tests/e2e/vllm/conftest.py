@@ -1,14 +1,49 @@
-"""One vLLM server for all tests that leave it as they found it: a start takes half a minute."""
+"""Two vLLM servers behind a front door for most tests: each start takes half a minute of CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import openai
 import pytest
-from tests.support.vllm_server import running_vllm
+from tests.e2e.vllm.cluster import server_urls, wait_for_workers
+from tests.support.vllm_server import need_vllm
+
+from commutator.testing import LocalCluster
 
 
 @pytest.fixture(scope="session")
-def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_vllm(tmp_path_factory.mktemp("vllm")) as url:
-        yield url
+def started_pair(root: Path) -> Iterator[LocalCluster]:
+    """examples/vllm.yaml, with the servers' development endpoints."""
+    need_vllm()
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    with LocalCluster(root / "examples" / "vllm.yaml", env=env, start_timeout_s=600) as running:
+        wait_for_workers(running, 2)
+        yield running
+
+
+@pytest.fixture
+def pair(started_pair: LocalCluster) -> LocalCluster:
+    """Both are ready: the test before may have killed one."""
+    wait_for_workers(started_pair, 2)
+    return started_pair
+
+
+@pytest.fixture
+def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def vllm_url(pair: LocalCluster) -> str:
+    """One of the two servers itself."""
+    return server_urls(pair)["vllm-1"]
+
+
+@pytest.fixture
+def direct(vllm_url: str) -> Iterator[openai.OpenAI]:
+    """The same questions to one vLLM itself."""
+    with openai.OpenAI(base_url=f"{vllm_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
