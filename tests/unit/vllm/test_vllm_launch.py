@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +14,9 @@ from attrs import evolve
 from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
 from commutator.engine import directory_for
+from commutator.engine.embedded_config import read_tiers
 from commutator.errors import ConfigError
+from commutator_dram import DramConfig
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import gpus_of, launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
@@ -157,3 +161,49 @@ def test_options_without_effect_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load(tmp_path, **options)
+
+
+def with_tiers(context: LaunchContext) -> LaunchContext:
+    tier = DramConfig(kind="dram", capacity=1 << 20)
+    return evolve(context, tiers=(tier,))
+
+
+def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
+    plan = launch_plan(evolve(CONFIG, python=sys.executable), with_tiers(context))
+    connector = json.loads(value_of(plan.argv, "--kv-transfer-config"))
+    assert connector["kv_load_failure_policy"] == "recompute"
+    options = connector["kv_connector_extra_config"]
+    assert options["worker"] == "vllm-1"
+    (setup,) = read_tiers(options["tiers"], options["worker"])
+    assert setup.name == "dram"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"role": "decode"}, "connector of its own"),
+        ({"args": ("--no-enable-prefix-caching",)}, "nothing is reused"),
+    ],
+)
+def test_tiers_that_would_be_ignored_are_refused(
+    context: LaunchContext, changes: dict[str, Any], problem: str
+) -> None:
+    config = evolve(CONFIG, python=sys.executable, **changes)
+    with pytest.raises(ConfigError, match=problem):
+        launch_plan(config, with_tiers(context))
+
+
+def test_an_environment_without_our_plugins_is_told(context: LaunchContext, tmp_path: Path) -> None:
+    python = tmp_path / "bare-python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match="make vllm"):
+        launch_plan(evolve(CONFIG, python=str(python)), with_tiers(context))
+
+
+def test_a_server_that_runs_already_keeps_its_own(
+    context: LaunchContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached = evolve(CONFIG, url="http://127.0.0.1:1")
+    assert VllmConnector().launch_plan(attached, with_tiers(context)) is None
+    assert "not ours" in caplog.text

@@ -13,6 +13,7 @@ from commutator.engine import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
+from commutator_vllm.launch_tiers import check_tiers, tiers_connector
 
 __all__ = ["gpus_of", "launch_plan", "server_arguments"]
 
@@ -36,6 +37,8 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     python = _python(config)
     source = locate_model(context.model.source)
     directory = directory_for(source) if source.is_file() else source
+    if context.tiers:
+        check_tiers(config, python)
     server = (python, *_SERVER, *server_arguments(config, context, directory))
     env = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host, **config.env}
     if config.takes_part_in_handovers:
@@ -68,6 +71,8 @@ def server_arguments(
     if config.role != "both" and KV_TRANSFER not in given:
         role = "kv_producer" if config.role == "prefill" else "kv_consumer"
         arguments += [KV_TRANSFER, _json({**_NIXL, "kv_role": role})]
+    elif context.tiers:
+        arguments += [KV_TRANSFER, _json(tiers_connector(context))]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     return (*arguments, *config.args)
 

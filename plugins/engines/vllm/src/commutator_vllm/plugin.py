@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from commutator import (
     EngineClient,
     EngineConnector,
@@ -17,12 +19,20 @@ from commutator_vllm.handover import NixlHandover
 
 __all__ = ["VllmConnector"]
 
+log = logging.getLogger(__name__)
+
+_NOT_ITS_TIERS = "%s runs already: it has the tiers of its own --kv-transfer-config, not ours"
+
 
 class VllmConnector(EngineConnector[VllmConfig]):
     """Starts vLLM's own API server, or attaches to one, and speaks HTTP to it."""
 
+    uses_tiers = True
+
     def launch_plan(self, config: VllmConfig, context: LaunchContext) -> LaunchPlan | None:
         if config.url is not None:
+            if context.tiers:
+                log.warning(_NOT_ITS_TIERS, context.worker_id)
             return None
         from commutator_vllm.launch import launch_plan  # noqa: PLC0415 - only the supervisor starts
 

@@ -1,0 +1,73 @@
+"""Both sides of vLLM's KV connector together: whatever happens, no request sees wrong KV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from tests.support.fake_vllm import FakeVllm
+from tests.support.foreign_engine import dram, prompt
+
+from commutator.testing.tier_faults import damage
+
+_LONGEST = 30
+
+
+class Connector(RuleBasedStateMachine):
+    workers = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm = FakeVllm(dram("40KB"), workers=self.workers)
+
+    @rule(number=st.integers(0, 3), blocks=st.integers(0, 5), salt=st.sampled_from([None, "s"]))
+    def arrives(self, number: int, blocks: int, salt: str | None) -> None:
+        if len(self.vllm.requests) < 5:
+            self.vllm.arrive([*prompt(number, blocks), 1], cache_salt=salt)
+
+    @rule(steps=st.integers(1, 4))
+    def goes_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.vllm.step()
+        for request in self.vllm.running():
+            if request.num_tokens > _LONGEST:
+                self.vllm.finish(request)
+
+    @rule(data=st.data())
+    def is_aborted(self, data: st.DataObject) -> None:
+        alive = [some for some in self.vllm.requests if some.status != "finished"]
+        if alive:
+            self.vllm.finish(data.draw(st.sampled_from(alive)))
+
+    @rule(data=st.data())
+    def is_preempted(self, data: st.DataObject) -> None:
+        if running := self.vllm.running():
+            self.vllm.preempt(data.draw(st.sampled_from(running)))
+
+    @rule(number=st.integers(0, 3), rank=st.integers(0, 1), block=st.integers(0, 4))
+    def is_damaged(self, number: int, rank: int, block: int) -> None:
+        engine = self.vllm.engines[rank % self.workers]
+        (setup,) = engine.tiers.service.tiers
+        (stored,) = setup.tier.lookup([engine.tiers.keys(prompt(number, 5))[block]])
+        if stored is not None:
+            damage(setup.tier, stored, 3)
+
+    @rule()
+    def is_reset(self) -> None:
+        self.vllm.scheduler.reset()
+
+    def teardown(self) -> None:
+        self.vllm.settle()
+        self.vllm.close()
+
+
+class TwoRanks(Connector):
+    workers = 2
+
+
+@pytest.mark.parametrize("machine", [Connector, TwoRanks])
+def test_no_request_sees_wrong_kv(machine: type[Connector]) -> None:
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=8, stateful_step_count=25, deadline=None)
+    )

@@ -1,0 +1,99 @@
+"""What vLLM's KV connector does with one request at a time."""
+
+from __future__ import annotations
+
+from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm
+from tests.support.foreign_engine import dram, prompt
+
+from commutator.testing.tier_faults import damage
+from commutator_vllm.prefill_clock import PrefillClock
+
+PROMPT = [*prompt(1, 4), 1]
+
+
+def served(vllm: FakeVllm, tokens: list[int], **facts: str) -> int:
+    """The tokens that were loaded for a request."""
+    request = vllm.run(vllm.arrive(tokens, **facts))
+    vllm.finish(request)
+    while vllm.scheduler.busy:
+        vllm.step()
+    return request.hits
+
+
+def test_a_prompt_that_comes_again_is_loaded() -> None:
+    with FakeVllm(dram()) as vllm:
+        assert served(vllm, PROMPT) == 0
+        assert served(vllm, PROMPT) == 4 * BLOCK_TOKENS
+        assert served(vllm, PROMPT, cache_salt="other") == 0
+        vllm.settle()
+
+
+def test_the_last_token_is_computed_always() -> None:
+    with FakeVllm(dram()) as vllm:
+        served(vllm, PROMPT)
+        assert served(vllm, PROMPT[:-1]) == 3 * BLOCK_TOKENS
+        vllm.settle()
+
+
+def test_all_ranks_must_have_a_block() -> None:
+    with FakeVllm(dram(), workers=2) as vllm:
+        served(vllm, PROMPT)
+        engine = vllm.engines[1]
+        engine.tiers.service.evict([engine.tiers.keys(PROMPT)[2]])
+        assert served(vllm, PROMPT) == 2 * BLOCK_TOKENS
+        vllm.settle()
+
+
+def test_a_damaged_block_is_computed() -> None:
+    with FakeVllm(dram()) as vllm:
+        served(vllm, PROMPT)
+        (setup,) = vllm.engines[0].tiers.service.tiers
+        (stored,) = setup.tier.lookup(vllm.engines[0].tiers.keys(PROMPT)[1:2])
+        assert stored is not None
+        damage(setup.tier, stored, 0)
+        request = vllm.run(vllm.arrive(PROMPT))
+        vllm.finish(request)  # compares its blocks
+        assert vllm.engines[0].tiers.statistics().tiers[0].loads["corrupt"] == 1
+        vllm.settle()
+
+
+def test_reset_forgets_what_is_in_the_tiers() -> None:
+    with FakeVllm(dram()) as vllm:
+        served(vllm, PROMPT)
+        vllm.scheduler.reset()
+        assert vllm.scheduler.busy
+        vllm.step()
+        assert served(vllm, PROMPT) == 0
+        vllm.settle()
+
+
+def test_what_vllm_knows_by_pictures_is_left_to_it() -> None:
+    with FakeVllm(dram()) as vllm:
+        request = vllm.arrive(PROMPT)
+        vllm.finish(request)
+        request.mm_features = ["a picture"]
+        vllm.scheduler.arrived(request)
+        assert vllm.scheduler.match(request, 0) == 0
+        vllm.settle()
+
+
+def test_speed_is_measured_between_steps_of_one_request() -> None:
+    clock = PrefillClock()
+    measured = []
+    for tokens, request, now_s in (
+        (100, "a", 1.0),
+        (0, "b", 9.0),  # it may have been waited for
+        (100, "b", 10.0),
+        (1, "b", 12.0),
+        (1, "b", 13.0),  # a single token tells nothing
+    ):
+        clock.step(tokens, [request], now_s)
+        measured.append(clock.tokens_per_s)
+    assert measured == [None, None, None, 50.0, 50.0]
+
+
+def test_overlapping_steps_take_the_time_of_the_one_before() -> None:
+    clock = PrefillClock(lag=1)
+    for tokens, now_s in ((100, 1.0), (200, 1.1), (1, 3.1)):
+        clock.step(tokens, ["a"], now_s)
+    assert clock.tokens_per_s == 50.0
