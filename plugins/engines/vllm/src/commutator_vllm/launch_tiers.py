@@ -17,8 +17,6 @@ __all__ = ["check_tiers", "tiers_connector"]
 _LOOK = (
     "import sys; from importlib.util import find_spec; sys.exit(not find_spec('commutator_vllm'))"
 )
-    "import sys; from importlib.util import find_spec; sys.exit(not find_spec('commutator_vllm'))"
-)
 
 
 def check_tiers(config: VllmConfig, python: str) -> None:
