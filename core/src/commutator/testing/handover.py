@@ -59,6 +59,8 @@ class HandoverTests(ABC):
     """Skipped for an engine whose ``EngineInfo.handover`` is None."""
 
     tokenized_prompt: Sequence[int]
+    takes_cache_salts: bool = True
+    """Whether requests may carry a ``cache_salt``, by which prompts find nothing of others'."""
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[EngineClient]:
@@ -129,7 +131,7 @@ class HandoverTests(ABC):
             for repeated in (1, 5):
                 prompt = self._prompt(repeated)
                 # Asked of the prefill worker under another salt, so that neither has it cached.
-                salted = evolve(self._request(prompt), cache_salt="alone")
+                salted = self._apart(self._request(prompt), "alone")
                 expected = _tokens(await _all_of(pair.prefill, salted))
                 deltas = await pair.run(self._request(prompt))
                 assert _tokens(deltas) == expected
@@ -138,7 +140,7 @@ class HandoverTests(ABC):
     async def test_prefixes_on_either_side_change_nothing(self) -> None:
         async with self._pair() as pair:
             prompt = self._prompt()
-            salted = evolve(self._request(prompt), cache_salt="alone")
+            salted = self._apart(self._request(prompt), "alone")
             expected = _tokens(await _all_of(pair.prefill, salted))
             await _all_of(pair.prefill, self._request(prompt[: len(prompt) // 2]))
             await _all_of(pair.decode, self._request(prompt[: len(prompt) // 3]))
@@ -150,7 +152,7 @@ class HandoverTests(ABC):
     async def test_many_at_once(self) -> None:
         async with self._pair() as pair:
             prompts = [self._prompt()[shift:] for shift in range(6)]
-            salted = [evolve(self._request(each), cache_salt="alone") for each in prompts]
+            salted = [self._apart(self._request(each), "alone") for each in prompts]
             expected = [_tokens(await _all_of(pair.prefill, each)) for each in salted]
             answers = await asyncio.gather(*(pair.run(self._request(each)) for each in prompts))
             assert [_tokens(deltas) for deltas in answers] == expected
@@ -226,7 +228,10 @@ class HandoverTests(ABC):
         return _tokens(await _all_of(pair.prefill, self._salted("alone")))
 
     def _salted(self, salt: str) -> GenerateRequest:
-        return evolve(self._request(self._prompt()), cache_salt=salt)
+        return self._apart(self._request(self._prompt()), salt)
+
+    def _apart(self, request: GenerateRequest, salt: str) -> GenerateRequest:
+        return evolve(request, cache_salt=salt) if self.takes_cache_salts else request
 
 
 async def _all_of(client: EngineClient, request: GenerateRequest) -> list[TokenDelta]:

@@ -1,0 +1,90 @@
+"""``python -m commutator_trtllm --url URL ... [-- SERVER...]``: a sidecar, and its server if given.
+
+The server is started as a child. Whichever of the two ends takes the other with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from commutator_trtllm.sidecar import Sidecar, SidecarOptions
+
+_GRACE_S = 8.0
+
+
+def sidecar_arguments(options: SidecarOptions) -> tuple[str, ...]:
+    """The command line that ``main`` reads."""
+    arguments = ["--url", options.url, "--host", options.host, "--port", str(options.port)]
+    arguments += ["--max-model-len", str(options.max_model_len)]
+    arguments += [] if options.kv_events else ["--no-kv-events"]
+    arguments += ["--hands-over"] if options.hands_over else []
+    return tuple(arguments)
+
+
+def parse(arguments: Sequence[str]) -> tuple[SidecarOptions, tuple[str, ...]]:
+    """The inverse of ``sidecar_arguments``, and the server's command line behind ``--``."""
+    own, server = list(arguments), list[str]()
+    if "--" in own:
+        place = own.index("--")
+        own, server = own[:place], own[place + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m commutator_trtllm")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--no-kv-events", dest="kv_events", action="store_false")
+    parser.add_argument("--hands-over", action="store_true")
+    return SidecarOptions(**vars(parser.parse_args(own))), tuple(server)
+
+
+async def run(options: SidecarOptions, command: Sequence[str]) -> int:
+    """Until SIGTERM or SIGINT, or until the server ends; returns the exit status."""
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    server = await asyncio.create_subprocess_exec(*command) if command else None
+    async with Sidecar(options).running():
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(told_to_stop.wait())]
+        if server is not None:
+            ends.append(asyncio.create_task(server.wait()))
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    if server is None or told_to_stop.is_set():
+        if server is not None:
+            await _end(server)
+        return 0
+    return server.returncode or 1
+
+
+async def _end(server: asyncio.subprocess.Process) -> None:
+    try:
+        server.terminate()
+        async with asyncio.timeout(_GRACE_S):
+            await server.wait()
+    except ProcessLookupError:
+        pass
+    except TimeoutError:
+        server.kill()
+
+
+def main() -> None:
+    level = os.environ.get("COMMUTATOR_LOG_LEVEL", "INFO")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    options, command = parse(sys.argv[1:])
+    try:
+        status = asyncio.run(run(options, command))
+    except OSError as error:
+        sys.exit(f"cannot start {command[0] if command else 'the sidecar'}: {error}")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

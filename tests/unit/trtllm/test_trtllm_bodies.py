@@ -1,0 +1,97 @@
+"""Requests in the words of TensorRT-LLM's completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+from tests.support.trtllm.requests import read_request
+
+from commutator.errors import RequestError
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_trtllm.bodies import request_body, request_headers
+
+EVERYTHING = SamplingParams(
+    max_tokens=9,
+    min_tokens=2,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=7,
+    min_p=0.1,
+    seed=1 << 60,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    logit_bias={5: -3.5},
+    top_logprobs=0,
+    stop=("x", "y"),
+    stop_token_ids=(8, 9),
+    ignore_eos=True,
+)
+REQUEST = GenerateRequest("r", [1, 2, 3], EVERYTHING)
+
+
+def no_text(_: Any) -> list[int]:
+    raise AssertionError("only tokens are sent")
+
+
+def test_every_parameter_arrives() -> None:
+    """Read by the stand-in, which refuses what the server does not know."""
+    body = request_body(REQUEST, "m")
+    read = read_request(body, "r", chat=False, tokenize=no_text)
+    assert read.sampling == EVERYTHING
+    assert read.token_ids == [1, 2, 3]
+    assert body["detokenize"] is False
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_defaults_are_written_out() -> None:
+    """What is left out would be the server's to choose."""
+    body = request_body(evolve(REQUEST, sampling=SamplingParams()), "m")
+    assert body["temperature"] == 1.0
+    assert body["top_k"] == 0
+    assert not {"seed", "logprobs", "stop", "logit_bias"} & set(body)
+
+
+def test_of_a_continued_answer_the_limits_are_what_is_left() -> None:
+    body = request_body(evolve(REQUEST, generated_prefix=1), "m")
+    assert (body["max_tokens"], body["min_tokens"]) == (8, 1)
+
+
+def test_its_own_parameters_are_relayed() -> None:
+    own = {"response_format": {"type": "json_object"}}
+    assert (
+        request_body(evolve(REQUEST, extra=own), "m")["response_format"] == own["response_format"]
+    )
+
+
+def test_the_prefill_leg_is_no_stream() -> None:
+    words = {"request_type": "context_only", "disagg_request_id": 1 << 62}
+    body = request_body(evolve(REQUEST, handover=words), "m")
+    assert body["stream"] is False
+    assert "stream_options" not in body
+    assert body["disaggregated_params"] == words
+    words = {**words, "request_type": "generation_only"}
+    assert request_body(evolve(REQUEST, handover=words), "m")["stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"cache_salt": "tenant"}, "cache_salt"),
+        ({"lora_name": "l"}, "model"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank"),
+        ({"sampling": SamplingParams(top_logprobs=2)}, "top_logprobs"),
+    ],
+)
+def test_what_it_has_no_words_for_is_refused(changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        request_body(evolve(REQUEST, **changes), "m")
+    assert refused.value.param == param
+
+
+def test_headers() -> None:
+    headers = request_headers(evolve(REQUEST, traceparent="00-1-2-01"))
+    assert headers == {"X-Request-Id": "r", "traceparent": "00-1-2-01"}

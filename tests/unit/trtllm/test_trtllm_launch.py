@@ -1,0 +1,132 @@
+"""The command lines of a sidecar and its server, and the options that make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from attrs import evolve
+
+from commutator import LaunchContext, ModelConfig
+from commutator.config.load import load_config
+from commutator.errors import ConfigError
+from commutator_trtllm.__main__ import parse, sidecar_arguments
+from commutator_trtllm.config import TrtllmConfig
+from commutator_trtllm.launch import gpus_of, launch_plan, server_command
+from commutator_trtllm.plugin import TrtllmConnector
+from commutator_trtllm.sidecar import SidecarOptions
+
+CONFIG = TrtllmConfig(kind="trtllm")
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> LaunchContext:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
+    return LaunchContext("trtllm-1", model, "127.0.0.1", 8123, tmp_path)
+
+
+def value_of(arguments: tuple[str, ...], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_the_sidecar_starts_the_server(context: LaunchContext) -> None:
+    config = evolve(CONFIG, role="prefill", args=("--tp_size=2",), env={"A": "b"}, gpus=(4, 5))
+    plan = launch_plan(config, evolve(context, worker_id="trtllm-0"))
+    assert plan.address == "http://127.0.0.1:8123"
+    assert plan.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
+    options, server = parse(plan.argv[3:])
+    assert server[:2] == ("trtllm-serve", context.model.source)
+    assert value_of(server, "--max_seq_len") == "512"
+    assert server[-1] == "--tp_size=2"
+    assert options.url == f"http://127.0.0.1:{value_of(server, '--port')}"
+    assert (options.port, options.max_model_len, options.hands_over) == (8123, 512, True)
+    written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
+    assert written["disable_overlap_scheduler"] is True
+    assert written["cache_transceiver_config"]["max_tokens_in_buffer"] == 512
+
+
+def test_a_server_that_runs_gets_a_sidecar_only(context: LaunchContext) -> None:
+    config = TrtllmConfig(kind="trtllm", url="http://10.0.0.7:8000/", kv_events=False)
+    options, server = parse(launch_plan(config, context).argv[3:])
+    assert server == ()
+    assert options.url == "http://10.0.0.7:8000"
+    assert not options.kv_events
+    assert not options.hands_over
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_the_sidecar_reads_what_was_written(kv_events: bool, hands_over: bool) -> None:
+    options = SidecarOptions(
+        url="http://h:1", port=7, max_model_len=9, kv_events=kv_events, hands_over=hands_over
+    )
+    assert parse(sidecar_arguments(options)) == (options, ())
+    assert parse([*sidecar_arguments(options), "--", "a", "--", "--b"])[1] == ("a", "--", "--b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"args": ("--port=1",)}, "--port is set from elsewhere"),
+        ({"args": ("--config", "f")}, "give `options`"),
+        ({"args": ("--max_seq_len", "9")}, "max_model_len"),
+    ],
+)
+def test_what_cannot_be(context: LaunchContext, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        server_command(evolve(CONFIG, **changes), context, 1)
+
+
+def test_the_model_must_be_known_and_be_readable(context: LaunchContext, tmp_path: Path) -> None:
+    without = evolve(context, model=evolve(context.model, max_model_len=None))
+    with pytest.raises(ConfigError, match="needs max_model_len"):
+        launch_plan(CONFIG, without)
+    file = tmp_path / "m.gguf"
+    file.touch()
+    gguf = evolve(context, model=evolve(context.model, source=str(file)))
+    with pytest.raises(ConfigError, match="checkpoint"):
+        launch_plan(CONFIG, gguf)
+    command = server_command(evolve(CONFIG, checkpoint="org/name"), gguf, 1)
+    assert command[1] == "org/name"
+    with pytest.raises(ConfigError, match="replicas"):
+        launch_plan(TrtllmConfig(kind="trtllm", url="http://h:1", replicas=2), context)
+
+
+def test_gpus_are_shared() -> None:
+    config = evolve(CONFIG, replicas=2, gpus=(4, 5, 6, 7))
+    assert [gpus_of(config, f"t-{number}") for number in (0, 1)] == [(4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("url: 10.0.0.7", "expected http://HOST:PORT"),
+        ("url: http://h:1\n    args: [--a]", "args: without effect with `url`"),
+        ("url: http://h:1\n    options: {a: 1}", "options: without effect with `url`"),
+        ("hands_over: true", "hands_over: only with `url`"),
+        ("gpus: [1, 2, 3]\n    replicas: 2", "cannot be shared by 2"),
+        ("command: []", "expected the program"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, entry: str, problem: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"models: [{{name: m, source: x}}]\nengines:\n  - kind: trtllm\n    {entry}\n")
+    with pytest.raises(ConfigError) as wrong:
+        load_config([file])
+    assert problem in str(wrong.value)
+
+
+def test_who_takes_part_in_hand_overs() -> None:
+    connector = TrtllmConnector()
+    for config in (
+        evolve(CONFIG, role="decode"),
+        TrtllmConfig(kind="trtllm", url="http://h:1", hands_over=True),
+        evolve(CONFIG, options={"cache_transceiver_config": {"backend": "UCX"}}),
+    ):
+        assert connector.handover_style(config) is not None
+    assert connector.handover_style(CONFIG) is None
+    assert connector.handover_style(TrtllmConfig(kind="trtllm", url="http://h:1")) is None
