@@ -21,7 +21,7 @@ from attrs import evolve
 from commutator.config.kinds import config_converter
 from commutator.config.model import TierConfig
 from commutator.engine.tiers import make_tiers
-from commutator.kv import KvEvent, KvService, Offer, PrefillSpeed
+from commutator.kv import BlockFacts, KvEvent, KvService, Offer, PrefillSpeed
 from commutator.kv.arena import BlockArena
 from commutator.kv.counters import TierState
 from commutator.kv.frame import HEADER_BYTES
@@ -129,7 +129,14 @@ class KvRig:
         if start:
             self.service.start()
 
-    def offer(self, keys: Sequence[bytes], *, evicting: bool = False) -> None:
+    def offer(
+        self,
+        keys: Sequence[bytes],
+        *,
+        evicting: bool = False,
+        tenant: str | None = None,
+        lora_name: str | None = None,
+    ) -> None:
         """Compute a chain and offer it."""
         blocks = [self._take() for _ in keys]
         for key, block in zip(keys, blocks, strict=True):
@@ -142,6 +149,8 @@ class KvRig:
                 key=key,
                 parent=keys[index - 1] if index else None,
                 token_ids=tuple(key[:BLOCK_TOKENS]),
+                facts=BlockFacts(tenant=tenant),
+                lora_name=lora_name,
             )
             for index, key in enumerate(keys)
         ]

@@ -11,12 +11,15 @@ from commutator.kv import SlotGeometry, Stored
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.header import HEADER_BYTES, Header, parse_header
 from commutator_nvme.layout import PAGE_BYTES, Layout
+from commutator_nvme.owners import Owner
 from commutator_nvme.records import RecordFormat, Recovered
 
 TOKENS = 3
 SLOTS = 5
 SLOT_BYTES = 1 << 20
 FORMAT = RecordFormat(TOKENS, SLOT_BYTES, nonce=7)
+OWNERS = [Owner(), Owner("an adapter"), Owner(None, "a tenant"), Owner("an adapter", "a tenant")]
+NUMBERED = dict(enumerate(OWNERS))
 
 keys = st.binary(min_size=32, max_size=32)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=TOKENS) | st.just([5] * TOKENS)
@@ -28,6 +31,8 @@ blocks = st.builds(
     checksum=st.integers(0, 2**64 - 1),
     parent=st.none() | keys,
     token_ids=tokens.map(tuple),
+    lora_name=st.sampled_from([None, "an adapter"]),
+    tenant=st.sampled_from([None, "a tenant"]),
 )
 contents = st.lists(blocks, max_size=SLOTS, unique_by=lambda stored: stored.slot)
 
@@ -35,15 +40,21 @@ contents = st.lists(blocks, max_size=SLOTS, unique_by=lambda stored: stored.slot
 def written(stored: list[Stored], sequences: list[int] | None = None) -> bytearray:
     data = bytearray(SLOTS * FORMAT.record_bytes)
     for number, one in enumerate(stored):
-        record = FORMAT.pack(one, sequences[number] if sequences else number + 1)
+        sequence = sequences[number] if sequences else number + 1
+        record = FORMAT.pack(one, sequence, OWNERS.index(Owner(one.lora_name, one.tenant)))
         data[one.slot * FORMAT.record_bytes : (one.slot + 1) * FORMAT.record_bytes] = record
     return data
 
 
-def recovered(data: bytearray, lost: set[int] | None = None, first_slot: int = 0) -> Recovered:
+def recovered(
+    data: bytearray,
+    lost: set[int] | None = None,
+    first_slot: int = 0,
+    owners: dict[int, Owner] = NUMBERED,
+) -> Recovered:
     result = Recovered()
     mask = np.array([slot in (lost or ()) for slot in range(SLOTS)])
-    FORMAT.recover(bytes(data), first_slot, mask, result)
+    FORMAT.recover(bytes(data), first_slot, mask, owners, result)
     return result
 
 
@@ -75,6 +86,14 @@ def test_records_of_lost_slots_are_not_believed(stored: list[Stored], lost: set[
     assert result.damaged == len(stored) - len(kept)
 
 
+@given(contents)
+def test_a_block_whose_owner_is_not_known_is_not_believed(stored: list[Stored]) -> None:
+    result = recovered(written(stored), owners={0: OWNERS[0], 2: OWNERS[2]})
+    known = [one for one in stored if one.lora_name is None]
+    assert set(result.blocks) == {one.key for one in known}
+    assert result.damaged == len(stored) - len(known)
+
+
 @settings(max_examples=20)
 @given(blocks, st.integers(0, 7))
 def test_any_changed_bit_is_noticed(stored: Stored, bit: int) -> None:
@@ -103,7 +122,7 @@ def test_a_record_is_valid_in_its_own_place_only(stored: Stored) -> None:
     assert recovered(data, first_slot=1).blocks == {}
     other = Recovered()
     RecordFormat(TOKENS, SLOT_BYTES, nonce=8).recover(
-        bytes(data), 0, np.zeros(SLOTS, dtype=np.bool_), other
+        bytes(data), 0, np.zeros(SLOTS, dtype=np.bool_), NUMBERED, other
     )
     assert other.blocks == {}
     assert other.damaged == 1
@@ -116,7 +135,7 @@ def test_any_number_of_tokens(block_tokens: int) -> None:
         key=b"k" * 32, slot=0, size_bytes=1, checksum=1, token_ids=tuple(range(block_tokens))
     )
     result = Recovered()
-    form.recover(form.pack(stored, 1), 0, np.zeros(1, dtype=np.bool_), result)
+    form.recover(form.pack(stored, 1, 0), 0, np.zeros(1, dtype=np.bool_), NUMBERED, result)
     assert result.blocks == {stored.key: stored}
     assert form.record_bytes % 64 == 0
 

@@ -54,7 +54,12 @@ def test_a_missing_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
         fill(user)
     assert folder.stat().st_mode & 0o077 == 0
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.iterdir())
-    assert {file.name for file in folder.iterdir()} == {"index", "lock", "segment-00000"}
+    assert {file.name for file in folder.iterdir()} == {
+        "index",
+        "lock",
+        "owners",
+        "segment-00000",
+    }
 
 
 def test_room_is_taken_at_once(tmp_path: Path) -> None:

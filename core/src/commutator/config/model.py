@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
@@ -188,6 +189,14 @@ class TierConfig:
         "Bring blocks up from slower tiers before they are asked for: those of requests that wait, "
         "and of conversations that may go on. Only the fastest tier that is written to does.",
         True,
+    )
+    tenant_share: Fraction | None = setting(
+        "Largest part of the capacity that the blocks of one tenant (`cache_salt`) may fill; then "
+        "it makes room with its own. Not limited when not given, nor for blocks without a salt.",
+        None,
+    )
+    tenant_shares: Mapping[str, Fraction] = setting(
+        "Tenants, by their `cache_salt`, for which another share holds.", factory=dict
     )
     compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")
     encryption_key: Secret | None = setting(

@@ -45,6 +45,8 @@ def make_tiers(
                 admission=_rules(config.admission),
                 write_through=config.write == "through",
                 prefetch=config.prefetch,
+                tenant_share=config.tenant_share,
+                tenant_shares=config.tenant_shares,
                 codecs=_codecs(config),
                 load_timeout_s=config.load_timeout_s,
                 store_timeout_s=config.store_timeout_s,

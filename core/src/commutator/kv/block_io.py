@@ -29,6 +29,21 @@ class StoreBlock:
     slot: Slot
     local: Span
     """Where its bytes are; nobody changes them meanwhile."""
+    lora_name: str | None = None
+    tenant: str | None = None
+
+    def stored(self, size_bytes: int, checksum: int) -> Stored:
+        """What to commit once so many bytes are in the slot."""
+        return Stored(
+            key=self.key,
+            slot=self.slot,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            parent=self.parent,
+            token_ids=self.token_ids,
+            lora_name=self.lora_name,
+            tenant=self.tenant,
+        )
 
 
 @frozen(kw_only=True)

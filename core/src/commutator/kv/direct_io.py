@@ -31,7 +31,7 @@ class DirectIo(BlockIo):
             context,
         )
         return [
-            _stored(block, total) if error is None else Unstored(str(error))
+            block.stored(block.local.size_bytes, total) if error is None else Unstored(str(error))
             for block, total, error in zip(blocks, sums(), errors, strict=True)
         ]
 
@@ -63,14 +63,3 @@ class DirectIo(BlockIo):
                 intact = total == blocks[index].stored.checksum
                 results[index] = LoadResult.LOADED if intact else LoadResult.CORRUPT
         return results
-
-
-def _stored(block: StoreBlock, total: int) -> Stored:
-    return Stored(
-        key=block.key,
-        slot=block.slot,
-        size_bytes=block.local.size_bytes,
-        checksum=total,
-        parent=block.parent,
-        token_ids=block.token_ids,
-    )

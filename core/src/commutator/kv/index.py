@@ -17,7 +17,7 @@ from attrs import define
 from commutator.kv.actions import TO_MAKE_ROOM, Action, Announce, FreeBlocks
 from commutator.kv.counters import count
 from commutator.kv.keys import BlockKey
-from commutator.kv.offer import Offer
+from commutator.kv.offer import PLAIN, BlockFacts, Offer
 from commutator.kv.tier import Stored
 from commutator.kv.tier_book import TierBook
 
@@ -52,6 +52,17 @@ class Fates:
 
     def of(self, key: BlockKey) -> str | None:
         return self._fates.get(key)
+
+
+def _offer_of(block: Stored) -> Offer:
+    """What is known of a block that this process did not store; a restart forgets retention."""
+    return Offer(
+        key=block.key,
+        parent=block.parent,
+        token_ids=block.token_ids,
+        facts=PLAIN if block.tenant is None else BlockFacts(tenant=block.tenant),
+        lora_name=block.lora_name,
+    )
 
 
 class BlockIndex:
@@ -111,11 +122,7 @@ class BlockIndex:
             key = block.key
             if key not in new and self.presence(book, key) is None:
                 node = self.nodes.get(key)
-                new[key] = (
-                    Offer(key=key, parent=block.parent, token_ids=block.token_ids)
-                    if node is None
-                    else node.offer
-                )
+                new[key] = _offer_of(block) if node is None else node.offer
         return list(new.values())
 
     def stage(self, book: TierBook, offers: Iterable[Offer]) -> None:

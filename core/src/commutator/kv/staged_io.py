@@ -150,14 +150,7 @@ class StagedIo(BlockIo):
         # What is moved in whole pages must not carry along what was here before.
         padding = min(-size_bytes % PAGE_BYTES, len(whole) - size_bytes)
         whole[size_bytes : size_bytes + padding] = bytes(padding)
-        return Stored(
-            key=block.key,
-            slot=block.slot,
-            size_bytes=size_bytes,
-            checksum=total,
-            parent=block.parent,
-            token_ids=block.token_ids,
-        )
+        return block.stored(size_bytes, total)
 
     def _decode(self, block: LoadBlock, span: Span) -> bool:
         """Put the verified block behind where the header is. False when it is damaged."""

@@ -71,6 +71,11 @@ class Stored:
     token_ids: tuple[int, ...] = ()
     """The block's tokens, so that routers can be told of it; empty where the tier does not keep
     them."""
+    lora_name: str | None = None
+    """The adapter it was computed with; None also where the tier does not keep it."""
+    tenant: str | None = None
+    """The cache salt of the request that it was computed for; None also where the tier does not
+    keep it."""
 
 
 @frozen(kw_only=True)

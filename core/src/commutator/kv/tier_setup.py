@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from attrs import field, frozen
@@ -42,6 +42,8 @@ class TierSetup:
     admission: tuple[AdmissionRule, ...] = ()
     write_through: bool = True
     prefetch: bool = True
+    tenant_share: float | None = None
+    tenant_shares: Mapping[str, float] = field(factory=dict)
     codecs: tuple[Codec, ...] = ()
     load_timeout_s: float = 5.0
     store_timeout_s: float = 60.0
@@ -85,6 +87,8 @@ class TierSetup:
             admission=self.admission,
             write=self.write,
             prefetch=self.prefetch,
+            tenant_share=self.tenant_share,
+            tenant_shares=self.tenant_shares,
         )
 
     def is_direct(self, arena: Arena) -> bool:

@@ -150,6 +150,8 @@ class TierWorker:
                     token_ids=offer.token_ids,
                     slot=slot,
                     local=source,
+                    lora_name=offer.lora_name,
+                    tenant=offer.facts.tenant,
                 )
             )
         written: list[Stored] = []

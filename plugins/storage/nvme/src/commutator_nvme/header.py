@@ -14,7 +14,7 @@ __all__ = ["HEADER_BYTES", "Header", "parse_header"]
 HEADER_BYTES = 2 * PAGE_BYTES
 
 _MAGIC = b"CMTNVIDX"
-_VERSION = 1
+_VERSION = 2
 # magic | version | nonce | identity | bytes of a block | its tokens | of a slot | slots in a file
 _FIELDS = struct.Struct("<8sI4xQ32sQQQQ")
 _CHECKSUM = struct.Struct("<Q")

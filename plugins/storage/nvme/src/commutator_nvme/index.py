@@ -1,4 +1,4 @@
-"""The index of a folder: a header, and a record for each slot."""
+"""The index of a folder: a header, a record for each slot, and whose the blocks are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from commutator.kv import Slot, Stored
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
 from commutator_nvme.header import HEADER_BYTES, Header, parse_header
 from commutator_nvme.layout import Layout
+from commutator_nvme.owners import Owner, Owners
 from commutator_nvme.records import RecordFormat, Recovered
 from commutator_nvme.segments import Segments
 
@@ -44,7 +45,10 @@ class Index:
                 return
             header = parse_header(os.pread(self._descriptor, HEADER_BYTES, 0))
         if header is None:
-            problem = "cannot be read: both copies of the header of its index are damaged"
+            problem = (
+                "cannot be read: both copies of the header of its index are damaged, or another "
+                "version of Commutator wrote it"
+            )
         else:
             problem = self._layout.difference(header.layout) or ""
         if problem or header is None:
@@ -61,20 +65,29 @@ class Index:
     def recover(self, segments: Segments) -> Recovered:
         """Every committed block, and erase what is no valid record. Call ``open`` before."""
         recovered = Recovered()
+        owners = self._owners.open()
         with disk_errors(f"read {self._path}"), _no_garbage_collection():
             for first in range(0, self._layout.slots, _CHUNK_SLOTS):
                 count = min(_CHUNK_SLOTS, self._layout.slots - first)
                 size_bytes = count * self._format.record_bytes
                 data = os.pread(self._descriptor, size_bytes, self._offset(first))
                 lost = segments.lost(range(first, first + count))
-                self._format.recover(data, first, lost, recovered)
+                self._format.recover(data, first, lost, owners, recovered)
         self._sequence = recovered.last_sequence
         self.erase(recovered.invalid)
+        self._owners.keep(recovered.owners)
         return recovered
 
     def write(self, blocks: Sequence[Stored], *, flush: bool) -> None:
         """Make blocks valid, durably. All or, when it raises TierError, none."""
-        records = [self._format.pack(stored, self._sequence + 1) for stored in blocks]
+        owners = {Owner(stored.lora_name, stored.tenant) for stored in blocks}
+        numbers = {owner: self._owners.number(owner, flush=flush) for owner in owners}
+        records = [
+            self._format.pack(
+                stored, self._sequence + 1, numbers[Owner(stored.lora_name, stored.tenant)]
+            )
+            for stored in blocks
+        ]
         self._sequence += 1
         self._check_present()
         try:
@@ -113,6 +126,7 @@ class Index:
     def _use(self, header: Header) -> None:
         """Room for exactly our slots, and both copies of the header in order. Raises OSError."""
         layout = self._layout
+        self._owners = Owners(self._path.with_name("owners"), header.nonce, self._files)
         self._format = RecordFormat(layout.block_tokens, layout.slot_bytes, header.nonce)
         size_bytes = self._offset(layout.slots)
         with disk_errors(f"take {size_bytes} bytes for {self._path}"):

@@ -1,15 +1,15 @@
 """One record for each slot of the index: which block is in it, and a checksum over the record.
 
 Little-endian: checksum u64 | sequence u64 | payload checksum u64 | payload bytes u64 | key 32 |
-parent 32 | tokens u32 | has a parent u32 | token ids u32 each | zeros up to a multiple of 64. The
-checksum covers the rest and is seeded by the index and the slot, so that a record is valid in its
-own place only. A slot without a block has zeros. Pure.
+parent 32 | tokens u32 | has a parent u32 | owner u32 (see ``owners``) | token ids u32 each | zeros
+up to a multiple of 64. The checksum covers the rest and is seeded by the index and the slot: a
+record is valid in its own place only. A slot without a block has zeros. Pure.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,13 @@ import xxhash
 from attrs import define, field
 
 from commutator.kv import KEY_BYTES, BlockKey, Slot, Stored
+from commutator_nvme.owners import Owner
 
 __all__ = ["RecordFormat", "Recovered"]
 
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_BYTES = 8
-_FIXED = struct.Struct(f"<QQQ{KEY_BYTES}s{KEY_BYTES}sII")
+_FIXED = struct.Struct(f"<QQQ{KEY_BYTES}s{KEY_BYTES}sIII")
 _ALIGNMENT_BYTES = 64
 _UINT64 = 1 << 64
 _FEW_TOKEN_IDS = 1 << 20
@@ -39,12 +40,18 @@ class Recovered:
     damaged: int = 0
     """How many of them tell of a block that was lost."""
     last_sequence: int = 0
+    owners: set[int] = field(factory=set)
+    """Numbers of the owners that intact records name."""
     _sequences: dict[Slot, int] = field(factory=dict)
 
     def add(self, blocks: Sequence[Stored], sequences: Sequence[int]) -> None:
         """Records that are intact, and when they were written."""
         self.last_sequence = max(self.last_sequence, max(sequences, default=0))
         self._sequences |= zip((stored.slot for stored in blocks), sequences, strict=True)
+        fresh = {stored.key: stored for stored in blocks}
+        if len(fresh) == len(blocks) and self.blocks.keys().isdisjoint(fresh):
+            self.blocks |= fresh
+            return
         for stored in blocks:
             other = self.blocks.setdefault(stored.key, stored)
             if other is not stored:
@@ -63,8 +70,9 @@ class RecordFormat:
         self._nonce = nonce
         plain_bytes = _CHECKSUM_BYTES + _FIXED.size + self._tokens.size
         self.record_bytes = -(-plain_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        names = ["checksum", "sequence", "payload", "size", "key", "parent", "tokens", "has_parent"]
-        formats = ["<u8", "<u8", "<u8", "<u8", f"V{KEY_BYTES}", f"V{KEY_BYTES}", "<u4", "<u4"]
+        names = ["checksum", "sequence", "payload", "size", "key", "parent"]
+        names += ["tokens", "has_parent", "owner"]
+        formats = ["<u8"] * 4 + [f"V{KEY_BYTES}"] * 2 + ["<u4"] * 3
         sizes = [np.dtype(name).itemsize for name in formats]
         self._dtype = np.dtype(
             {
@@ -75,7 +83,7 @@ class RecordFormat:
             }
         )
 
-    def pack(self, stored: Stored, sequence: int) -> bytes:
+    def pack(self, stored: Stored, sequence: int, owner: int) -> bytes:
         """The record of a committed block. Raises ValueError when it has too many tokens."""
         count = len(stored.token_ids)
         if count > self._block_tokens:
@@ -90,19 +98,25 @@ class RecordFormat:
             stored.parent or bytes(KEY_BYTES),
             count,
             stored.parent is not None,
+            owner,
         )
         tokens = self._tokens.pack(*stored.token_ids, *[0] * (self._block_tokens - count))
         rest = (fixed + tokens).ljust(self.record_bytes - _CHECKSUM_BYTES, b"\0")
         return _CHECKSUM.pack(self._checksum(rest, stored.slot)) + rest
 
     def recover(
-        self, data: bytes, first_slot: Slot, lost: npt.NDArray[np.bool_], into: Recovered
+        self,
+        data: bytes,
+        first_slot: Slot,
+        lost: npt.NDArray[np.bool_],
+        owners: Mapping[int, Owner],
+        into: Recovered,
     ) -> None:
         """Read the records of consecutive slots; ``lost`` says whose bytes are there no more."""
         count = len(data) // self.record_bytes
         raw = np.frombuffer(data, dtype=np.uint8).reshape(count, self.record_bytes)
         records = raw.view(self._dtype).reshape(count)
-        used = np.flatnonzero(raw.any(axis=1))
+        used = np.flatnonzero(raw.view(np.uint64).any(axis=1))
         split = struct.Struct(f"<{_CHECKSUM_BYTES}x{self.record_bytes - _CHECKSUM_BYTES}s")
         rests = (rest for (rest,) in split.iter_unpack(raw[used].tobytes()))
         slots = (used + first_slot).tolist()
@@ -113,12 +127,14 @@ class RecordFormat:
             & (mine["sequence"] > 0)
             & (mine["size"] <= self._slot_bytes)
             & (mine["tokens"] <= self._block_tokens)
+            & np.isin(mine["owner"], list(owners))
             & ~lost[used]
         )
         into.damaged += int(len(used) - intact.sum())
         into.invalid += (used[~intact] + first_slot).tolist()
-        blocks, sequences = _blocks(mine[intact], slots=(used[intact] + first_slot).tolist())
-        into.add(blocks, sequences)
+        into.owners.update(np.unique(mine["owner"][intact]).tolist())
+        slots = (used[intact] + first_slot).tolist()
+        into.add(*_blocks(mine[intact], slots, owners))
 
     def _checksum(self, rest: bytes, slot: Slot) -> int:
         seed = (self._nonce + slot) % _UINT64
@@ -126,7 +142,7 @@ class RecordFormat:
 
 
 def _blocks(
-    records: npt.NDArray[np.void], slots: Sequence[Slot]
+    records: npt.NDArray[np.void], slots: Sequence[Slot], owners: Mapping[int, Owner]
 ) -> tuple[list[Stored], Sequence[int]]:
     has_parent = records["has_parent"].tolist()
     rows = zip(
@@ -137,6 +153,7 @@ def _blocks(
         _pieces(records["parent"].tobytes()),
         has_parent,
         _token_tuples(records["token_ids"], records["tokens"]),
+        map(owners.__getitem__, records["owner"].tolist()),
         strict=True,
     )
     blocks = [
@@ -147,8 +164,10 @@ def _blocks(
             checksum=checksum,
             parent=parent if has_parent else None,
             token_ids=token_ids,
+            lora_name=owner.lora_name,
+            tenant=owner.tenant,
         )
-        for key, slot, size_bytes, checksum, parent, has_parent, token_ids in rows
+        for key, slot, size_bytes, checksum, parent, has_parent, token_ids, owner in rows
     ]
     return blocks, records["sequence"].tolist()
 
