@@ -308,7 +308,8 @@ class EmbeddedTiers:
                 if count is None:
                     continue
                 self._questions.remove(question)
-            answered.append((question, TierPlan(question.load_id, question.first, count)))
+                media = self._service.planned_media(question.load_id) if count else ()
+            answered.append((question, TierPlan(question.load_id, question.first, media)))
         for question, plan in answered:
             if question.future.set_running_or_notify_cancel():
                 question.future.set_result(plan)

@@ -15,12 +15,17 @@ __all__ = ["Question", "TierPlan", "Use", "load_of", "store_of"]
 
 @frozen
 class TierPlan:
-    """What could be loaded of a chain; ``blocks`` are kept until ``load`` or ``drop``."""
+    """What could be loaded of a chain: its ``blocks`` are kept until ``load`` or ``drop``."""
 
     load_id: str
     first: int
     """Position in the chain of the first block that would be loaded."""
-    blocks: int
+    media: tuple[str, ...] = ()
+    """Where each of the blocks lies, as KV events name it."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.media)
 
 
 @define(eq=False)

@@ -18,7 +18,7 @@ from commutator.kv.export_options import ExportOptions
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.guards import Breaker
 from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, block_keys, next_key
-from commutator.kv.medium import Tier
+from commutator.kv.medium import Tier, tier_of
 from commutator.kv.offer import PLAIN, BlockFacts, Offer, is_stronger, strongest
 from commutator.kv.peer_export import PeerExport
 from commutator.kv.peer_wire import (
@@ -96,4 +96,5 @@ __all__ = [
     "is_stronger",
     "next_key",
     "strongest",
+    "tier_of",
 ]

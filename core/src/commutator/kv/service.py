@@ -161,6 +161,12 @@ class KvService:
                 running.loads.planned(load_id, plan.blocks)
             return len(plan.blocks)
 
+    def planned_media(self, load_id: str) -> tuple[str, ...]:
+        """The medium that each block of a plan is to be loaded from."""
+        with self._outbox:
+            numbers = self._started.loads.tiers_of(load_id)
+        return tuple(self._setups[number].tier.medium for number in numbers)
+
     def must_ask(self, ask_id: str, keys: Sequence[BlockKey], first: int) -> bool:
         """Whether a shared tier is still being asked for blocks that no tier is known to have.
 

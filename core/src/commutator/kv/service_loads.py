@@ -43,6 +43,10 @@ class ServiceLoads:
         """The manager keeps these blocks for a load that is to be started or dropped."""
         self._loads[load_id] = Load(blocks)
 
+    def tiers_of(self, load_id: str) -> tuple[int, ...]:
+        """Where each block of a planned load lies."""
+        return tuple(tier for _, tier in self._loads[load_id].blocks)
+
     def start(self, load_id: str, device_blocks: Sequence[int], skip: int = 0) -> None:
         """Give each tier its part of the planned blocks from number ``skip`` on.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from commutator.engine import EmbeddedTiers
 from commutator.errors import ConfigError
-from commutator.kv import BlockRemoved, BlockStored, KvEvent
+from commutator.kv import BlockRemoved, BlockStored, KvEvent, Tier, tier_of
 from commutator.transfer import Memory
 from commutator_vllm.kv_identity import cache_identity
 from commutator_vllm.kv_memory import (
@@ -41,6 +43,11 @@ from commutator_vllm.kv_worker import TierWorkerSide
 
 __all__ = ["CommutatorConnector"]
 
+_ELSEWHERE = CacheHitSource.EXTERNAL_UNSPECIFIED
+_SOURCES: dict[Tier | None, CacheHitSource] = {
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
+}
 _WHERE = "kv_transfer_config of CommutatorConnector"
 
 
@@ -101,6 +108,13 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (ids,) = blocks.get_block_ids()
         self._scheduling.allocated(request, ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        media = self._scheduling.media_of(request)
+        sources = Counter(_SOURCES.get(tier_of(medium), _ELSEWHERE) for medium in media)
+        return {source: blocks * self._block_size for source, blocks in sources.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         scheduler = self._scheduling

@@ -45,11 +45,18 @@ class _Request:
     number: int | None = None
     """Of its question that is being asked, answered, or loaded."""
     first: int = 0
-    answers: list[int] = field(factory=list)
-    """One from each worker."""
+    answers: list[Sequence[str]] = field(factory=list)
+    """From each worker the media of the blocks that it planned."""
+    media: Sequence[str] = ()
+    """Of the blocks that are loaded."""
     loading: bool = False
     over: bool = False
     """It was asked and served; a preemption begins anew."""
+
+    @property
+    def planned(self) -> int:
+        """Blocks that every worker has; all have answered."""
+        return min(len(media) for media in self.answers)
 
 
 @define
@@ -119,7 +126,7 @@ class TierScheduler:
             return None
         if len(state.answers) < self._workers:
             return None
-        planned = min(state.answers)
+        planned = state.planned
         end = state.first + planned
         if planned and first < state.first:
             self._drop(state)  # vLLM has evicted what it had
@@ -140,12 +147,18 @@ class TierScheduler:
             self._drop(state)
             return
         count = external_tokens // self._block_size
-        first = state.first + min(state.answers) - count
+        first = state.first + state.planned - count
         chosen = tuple(blocks[first : first + count])
         skip = first - state.first
         del self._asked[state.number]
         state.loading = True
+        state.media = state.answers[0][skip : skip + count]
         self._next.loads.append(Load(state.number, request.request_id, chosen, skip))
+
+    def media_of(self, request: Any) -> Sequence[str]:
+        """Where each block lies that is being loaded for a request."""
+        state = self._requests.get(request.request_id)
+        return () if state is None else state.media
 
     def finished(self, request: Any, blocks: Sequence[int], now_s: float) -> None:
         """The request is over, perhaps aborted; its last blocks are kept, too."""
@@ -210,7 +223,7 @@ class TierScheduler:
         for answer in report.answers:
             state = self._asked.get(answer.number)
             if state is not None:
-                state.answers.append(answer.blocks)
+                state.answers.append(answer.media)
         for number in report.stored:
             held = self._held[number]
             held.missing -= 1

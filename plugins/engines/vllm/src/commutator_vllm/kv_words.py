@@ -75,10 +75,10 @@ class Orders:
 
 @frozen
 class Answer:
-    """To a question: so many blocks are planned."""
+    """To a question: these blocks are planned, each from such a medium."""
 
     number: int
-    blocks: int
+    media: tuple[str, ...]
 
 
 @frozen

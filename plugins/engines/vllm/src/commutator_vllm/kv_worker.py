@@ -128,7 +128,7 @@ class TierWorkerSide:
             if future.done():
                 plan = future.result()
                 self._plans[number] = plan
-                answers.append(Answer(number, plan.blocks))
+                answers.append(Answer(number, plan.media))
                 del self._asked[number]
         stored = [number for number, future in self._storing.items() if future.done()]
         for number in stored:
