@@ -16,6 +16,8 @@ from tests.e2e.identity_prompts import PARAGRAPH, PROMPTS
 from tests.support.oracle import SOURCE
 
 from commutator.cli.main import main
+from commutator.engine import TokenApiClient
+from commutator.engine.handover import HandoverStatistics
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
 
@@ -100,8 +102,6 @@ async def until_known(cluster: LocalCluster, workers: int) -> None:
 
 async def until_idle(cluster: LocalCluster) -> None:
     """No request, export, lease or reserved block is left at any worker."""
-    from commutator.engine import TokenApiClient
-
     for worker in cluster.health()["workers"]:
         client = TokenApiClient(worker["admin_address"], answer_timeout_s=60)
         async with asyncio.timeout(60):
@@ -142,6 +142,20 @@ async def compare(lengths: Sequence[int]) -> None:
         assert any(answer.cached_tokens for answer in apart), "common beginnings are found"
         assert sum(answer.cached_tokens for answer in again) > sum(lengths) / 2
         await until_idle(cluster)
+        pulled = [counts.pulls for counts in await handovers(cluster)]
+        assert sum(each.nixl_bytes for each in pulled) == sum(each.pulled_bytes for each in pulled)
+        assert all(each.nixl_bytes for each in pulled), "NIXL's own count, at both decode workers"
+
+
+async def handovers(cluster: LocalCluster) -> list[HandoverStatistics]:
+    """What each decode worker counted."""
+    counted = []
+    for worker in cluster.health()["workers"]:
+        if worker["role"] == "decode":
+            client = TokenApiClient(worker["admin_address"], answer_timeout_s=60)
+            counted.append(await client.handover_statistics())
+            await client.close()
+    return counted
 
 
 async def test_answers_are_the_same() -> None:

@@ -13,7 +13,7 @@ def test_every_counter_is_scraped_under_its_worker() -> None:
     metrics = FrontendMetrics()
     counted = HandoverStatistics(
         ExportStatistics(active=1, held_blocks=2, released=3, failed=4, lapsed=5),
-        PullStatistics(succeeded=6, failed=7, dropped=8, pulled_bytes=9, pull_s=0.5),
+        PullStatistics(succeeded=6, failed=7, dropped=8, pulled_bytes=9, nixl_bytes=10, pull_s=0.5),
     )
     metrics.watch_handovers(lambda: {"w0": counted})
     found = {
@@ -33,6 +33,7 @@ def test_every_counter_is_scraped_under_its_worker() -> None:
         ("pulls_total", "failed"): 7,
         ("pulls_total", "dropped"): 8,
         ("pulled_bytes_total", None): 9,
+        ("nixl_bytes_total", None): 10,
         ("pull_seconds_total", None): 0.5,
     }
 
@@ -48,4 +49,5 @@ async def test_workers_count_what_they_did() -> None:
         assert decode.record.info.handover is not None
         assert ours.pulls.succeeded == 1
         assert ours.pulls.pulled_bytes == 64 * decode.record.info.handover.token_bytes
+        assert ours.pulls.nixl_bytes == ours.pulls.pulled_bytes
         assert ours.pulls.pull_s > 0

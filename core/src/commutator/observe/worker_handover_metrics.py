@@ -49,6 +49,11 @@ def _families(statistics: Mapping[str, HandoverStatistics]) -> list[Metric]:
         "KV bytes that a decode worker read and verified.",
         labels=("worker",),
     )
+    moved = CounterMetricFamily(
+        "commutator_worker_handover_nixl_bytes",
+        "KV bytes that a decode worker read, by NIXL's own telemetry.",
+        labels=("worker",),
+    )
     seconds = CounterMetricFamily(
         "commutator_worker_handover_pull_seconds",
         "Time that a decode worker's requests spent reading, waits for prefill included.",
@@ -61,5 +66,6 @@ def _families(statistics: Mapping[str, HandoverStatistics]) -> list[Metric]:
         for outcome in ("succeeded", "failed", "dropped"):
             pulls.add_metric((worker, outcome), getattr(counted.pulls, outcome))
         pulled.add_metric((worker,), counted.pulls.pulled_bytes)
+        moved.add_metric((worker,), counted.pulls.nixl_bytes)
         seconds.add_metric((worker,), counted.pulls.pull_s)
-    return [held, exports, pulls, pulled, seconds]
+    return [held, exports, pulls, pulled, moved, seconds]

@@ -39,6 +39,8 @@ class TransferAgent:
         self._nixl = make_agent(name)
         for backend, parameters in backends.items():
             create_backend(self._nixl, backend, parameters)
+        self.moved_bytes = 0
+        """By NIXL's own telemetry, both directions; any thread may read it."""
         self._registrations = Registrations(self._nixl)
         self._lists = BlockLists(self._nixl)
         self._peers = Peers(self._nixl, self._is_busy)
@@ -162,6 +164,7 @@ class TransferAgent:
 
     def _end(self, transfer: Transfer) -> None:
         del self._under_way[transfer.token]
+        self.moved_bytes += transfer.moved_bytes
         if transfer.abandoned:
             self._reaped.append(transfer.token)
         self._registrations.remove(transfer.request.own_regions, transfer.request.backend)

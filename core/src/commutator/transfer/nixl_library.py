@@ -58,6 +58,7 @@ def make_agent(name: str) -> Any:
         config.useProgThread = True
         config.useListenThread = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+        config.captureTelemetry = True  # a microsecond a transfer
         config.pthrDelay = _PROGRESS_DELAY_US
         agent.agent = bindings.nixlAgent(name, config)
     return agent

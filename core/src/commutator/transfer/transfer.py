@@ -45,6 +45,8 @@ class Transfer:
     _nixl: Any = field(repr=False)
     _handle: Any = field(repr=False)
     _on_end: Callable[[Transfer], None] = field(repr=False)
+    moved_bytes: int = 0
+    """What NIXL's telemetry says it moved; set when it has succeeded."""
     abandoned: bool = False
     """Nobody waits for it; the memory is pinned until it is reaped."""
     _ended: bool = False
@@ -96,6 +98,9 @@ class Transfer:
         except TransferError as error:
             self._error = error
         self._ended = True
+        if self._error is None:
+            with nixl_errors("count a transfer's bytes"):
+                self.moved_bytes = self._nixl.get_xfer_telemetry(self._handle).totalBytes
         with nixl_errors("release a transfer"):
             self._handle.release()
         self._on_end(self)

@@ -52,5 +52,10 @@ class BlockMover(Protocol):
         """
         ...
 
+    @property
+    def nixl_bytes(self) -> int:
+        """What NIXL's own telemetry says it has moved. Any thread may ask."""
+        ...
+
     def forget(self, source: Source) -> None:
         """That process will not be read from again."""

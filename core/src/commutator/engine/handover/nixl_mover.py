@@ -119,6 +119,10 @@ class NixlMover:
         finally:
             fetch.cancelled = True
 
+    @property
+    def nixl_bytes(self) -> int:
+        return 0 if self._agent is None else self._agent.moved_bytes
+
     def forget(self, source: Source) -> None:
         self._commands.put(lambda: self._forget(source.agent))
 

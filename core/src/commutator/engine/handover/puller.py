@@ -97,7 +97,7 @@ class Puller:
 
     def statistics(self) -> PullStatistics:
         with self._lock:
-            return self._counts
+            return evolve(self._counts, nixl_bytes=self._mover.nixl_bytes)
 
     def stop(self) -> None:
         """Give everything up; from any thread but the loop's."""

@@ -32,6 +32,8 @@ class PullStatistics:
     """Aborted, or found not to be needed."""
     pulled_bytes: int = 0
     """Read and verified."""
+    nixl_bytes: int = 0
+    """What NIXL's own telemetry says it has read; 0 where no bytes are moved, as in ``sim``."""
     pull_s: float = 0.0
     """Time that requests spent reading, waits for the prefill worker included."""
 

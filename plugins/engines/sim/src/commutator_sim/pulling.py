@@ -61,6 +61,10 @@ class WaitingMover:
             target.end()
         return [None] * len(blocks)
 
+    @property
+    def nixl_bytes(self) -> int:
+        return 0
+
     def forget(self, source: Source) -> None:
         """There is nothing to forget."""
 
