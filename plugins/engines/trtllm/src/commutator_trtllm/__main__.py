@@ -16,7 +16,11 @@ from typing import Any
 
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
 
+log = logging.getLogger(__name__)
+
 _GRACE_S = 8.0
+_KILLED = 128
+"""And the number of the signal: the status of a process that was killed, as shells tell it."""
 
 
 def sidecar_arguments(options: SidecarOptions) -> tuple[str, ...]:
@@ -61,7 +65,9 @@ async def run(options: SidecarOptions, command: Sequence[str]) -> int:
         if server is not None:
             await _end(server)
         return 0
-    return server.returncode or 1
+    status = server.returncode or 0
+    log.error("the server ended with status %d", status)
+    return _KILLED - status if status < 0 else status or 1
 
 
 async def _end(server: asyncio.subprocess.Process) -> None:
