@@ -23,6 +23,7 @@ PUBLIC = {
     *("types", "errors", "schema", "engine", "kv", "transfer", "text", "testing"),
     "routing.contract",
     "engine.handover",
+    "engine.http",
 }
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 

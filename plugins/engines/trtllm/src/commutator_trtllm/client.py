@@ -13,6 +13,7 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
+from commutator.engine.http import HttpAnswer, error_for, errors_told, is_alive
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -23,14 +24,7 @@ from commutator.errors import (
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest
 from commutator_trtllm.bodies import hands_over, request_body
 from commutator_trtllm.deltas import DeltaReader
-from commutator_trtllm.exchange import (
-    HttpAnswer,
-    error_for,
-    errors_told,
-    generate,
-    is_alive,
-    message_of,
-)
+from commutator_trtllm.exchange import generate, message_of, name_of
 from commutator_trtllm.told import INFO, LOAD, Told
 
 __all__ = ["TrtllmClient"]
@@ -68,7 +62,7 @@ class TrtllmClient(EngineClient):
         task: asyncio.Task[None] | None = None
         stream = DeltaStream(abort)
         if self._told is None:
-            stream.fail(EngineUnavailableError(f"TensorRT-LLM at {self.address}: not connected"))
+            stream.fail(EngineUnavailableError(f"{name_of(self.address)}: not connected"))
             return stream
         task = asyncio.get_running_loop().create_task(self._run(request, stream, self._told))
         self._running.add(task)
@@ -90,9 +84,7 @@ class TrtllmClient(EngineClient):
             stream.fail(error)
         except asyncio.CancelledError:
             # Whoever closed only this stream does not hear of it.
-            stream.fail(
-                EngineUnavailableError(f"TensorRT-LLM at {told.url}: the connection was closed")
-            )
+            stream.fail(EngineUnavailableError(f"{name_of(told.url)}: the connection was closed"))
             raise
 
     async def _lacks_kv(self, request: GenerateRequest, error: Exception, url: str) -> bool:
@@ -112,11 +104,12 @@ class TrtllmClient(EngineClient):
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ForwardedAnswer]:
         if self._told is None:
-            raise EngineUnavailableError(f"TensorRT-LLM at {self.address}: not connected")
+            raise EngineUnavailableError(f"{name_of(self.address)}: not connected")
         session, url = self._open_session(), self._told.url
+        where = name_of(url)
         sent = {"Content-Type": "application/json", **headers}
         try:
-            with errors_told(url):
+            with errors_told(where):
                 response = await session.post(url + path, data=body, headers=sent)
         except EngineUnavailableError:
             self._told = None
@@ -124,8 +117,8 @@ class TrtllmClient(EngineClient):
         async with response:
             if response.status in _TOLD_APART:
                 text = message_of(await response.read())
-                raise await error_for(session, url, response.status, text)
-            yield HttpAnswer(response, url)
+                raise await error_for(session, where, url, response.status, text)
+            yield HttpAnswer(response, where)
 
     async def load(self) -> EngineLoad:
         return await self._read(LOAD, EngineLoad)

@@ -10,11 +10,12 @@ import aiohttp
 import msgspec
 from attrs import field, frozen
 
+from commutator.engine.http import errors_told
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.types import EngineInfo
 from commutator_trtllm.api import CacheEvent, IterationStats, ModelList, Version
 from commutator_trtllm.bodies import COMPLETIONS
-from commutator_trtllm.exchange import errors_told, message_of
+from commutator_trtllm.exchange import message_of, name_of
 from commutator_trtllm.handover import handover_info
 from commutator_trtllm.statistics import LatestStatistics
 
@@ -46,7 +47,7 @@ class Server:
         version = self._decode(await self._ask("GET", "/version"), Version)
         models = self._decode(await self._ask("GET", "/v1/models"), ModelList)
         if not models.data:
-            raise EngineError(f"TensorRT-LLM at {self.url} serves no model")
+            raise EngineError(f"{name_of(self.url)} serves no model")
         model = models.data[0].id
         await self._ask("POST", COMPLETIONS, {"model": model, **_ONE_TOKEN})
         for _ in range(_STATISTICS_TRIES):
@@ -87,7 +88,7 @@ class Server:
             raise EngineError(f"{self.url} answers what is not understood: {error}") from error
 
     async def _ask(self, method: str, path: str, body: object = None) -> bytes:
-        with errors_told(self.url):
+        with errors_told(name_of(self.url)):
             async with self.session.request(method, self.url + path, json=body) as response:
                 answer = await response.read()
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -13,19 +13,13 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
+from commutator.engine.http import HttpAnswer, errors_told
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, hands_over, request_body
 from commutator_vllm.discovery import engine_info, event_source
-from commutator_vllm.exchange import (
-    HttpAnswer,
-    NotOfferedError,
-    error_for,
-    errors_told,
-    generate,
-    message_of,
-)
+from commutator_vllm.exchange import NotOfferedError, failure, generate, message_of, name_of
 from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
 
 __all__ = ["VllmClient"]
@@ -130,7 +124,7 @@ class VllmClient(EngineClient):
     ) -> AsyncIterator[ForwardedAnswer]:
         session, sent = self._open_session(), {"Content-Type": "application/json", **headers}
         try:
-            with errors_told(self.url):
+            with errors_told(name_of(self.url)):
                 response = await session.post(self.url + path, data=body, headers=sent)
         except EngineUnavailableError:
             self._info = None
@@ -138,8 +132,8 @@ class VllmClient(EngineClient):
         async with response:
             if response.status in _TOLD_APART:
                 text = message_of(await response.read())
-                raise await error_for(session, self.url, response.status, text)
-            yield HttpAnswer(response, self.url)
+                raise await failure(session, self.url, response.status, text)
+            yield HttpAnswer(response, name_of(self.url))
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -11,21 +10,15 @@ import aiohttp
 import msgspec
 
 from commutator.engine import DeltaStream
-from commutator.errors import (
-    EngineError,
-    EngineIncompleteError,
-    EngineOverloadedError,
-    EngineUnavailableError,
-    RequestError,
-)
+from commutator.engine.http import error_for, errors_told
+from commutator.errors import EngineIncompleteError
 from commutator.types import GenerateRequest
 from commutator_vllm.api import Chunk
 from commutator_vllm.bodies import GENERATE, request_headers
 from commutator_vllm.deltas import DeltaReader, FailedInStreamError
 
-__all__ = ["HttpAnswer", "NotOfferedError", "error_for", "errors_told", "generate", "message_of"]
+__all__ = ["NotOfferedError", "failure", "generate", "message_of", "name_of"]
 
-_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED)
 _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
 """What vLLM says of a path that it does not know; of a model it says more."""
@@ -33,35 +26,6 @@ _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
 
 class NotOfferedError(Exception):
     """The server does not offer this endpoint."""
-
-
-class HttpAnswer:
-    """The server's own answer to a client's own request."""
-
-    def __init__(self, response: aiohttp.ClientResponse, url: str) -> None:
-        self._response = response
-        self._url = url
-        self.status = response.status
-        self.content_type = response.headers.get("Content-Type", "application/json")
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """As they come. Raises EngineUnavailableError."""
-        content = self._response.content
-        while True:
-            with errors_told(self._url):  # those of whoever gets the data are not the server's
-                data = await content.readany()
-            if not data:
-                return
-            yield data
-
-
-@contextmanager
-def errors_told(url: str) -> Iterator[None]:
-    """A connection that fails is told as ours."""
-    try:
-        yield
-    except aiohttp.ClientError as error:
-        raise EngineUnavailableError(f"vLLM at {url}: connection lost ({error})") from error
 
 
 async def generate(
@@ -79,7 +43,7 @@ async def generate(
     reader = DeltaReader(request.sampling.top_logprobs)
     sent = session.post(url + path, json=body, headers=request_headers(request))
     try:
-        with errors_told(url):
+        with errors_told(name_of(url)):
             async with sent as response:
                 if response.status != HTTPStatus.OK:
                     raise await _refusal(session, url, path, response)
@@ -91,9 +55,9 @@ async def generate(
                     for delta in reader.whole(await response.read()):
                         stream.feed(delta)
     except FailedInStreamError as error:
-        raise await error_for(session, url, error.code or 500, str(error)) from error
+        raise await failure(session, url, error.code or 500, str(error)) from error
     if not reader.ended:
-        raise EngineIncompleteError(f"vLLM at {url} ended the stream before the answer")
+        raise EngineIncompleteError(f"{name_of(url)} ended the stream before the answer")
 
 
 async def _refusal(
@@ -102,32 +66,19 @@ async def _refusal(
     message = message_of(await response.read())
     if path == GENERATE and (response.status in _NOT_OFFERED or message == _NO_ROUTE):
         return NotOfferedError()
-    return await error_for(session, url, response.status, message)
+    return await failure(session, url, response.status, message)
 
 
-async def error_for(
-    session: aiohttp.ClientSession, url: str, status: int, message: str
-) -> Exception:
-    """Tells a server that is full from one that is dead, and both from a wrong request."""
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return EngineOverloadedError(message)
+async def failure(session: aiohttp.ClientSession, url: str, status: int, message: str) -> Exception:
+    """The error for an answer of the server at ``url`` that is none."""
     if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        return EngineError(f"vLLM at {url} refuses us ({status}): {message}; see `api_key`")
-    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        return RequestError(message)
-    if not await _is_alive(session, url):
-        return EngineUnavailableError(f"vLLM at {url} is dead: {message}")
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return EngineOverloadedError(message)
-    return EngineError(f"vLLM at {url} answers {status}: {message}")
+        message = f"{message}; see `api_key`"
+    return await error_for(session, name_of(url), url, status, message)
 
 
-async def _is_alive(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as answer:
-            return answer.status == HTTPStatus.OK
-    except (aiohttp.ClientError, OSError):
-        return False
+def name_of(url: str) -> str:
+    """A server in errors."""
+    return f"vLLM at {url}"
 
 
 def message_of(body: bytes) -> str:
