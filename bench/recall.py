@@ -34,6 +34,7 @@ LENGTHS = (128, 256, 512, 1024, 2048)
 BLOCK_SIZE = 16
 NUM_BLOCKS = 300
 ROUNDS = 3
+TICKS_MS = (50, 100, 200, 500, 1000, 2000, 5000)
 
 
 def run() -> list[Figure]:
@@ -174,9 +175,11 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         )
     axes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="time to first token, ms")
     axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+    axes.set_yticks(TICKS_MS, [str(tick) for tick in TICKS_MS])
+    axes.minorticks_off()
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
