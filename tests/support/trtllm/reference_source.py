@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +22,10 @@ from commutator.text import TextModel, load_text_model
 from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.loading import load_model
+from commutator_reference.model import LlamaModel
 from commutator_reference.server import ReferenceServer
 
 __all__ = ["ReferenceSource", "running_stand_in"]
-
-load_weights = cache(load_model)
 
 
 class ReferenceSource:
@@ -137,12 +135,17 @@ class ReferenceSource:
 
 @asynccontextmanager
 async def running_stand_in(
-    model: ModelConfig, config: ReferenceConfig, *, port: int = 0, event_buffer: int = 65536
+    model: ModelConfig,
+    config: ReferenceConfig,
+    *,
+    port: int = 0,
+    event_buffer: int = 65536,
+    load: Callable[..., LlamaModel] = load_model,
 ) -> AsyncIterator[tuple[str, StandIn, ReferenceSource, ReferenceServer]]:
-    """A server over a reference engine of its own; the weights are read once a process."""
+    """A server over a reference engine of its own, whose weights come from ``load``."""
     with closing(EventQueue(max_size=event_buffer)) as events:
         with (
-            patch("commutator_reference.server.load_model", load_weights),
+            patch("commutator_reference.server.load_model", load),
             patch("commutator_reference.server.EventPublisher", lambda: events),
         ):
             engine = await asyncio.to_thread(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
+from aiohttp import ClientSession
 from tests.support.trtllm.fake_source import BLOCK, FakeSource, sidecar_of, until_ready
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
@@ -122,6 +124,33 @@ async def test_a_server_without_statistics_is_told_what_it_needs(
                     said = str(caught.value)
                     await asyncio.sleep(0.02)
             await client.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [(TimeoutError(), "gives no answer"), (ZeroDivisionError("oh"), "ZeroDivisionError")],
+)
+async def test_whatever_happens_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, broken: Exception, said: str
+) -> None:
+    async with sidecar_of(FakeSource()) as (client, _, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(ClientSession, "request", Mock(side_effect=broken))
+            told = ""
+            async with asyncio.timeout(60):
+                while said not in told:
+                    await asyncio.sleep(0.01)
+                    told = await _told(client)
+        await until_ready(client.address)
+        await client.load()
+
+
+async def _told(client: TrtllmClient) -> str:
+    try:
+        await client.load()
+    except EngineUnavailableError as error:
+        return str(error)
+    return ""
 
 
 async def test_without_events_or_hand_overs_it_says_so() -> None:

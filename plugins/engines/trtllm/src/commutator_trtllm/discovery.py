@@ -88,9 +88,12 @@ class Server:
             raise EngineError(f"{self.url} answers what is not understood: {error}") from error
 
     async def _ask(self, method: str, path: str, body: object = None) -> bytes:
-        with errors_told(name_of(self.url)):
-            async with self.session.request(method, self.url + path, json=body) as response:
-                answer = await response.read()
+        try:
+            with errors_told(name_of(self.url)):
+                async with self.session.request(method, self.url + path, json=body) as response:
+                    answer = await response.read()
+        except TimeoutError:
+            raise EngineUnavailableError(f"{self.url}{path} gives no answer") from None
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise EngineUnavailableError(f"{self.url}{path} answers {response.status}")
         if response.status != HTTPStatus.OK:

@@ -86,6 +86,9 @@ class Sidecar:
                     await self._follow_once(server)
                 except* EngineError as failed:
                     self._lost(str(failed.exceptions[0]))
+                except* Exception as failed:
+                    log.exception("the sidecar of %s failed, and begins anew", server.url)
+                    self._lost(f"the sidecar failed: {failed.exceptions[0]!r}")
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow_once(self, server: Server) -> None:
