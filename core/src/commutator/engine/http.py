@@ -54,26 +54,35 @@ def errors_told(where: str) -> Iterator[None]:
 
 
 async def error_for(
-    session: aiohttp.ClientSession, where: str, url: str, status: int, message: str
+    session: aiohttp.ClientSession,
+    where: str,
+    url: str,
+    status: int,
+    message: str,
+    *,
+    alive_path: str = "/health",
 ) -> Exception:
-    """Tells a server that is full from one that is dead, and both from a wrong request."""
+    """Tells a server that is full from one that is dead, and both from a wrong request.
+
+    ``alive_path`` is what a server that lives answers at once.
+    """
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         return EngineOverloadedError(message)
     if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
         return EngineError(f"{where} refuses us ({status}): {message}")
     if status < HTTPStatus.INTERNAL_SERVER_ERROR:
         return RequestError(message)
-    if not await is_alive(session, url):
+    if not await is_alive(session, url, alive_path):
         return EngineUnavailableError(f"{where} is dead: {message}")
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return EngineOverloadedError(message)
     return EngineError(f"{where} answers {status}: {message}")
 
 
-async def is_alive(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether the server's ``/health`` says that it is well."""
+async def is_alive(session: aiohttp.ClientSession, url: str, path: str = "/health") -> bool:
+    """Whether the server's answer at ``path`` says that it is well."""
     try:
-        async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as answer:
+        async with session.get(url + path, timeout=_HEALTH_TIMEOUT) as answer:
             return answer.status == HTTPStatus.OK
     except (aiohttp.ClientError, OSError):
         return False

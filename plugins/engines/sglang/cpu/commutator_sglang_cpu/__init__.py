@@ -1,0 +1,1 @@
+"""SGLang plugins for machines without an accelerator; see the README beside it."""

@@ -1,0 +1,1 @@
+"""Connects Commutator to SGLang: launches its servers or attaches to them, unmodified."""

