@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from commutator import LaunchContext, ModelConfig
+from commutator import LaunchContext, ModelConfig, TierConfig
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.plugin import VllmConnector
 
@@ -47,12 +47,20 @@ def need_vllm() -> None:
 
 
 @contextlib.contextmanager
-def running_vllm(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The URL of a server with ``args`` more. The test fails when vLLM is not installed."""
+def running_vllm(
+    folder: Path,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    tiers: tuple[TierConfig, ...] = (),
+) -> Iterator[str]:
+    """The URL of a server with ``args`` more, over these storage tiers.
+
+    The test fails when vLLM is not installed.
+    """
     need_vllm()
     config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
     port = _free_port()
-    context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder)
+    context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder, tiers)
     plan = VllmConnector().launch_plan(config, context)
     assert plan is not None
     with (folder / "vllm.log").open("wb") as log:
