@@ -241,8 +241,9 @@ async def test_a_leg_that_does_not_get_the_kv(client: SglangClient, sglang: Fake
     info = await client.start()
     assert info.handover is not None
     assert info.handover.address == "127.0.0.1:8998"
+    patient = {**IN_A_ROOM, "answer_within_s": 60.0}
     with pytest.raises(EngineHandoverError, match="because"):
-        await collect(client, evolve(REQUEST, handover=IN_A_ROOM))
+        await collect(client, evolve(REQUEST, handover=patient))
     sglang.status, sglang.hangs, sglang.body = 200, True, b""
     hurried = {**IN_A_ROOM, "answer_within_s": 0.05}
     with pytest.raises(EngineHandoverError, match=r"within 0.05 s"):
@@ -258,6 +259,8 @@ async def test_a_server_of_one_role_serves_nothing_alone(
     await client.start()
     with pytest.raises(EngineHandoverError, match="kind: always"):
         await collect(client)
+    with pytest.raises(EngineHandoverError, match="for prefill"):
+        await collect(client, evolve(REQUEST, handover=IN_A_ROOM))
     assert not sglang.asked
 
 

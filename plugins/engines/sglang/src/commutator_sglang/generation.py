@@ -14,7 +14,6 @@ from commutator.errors import (
     EngineError,
     EngineHandoverError,
     EngineIncompleteError,
-    EngineUnavailableError,
 )
 from commutator.types import GenerateRequest
 from commutator_sglang.api import ServerInfo
@@ -116,11 +115,16 @@ class Generation:
         return EngineHandoverError(message) if failed_load else error
 
     def _check_role(self) -> None:
-        mode = self._server.disaggregation_mode
-        if mode != "null" and self._request.handover is None:
+        mode, handover = self._server.disaggregation_mode, self._request.handover
+        if handover is None:
+            if mode != "null":
+                raise EngineHandoverError(
+                    f"{self._where} runs with --disaggregation-mode {mode}, so it cannot serve "
+                    "a request alone: use `disaggregation: {kind: always}`"
+                )
+            return
+        leg = "decode" if ANSWER_WITHIN_S in handover else "prefill"
+        if mode != leg:
             raise EngineHandoverError(
-                f"{self._where} runs with --disaggregation-mode {mode}, so that it cannot "
-                "serve a request alone: use `disaggregation: {kind: always}`"
+                f"{self._where} runs with --disaggregation-mode {mode}, but its `role` is for {leg}"
             )
-        if mode == "null" and self._request.handover is not None:
-            raise EngineUnavailableError(f"{self._where} takes no part in hand-overs any more")

@@ -7,6 +7,7 @@ the prefill server and goes along.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -58,11 +59,9 @@ def _words(legs: HandoverLegs) -> dict[str, Any]:
 
 
 def room_of(handover_id: str, ranks: int, rank: int) -> int:
-    """A number of 63 bits; its remainder by the number of ``ranks`` is the prefill's ``rank``.
-
-    ``handover_id`` is random hexadecimal, of at least 16 digits where rooms shall not collide.
-    """
-    drawn = int(handover_id[:16], 16) % (1 << _ROOM_BITS)
+    """A number of 63 bits; its remainder by the number of ``ranks`` is the prefill's ``rank``."""
+    digest = hashlib.sha256(handover_id.encode()).digest()
+    drawn = int.from_bytes(digest[:8], "big") >> (64 - _ROOM_BITS)
     room = drawn - drawn % ranks + rank
     return room if room < 1 << _ROOM_BITS else room - ranks
 
