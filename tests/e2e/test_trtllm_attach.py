@@ -37,7 +37,7 @@ def ask(url: str) -> tuple[int, int]:
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
     headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
     asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=120) as answer:
+    with urllib.request.urlopen(asked, timeout=300) as answer:
         read: dict[str, Any] = json.load(answer)
         decision = json.loads(answer.headers["X-Commutator-Decision"])
     (candidate,) = decision["candidates"]
@@ -45,7 +45,7 @@ def ask(url: str) -> tuple[int, int]:
 
 
 async def until_routed(url: str, blocks: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while True:
             try:
                 made, found = await asyncio.to_thread(ask, url)
@@ -67,7 +67,7 @@ async def test_attached() -> None:
         "router": {"kind": "kv", "block_size": BLOCK},
     }
     stored = BlockStored((7, 8), None, tuple(PROMPT[: 2 * BLOCK]), BLOCK)
-    cluster = LocalCluster(config)
+    cluster = LocalCluster(config, start_timeout_s=300)
     try:
         async with server(port) as (_, events):
             await asyncio.to_thread(cluster.__enter__)

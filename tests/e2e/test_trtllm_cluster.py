@@ -89,4 +89,4 @@ def test_launched_and_apart() -> None:
             and str(ports["d-0"]) in words
         )
         server.kill()
-        cluster.wait_for_log("d-0 exited with status 137")
+        cluster.wait_for_log("d-0 exited with status 137", timeout_s=300)
