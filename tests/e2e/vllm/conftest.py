@@ -18,7 +18,10 @@ def started_pair(root: Path) -> Iterator[LocalCluster]:
     """examples/vllm.yaml, with the servers' development endpoints."""
     need_vllm()
     env = {"VLLM_SERVER_DEV_MODE": "1"}
-    with LocalCluster(root / "examples" / "vllm.yaml", env=env, start_timeout_s=600) as running:
+    patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
+    with LocalCluster(
+        root / "examples" / "vllm.yaml", arguments=patient, env=env, start_timeout_s=600
+    ) as running:
         wait_for_workers(running, 2)
         yield running
 

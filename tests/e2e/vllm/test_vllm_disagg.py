@@ -16,7 +16,7 @@ import pytest_asyncio
 import yaml
 from attrs import frozen
 from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
-from tests.support.vllm_server import need_vllm
+from tests.support.vllm_server import ask_vllm, need_vllm
 
 from commutator.testing import LocalCluster
 
@@ -56,7 +56,9 @@ def apart(root: Path) -> Iterator[LocalCluster]:
         "timeout_s": 120,
         "router": {"kind": "least_loaded"},
     }
-    with LocalCluster(config, start_timeout_s=600) as running:
+    config["runtime"] = {"lease_s": 60}  # a busy machine makes no worker a lost one
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    with LocalCluster(config, env=env, start_timeout_s=600) as running:
         wait_for_workers(running, 2)
         yield running
 
@@ -77,7 +79,6 @@ async def complete(
     url: str,
     prompt: str,
     *,
-    salt: str | None = None,
     logprobs: int | None = None,
 ) -> Answer:
     body = {
@@ -86,7 +87,6 @@ async def complete(
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
-        "cache_salt": salt,
         "logprobs": logprobs,
     }
     headers = {"X-Commutator-Explain": "1"}
@@ -144,10 +144,21 @@ def wait_for_usage(cluster: LocalCluster, expected: dict[str, float]) -> None:
         time.sleep(0.5)
 
 
+def forget(url: str) -> None:
+    """The server's prefix cache is emptied, as soon as no block is in use."""
+    until_s = time.monotonic() + 60
+    while not json.loads(ask_vllm("POST", f"{url}/reset_prefix_cache"))["success"]:
+        assert time.monotonic() < until_s, "blocks are still in use"
+        time.sleep(0.2)
+
+
 async def run(
-    session: aiohttp.ClientSession, cluster: LocalCluster, name: str, count: int, times: int
+    session: aiohttp.ClientSession, cluster: LocalCluster, name: str, count: int, rounds: int
 ) -> None:
-    """Each prompt several times, each time salted, so that it is found in no cache."""
+    """The decode server forgets each round, so that every prompt is handed over whole.
+
+    The prefill server does not, so that this ends in time on a machine with two cores.
+    """
     asked = prompts(name, count)
     expected = await aggregated(session, cluster, asked)
     servers, before = server_urls(cluster), usage(cluster)
@@ -158,19 +169,20 @@ async def run(
         "vllm:nixl_num_failed_transfers_total",
     )
     at_first = [metric(servers["decode-0"], counter) for counter in counters]
-    salted = [(prompt, f"{name} {time}") for time in range(times) for prompt in asked]
-    answers = await at_once(
-        [partial(complete, session, cluster.url, prompt, salt=salt) for prompt, salt in salted]
-    )
-    compare(expected * times, answers)
-    assert {answer.apart["outcome"] for answer in answers} == {"handed over"}
+    for _ in range(rounds):
+        await asyncio.to_thread(forget, servers["decode-0"])
+        answers = await at_once(partial(complete, session, cluster.url, p) for p in asked)
+        compare(expected, answers)
+        assert {answer.apart["outcome"] for answer in answers} == {"handed over"}
     transfers, size_bytes, tokens, failed = (
         metric(servers["decode-0"], counter) - first
         for counter, first in zip(counters, at_first, strict=True)
     )
     print(f"{transfers:g} transfers, {size_bytes / 1e6:.0f} MB, {tokens:g} tokens")
-    assert (transfers, failed) == (count * times, 0)
-    assert tokens >= 64 * count * times, "decode computed next to nothing of the prompts"
+    # More than that when a busy machine has made a request go on with a second decode leg.
+    assert transfers >= count * rounds
+    assert failed == 0
+    assert tokens >= 64 * count * rounds, "decode computed next to nothing of the prompts"
     assert size_bytes >= tokens * 46_080, "keys and values: 30 layers of 3 heads of 64 floats"
     wait_for_usage(cluster, before)
 
@@ -180,11 +192,10 @@ async def test_handed_over(session: aiohttp.ClientSession, apart: LocalCluster) 
     await run(session, apart, "Tale", 8, 2)
 
 
-@pytest.mark.timeout(3600)  # NIXL's progress threads keep two cores busy all the time
 async def test_two_hundred_at_concurrency_8(
     session: aiohttp.ClientSession, apart: LocalCluster
 ) -> None:
-    await run(session, apart, "Story", 25, 8)
+    await run(session, apart, "Story", 50, 4)
 
 
 async def test_prefill_killed_midway(session: aiohttp.ClientSession, apart: LocalCluster) -> None:
