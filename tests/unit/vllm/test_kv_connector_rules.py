@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.fake_vllm import BLOCK_TOKENS, FakeVllm
+from collections.abc import Sequence
+
+from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm
 from tests.support.foreign_engine import dram, prompt
 
 from commutator.testing.tier_faults import damage
+from commutator_vllm.kv_scheduler import TierScheduler
+from commutator_vllm.kv_words import Answer, Report
 from commutator_vllm.prefill_clock import PrefillClock
 
 PROMPT = [*prompt(1, 4), 1]
@@ -75,6 +79,69 @@ def test_what_vllm_knows_by_pictures_is_left_to_it() -> None:
         vllm.scheduler.arrived(request)
         assert vllm.scheduler.match(request, 0) == 0
         vllm.settle()
+
+
+class Pool:
+    """Notes who is held."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        self.held += blocks
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        self.held = [block for block in self.held if block not in blocks]
+
+
+def alone(workers: int = 1) -> tuple[TierScheduler, Pool, FakeRequest]:
+    """The scheduler's side by itself, with a request of four blocks and a token."""
+    scheduler = TierScheduler(block_size=BLOCK_TOKENS, num_blocks=16, workers=workers, lag=0)
+    scheduler.pool = pool = Pool()
+    request = FakeRequest("r", list(PROMPT), len(PROMPT))
+    scheduler.arrived(request)
+    return scheduler, pool, request
+
+
+def test_what_is_being_loaded_is_not_kept() -> None:
+    scheduler, pool, request = alone()
+    assert scheduler.match(request, 0) is None
+    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
+    scheduler.reported(Report(answers=(Answer(ask.number, ("CPU",) * 4),)))
+    assert scheduler.match(request, 0) == 4 * BLOCK_TOKENS
+    scheduler.allocated(request, [1, 2, 3, 4, 5], 4 * BLOCK_TOKENS)
+    request.num_computed_tokens = 4 * BLOCK_TOKENS  # as vLLM says before they are there
+    (load,) = scheduler.orders({}, lambda _: (), 0.0).loads
+    assert load.device_blocks == (1, 2, 3, 4)
+    scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
+    orders = scheduler.orders({}, lambda _: (), 0.0)
+    assert orders.drops == (ask.number,)
+    assert not orders.stores
+    assert not pool.held
+
+
+def test_blocks_are_held_until_every_worker_has_stored_them() -> None:
+    scheduler, pool, request = alone(workers=2)
+    (store,) = scheduler.orders({"r": len(PROMPT)}, lambda _: [1, 2, 3, 4, 5], 0.0).stores
+    assert pool.held == [1, 2, 3, 4] == list(store.device_blocks)
+    scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
+    scheduler.reported(Report(stored=(store.number,)))
+    assert pool.held == [1, 2, 3, 4]
+    assert scheduler.busy
+    scheduler.reported(Report(stored=(store.number,)))
+    assert not pool.held
+
+
+def test_a_part_that_vllm_has_meanwhile_is_not_loaded() -> None:
+    scheduler, _, request = alone()
+    assert scheduler.match(request, 0) is None
+    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
+    scheduler.reported(Report(answers=(Answer(ask.number, ("CPU", "CPU", "NVME", "S3")),)))
+    assert scheduler.match(request, 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS
+    scheduler.allocated(request, [1, 2, 3, 4, 5], 2 * BLOCK_TOKENS)
+    (load,) = scheduler.orders({}, lambda _: (), 0.0).loads
+    assert (load.skip, load.device_blocks) == (2, (3, 4))
+    assert list(scheduler.media_of(request)) == ["NVME", "S3"]
 
 
 def test_speed_is_measured_between_steps_of_one_request() -> None:
