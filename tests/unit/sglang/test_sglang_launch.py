@@ -13,7 +13,7 @@ from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
 from commutator.errors import ConfigError
 from commutator_sglang.config import SglangConfig
-from commutator_sglang.launch import gpus_of, launch_plan, server_arguments
+from commutator_sglang.launch import launch_plan, server_arguments
 from commutator_sglang.plugin import SglangConnector
 
 CONFIG = SglangConfig(kind="sglang")
@@ -108,13 +108,6 @@ def test_a_role_brings_the_hand_over(context: LaunchContext) -> None:
     assert "--disaggregation-transfer-backend" not in arguments
     assert "--disaggregation-bootstrap-port" not in arguments
     assert "--disable-overlap-schedule" not in arguments
-
-
-def test_gpus_are_shared_in_order() -> None:
-    config = SglangConfig(kind="sglang", replicas=2, gpus=(4, 5, 6, 7))
-    assert gpus_of(config, "big-name-0") == (4, 5)
-    assert gpus_of(config, "big-name-1") == (6, 7)
-    assert gpus_of(CONFIG, "sglang-0") == ()
 
 
 def load(tmp_path: Path, **engine: object) -> EngineConfig:

@@ -14,7 +14,7 @@ from commutator.config.load import load_config
 from commutator.errors import ConfigError
 from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
-from commutator_trtllm.launch import gpus_of, launch_plan, server_command
+from commutator_trtllm.launch import launch_plan, server_command
 from commutator_trtllm.plugin import TrtllmConnector
 from commutator_trtllm.sidecar import SidecarOptions
 
@@ -94,11 +94,6 @@ def test_the_model_must_be_known_and_be_readable(context: LaunchContext, tmp_pat
     assert command[1] == "org/name"
     with pytest.raises(ConfigError, match="replicas"):
         launch_plan(TrtllmConfig(kind="trtllm", url="http://h:1", replicas=2), context)
-
-
-def test_gpus_are_shared() -> None:
-    config = evolve(CONFIG, replicas=2, gpus=(4, 5, 6, 7))
-    assert [gpus_of(config, f"t-{number}") for number in (0, 1)] == [(4, 5), (6, 7)]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from commutator.engine.embedded_config import read_tiers
 from commutator.errors import ConfigError
 from commutator_dram import DramConfig
 from commutator_vllm.config import VllmConfig
-from commutator_vllm.launch import gpus_of, launch_plan, server_arguments
+from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
 
 CONFIG = VllmConfig(kind="vllm")
@@ -117,13 +117,6 @@ def test_a_role_brings_the_connector(context: LaunchContext, python: str) -> Non
     plan = launch_plan(evolve(CONFIG, python=python), context)
     assert "--kv-transfer-config" not in plan.argv
     assert VllmConnector().handover_style(CONFIG) is None
-
-
-def test_gpus_are_shared_in_order() -> None:
-    config = VllmConfig(kind="vllm", replicas=2, gpus=(4, 5, 6, 7))
-    assert gpus_of(config, "big-name-0") == (4, 5)
-    assert gpus_of(config, "big-name-1") == (6, 7)
-    assert gpus_of(CONFIG, "vllm-0") == ()
 
 
 def load(tmp_path: Path, **engine: object) -> EngineConfig:

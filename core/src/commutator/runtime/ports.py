@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from commutator.engine.launching import free_ports
 from commutator.errors import ConfigError
 
 __all__ = ["PortPicker", "reserved_port"]
@@ -22,8 +23,7 @@ class PortPicker:
 
     def pick(self, host: str) -> int:
         while True:
-            with socket.create_server((host, 0)) as probe:
-                port = int(probe.getsockname()[1])
+            (port,) = free_ports(host)
             if port not in self._given:
                 self._given.append(port)
                 return port

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import directory_for, start_command
+from commutator.engine import directory_for, free_ports, gpus_of, python_at, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_sglang.config import SglangConfig
 
-__all__ = ["gpus_of", "launch_plan", "server_arguments"]
+__all__ = ["launch_plan", "server_arguments"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,8 @@ _BOOTSTRAP_PORT = "--disaggregation-bootstrap-port"
 
 def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model or an argument cannot be used."""
-    python = _python(config)
+    advice = "run `make sglang`, or give the Python of the environment that has SGLang"
+    python = python_at(config.python, advice, f"engine {config.name or config.kind}")
     source = locate_model(context.model.source)
     directory = directory_for(source) if source.is_file() else source
     server = (python, *_SERVER, *server_arguments(config, context, directory))
@@ -50,7 +49,7 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         **(_CPU_ENV if _on_cpu(config) else {}),
         **config.env,
     }
-    if gpus := gpus_of(config, context.worker_id):
+    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
     log.info("%s: %s", context.worker_id, shlex.join(shown))
@@ -66,7 +65,7 @@ def server_arguments(
     given = set(_names(config))
     if ours := sorted(given.intersection(_OURS)):
         raise ConfigError([f"args: {', '.join(ours)} is set by us; leave it out"])
-    ports = _free_ports(context.host, 3)
+    ports = free_ports(context.host, 3)
     added = {
         "--host": context.host,
         "--port": str(context.port),
@@ -114,28 +113,3 @@ def _events(host: str, port: int, replay_port: int) -> str:
         "bind": True,
     }
     return json.dumps(events, separators=(",", ":"))
-
-
-def gpus_of(config: SglangConfig, worker_id: str) -> tuple[int, ...]:
-    """Those of one replica, whose id ends with its number."""
-    each = len(config.gpus) // config.replicas
-    number = int(worker_id.rpartition("-")[2])
-    return config.gpus[number * each : (number + 1) * each]
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Different ones, as all are held until the last is found."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def _python(config: SglangConfig) -> str:
-    # Not resolved: an environment's Python is a link, and knows by its own path where it belongs.
-    path = Path(config.python).expanduser().absolute()
-    if not path.is_file():
-        advice = "run `make sglang`, or give the Python of the environment that has SGLang"
-        raise ConfigError(
-            [f"python: there is no {path}; {advice}"], f"engine {config.name or config.kind}"
-        )
-    return str(path)

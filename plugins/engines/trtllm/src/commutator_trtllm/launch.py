@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import shlex
-import socket
 import sys
 
 from commutator import LaunchContext, LaunchPlan
+from commutator.engine import free_ports, gpus_of
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_trtllm.__main__ import sidecar_arguments
@@ -15,7 +15,7 @@ from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
 
-__all__ = ["gpus_of", "launch_plan", "server_command"]
+__all__ = ["launch_plan", "server_command"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         raise ConfigError(["replicas: the server at `url` is one; give each an entry"], where)
     url, command = config.url, tuple[str, ...]()
     if url is None:
-        port = _free_port(context.host)
+        (port,) = free_ports(context.host)
         url, command = f"http://{context.host}:{port}", server_command(config, context, port)
     options = SidecarOptions(
         url=url.rstrip("/"),
@@ -55,7 +55,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         hands_over=config.takes_part_in_handovers,
     )
     env = dict(config.env)
-    if gpus := gpus_of(config, context.worker_id):
+    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
     if command:
@@ -86,13 +86,6 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     return (*command, "--extra_llm_api_options", str(file), *config.args)
 
 
-def gpus_of(config: TrtllmConfig, worker_id: str) -> tuple[int, ...]:
-    """Those of one replica, whose id ends with its number."""
-    each = len(config.gpus) // config.replicas
-    number = int(worker_id.rpartition("-")[2])
-    return config.gpus[number * each : (number + 1) * each]
-
-
 def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:
     if config.checkpoint is not None:
         return config.checkpoint
@@ -102,8 +95,3 @@ def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:
         where = f"engine {config.name or config.kind}"
         raise ConfigError([f"{problem}; give one of the same model as `checkpoint`"], where)
     return str(source)
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])

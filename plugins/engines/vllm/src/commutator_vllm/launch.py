@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import socket
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import directory_for, start_command
+from commutator.engine import directory_for, free_ports, gpus_of, python_at, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.launch_tiers import check_tiers, tiers_connector
 
-__all__ = ["gpus_of", "launch_plan", "server_arguments"]
+__all__ = ["launch_plan", "server_arguments"]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,8 @@ _OURS = ("--host", "--port", "--model", "--served-model-name")
 
 def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model or an argument cannot be used."""
-    python = _python(config)
+    advice = "run `make vllm`, or give the Python of the environment that has vLLM"
+    python = python_at(config.python, advice, f"engine {config.name or config.kind}")
     source = locate_model(context.model.source)
     directory = directory_for(source) if source.is_file() else source
     if context.tiers:
@@ -43,8 +43,8 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     env = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host, **config.env}
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.host)
-        env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port(context.host)))
-    if gpus := gpus_of(config, context.worker_id):
+        env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(context.host)[0]))
+    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
     log.info("%s: %s", context.worker_id, shlex.join(shown))
@@ -79,26 +79,3 @@ def server_arguments(
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
-
-
-def gpus_of(config: VllmConfig, worker_id: str) -> tuple[int, ...]:
-    """Those of one replica, whose id ends with its number."""
-    each = len(config.gpus) // config.replicas
-    number = int(worker_id.rpartition("-")[2])
-    return config.gpus[number * each : (number + 1) * each]
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def _python(config: VllmConfig) -> str:
-    # Not resolved: an environment's Python is a link, and knows by its own path where it belongs.
-    path = Path(config.python).expanduser().absolute()
-    if not path.is_file():
-        advice = "run `make vllm`, or give the Python of the environment that has vLLM"
-        raise ConfigError(
-            [f"python: there is no {path}; {advice}"], f"engine {config.name or config.kind}"
-        )
-    return str(path)
