@@ -24,6 +24,7 @@ PUBLIC = {
     "routing.contract",
     "engine.handover",
     "engine.http",
+    "engine.model_directory",
 }
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 

@@ -115,10 +115,12 @@ def test_what_the_arena_forgets_is_stored_just_before(
         assert tiered.answers(PROMPTS[:2], NEW_TOKENS, at_once=1) == expected[:2]
         tiered.until_settled()
         assert not tiered.service.statistics().blocks, "there is room for all in the arena"
-        for round_ in (1, 2):
+        for round_ in range(1, 20):  # what computing costs is measured: not each load is worth it
             said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=1)
             assert said == expected
-        tiered.until_settled()
+            tiered.until_settled()
+            if tiered.loaded()["dram"] > 50:
+                break
         assert tiered.loaded()["dram"] > 50
 
 

@@ -13,8 +13,8 @@ from attrs import evolve
 
 from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
-from commutator.engine import directory_for
 from commutator.engine.embedded_config import read_tiers
+from commutator.engine.model_directory import directory_for
 from commutator.errors import ConfigError
 from commutator_dram import DramConfig
 from commutator_vllm.config import VllmConfig

@@ -4,7 +4,6 @@ from commutator.engine.client import TokenApiClient
 from commutator.engine.embedded import EmbeddedTiers
 from commutator.engine.embedded_state import TierPlan
 from commutator.engine.launching import free_ports, gpus_of, python_at
-from commutator.engine.model_directory import directory_for, start_command
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.engine.stream import DeltaStream
@@ -40,11 +39,9 @@ __all__ = [
     "VirtualEngine",
     "VirtualEvent",
     "VirtualRequest",
-    "directory_for",
     "engine_command",
     "free_ports",
     "gpus_of",
     "python_at",
     "run_engine_process",
-    "start_command",
 ]

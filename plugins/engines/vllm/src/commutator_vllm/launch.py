@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import directory_for, free_ports, gpus_of, python_at, start_command
+from commutator.engine import free_ports, gpus_of, python_at
+from commutator.engine.model_directory import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
