@@ -19,7 +19,7 @@ from commutator_dram import DramConfig
 from commutator_nvme.config import NvmeConfig
 from commutator_s3.config import S3TierConfig
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 _ARGS = ("--num-gpu-blocks-override=36", "--max-model-len=1024")
 _PROMPTS = 50
