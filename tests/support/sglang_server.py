@@ -16,6 +16,7 @@ import pytest
 from attrs import evolve
 
 from commutator import LaunchContext, ModelConfig
+from commutator.engine import free_ports
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.plugin import SglangConnector
 
@@ -43,7 +44,7 @@ class SglangServer:
     """One server; ``restart`` makes another one at the same address."""
 
     def __init__(self, config: SglangConfig, folder: Path) -> None:
-        port = _free_port()
+        (port,) = free_ports("127.0.0.1")
         context = LaunchContext("sglang-0", MODEL, "127.0.0.1", port, folder)
         plan = SglangConnector().launch_plan(config, context)
         assert plan is not None
@@ -112,9 +113,3 @@ def ask_sglang(method: str, url: str, body: bytes | None = None) -> str:
     with urllib.request.urlopen(request, timeout=120) as answer:
         text: str = answer.read().decode()
         return text
-
-
-def _free_port() -> int:
-    from commutator.runtime.ports import PortPicker
-
-    return PortPicker().pick("127.0.0.1")

@@ -15,6 +15,7 @@ import pytest
 from attrs import evolve
 
 from commutator import LaunchContext, ModelConfig, TierConfig
+from commutator.engine import free_ports
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.plugin import VllmConnector
 
@@ -59,7 +60,7 @@ def running_vllm(
     """
     need_vllm()
     config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
-    port = _free_port()
+    (port,) = free_ports("127.0.0.1")
     context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder, tiers)
     plan = VllmConnector().launch_plan(config, context)
     assert plan is not None
@@ -89,12 +90,6 @@ def ask_vllm(method: str, url: str) -> str:
     with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60) as answer:
         text: str = answer.read().decode()
         return text
-
-
-def _free_port() -> int:
-    from commutator.runtime.ports import PortPicker
-
-    return PortPicker().pick("127.0.0.1")
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -25,6 +25,7 @@ PUBLIC = {
     "engine.handover",
     "engine.http",
     "engine.model_directory",
+    "engine.server_options",
 }
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
-from tests.e2e.vllm.cluster import wait_for_workers
+from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
 
 from commutator.testing import LocalCluster
@@ -51,21 +48,10 @@ def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def server_ports(cluster: LocalCluster) -> dict[str, int]:
+def server_ports(cluster: LocalCluster) -> dict[str, str]:
     """By worker, from the commands in the log; of a worker that was started again, the last."""
     commands = re.findall(r"(\S+-\d+): .*sglang\.launch_server .*--port (\d+)", cluster.log())
-    return {worker: int(port) for worker, port in commands}
-
-
-def kill_server(cluster: LocalCluster, worker: str) -> None:
-    port = str(server_ports(cluster)[worker])
-    assert cluster.process is not None
-    (server,) = (
-        process
-        for process in psutil.Process(cluster.process.pid).children(recursive=True)
-        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
-    )
-    os.killpg(server.pid, signal.SIGKILL)
+    return dict(commands)
 
 
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -129,6 +115,6 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
         for number, chunk in enumerate(response.parse()):
             pieces.append(chunk.choices[0].text if chunk.choices else "")
             if number == 5:
-                kill_server(pair, worker)
+                kill_server_at(pair, server_ports(pair)[worker])
     assert "".join(pieces) == whole.choices[0].text
     wait_for_workers(pair, 2)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
-from contextlib import suppress
 
-import psutil
+from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
 from commutator.testing import LocalCluster
 
 __all__ = ["kill_server", "metric", "model_directory", "server_urls", "wait_for_workers"]
-
-
-def wait_for_workers(cluster: LocalCluster, count: int) -> None:
-    until_s = time.monotonic() + 600
-    while time.monotonic() < until_s:
-        with suppress(OSError):  # a busy machine answers late
-            if sum(w["state"] == "ready" for w in cluster.health()["workers"]) == count:
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
 
 
 def server_urls(cluster: LocalCluster) -> dict[str, str]:
@@ -47,11 +33,4 @@ def metric(url: str, name: str) -> float:
 
 
 def kill_server(cluster: LocalCluster, worker: str) -> None:
-    port = server_urls(cluster)[worker].rpartition(":")[2]
-    assert cluster.process is not None
-    (server,) = (
-        process
-        for process in psutil.Process(cluster.process.pid).children(recursive=True)
-        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
-    )
-    os.killpg(server.pid, signal.SIGKILL)
+    kill_server_at(cluster, server_urls(cluster)[worker].rpartition(":")[2])

@@ -12,12 +12,12 @@ from tests.support.trtllm.fake_source import BLOCK, FakeSource, sidecar_of, unti
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
 
+from commutator.engine import free_ports
 from commutator.errors import EngineUnavailableError
 from commutator.kv import BlockRemoved, BlockStored
 from commutator.kv.hashing import sequence_hashes
 from commutator.routing.event_subscriber import EventSubscriber
 from commutator.routing.prefix_index import PrefixIndex
-from commutator.runtime.ports import PortPicker
 from commutator.types import EngineLoad
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
@@ -69,7 +69,7 @@ async def test_missing_events_drop_what_was_known() -> None:
 
 async def test_a_restarted_server_is_another_one() -> None:
     """The client finds it again; its blocks are those of its new life."""
-    port = PortPicker().pick("127.0.0.1")
+    (port,) = free_ports("127.0.0.1")
     options = SidecarOptions(url=f"http://127.0.0.1:{port}", max_model_len=64)
     index = PrefixIndex(BLOCK)
     subscriber = EventSubscriber(index)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from commutator.errors import (
     EngineError,
@@ -15,9 +17,25 @@ from commutator.errors import (
     RequestError,
 )
 
-__all__ = ["HttpAnswer", "error_for", "errors_told", "is_alive"]
+__all__ = [
+    "HttpAnswer",
+    "error_for",
+    "errors_told",
+    "host_for_us",
+    "is_alive",
+    "new_session",
+    "own_answer",
+    "post_forwarded",
+]
 
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+# These servers close a connection that was idle for 5 s; one that we close earlier is never sent
+# a request while the server lets go of it.
+_KEEP_ALIVE_S = 3.0
+_CONNECT_S = 5.0
+# Full or dead is for routing to know; every other answer is the client's.
+_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
 
 
 class HttpAnswer:
@@ -86,3 +104,55 @@ async def is_alive(session: aiohttp.ClientSession, url: str, path: str = "/healt
             return answer.status == HTTPStatus.OK
     except (aiohttp.ClientError, OSError):
         return False
+
+
+def new_session(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+    """Connections to one server: any number, each kept while it is used."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        headers=headers,
+        json_serialize=lambda value: msgspec.json.encode(value).decode(),
+    )
+
+
+async def post_forwarded(
+    session: aiohttp.ClientSession, where: str, url: str, body: bytes, headers: Mapping[str, str]
+) -> aiohttp.ClientResponse:
+    """Send a client's own request. Raises EngineUnavailableError."""
+    sent = {"Content-Type": "application/json", **headers}
+    with errors_told(where):
+        return await session.post(url, data=body, headers=sent)
+
+
+@asynccontextmanager
+async def own_answer(
+    session: aiohttp.ClientSession,
+    response: aiohttp.ClientResponse,
+    where: str,
+    url: str,
+    message_of: Callable[[bytes], str],
+    *,
+    alive_path: str = "/health",
+) -> AsyncIterator[HttpAnswer]:
+    """The answer to ``post_forwarded`` of the server at ``url``; closed at the end.
+
+    Raises EngineOverloadedError and EngineUnavailableError for a server that is full or dead, whose
+    words ``message_of`` reads.
+    """
+    async with response:
+        if response.status in _TOLD_APART:
+            text = message_of(await response.read())
+            raise await error_for(session, where, url, response.status, text, alive_path=alive_path)
+        yield HttpAnswer(response, where)
+
+
+def host_for_us(host: str, url: str) -> str:
+    """Where a server that says it listens at ``host`` is reached.
+
+    One that listens at every address is reached at that of ``url``.
+    """
+    if host not in _WILDCARDS:
+        return host
+    name = urlsplit(url).hostname or "127.0.0.1"
+    return f"[{name}]" if ":" in name else name

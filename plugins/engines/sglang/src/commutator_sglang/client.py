@@ -15,7 +15,7 @@ from attrs import frozen
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import HttpAnswer, error_for, errors_told
+from commutator.engine.http import new_session, own_answer, post_forwarded
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_sglang.api import Loads, ModelInfo, ModelList, ServerInfo
@@ -27,14 +27,8 @@ __all__ = ["SglangClient"]
 
 T = TypeVar("T")
 
-# SGLang closes a connection that was idle for 5 s; one that we close earlier is never sent a
-# request while the server lets go of it.
-_KEEP_ALIVE_S = 3.0
-_CONNECT_S = 5.0
 _HEALTH_S = 30.0
 """It generates a token, which may have to wait for a long prompt, and gives up after 20 s."""
-# Full or dead is for routing to know; every other answer is the client's.
-_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @frozen
@@ -114,20 +108,16 @@ class SglangClient(EngineClient):
     async def forward(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ForwardedAnswer]:
-        session, sent = self._open_session(), {"Content-Type": "application/json", **headers}
+        session, where = self._open_session(), self._where
         try:
-            with errors_told(self._where):
-                response = await session.post(self.url + path, data=body, headers=sent)
+            response = await post_forwarded(session, where, self.url + path, body, headers)
         except EngineUnavailableError:
             self._server = None
             raise
-        async with response:
-            if response.status in _TOLD_APART:
-                text = message_of(await response.read())
-                raise await error_for(
-                    session, self._where, self.url, response.status, text, alive_path=ALIVE
-                )
-            yield HttpAnswer(response, self._where)
+        async with own_answer(
+            session, response, where, self.url, message_of, alive_path=ALIVE
+        ) as answer:
+            yield answer
 
     async def load(self) -> EngineLoad:
         info = await self.start()
@@ -148,12 +138,7 @@ class SglangClient(EngineClient):
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                headers=self._headers,
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
+            self._session = new_session(self._headers)
         return self._session
 
     async def _read(self, path: str, kind: type[T]) -> T:

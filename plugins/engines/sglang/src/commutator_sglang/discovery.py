@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
+from commutator.engine.http import host_for_us
 from commutator.errors import EngineError
 from commutator.types import EngineInfo, EngineLoad, EventSource
 from commutator_sglang.api import KvEvents, Loads, ModelInfo, ModelList, ServerInfo
 from commutator_sglang.handover import handover_info
 
 __all__ = ["engine_info", "engine_load", "event_source"]
-
-_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
 
 
 def engine_info(
@@ -46,10 +43,7 @@ def event_source(events: KvEvents | None, url: str) -> EventSource | None:
     """A server that listens on every address is reached at its own host."""
     if events is None or events.publisher != "zmq":
         return None
-    host = events.endpoint_host
-    if host in _WILDCARDS:
-        name = urlsplit(url).hostname or "127.0.0.1"
-        host = f"[{name}]" if ":" in name else name
+    host = host_for_us(events.endpoint_host, url)
     replay = events.replay_endpoint_port_base
 
     def of_rank(rank: int) -> EventSource:

@@ -13,7 +13,7 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import HttpAnswer, error_for, errors_told, is_alive
+from commutator.engine.http import is_alive, new_session, own_answer, post_forwarded
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -30,13 +30,6 @@ from commutator_trtllm.told import INFO, LOAD, Told
 __all__ = ["TrtllmClient"]
 
 T = TypeVar("T")
-
-# The server closes a connection that was idle for 5 s; one that we close earlier is never sent a
-# request while the server lets go of it.
-_KEEP_ALIVE_S = 3.0
-_CONNECT_S = 5.0
-# Full or dead is for routing to know; every other answer is the client's.
-_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class TrtllmClient(EngineClient):
@@ -107,18 +100,13 @@ class TrtllmClient(EngineClient):
             raise EngineUnavailableError(f"{name_of(self.address)}: not connected")
         session, url = self._open_session(), self._told.url
         where = name_of(url)
-        sent = {"Content-Type": "application/json", **headers}
         try:
-            with errors_told(where):
-                response = await session.post(url + path, data=body, headers=sent)
+            response = await post_forwarded(session, where, url + path, body, headers)
         except EngineUnavailableError:
             self._told = None
             raise
-        async with response:
-            if response.status in _TOLD_APART:
-                text = message_of(await response.read())
-                raise await error_for(session, where, url, response.status, text)
-            yield HttpAnswer(response, where)
+        async with own_answer(session, response, where, url, message_of) as answer:
+            yield answer
 
     async def load(self) -> EngineLoad:
         return await self._read(LOAD, EngineLoad)
@@ -140,11 +128,7 @@ class TrtllmClient(EngineClient):
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
+            self._session = new_session()
         return self._session
 
     async def _read(self, path: str, kind: type[T]) -> T:

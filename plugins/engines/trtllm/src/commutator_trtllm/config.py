@@ -8,34 +8,14 @@ from typing import Any
 from attrs import Attribute, frozen
 
 from commutator import EngineConfig, setting
+from commutator.engine.server_options import a_url, only_to_attach, only_to_launch, shared_evenly
 from commutator.schema import NonNegativeInt
 
 __all__ = ["TrtllmConfig"]
 
 
-def _a_url(_config: Any, _field: Attribute[Any], url: str | None) -> None:
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ValueError(f"url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
-
-
-def _only_to_launch(config: TrtllmConfig, field: Attribute[Any], value: Any) -> None:
-    if config.url is not None and value != field.default:
-        raise ValueError(f"{field.name}: without effect with `url`, whose server runs already")
-
-
-def _only_to_attach(config: TrtllmConfig, field: Attribute[Any], value: Any) -> None:
-    if config.url is None and value != field.default:
-        raise ValueError(f"{field.name}: only with `url`; a server that is launched has its own")
-
-
-def _shared_evenly(config: TrtllmConfig, field: Attribute[Any], gpus: tuple[int, ...]) -> None:
-    _only_to_launch(config, field, gpus)
-    if len(gpus) % config.replicas:
-        raise ValueError(f"gpus: {len(gpus)} GPUs cannot be shared by {config.replicas} replicas")
-
-
 def _not_empty(config: TrtllmConfig, field: Attribute[Any], value: tuple[str, ...]) -> None:
-    _only_to_launch(config, field, value)
+    only_to_launch(config, field, value)
     if not value:
         raise ValueError(f"{field.name}: expected the program and its first arguments")
 
@@ -45,7 +25,7 @@ class TrtllmConfig(EngineConfig):
     """TensorRT-LLM servers: with `url` one that runs already, otherwise launched ones."""
 
     url: str | None = setting(
-        "Attach to the server there, http://HOST:PORT.", None, validator=_a_url
+        "Attach to the server there, http://HOST:PORT.", None, validator=a_url
     )
     kv_events: bool = setting(
         "Read the server's KV events, which only one reader may. Without them, what a server holds "
@@ -56,7 +36,7 @@ class TrtllmConfig(EngineConfig):
         "The server at `url` runs with a cache transceiver, so that its prefill and decode can be "
         "apart. A launched one does when its `role` is prefill or decode.",
         False,
-        validator=_only_to_attach,
+        validator=only_to_attach,
     )
     command: tuple[str, ...] = setting(
         "The program that serves, and arguments that come before all others.",
@@ -67,27 +47,27 @@ class TrtllmConfig(EngineConfig):
         "What the server loads: a Hugging Face directory or name, or an engine's directory. By "
         "default the model's `source`, which must then be such a directory.",
         None,
-        validator=_only_to_launch,
+        validator=only_to_launch,
     )
     args: tuple[str, ...] = setting(
         "Arguments of the server, as on the command line of `trtllm-serve`.",
         (),
-        validator=_only_to_launch,
+        validator=only_to_launch,
     )
     options: Mapping[str, Any] = setting(
         "Options of the server's YAML file, laid over those that are generated for its `role`; "
         "see `python -m commutator_trtllm.options`.",
         {},
-        validator=_only_to_launch,
+        validator=only_to_launch,
     )
     env: Mapping[str, str] = setting(
-        "Environment variables of the server.", {}, validator=_only_to_launch
+        "Environment variables of the server.", {}, validator=only_to_launch
     )
     gpus: tuple[NonNegativeInt, ...] = setting(
         "GPUs by number, shared evenly among the replicas in this order; by default the server "
         "takes what it sees.",
         (),
-        validator=_shared_evenly,
+        validator=shared_evenly,
     )
 
     @property

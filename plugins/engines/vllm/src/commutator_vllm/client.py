@@ -13,25 +13,18 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import HttpAnswer, errors_told
+from commutator.engine.http import new_session, own_answer, post_forwarded
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, hands_over, request_body
 from commutator_vllm.discovery import engine_info, event_source
-from commutator_vllm.exchange import NotOfferedError, failure, generate, message_of, name_of
+from commutator_vllm.exchange import NotOfferedError, generate, message_of, name_of
 from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
 
 __all__ = ["VllmClient"]
 
 T = TypeVar("T")
-
-# vLLM closes a connection that was idle for 5 s; one that we close earlier is never sent a request
-# while the server lets go of it.
-_KEEP_ALIVE_S = 3.0
-_CONNECT_S = 5.0
-# Full or dead is for routing to know; every other answer is the client's.
-_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class VllmClient(EngineClient):
@@ -122,18 +115,14 @@ class VllmClient(EngineClient):
     async def forward(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ForwardedAnswer]:
-        session, sent = self._open_session(), {"Content-Type": "application/json", **headers}
+        session, where = self._open_session(), name_of(self.url)
         try:
-            with errors_told(name_of(self.url)):
-                response = await session.post(self.url + path, data=body, headers=sent)
+            response = await post_forwarded(session, where, self.url + path, body, headers)
         except EngineUnavailableError:
             self._info = None
             raise
-        async with response:
-            if response.status in _TOLD_APART:
-                text = message_of(await response.read())
-                raise await failure(session, self.url, response.status, text)
-            yield HttpAnswer(response, name_of(self.url))
+        async with own_answer(session, response, where, self.url, message_of) as answer:
+            yield answer
 
     async def load(self) -> EngineLoad:
         page = await self._get("/metrics")
@@ -157,12 +146,7 @@ class VllmClient(EngineClient):
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                headers=self._headers,
-                json_serialize=lambda value: msgspec.json.encode(value).decode(),
-            )
+            self._session = new_session(self._headers)
         return self._session
 
     async def _event_sources(self) -> dict[str, KvEventSource]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import urlsplit, urlunsplit
 
+from commutator.engine.http import host_for_us
 from commutator.errors import EngineError
 from commutator.types import EngineInfo, EventSource
 from commutator_vllm.api import KvEventSource, ModelList
@@ -12,8 +12,6 @@ from commutator_vllm.handover import handover_info
 from commutator_vllm.metrics import CacheFacts
 
 __all__ = ["base_model", "engine_info", "event_source"]
-
-_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
 
 
 def engine_info(
@@ -80,7 +78,4 @@ def _reachable(source: KvEventSource, url: str) -> EventSource:
 
 def _at_host(endpoint: str, url: str) -> str:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not endpoint.startswith("tcp://") or host not in _WILDCARDS:
-        return endpoint
-    name = urlsplit(url).hostname or "127.0.0.1"
-    return urlunsplit(("tcp", f"[{name}]:{port}" if ":" in name else f"{name}:{port}", "", "", ""))
+    return f"tcp://{host_for_us(host, url)}:{port}" if endpoint.startswith("tcp://") else endpoint

@@ -1,0 +1,35 @@
+"""Clusters whose workers are servers of another make."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+
+from commutator.testing import LocalCluster
+
+__all__ = ["kill_server_at", "wait_for_workers"]
+
+
+def wait_for_workers(cluster: LocalCluster, count: int) -> None:
+    until_s = time.monotonic() + 600
+    while time.monotonic() < until_s:
+        with suppress(OSError):  # a busy machine answers late
+            if sum(w["state"] == "ready" for w in cluster.health()["workers"]) == count:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
+
+
+def kill_server_at(cluster: LocalCluster, port: str) -> None:
+    """The one that was started with this port, and its processes."""
+    assert cluster.process is not None
+    (server,) = (
+        process
+        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
+    )
+    os.killpg(server.pid, signal.SIGKILL)
