@@ -19,6 +19,7 @@ from commutator.engine.virtual import (
     VirtualEvent,
     VirtualRequest,
 )
+from commutator.engine.weights_revision import weights_revision
 
 __all__ = [
     "BlocksGone",
@@ -44,4 +45,5 @@ __all__ = [
     "gpus_of",
     "python_at",
     "run_engine_process",
+    "weights_revision",
 ]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from commutator.engine import weights_revision
 from commutator.kv import CacheIdentity
 
-__all__ = ["cache_identity", "weights_revision"]
+__all__ = ["cache_identity"]
 
-_READ_BYTES = 8 << 20
 _OF_THE_MACHINE = {"_name_or_path", "transformers_version"}
 """Entries of a model's configuration that change no byte of its blocks."""
 
@@ -38,7 +35,9 @@ def cache_identity(
         "layout": layout,
     }
     words = json.dumps(facts, sort_keys=True, default=repr)
-    weights = weights_revision(model, str(vllm_config.load_config.load_format))
+    weights = weights_revision(model.model, model.revision)
+    if str(vllm_config.load_config.load_format) == "dummy":
+        weights += f" random by {model.seed}"
     return CacheIdentity(
         model="vllm",
         weights=weights,
@@ -48,28 +47,3 @@ def cache_identity(
         block_size=block_size,
         parallel_rank=rank,
     )
-
-
-def weights_revision(model: Any, load_format: str = "auto") -> str:
-    """The commit of a snapshot in Hugging Face's cache, or a digest of the model's files."""
-    path = Path(model.model)
-    if not path.is_dir():
-        path = _snapshot(model)
-    drawn = f" random by {model.seed}" if load_format == "dummy" else ""
-    return (path.name if path.parent.name == "snapshots" else _digest(path)) + drawn
-
-
-def _snapshot(model: Any) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM brings it
-
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-
-
-def _digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        state.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as opened:
-            while piece := opened.read(_READ_BYTES):
-                state.update(piece)
-    return state.hexdigest()
