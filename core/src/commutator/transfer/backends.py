@@ -22,6 +22,10 @@ _UNLISTED = {
     ),
 }  # fmt: skip
 
+# UCX by default spins where NIXL's progress thread waits for a copy within this process, and so
+# keeps a second core busy as long as the copy takes.
+_DEFAULTS: Mapping[str, Mapping[str, str]] = {"UCX": {"engine_config": "USE_MT_MUTEX=y"}}
+
 _REFUSED = {
     ("POSIX", "use_posix_aio"): (
         "it reports one failed read while the others of the same transfer still write to memory; "
@@ -52,4 +56,4 @@ def create_backend(agent: Any, backend: str, parameters: Mapping[str, str]) -> N
         )
     doing = f"create its backend {backend} (set NIXL_LOG_LEVEL=INFO to see why)"
     with nixl_errors(doing):
-        agent.create_backend(backend, dict(parameters))
+        agent.create_backend(backend, {**_DEFAULTS.get(backend, {}), **parameters})
