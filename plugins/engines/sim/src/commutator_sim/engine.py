@@ -38,6 +38,7 @@ from commutator_sim.events import (
     Pulling,
     Ready,
     Removed,
+    Steps,
     Stored,
 )
 from commutator_sim.kv_events import EventFeed
@@ -325,17 +326,21 @@ class SimEngine(TokenEngine):
         deltas: list[tuple[int, TokenDelta]] = []
         preempted: list[int] = []
         for event in events:
-            if isinstance(event, FirstToken):
-                self._streams[event.key].cached_tokens = event.cached_tokens
-            elif isinstance(event, Finished):
-                stream = self._streams.pop(event.key)
-                deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
-            elif isinstance(event, Preempted):
-                preempted.append(event.key)
-            elif isinstance(event, Ready | Pulling | Pulled):
-                self._hand_over(event)
-            elif self._feed is not None:
-                self._feed_blocks(event, self._feed)
+            match event:
+                case Steps():
+                    pass
+                case Stored() | Removed() | Offloaded():
+                    if self._feed is not None:
+                        self._feed_blocks(event, self._feed)
+                case FirstToken():
+                    self._streams[event.key].cached_tokens = event.cached_tokens
+                case Finished():
+                    stream = self._streams.pop(event.key)
+                    deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
+                case Preempted():
+                    preempted.append(event.key)
+                case _:
+                    self._hand_over(event)
         deltas += self._progress((*self._model.decoding(), *preempted))
         if self._feed is not None:
             self._feed.publish()
@@ -359,10 +364,10 @@ class SimEngine(TokenEngine):
                 if generated > stream.sent:
                     yield key, stream.delta(generated)
 
-    def _feed_blocks(self, event: Event, feed: EventFeed) -> None:
+    def _feed_blocks(self, event: Stored | Removed | Offloaded, feed: EventFeed) -> None:
         if isinstance(event, Stored):
             stream = self._streams[event.key]
             asked = stream.request
             feed.stored(event, stream.keys, stream.token_ids, asked.lora_name, asked.cache_salt)
-        elif isinstance(event, Offloaded | Removed):
+        else:
             feed.moved(event)

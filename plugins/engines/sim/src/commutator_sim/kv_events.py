@@ -69,8 +69,10 @@ class EventFeed:
         self._ready: list[KvEvent | _Stored] = []
         self._stored: dict[int, _Stored] = {}
         """The last of each request among what is ready."""
+        self._removals: dict[str, list[int]] = {}
+        """By medium. They wait for the end of the message, where one event tells of many."""
         self._removed: set[int] = set()
-        """Blocks whose removal is among what is ready."""
+        """All of their blocks."""
 
     def stored(
         self,
@@ -85,9 +87,9 @@ class EventFeed:
         next_block = first + len(event.blocks)
         parent = keys[first - 1] if first else None
         tokens = token_ids[first * size : next_block * size]
+        self._settle(event.blocks)
         before = self._stored.get(event.key)
-        # Blocks that went meanwhile must not come back before they go.
-        if before and before.next_block == first and self._removed.isdisjoint(event.blocks):
+        if before and before.next_block == first:
             before.keys += event.blocks
             before.token_ids += tokens
             before.next_block = next_block
@@ -111,12 +113,13 @@ class EventFeed:
         """Blocks came to a tier behind the device, or left any."""
         medium = _MEDIUM[event.tier]
         if isinstance(event, Removed):
-            self._ready.append(BlockRemoved(event.blocks, medium))
+            self._removals.setdefault(medium, []).extend(event.blocks)
             self._removed.update(event.blocks)
             if self._blocks is not None:
                 self._forget(event.blocks, self._blocks)
             return
         assert self._blocks is not None
+        self._settle(event.blocks)
         for key in event.blocks:
             block = self._blocks[key]
             block.places += 1
@@ -135,20 +138,30 @@ class EventFeed:
         """Send what was collected, now or when it has been gathered for long enough."""
         if not self._gather_s:
             self.flush()
-        elif self._ready and self._timer is None:
+        elif (self._ready or self._removed) and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._gather_s, self.flush)
 
     def flush(self) -> None:
         """Send what was collected now."""
         self._timer = None
+        self._tell_removals()
         ready, self._ready = self._ready, []
-        self._stored.clear()
-        self._removed.clear()
         size = self._block_size
         self._publisher.publish(
             [one.event(size) if isinstance(one, _Stored) else one for one in ready]
         )
+
+    def _settle(self, blocks: Sequence[int]) -> None:
+        """Blocks that went meanwhile must not come back before they go."""
+        if not self._removed.isdisjoint(blocks):
+            self._tell_removals()
+
+    def _tell_removals(self) -> None:
+        self._ready += [BlockRemoved(tuple(gone), where) for where, gone in self._removals.items()]
+        self._removals.clear()
+        self._removed.clear()
+        self._stored.clear()
 
     def _forget(self, keys: Sequence[int], blocks: dict[int, _Block]) -> None:
         for key in keys:

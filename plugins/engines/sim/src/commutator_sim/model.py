@@ -309,7 +309,7 @@ class SimModel:
             self._prefilling[run.key] = run
 
     def _export(self, run: Run) -> None:
-        if self._exports.extend(run):
+        if run.request.exports and self._exports.extend(run):
             self._events.append(Ready(self._clock_ns, run.key, run.named))
 
     def _take(self, run: Run, count: int) -> None:
