@@ -3,7 +3,7 @@
 # make demo     a scripted conversation against a fresh local cluster
 # make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
-# make sglang   the same for SGLang; test-sglang runs the tests that need it
+# make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -20,7 +20,7 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 TIERS := $(shell grep -ls 'commutator.nixl' $(PROJECTS))
 SERVED := $(filter-out $(TIERS),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang peers lint bench docs clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed peers lint bench docs clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -42,13 +42,16 @@ vllm: $(VENV)/.serve
 	$(BIN)/python scripts/install_vllm.py
 
 test-vllm: $(VENV)/.test vllm
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m "vllm and not sglang"
 
 sglang: $(VENV)/.serve
 	$(BIN)/python scripts/install_sglang.py
 
 test-sglang: $(VENV)/.test sglang
-	$(BIN)/pytest -m sglang
+	$(BIN)/pytest -m "sglang and not vllm"
+
+test-mixed: $(VENV)/.test vllm sglang
+	$(BIN)/pytest -m "vllm and sglang"
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py

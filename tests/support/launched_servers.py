@@ -11,7 +11,7 @@ import psutil
 
 from commutator.testing import LocalCluster
 
-__all__ = ["kill_server_at", "wait_for_workers"]
+__all__ = ["kill_server_at", "kill_servers_of", "wait_for_workers"]
 
 
 def wait_for_workers(cluster: LocalCluster, count: int) -> None:
@@ -26,10 +26,22 @@ def wait_for_workers(cluster: LocalCluster, count: int) -> None:
 
 def kill_server_at(cluster: LocalCluster, port: str) -> None:
     """The one that was started with this port, and its processes."""
-    assert cluster.process is not None
     (server,) = (
         process
-        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        for process in _processes(cluster)
         if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
     )
     os.killpg(server.pid, signal.SIGKILL)
+
+
+def kill_servers_of(cluster: LocalCluster, module: str) -> None:
+    """Those that were started as this module, and their processes."""
+    for process in _processes(cluster):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if module in process.cmdline() and os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _processes(cluster: LocalCluster) -> list[psutil.Process]:
+    assert cluster.process is not None
+    return psutil.Process(cluster.process.pid).children(recursive=True)
