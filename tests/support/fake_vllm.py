@@ -39,6 +39,7 @@ class FakeRequest:
     status: str = "waiting"
     hits: int = 0
     mm_features: list[str] = field(factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -120,6 +120,38 @@ def test_what_is_being_loaded_is_not_kept() -> None:
     assert not pool.held
 
 
+def test_what_another_connector_brings_is_kept_once_it_is_there() -> None:
+    """And the tiers are not asked for it, unless it does not come."""
+    scheduler, pool, request = alone()
+    request.kv_transfer_params = {"do_remote_prefill": True}
+    assert scheduler.match(request, 0) == 0
+    request.kv_transfer_params["do_remote_prefill"] = False  # as that one does when it begins
+    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    request.num_computed_tokens = len(PROMPT)  # as vLLM says before they are there
+    assert not scheduler.orders({}, lambda _: (), 0.0).asks
+    aborted = FakeRequest("aborted", list(PROMPT), len(PROMPT), kv_transfer_params={})
+    scheduler.arrived(aborted)
+    aborted.num_computed_tokens = len(PROMPT)
+    scheduler.finished(aborted, [6, 7, 8, 9, 10], 0.0)
+    assert not scheduler.orders({}, lambda _: (), 0.0).stores
+    assert not pool.held
+
+    request.num_computed_tokens = len(PROMPT) - 1
+    (store,) = scheduler.orders({"r": 1}, lambda _: [1, 2, 3, 4, 5], 0.0).stores
+    assert store.device_blocks == (1, 2, 3, 4)
+
+
+def test_the_tiers_are_asked_when_the_prefill_server_is_lost() -> None:
+    scheduler, _, request = alone()
+    request.kv_transfer_params = {"do_remote_prefill": True}
+    assert scheduler.match(request, 0) == 0
+    request.kv_transfer_params["do_remote_prefill"] = False
+    scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
+    assert scheduler.match(request, 0) is None
+    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
+    assert (ask.first, ask.blocks) == (0, 4)
+
+
 def test_blocks_are_held_until_every_worker_has_stored_them() -> None:
     scheduler, pool, request = alone(workers=2)
     (store,) = scheduler.orders({"r": len(PROMPT)}, lambda _: [1, 2, 3, 4, 5], 0.0).stores

@@ -171,10 +171,25 @@ def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
     assert setup.name == "dram"
 
 
+def test_a_role_and_tiers_bring_both_connectors(context: LaunchContext) -> None:
+    config = VllmConfig(kind="vllm", role="decode", python=sys.executable)
+    plan = launch_plan(config, with_tiers(context))
+    several = json.loads(value_of(plan.argv, "--kv-transfer-config"))
+    assert several["kv_connector"] == "MultiConnector"
+    assert several["kv_role"] == "kv_both"  # the tiers load at prefill servers, too
+    ours, nixl = several["kv_connector_extra_config"]["connectors"]
+    assert (nixl["kv_connector"], nixl["kv_role"]) == ("NixlConnector", "kv_consumer")
+    assert ours["kv_connector"] == "CommutatorConnector"
+    for connector in (several, nixl, ours):
+        assert connector["kv_load_failure_policy"] == "recompute"
+    assert int(plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
+    assert plan.env["UCX_RCACHE_MAX_UNRELEASED"] == "1024"
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"role": "decode"}, "connector of its own"),
+        ({"args": ('--kv-transfer-config={"kv_connector":"X"}',)}, "that connector only"),
         ({"args": ("--no-enable-prefix-caching",)}, "nothing is reused"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from commutator.transfer.agent import TransferAgent
 from commutator.transfer.move import BlockMoves, move_blocks
+from commutator.transfer.nixl_library import load_nixl
 from commutator.transfer.plan import BlockMove
 from commutator.transfer.spans import Direction, Memory, Region, Span
 from commutator.transfer.transfer import Transfer
@@ -15,5 +16,6 @@ __all__ = [
     "Span",
     "Transfer",
     "TransferAgent",
+    "load_nixl",
     "move_blocks",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -38,13 +40,11 @@ def load_nixl() -> Any:
 
 def _import() -> Any:
     detect = importlib.import_module("nixl_meta_utils").detect_cuda_major
-    if detect() is None:
+    if detect() is None and "nixl" not in sys.modules and find_spec("nixl_cu12") is not None:
         # Where there is no CUDA, `nixl` takes its CUDA 13 build, and that build's OBJ backend needs
-        # a library that only a CUDA 13 machine has.
-        try:
-            return importlib.import_module("nixl_cu12._api")
-        except ModuleNotFoundError:
-            pass
+        # a library that only a CUDA 13 machine has. Only one build can be in a process: whoever
+        # imports `nixl` later, such as an engine, must not get the other.
+        sys.modules.setdefault("nixl_cu13", None)  # type: ignore[arg-type]
     return importlib.import_module("nixl._api")
 
 

@@ -71,7 +71,12 @@ class VllmConfig(EngineConfig):
     )
 
     @property
+    def has_own_connector(self) -> bool:
+        """Whether the arguments of a launched server name its KV connector."""
+        return any(arg.partition("=")[0] == KV_TRANSFER for arg in self.args)
+
+    @property
     def takes_part_in_handovers(self) -> bool:
         """Whether the server has vLLM's connector for them."""
-        connector = any(arg.partition("=")[0] == KV_TRANSFER for arg in self.args)
-        return self.hands_over or connector or (self.url is None and self.role != "both")
+        launched = self.url is None and self.role != "both"
+        return self.hands_over or self.has_own_connector or launched

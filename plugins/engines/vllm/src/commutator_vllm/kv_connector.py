@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import vllm
@@ -25,9 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from commutator.engine import EmbeddedTiers
-from commutator.errors import ConfigError
+from commutator.errors import ConfigError, TransferError
 from commutator.kv import BlockRemoved, BlockStored, KvEvent, Tier, tier_of
-from commutator.transfer import Memory
+from commutator.transfer import Memory, load_nixl
 from commutator_vllm.kv_identity import cache_identity
 from commutator_vllm.kv_memory import (
     arena_of,
@@ -42,6 +43,9 @@ from commutator_vllm.kv_words import Orders, Report, merged
 from commutator_vllm.kv_worker import TierWorkerSide
 
 __all__ = ["CommutatorConnector"]
+
+with suppress(TransferError):  # the tiers tell it
+    load_nixl()  # before vLLM does for a connector of its own: only one build is in a process
 
 _ELSEWHERE = CacheHitSource.EXTERNAL_UNSPECIFIED
 _SOURCES: dict[Tier | None, CacheHitSource] = {

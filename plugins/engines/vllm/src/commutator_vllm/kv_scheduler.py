@@ -49,7 +49,8 @@ class _Request:
     """From each worker the media of the blocks that it planned."""
     media: Sequence[str] = ()
     """Of the blocks that are loaded."""
-    loading: bool = False
+    computing: bool = False
+    """vLLM has it in its steps: what counts as computed is there, whoever has loaded it."""
     over: bool = False
     """It was asked and served; a preemption begins anew."""
 
@@ -118,7 +119,7 @@ class TierScheduler:
         state = self._requests.get(request.request_id)
         first = computed_tokens // self._block_size
         wanted = (request.num_tokens - 1) // self._block_size
-        if state is None or state.over or wanted <= first:
+        if state is None or state.over or wanted <= first or _comes_from_another(request):
             return 0
         if state.number is None:
             if len(self._asked) < _MOST_PLANS:
@@ -151,7 +152,6 @@ class TierScheduler:
         chosen = tuple(blocks[first : first + count])
         skip = first - state.first
         del self._asked[state.number]
-        state.loading = True
         state.media = state.answers[0][skip : skip + count]
         self._next.loads.append(Load(state.number, request.request_id, chosen, skip))
 
@@ -165,7 +165,7 @@ class TierScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if not state.loading:  # otherwise vLLM counts as computed what is not there yet
+        if state.computing:  # otherwise vLLM counts as computed what is not there yet
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             self._keep(state, computed, blocks, now_s)
         self._drop(state)
@@ -178,7 +178,7 @@ class TierScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 self._drop(state)
-                state.over = False
+                state.over = state.computing = False
                 state.offered = 0
 
     def orders(
@@ -193,6 +193,7 @@ class TierScheduler:
             state = self._requests.get(request_id)
             if state is None:
                 continue
+            state.computing = True
             computed = state.vllm.num_computed_tokens
             if computed < state.vllm.num_prompt_tokens:
                 prefill_tokens += tokens
@@ -215,7 +216,7 @@ class TierScheduler:
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
-                state.number, state.loading = None, False
+                state.number = None
 
     def reported(self, report: Report) -> None:
         """What the workers said at the end of a step."""
@@ -302,3 +303,11 @@ class TierScheduler:
         self._held[number] = _Held(chosen, self._workers, now_s)
         self._next.stores.append(Store(number, request.request_id, first, chosen))
         state.offered = end
+
+
+def _comes_from_another(request: Any) -> bool:
+    """Whether the connector that is beside this one brings the prompt from a prefill server.
+
+    It takes its mark away when it begins, so that after a failure the tiers are asked.
+    """
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -13,7 +13,7 @@ from commutator.engine.model_directory import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
-from commutator_vllm.launch_tiers import check_tiers, tiers_connector
+from commutator_vllm.launch_tiers import check_tiers, kv_connector
 
 __all__ = ["launch_plan", "server_arguments"]
 
@@ -27,8 +27,6 @@ _EVENTS = {
     "endpoint": "tcp://*:0",
     "replay_endpoint": "tcp://*:0",
 }
-# A load that fails is computed instead, and the request goes on.
-_NIXL = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
 _OURS = ("--host", "--port", "--model", "--served-model-name")
 
 
@@ -45,6 +43,8 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.host)
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(context.host)[0]))
+        # As vLLM sets it against a leak in UCX, unless NIXL was imported before, as our tiers do.
+        env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
@@ -69,11 +69,8 @@ def server_arguments(
         arguments += ["--scheduling-policy", "priority"]
     if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
         arguments += ["--kv-events-config", _json(_EVENTS)]
-    if config.role != "both" and KV_TRANSFER not in given:
-        role = "kv_producer" if config.role == "prefill" else "kv_consumer"
-        arguments += [KV_TRANSFER, _json({**_NIXL, "kv_role": role})]
-    elif context.tiers:
-        arguments += [KV_TRANSFER, _json(tiers_connector(context))]
+    if KV_TRANSFER not in given and (connector := kv_connector(config, context)) is not None:
+        arguments += [KV_TRANSFER, _json(connector)]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     return (*arguments, *config.args)
 
