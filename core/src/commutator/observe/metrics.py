@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from commutator.observe.handover_metrics import HandoverMetrics
 from commutator.observe.kv_metrics import KvCollector
+from commutator.observe.tallies import Counter, Histogram
 from commutator.observe.token_times import TokenTimes
 from commutator.observe.worker_handover_metrics import WorkerHandoverCollector
 
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
     from commutator.routing.route import RouteFacts
 
 __all__ = ["FrontendMetrics"]
-
-MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -40,7 +34,6 @@ class FrontendMetrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._children: dict[Any, Any] = {}
         self.requests = Counter(
             "commutator_requests",
             "Requests answered; code 499 means that the client went away.",
@@ -107,7 +100,8 @@ class FrontendMetrics:
             ("model",),
             registry=registry,
         )
-        self.prompt_cache_hits = Counter(
+        # Also counted by the threads that tokenize long prompts.
+        self.prompt_cache_hits = prometheus_client.Counter(
             "commutator_prompt_cache_hit_tokens",
             "Prompt tokens that the front door did not have to tokenize again.",
             ("model",),
@@ -202,51 +196,44 @@ class FrontendMetrics:
 
     def watch_router_queue(self, model: str, waiting: Callable[[], float]) -> None:
         """Read the queue's length whenever it is scraped."""
-        self._of(self.router_queue, model).set_function(waiting)
+        self.router_queue.labels(model).set_function(waiting)
 
     def migrated(self, model: str, reason: str) -> None:
-        self._of(self.migrations, model, reason).inc()
+        self.migrations.add(1, model, reason)
 
     def recomputed(self, model: str, tokens: int) -> None:
-        self._of(self.migrated_tokens, model).inc(tokens)
+        self.migrated_tokens.add(tokens, model)
 
     def request_rejected(self, model: str, reason: str) -> None:
-        self._of(self.rejected, model, reason).inc()
+        self.rejected.add(1, model, reason)
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
-        self._of(self.requests, endpoint, model, str(code)).inc()
-        self._of(self.duration_s, endpoint, model).observe(duration_s)
+        self.requests.add(1, endpoint, model, str(code))
+        self.duration_s.observe(duration_s, endpoint, model)
 
     def routed(self, model: str, facts: RouteFacts) -> None:
         """One decision: its time, and blocks of prompt reused and not reused."""
-        self._of(self.routing_s, model).observe(facts.routing_s)
-        self._of(self.overlap_blocks, model).inc(facts.overlap_blocks)
-        self._of(self.given_up_blocks, model).inc(facts.given_up_blocks)
+        self.routing_s.observe(facts.routing_s, model)
+        self.overlap_blocks.add(facts.overlap_blocks, model)
+        self.given_up_blocks.add(facts.given_up_blocks, model)
         if (hit_rate := facts.hit_rate) is not None:
-            self._of(self.hit_rate, model).observe(hit_rate)
+            self.hit_rate.observe(hit_rate, model)
         if facts.waited_s:
-            self._of(self.router_queue_s, model).observe(facts.waited_s)
+            self.router_queue_s.observe(facts.waited_s, model)
         if facts.fallback:
-            self._of(self.fallbacks, model).inc()
+            self.fallbacks.add(1, model)
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
-        self._of(self.prompt_tokens, model).inc(prompt)
-        self._of(self.cached_tokens, model).inc(cached)
-        self._of(self.output_tokens, model).inc(generated)
-        self._of(self.input_lengths, model).observe(prompt)
-        self._of(self.output_lengths, model).observe(generated)
+        self.prompt_tokens.add(prompt, model)
+        self.cached_tokens.add(cached, model)
+        self.output_tokens.add(generated, model)
+        self.input_lengths.observe(prompt, model)
+        self.output_lengths.observe(generated, model)
 
     def token_times(self, model: str, arrived_s: float) -> TokenTimes:
         """For one answer to a request that arrived at ``arrived_s`` (``time.perf_counter``)."""
-        return TokenTimes(self._of(self.ttft_s, model), self._of(self.itl_s, model), arrived_s)
+        return TokenTimes(self.ttft_s, self.itl_s, model, arrived_s)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
-
-    def _of(self, metric: MetricT, *labels: str) -> MetricT:
-        """``metric.labels``, without its conversions and its lock."""
-        child: MetricT | None = self._children.get((metric, labels))
-        if child is None:
-            child = self._children[metric, labels] = metric.labels(*labels)
-        return child

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import Histogram
+from commutator.observe.tallies import Histogram
 
 __all__ = ["TokenTimes"]
 
@@ -12,9 +12,10 @@ __all__ = ["TokenTimes"]
 class TokenTimes:
     """Times one answer's tokens."""
 
-    def __init__(self, ttft: Histogram, itl: Histogram, arrived_s: float) -> None:
+    def __init__(self, ttft: Histogram, itl: Histogram, model: str, arrived_s: float) -> None:
         self._ttft = ttft
         self._itl = itl
+        self._model = model
         self._last_s = arrived_s
         self._arrived_s = arrived_s
         self.ttft_s: float | None = None
@@ -24,7 +25,7 @@ class TokenTimes:
         now_s = time.perf_counter()
         if self.ttft_s is None:
             self.ttft_s = now_s - self._arrived_s
-            self._ttft.observe(self.ttft_s)
+            self._ttft.observe(self.ttft_s, self._model)
         else:
-            self._itl.observe((now_s - self._last_s) / count)
+            self._itl.observe((now_s - self._last_s) / count, self._model)
         self._last_s = now_s
