@@ -27,17 +27,18 @@ class BlockList:
     """The agent whose region it is."""
 
     def indices(self, spans: Sequence[Span]) -> list[int] | None:
-        """Which blocks these are; None unless every one of them is exactly one block."""
+        """Which blocks these are; None unless every span is one whole block, or several."""
         base, size, device = self.span.address, self.block_bytes, self.span.device
-        end = base + self.span.size_bytes // size * size
-        found = []
+        count = self.span.size_bytes // size
+        found: list[int] = []
         for span in spans:
-            offset = span.address - base
-            if span.size_bytes != size or span.device != device or offset % size:
+            first, within = divmod(span.address - base, size)
+            blocks, rest = divmod(span.size_bytes, size)
+            if within or rest or not blocks or span.device != device:
                 return None
-            if not base <= span.address < end:
+            if first < 0 or first + blocks > count:
                 return None
-            found.append(offset // size)
+            found.extend(range(first, first + blocks))
         return found
 
 

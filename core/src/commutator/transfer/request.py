@@ -44,10 +44,6 @@ class Request:
                 theirs = lists.select(self.remote, self.remote_memory, backend, owner, local=False)
                 if theirs is not None:
                     return nixl.make_prepped_xfer(direction, *ours, *theirs, b"", [backend])
-            local = nixl.get_xfer_descs(_described(self.local), str(self.local_memory))
-            remote = nixl.get_xfer_descs(_described(self.remote), str(self.remote_memory))
+            local = nixl.get_xfer_descs(list(self.local), str(self.local_memory))
+            remote = nixl.get_xfer_descs(list(self.remote), str(self.remote_memory))
             return nixl.initialize_xfer(direction, local, remote, owner, b"", [backend])
-
-
-def _described(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    return [(span.address, span.size_bytes, span.device) for span in spans]

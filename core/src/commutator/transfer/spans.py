@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -27,9 +28,11 @@ class Memory(StrEnum):
     OBJ = "OBJ"
 
 
-@frozen
-class Span:
-    """One contiguous piece of a region: what one NIXL descriptor names."""
+class Span(NamedTuple):
+    """One contiguous piece of a region: a tuple that is, as it stands, a NIXL descriptor.
+
+    Thousands of them are made while a transfer waits to begin: a tuple takes a third of the time.
+    """
 
     address: int
     """A byte address (DRAM, VRAM), or a byte offset (FILE, OBJ)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from attrs import frozen
 
 __all__ = ["BlockShapes", "Piece", "convertible"]
@@ -13,8 +15,7 @@ def convertible(one_tokens: int, other_tokens: int) -> bool:
     return smaller >= 1 and larger % smaller == 0
 
 
-@frozen
-class Piece:
+class Piece(NamedTuple):
     """Bytes that are contiguous on both sides."""
 
     source_offset: int

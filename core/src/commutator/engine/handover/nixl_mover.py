@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import xxhash
 from attrs import define, field
@@ -24,6 +24,7 @@ from commutator.transfer import (
     BlockMoves,
     Direction,
     Memory,
+    Span,
     TransferAgent,
 )
 from commutator.transfer.transfer import poll_pause_s
@@ -33,6 +34,9 @@ __all__ = ["NixlMover"]
 log = logging.getLogger(__name__)
 
 _BACKEND = "UCX"
+_BATCH_BYTES = 32 << 20
+_LAST_BATCH_BYTES = 1 << 20
+"""Its checksums are what remains to be done when all bytes are here."""
 _REAP_S = 0.02
 """Between two looks at reads that were given up."""
 _never_freed: list[object] = []
@@ -84,7 +88,8 @@ class NixlMover:
         self._metadata: Future[bytes] = Future()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._checking = ThreadPoolExecutor(1, thread_name_prefix="handover-check")
+        self._checks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        """What the other thread does in this order, while the mover's moves more."""
         # Touched on the mover's thread only.
         self._agent: TransferAgent | None = None
         self._running: list[_Fetch] = []
@@ -133,13 +138,20 @@ class NixlMover:
         if thread is not None:
             self._commands.put(None)
             thread.join()
-        self._checking.shutdown()
 
     def _begin(self) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
                 self._thread.start()
+                checks = threading.Thread(
+                    target=self._run_checks, name="handover-check", daemon=True
+                )
+                checks.start()
+
+    def _run_checks(self) -> None:
+        while (check := self._checks.get()) is not None:
+            check()
 
     # What follows runs on the mover's thread, but for the checks.
 
@@ -147,6 +159,9 @@ class NixlMover:
         try:
             self._agent = TransferAgent(self._agent_name, {_BACKEND: self._parameters})
             self._agent.register([self._arena.region], _BACKEND)
+            self._agent.prepare(
+                self._arena.memory, self._arena.region.span, self._arena.block_bytes, _BACKEND
+            )
             self._metadata.set_result(self._agent.metadata())
         except TransferError as error:
             log.warning("KV cannot be handed over: %s", error)
@@ -167,6 +182,7 @@ class NixlMover:
             elif self._running:
                 time.sleep(poll_pause_s(time.monotonic() - news_s))
         self._end()
+        self._checks.put(None)
 
     def _take_commands(self) -> bool:
         """Do what was asked; waits when there is nothing else to do. False at the end."""
@@ -187,7 +203,10 @@ class NixlMover:
             if self._agent is None:
                 self._metadata.result()
             assert self._agent is not None
-            peer = self._agent.add_peer(fetch.source.metadata)
+            source = fetch.source
+            peer = self._agent.add_peer(source.metadata)
+            whole = Span(source.address, source.blocks * source.block_bytes, source.device)
+            self._agent.prepare(Memory(source.memory), whole, source.block_bytes, _BACKEND, peer)
             fetch.plan = plan = plan_reads(
                 fetch.source, fetch.blocks, fetch.target, fetch.shapes, self._arena
             )
@@ -205,7 +224,7 @@ class NixlMover:
                 if not missing[plan.owners[position]]:
                     done.append(plan.owners[position])
             if done:
-                self._checking.submit(self._check, fetch, done)
+                self._checks.put(lambda: self._check(fetch, done))
 
         fetch.moving = BlockMoves(
             self._agent,
@@ -218,8 +237,10 @@ class NixlMover:
             peer=peer,
             on_done=arrived,
             cancelled=lambda: fetch.cancelled,
+            batch_bytes=_BATCH_BYTES,
+            max_in_flight_bytes=2 * _BATCH_BYTES,
+            last_batch_bytes=_LAST_BATCH_BYTES,
         )
-        fetch.moving.step()
         self._running.append(fetch)
 
     def _check(self, fetch: _Fetch, owners: Sequence[int]) -> None:
@@ -244,12 +265,12 @@ class NixlMover:
             if isinstance(error, TransferTimeoutError) and error.token is not None:
                 tokens.add(error.token)
         # Behind the checks, on the one thread that makes them.
-        self._checking.submit(self._tell, fetch)
+        self._checks.put(lambda: self._tell(fetch))
         for token in tokens:
             self._pinned.setdefault(token, []).append(fetch)
         if not tokens:
             # Also behind them: a block that is read must stay what it is.
-            self._checking.submit(self._let_go, fetch)
+            self._checks.put(lambda: self._let_go(fetch))
 
     def _reap(self) -> None:
         assert self._agent is not None

@@ -170,11 +170,16 @@ class Pull:
     ) -> None:
         remaining_s = max(0.001, self._ends_s - time.monotonic())
         outcomes = await self.mover.fetch(source, blocks, target, remaining_s)
-        for (position, _), problem in zip(blocks, outcomes, strict=True):
-            if problem is None:
-                self._good.add(position)
-                self.size_bytes += source.block_bytes
+        good = [
+            position
+            for (position, _), problem in zip(blocks, outcomes, strict=True)
+            if problem is None
+        ]
+        self._good.update(good)
+        self.size_bytes += source.block_bytes * len(good)
         note()
+        if len(good) == len(blocks):
+            return
         for (position, _), problem in zip(blocks, outcomes, strict=True):
             if problem is not None:
                 raise EngineHandoverError(f"block {position} of the prompt: {problem}")

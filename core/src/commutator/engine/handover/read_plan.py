@@ -38,19 +38,20 @@ def plan_reads(
     first = target.first_token // shapes.target_tokens
     # Reads of thousands of blocks are planned while nothing moves: no step is made twice.
     patterns = [shapes.pieces(phase) for phase in range(shapes.period)]
+    addresses = [arena.address_of(block) for block in target.blocks]
+    device = arena.device
     for owner, (position, ready) in enumerate(blocks):
         if not 0 <= ready.index < source.blocks:
             raise ValueError(f"the prefill worker has no block {ready.index}")
         remote_address = source.address + ready.index * source.block_bytes
         target_block = shapes.target_block(position) - first
         pieces = []
-        for piece in patterns[position % shapes.period]:
-            place = target_block + piece.target_block
-            if not 0 <= place < len(target.blocks):
+        for offset, block, target_offset, size_bytes in patterns[position % shapes.period]:
+            place = target_block + block
+            if not 0 <= place < len(addresses):
                 raise ValueError(f"block {position} of the prompt is not wanted")
-            address = arena.address_of(target.blocks[place]) + piece.target_offset
-            local = Span(address, piece.size_bytes, arena.device)
-            remote = Span(remote_address + piece.source_offset, piece.size_bytes, source.device)
+            local = Span(addresses[place] + target_offset, size_bytes, device)
+            remote = Span(remote_address + offset, size_bytes, source.device)
             plan.moves.append(BlockMove(local, remote))
             plan.owners.append(owner)
             pieces.append(local)
