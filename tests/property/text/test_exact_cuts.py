@@ -12,6 +12,7 @@ from tests.support.tokenizers import SPECIAL, tokenizers_by_name
 from commutator.kv.hashing import sequence_hashes
 from commutator.text import prefix_cache
 from commutator.text.prefix_cache import BlockHashing, PrefixCache, cut_points_of
+from commutator.text.word_tokens import WordTokens
 
 TOKENIZERS = tokenizers_by_name()
 BLOCK_SIZE = 4
@@ -64,6 +65,22 @@ def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
         left = tokenizer.encode(text[:at], add_special_tokens=False).ids
         right = tokenizer.encode(text[at:], add_special_tokens=False).ids
         assert left + right == whole, (text[:at], text[at:])
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k, t in TOKENIZERS.items() if cut_points_of(t).before_spaces]
+)
+@settings(max_examples=40)
+@given(first=texts, second=texts, max_bytes=st.sampled_from([0, 4_000, 1 << 20]))
+@example(first="fox of the fox", second="of the fox isn't<|im_end|>", max_bytes=1 << 20)
+def test_words_have_the_tokens_of_their_text(
+    kind: str, first: str, second: str, max_bytes: int
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    known = WordTokens(tokenizer, max_bytes)
+    for text in (first, second, first + second, first):
+        assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+        assert known.size_bytes <= max_bytes
 
 
 @kinds

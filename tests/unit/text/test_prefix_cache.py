@@ -91,3 +91,15 @@ def test_threads_may_share_it() -> None:
     for text, prompt in zip(texts, found, strict=True):
         assert prompt.token_ids == SMOLLM2.encode(text).ids
     assert 0 < cache.size_bytes <= 20_000
+
+
+def test_words_that_are_known_are_not_tokenized_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PrefixCache(SMOLLM2, 1 << 20)
+    cache.encode("the question of the day", add_special_tokens=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr("commutator.text.word_tokens.WordTokens._learn", refuse)
+    again = cache.encode("the day of the question", add_special_tokens=False)
+    assert SMOLLM2.decode(again.token_ids) == "the day of the question"

@@ -88,7 +88,8 @@ class Histogram(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(*self._about, labels=self._labels)
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        bounds = (*self._bounds, float("inf"))
+        names = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
         for labels, counts in self._counts.items():
             below, buckets = 0, []
             for name, count in zip(names, counts.by_bucket, strict=True):

@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 from tokenizers import Tokenizer
 
 from commutator.text.cut_points import CutPoints, find_cut_points
+from commutator.text.word_tokens import WordTokens
 
 __all__ = ["BlockHashing", "FoundPrefix", "PrefixCache", "PromptTokens", "cut_points_of"]
 
@@ -19,6 +20,11 @@ _SHORTEST_CHUNK, _LONGEST_CHUNK = 100, 250
 # A list entry and the int that it refers to; an entry of the cache without its contents.
 _INT_BYTES = 40
 _NODE_BYTES = 600
+# Of the memory, the part for single words.
+_FOR_WORDS = 1 / 8
+# What is missing of a prompt is mostly its last words, and they are mostly known. A document that
+# was never seen has too many others.
+_BY_WORD_CHARACTERS = 1_000
 
 
 @frozen
@@ -120,17 +126,23 @@ class PrefixCache:
     ) -> None:
         """With ``max_bytes`` 0 nothing is kept. ``on_hit`` is told each prompt's known tokens."""
         self._tokenizer = tokenizer
-        self._max_bytes = max_bytes
+        self._words = WordTokens(tokenizer, int(max_bytes * _FOR_WORDS))
+        self._max_bytes = max_bytes - int(max_bytes * _FOR_WORDS)
         self._hashing = hashing
         self._on_hit = on_hit
         off = CutPoints(problem="it has no room for anything")
         self.cuts = cut_points_of(tokenizer) if max_bytes > 0 else off
-        self.size_bytes = 0
+        self._prefix_bytes = 0
         # Prompts that begin with special tokens have other blocks than those that do not.
         self._roots = {special: _Node(None, "", "", [], []) for special in (False, True)}
         self._used: OrderedDict[_Node, None] = OrderedDict()
         """Least recently first; without the roots."""
         self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes, at most the given ``max_bytes``."""
+        return self._prefix_bytes + self._words.size_bytes
 
     def encode(self, text: str, *, add_special_tokens: bool) -> PromptTokens:
         """The prompt's tokens, equal to those without a cache."""
@@ -175,8 +187,7 @@ class PrefixCache:
         hit_tokens += len(token_ids)
         known_tokens = len(token_ids)
         chunks = self._chunks(found.text, found.known_characters)
-        encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
-        parts: list[list[int]] = [encoding.ids for encoding in encodings]
+        parts = self._tokenized(chunks, found.missing_characters)
         for part in parts:
             token_ids += part
         if found.special:
@@ -186,6 +197,12 @@ class PrefixCache:
         self._keep(found, known_tokens, chunks[:-1], parts, hashes)
         self._on_hit(hit_tokens)
         return PromptTokens(token_ids, hashes if self._hashing else None, hit_tokens)
+
+    def _tokenized(self, chunks: list[str], characters: int) -> list[list[int]]:
+        if self.cuts.before_spaces and characters <= _BY_WORD_CHARACTERS:
+            return [self._words.encode(chunk) for chunk in chunks]
+        encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _plain(self, found: FoundPrefix) -> PromptTokens:
         (encoding,) = self._tokenizer.encode_batch_fast(
@@ -230,18 +247,18 @@ class PrefixCache:
                     node = before.behind[chunk] = _Node(before, chunk, ahead, part, ended)
                     before.latest = node
                     self._used[node] = None
-                    self.size_bytes += node.size_bytes
+                    self._prefix_bytes += node.size_bytes
                 path.append(node)
             # Backwards, so that what stands first in a prompt is the last to be dropped.
             for node in reversed(path):
                 if node in self._used:  # another thread may have dropped it
                     self._used.move_to_end(node)
-            while self.size_bytes > self._max_bytes:
+            while self._prefix_bytes > self._max_bytes:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         oldest, _ = self._used.popitem(last=False)
-        self.size_bytes -= oldest.size_bytes
+        self._prefix_bytes -= oldest.size_bytes
         before = oldest.before
         assert before is not None
         del before.behind[oldest.chunk]
