@@ -6,11 +6,13 @@ import sys
 
 import configuration_page
 import docs_console
+import engines_page
 import http_page
 import metrics_page
 
 if __name__ == "__main__":
     configuration_page.write()
+    engines_page.write()
     http_page.write()
     metrics_page.write()
     sys.argv.append("--write")

@@ -43,6 +43,7 @@ def expected() -> tuple[tuple[list[int], list[int]], ...]:
 load_weights = cache(load_model)
 
 
+@pytest.mark.proves("reference", "engine conformance suite", how="real engine on CPU")
 class TestReference(EngineContract):
     servers: ClassVar[dict[str, ReferenceServer]] = {}
     """By address."""

@@ -36,6 +36,7 @@ def load_tiny(*_: Any, **__: Any) -> LlamaModel:
     return tiny_model()
 
 
+@pytest.mark.proves("trtllm", "engine conformance suite", how="stand-in")
 class TestTrtllm(EngineContract):
     capabilities = frozenset({"sampling", "stop_tokens", "prefix_cache"})
     takes_cache_salts = False

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import configuration_page  # noqa: E402 - these lie in scripts/
 import docs_console  # noqa: E402
+import engines_page  # noqa: E402
 import http_page  # noqa: E402
 import metrics_page  # noqa: E402
 
@@ -61,6 +62,7 @@ def test_examples_are_valid(example: Path) -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
+    assert engines_page.PAGE.read_text() == engines_page.page(), "run `make docs`"
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
 

@@ -158,6 +158,9 @@ async def handovers(cluster: LocalCluster) -> list[HandoverStatistics]:
     return counted
 
 
+@pytest.mark.proves(
+    "reference", "prefill and decode apart: the right tokens", how="real engine on CPU"
+)
 async def test_answers_are_the_same() -> None:
     await compare([20, 40, 90, 150, 210, 300, 420, 600])
 

@@ -54,6 +54,9 @@ async def measure(root: Path, policy: str, replicas: int = 2) -> int:
     return cached
 
 
+@pytest.mark.proves(
+    "reference", "routing by prefix finds what can be found", how="real engine on CPU"
+)
 async def test_kv_finds_what_round_robin_misses(root: Path) -> None:
     """What is possible is what a single worker finds, which sees every request."""
     possible = await measure(root, "kv", replicas=1)

@@ -87,6 +87,9 @@ def start(
     return TieredEngine(model, setups(*tiers), options), num_blocks
 
 
+@pytest.mark.proves(
+    "reference", "KV tiers: loaded blocks, the right tokens", how="real engine on CPU"
+)
 def test_memory_disk_and_s3_together(
     model: LlamaModel,
     prompts: list[list[int]],

@@ -77,6 +77,7 @@ def test_one_at_a_time(
     assert run(engine, prompts, at_once=1) == (expected, 0)
 
 
+@pytest.mark.proves("reference", "the right greedy tokens", how="real engine on CPU")
 def test_batched(model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
     engine = make_engine(model, prefix_caching=False)
     assert run(engine, prompts, at_once=16) == (expected, 0)

@@ -52,6 +52,7 @@ def wait_for_workers(cluster: LocalCluster, count: int) -> None:
     raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
 
 
+@pytest.mark.proves("trtllm", "prefill and decode apart: the right tokens", how="stand-in")
 def test_launched_and_apart() -> None:
     with LocalCluster(DEPLOYMENT, start_timeout_s=300) as cluster:
         wait_for_workers(cluster, 2)

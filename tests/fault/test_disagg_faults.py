@@ -172,6 +172,9 @@ async def check_whole(here: World, disturbed: Answer) -> None:
     await here.nothing_left()
 
 
+@pytest.mark.proves(
+    "reference", "prefill and decode apart: one side killed", how="real engine on CPU"
+)
 async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         await here.send("p-0", signal.SIGKILL)  # nobody may have noticed

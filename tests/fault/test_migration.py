@@ -144,6 +144,9 @@ async def test_a_hundred_times() -> None:
     await killed_rounds(SIM, "commutator_sim", rounds=100, max_tokens=100, seed=2)
 
 
+@pytest.mark.proves(
+    "reference", "a worker killed: its answers go on elsewhere", how="real engine on CPU"
+)
 async def test_a_real_model_goes_on_with_equal_tokens_greedy_and_seeded() -> None:
     await killed_rounds(REFERENCE, "commutator_reference", rounds=2, max_tokens=24, seed=3)
 

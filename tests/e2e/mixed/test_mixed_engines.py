@@ -90,6 +90,9 @@ async def ask(
     )
 
 
+@pytest.mark.proves("reference", "several engines behind one front door", how="real engine on CPU")
+@pytest.mark.proves("vllm", "several engines behind one front door", how="real engine on CPU")
+@pytest.mark.proves("sglang", "several engines behind one front door", how="real engine on CPU")
 async def test_a_prefix_is_found_again_at_whichever_engine_has_it(
     session: aiohttp.ClientSession, mixed: LocalCluster
 ) -> None:

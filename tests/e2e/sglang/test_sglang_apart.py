@@ -66,6 +66,9 @@ def test_they_fit(pair: WorkerPair) -> None:
     assert pair.style.mismatch(here, there) is None
 
 
+@pytest.mark.proves(
+    "sglang", "prefill and decode apart: the right tokens", how="real engine on CPU"
+)
 async def test_the_right_ids_and_nothing_left_behind(pair: WorkerPair) -> None:
     for prompt in (list(range(100, 148)), list(range(400, 470))):
         deltas = await pair.run(make_request("a", prompt, SIX_TOKENS))
@@ -75,6 +78,7 @@ async def test_the_right_ids_and_nothing_left_behind(pair: WorkerPair) -> None:
     await until(pair.decode, busy=False)
 
 
+@pytest.mark.proves("sglang", "prefill and decode apart: one side killed", how="real engine on CPU")
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_leg_whose_other_is_lost_ends_at_once(
     pair: WorkerPair, leg: Literal["prefill", "decode"]

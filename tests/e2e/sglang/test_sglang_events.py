@@ -75,6 +75,9 @@ async def watched(sglang: SglangServer) -> AsyncIterator[Watched]:
     await client.close()
 
 
+@pytest.mark.proves(
+    "sglang", "KV events: the index is what the server holds", how="real engine on CPU"
+)
 async def test_after_a_flush(watched: Watched) -> None:
     prompt = list(range(500, 600))
     await watched.cached(prompt)

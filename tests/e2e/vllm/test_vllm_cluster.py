@@ -24,6 +24,7 @@ def prefix_cache_hits(pair: LocalCluster) -> float:
     return sum(metric(url, "vllm:prefix_cache_hits_total") for url in urls)
 
 
+@pytest.mark.proves("vllm", "chat and completions, whole and streamed", how="real engine on CPU")
 @pytest.mark.smoke
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(
@@ -41,6 +42,7 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     assert len(chunks) > 4
 
 
+@pytest.mark.proves("vllm", "routing by prefix finds what can be found", how="real engine on CPU")
 @pytest.mark.smoke
 def test_ten_turns_find_what_can_be_found(pair: LocalCluster, client: openai.OpenAI) -> None:
     """At least 95 % of the whole blocks that the turn before left, by vLLM's own counter."""

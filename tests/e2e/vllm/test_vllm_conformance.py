@@ -34,6 +34,7 @@ def expected() -> tuple[tuple[list[int], list[int]], ...]:
     return tuple((ids, greedy(ids, 16)) for ids in prompts)
 
 
+@pytest.mark.proves("vllm", "engine conformance suite", how="real engine on CPU")
 class TestVllm(EngineContract):
     """Starting a server takes half a minute, so all tests share one, with its cache emptied."""
 

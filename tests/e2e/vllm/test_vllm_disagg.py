@@ -192,12 +192,14 @@ async def test_handed_over(session: aiohttp.ClientSession, apart: LocalCluster) 
     await run(session, apart, "Tale", 8, 2)
 
 
+@pytest.mark.proves("vllm", "prefill and decode apart: the right tokens", how="real engine on CPU")
 async def test_two_hundred_at_concurrency_8(
     session: aiohttp.ClientSession, apart: LocalCluster
 ) -> None:
     await run(session, apart, "Story", 50, 4)
 
 
+@pytest.mark.proves("vllm", "prefill and decode apart: one side killed", how="real engine on CPU")
 async def test_prefill_killed_midway(session: aiohttp.ClientSession, apart: LocalCluster) -> None:
     """All is answered, by the decode server alone; a prefill server that is back takes part."""
     asked = prompts("Legend", 40)

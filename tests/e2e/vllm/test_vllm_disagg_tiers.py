@@ -48,6 +48,7 @@ def both(root: Path) -> Iterator[LocalCluster]:
         yield running
 
 
+@pytest.mark.proves("vllm", "KV tiers with prefill and decode apart", how="real engine on CPU")
 async def test_each_side_keeps_what_it_computed_or_got(both: LocalCluster) -> None:
     """The prefill server finds prompts in its tiers and hands them over; so does decode, alone."""
     servers, asked = server_urls(both), prompts("Ballad", PROMPTS)

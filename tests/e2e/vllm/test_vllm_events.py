@@ -77,6 +77,9 @@ async def watched(vllm_url: str) -> AsyncIterator[Watched]:
     await client.close()
 
 
+@pytest.mark.proves(
+    "vllm", "KV events: the index is what the server holds", how="real engine on CPU"
+)
 async def test_after_evictions(watched: Watched) -> None:
     """More prompts than fit, asked for in another order, so that some parts of some are left."""
     rng = random.Random(7)

@@ -84,6 +84,9 @@ def answer_with_a_kill(pair: LocalCluster, client: openai.OpenAI, prompt: str) -
     return "".join(pieces), worker
 
 
+@pytest.mark.proves(
+    "vllm", "a worker killed: its answers go on elsewhere", how="real engine on CPU"
+)
 @pytest.mark.smoke
 async def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
     """The stream goes on at the other server; the index forgets what the lost one held."""
@@ -119,6 +122,7 @@ async def command(*arguments: str) -> str:
     return done.output
 
 
+@pytest.mark.proves("vllm", "a worker drained: nothing fails", how="real engine on CPU")
 @pytest.mark.smoke
 async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """Nothing fails, the drained server rests, and afterwards it serves again."""

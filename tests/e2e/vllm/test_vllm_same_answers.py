@@ -58,6 +58,7 @@ def streamed(asked: openai.OpenAI, text: str, **more: Any) -> list[Any]:
     return [chunk.choices[0].delta for chunk in chunks if chunk.choices]
 
 
+@pytest.mark.proves("vllm", "the right greedy tokens", how="real engine on CPU")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_greedy_and_seeded(
     client: openai.OpenAI, direct: openai.OpenAI, sampling: Mapping[str, Any]
@@ -131,6 +132,7 @@ def test_an_answer_by_a_json_schema(client: openai.OpenAI, direct: openai.OpenAI
     assert said[0] == said[1]
 
 
+@pytest.mark.proves("vllm", "JSON schemas and tool calls", how="real engine on CPU")
 def test_a_tool_call(client: openai.OpenAI, direct: openai.OpenAI) -> None:
     asking: dict[str, Any] = {
         "text": "What is the weather in Paris?",

@@ -111,6 +111,7 @@ def settle(url: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.proves("vllm", "KV tiers: loaded blocks, the right tokens", how="real engine on CPU")
 def test_tiers_in_vllm(
     stores: Stores, prompts: list[str], expected: list[str], tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ async def until(what: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.proves("trtllm", "KV events: the index is what the server holds", how="stand-in")
 async def test_events_fill_the_index() -> None:
     async with sidecar_of(FakeSource()) as (client, _, events):
         index = PrefixIndex(BLOCK)
