@@ -21,8 +21,12 @@ VERSION = "0.5.23"
 NIXL = "1.5.1"
 # These convert GGUF models.
 BESIDE = ("accelerate", "gguf>=0.17")
+# Storage tiers run in SGLang's own processes. Editable, so that they are those of this checkout.
+OURS = ("core", "plugins/storage/*", "plugins/engines/sglang")
 CHECK = (
     "import sglang.version, nixl, gguf, accelerate; from sglang.srt.entrypoints import http_server;"
+    "import commutator_sglang.hicache; from commutator.plugins import load_plugins; "
+    "assert {'dram', 'nvme', 's3'} <= set(load_plugins().tiers.kinds); "
     f"assert sglang.version.__version__ == {VERSION!r}"
 )
 
@@ -36,6 +40,7 @@ def main() -> int:
         return 0
     if has_gpu:
         _pip(f"sglang=={VERSION}", f"nixl[cu12]=={NIXL}", *BESIDE)
+        _pip(*_ours())
     else:
         _install_for_cpu()
     if not _works(has_gpu):
@@ -49,6 +54,13 @@ def _install_for_cpu() -> None:
     _pip("--no-deps", "-r", str(CPU / "requirements.txt"))
     _pip("--no-deps", f"sglang=={VERSION}", f"nixl=={NIXL}", f"nixl-cu12=={NIXL}")
     _pip("--no-deps", "--force-reinstall", str(CPU))
+    _pip("--no-deps", *_ours())
+
+
+def _ours() -> list[str]:
+    """Arguments that install our packages."""
+    paths = [path.parent for name in OURS for path in sorted(ROOT.glob(f"{name}/pyproject.toml"))]
+    return [word for path in paths for word in ("-e", str(path))]
 
 
 def _pip(*arguments: str) -> None:

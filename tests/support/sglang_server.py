@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 from attrs import evolve
 
-from commutator import LaunchContext, ModelConfig
+from commutator import LaunchContext, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.plugin import SglangConnector
@@ -43,9 +43,11 @@ _READY_S = 600.0
 class SglangServer:
     """One server; ``restart`` makes another one at the same address."""
 
-    def __init__(self, config: SglangConfig, folder: Path) -> None:
+    def __init__(
+        self, config: SglangConfig, folder: Path, tiers: tuple[TierConfig, ...] = ()
+    ) -> None:
         (port,) = free_ports("127.0.0.1")
-        context = LaunchContext("sglang-0", MODEL, "127.0.0.1", port, folder)
+        context = LaunchContext("sglang-0", MODEL, "127.0.0.1", port, folder, tiers)
         plan = SglangConnector().launch_plan(config, context)
         assert plan is not None
         self.url = plan.address
@@ -94,11 +96,15 @@ def need_sglang() -> None:
 
 @contextlib.contextmanager
 def running_sglang(
-    folder: Path, *args: str, role: Literal["both", "prefill", "decode"] = "both"
+    folder: Path,
+    *args: str,
+    role: Literal["both", "prefill", "decode"] = "both",
+    tiers: tuple[TierConfig, ...] = (),
 ) -> Iterator[SglangServer]:
-    """A server with ``args`` more."""
+    """A server with ``args`` more, over these storage tiers."""
     need_sglang()
-    server = SglangServer(evolve(CONFIG, args=(*CONFIG.args, *args), role=role), folder)
+    config = evolve(CONFIG, args=(*CONFIG.args, *args), role=role)
+    server = SglangServer(config, folder, tiers)
     try:
         server.start()
         yield server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from attrs import evolve
 
 from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
+from commutator.engine.embedded_config import read_tiers
 from commutator.errors import ConfigError
+from commutator_dram import DramConfig
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.launch import launch_plan, server_arguments
 from commutator_sglang.plugin import SglangConnector
@@ -108,6 +111,60 @@ def test_a_role_brings_the_hand_over(context: LaunchContext) -> None:
     assert "--disaggregation-transfer-backend" not in arguments
     assert "--disaggregation-bootstrap-port" not in arguments
     assert "--disable-overlap-schedule" not in arguments
+
+
+def with_tiers(context: LaunchContext) -> LaunchContext:
+    tier = DramConfig(kind="dram", capacity=1 << 20)
+    return evolve(context, tiers=(tier,))
+
+
+def test_tiers_are_put_behind_hicache(context: LaunchContext) -> None:
+    plan = launch_plan(evolve(CONFIG, python=sys.executable), with_tiers(context))
+    assert "--enable-hierarchical-cache" in plan.argv
+    assert value_of(plan.argv, "--hicache-storage-backend") == "dynamic"
+    assert value_of(plan.argv, "--page-size") == "64"
+    options = json.loads(value_of(plan.argv, "--hicache-storage-backend-extra-config"))
+    assert options["module_path"] == "commutator_sglang.hicache"
+    assert options["interface_v1"] == 1
+    (setup,) = read_tiers(options["tiers"], options["worker"])
+    assert setup.name == "dram"
+
+
+def test_a_page_size_that_is_given_stays(context: LaunchContext) -> None:
+    arguments = server_arguments(
+        evolve(CONFIG, args=("--page-size=16",)), with_tiers(context), Path("d")
+    )
+    assert "--page-size" not in arguments
+    assert arguments[-1] == "--page-size=16"
+
+
+def test_without_tiers_there_is_no_hicache(context: LaunchContext) -> None:
+    arguments = server_arguments(CONFIG, context, Path("d"))
+    assert "--enable-hierarchical-cache" not in arguments
+    assert "--page-size" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"role": "prefill"}, "role"),
+        ({"args": ("--hicache-storage-backend=file",)}, "--hicache-storage-backend"),
+        ({"args": ("--disable-radix-cache",)}, "--disable-radix-cache"),
+    ],
+)
+def test_tiers_that_would_be_ignored_are_refused(
+    context: LaunchContext, options: dict[str, object], says: str
+) -> None:
+    config = SglangConfig(kind="sglang", python=sys.executable, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=says):
+        launch_plan(config, with_tiers(context))
+
+
+def test_an_environment_without_our_plugins_is_told(context: LaunchContext, python: str) -> None:
+    Path(python).write_text("#!/bin/sh\nexit 1\n")
+    Path(python).chmod(0o755)
+    with pytest.raises(ConfigError, match="commutator-sglang"):
+        launch_plan(evolve(CONFIG, python=python), with_tiers(context))
 
 
 def load(tmp_path: Path, **engine: object) -> EngineConfig:

@@ -8,12 +8,16 @@ from typing import Any
 
 from commutator_sglang_cpu import copies
 
+_RESERVE_BYTES = 1 << 30
+"""Left to others; SGLang leaves 10 GB, which is more than a laptop has."""
+
 
 def register() -> None:
     """Called by SGLang in each of its processes."""
     from sglang.srt.mem_cache.pool_host import base, common, mha  # noqa: PLC0415 - in SGLang only
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = _RESERVE_BYTES
     base.HostKVCache.__init__ = _unpinned(base.HostKVCache.__init__)
     for name in copies.__all__:
         setattr(mha, name, getattr(copies, name))

@@ -14,6 +14,7 @@ from commutator.engine.model_directory import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_sglang.config import SglangConfig
+from commutator_sglang.launch_tiers import check_tiers, tier_arguments
 
 __all__ = ["launch_plan", "server_arguments"]
 
@@ -40,6 +41,8 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     """Raises ConfigError when the environment, the model or an argument cannot be used."""
     advice = "run `make sglang`, or give the Python of the environment that has SGLang"
     python = python_at(config.python, advice, f"engine {config.name or config.kind}")
+    if context.tiers:
+        check_tiers(config, python, set(_names(config)))
     source = locate_model(context.model.source)
     directory = directory_for(source) if source.is_file() else source
     server = (python, *_SERVER, *server_arguments(config, context, directory))
@@ -78,6 +81,8 @@ def server_arguments(
         added["--context-length"] = str(context.model.max_model_len)
     if not given & {"--disable-radix-cache"}:
         added["--kv-events-config"] = _events(context.host, *ports[:2])
+    if context.tiers:
+        added |= tier_arguments(context)
     if config.role != "both":
         added |= {_DISAGGREGATION: config.role, _TRANSFER: "nixl"}
         if config.role == "prefill":

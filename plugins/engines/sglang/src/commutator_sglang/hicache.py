@@ -1,0 +1,154 @@
+"""Our KV manager and storage tiers behind HiCache: a storage backend that SGLang loads by path.
+
+In each of its schedulers' processes. Thin: what is done with pages is in ``hicache_pages``. Written
+for SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sglang.version
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.runtime_context import (
+    get_memory,
+    get_parallel,
+    get_server_args,
+    process_model_config,
+)
+
+from commutator.engine import EmbeddedTiers
+from commutator.errors import ConfigError
+from commutator_sglang.hicache_arena import page_arena
+from commutator_sglang.hicache_identity import cache_identity, worker_of
+from commutator_sglang.hicache_pages import TierPages
+from commutator_sglang.hicache_rules import problems
+
+__all__ = ["CommutatorHiCache"]
+
+_WHERE = "--hicache-storage-backend-extra-config of CommutatorHiCache"
+
+
+class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
+    """Options: ``tiers``, a file with a `tiers:` section or its entries; ``worker``, a name.
+
+    No two servers may have the same name at the same time. Raises ConfigError, which ends the
+    server's start, for what would be wrong or ignored without a word; nothing else ever.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
+        self._storage = storage_config
+        self._options = dict(storage_config.extra_config or {})
+        self._pool: Any = None
+        self._tiers: EmbeddedTiers | None = None
+        self._pages: TierPages | None = None
+        wrong = problems(storage_config, get_memory().hicache_host_memory_mode)
+        if wrong:
+            raise ConfigError(wrong, _WHERE)
+
+    # While SGLang starts
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self._pool = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        if host_pool is not self._pool:
+            what = f"models that keep {host_pool_name} beside keys and values are not supported"
+            raise ConfigError([what], _WHERE)
+
+    def on_host_pools_registered(self) -> None:
+        pool = self._pool
+        if pool.shared_allocation_domain is not None:
+            raise ConfigError(["pages move within a host pool that is shared"], _WHERE)
+        try:
+            arena = page_arena(self._pieces, pool.page_num)
+        except ValueError as error:
+            what = f"--hicache-mem-layout={pool.layout} is not supported: {error}"
+            raise ConfigError([what], _WHERE) from error
+        identity = cache_identity(
+            get_server_args(),
+            process_model_config(),
+            self._storage,
+            pool,
+            pieces=[size for _, size in self._pieces(0)],
+            version=sglang.version.__version__,
+        )
+        worker = worker_of(str(self._options["worker"]), self._storage, get_parallel().dp_rank)
+        self._tiers = EmbeddedTiers(self._options["tiers"], arena, identity, worker_id=worker)
+        self._tiers.start()
+        self._pages = TierPages(self._tiers)
+
+    # On its storage threads
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self._ready.found(keys)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        return self._ready.load(keys, self._numbers(host_indices))
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        before = getattr(extra_info, "prefix_keys", None) or ()
+        stored = self._ready.store(keys, self._numbers(host_indices), before)
+        return [stored] * len(keys)
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # Without `interface_v1`, which ``problems`` insists on
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return False
+
+    # When it is told to, and in the end
+
+    def clear(self) -> None:
+        if self._tiers is not None:
+            self._tiers.reset()
+
+    def close(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
+
+    @property
+    def _ready(self) -> TierPages:
+        assert self._pages is not None, "the host pools come first"
+        return self._pages
+
+    def _numbers(self, host_indices: Any) -> list[int]:
+        """Of the pages whose tokens have these places in host memory."""
+        size = self._pool.page_size
+        numbers: list[int] = (host_indices[::size] // size).tolist()
+        return numbers
+
+    def _pieces(self, page: int) -> Sequence[tuple[int, int]]:
+        import torch  # noqa: PLC0415 - SGLang brings it
+
+        size = self._pool.page_size
+        addresses, sizes = self._pool.get_page_buffer_meta(
+            torch.arange(page * size, (page + 1) * size)
+        )
+        return list(zip(addresses, sizes, strict=True))
