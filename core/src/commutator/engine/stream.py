@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from commutator.types import TokenDelta
+from commutator.types import TokenDelta, TokenLogprob
 
 __all__ = ["DeltaStream"]
 
@@ -75,11 +75,16 @@ class DeltaStream:
 
 def merge(deltas: deque[TokenDelta]) -> TokenDelta:
     """Consecutive deltas of one request as one."""
-    last = deltas[-1]
-    cached = next((d.cached_tokens for d in deltas if d.cached_tokens is not None), None)
+    last, cached = deltas[-1], None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        cached = delta.cached_tokens if cached is None else cached
     return TokenDelta(
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cached_tokens=cached,

@@ -30,6 +30,7 @@ __all__ = ["PROTOCOL", "FrameProtocol", "pack", "pack_delta", "unpack_delta"]
 PROTOCOL = 1
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
@@ -71,7 +72,7 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
             TokenLogprob(token, logprob, tuple((i, p) for i, p in top))
             for token, logprob, top in extras.get("logprobs", ())
         ),
-        finish_reason=FinishReason(finish) if finish is not None else None,
+        finish_reason=_FINISH_REASONS[finish] if finish is not None else None,
         stop_reason=extras.get("stop"),
         cached_tokens=extras.get("cached"),
         error=extras.get("error"),

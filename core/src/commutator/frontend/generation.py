@@ -51,6 +51,8 @@ class Generation:
     @property
     def worker_ids(self) -> tuple[str, ...]:
         """Each worker once, in order of the answers; grows when one is replaced."""
+        if len(self._dispatched) == 1:
+            return tuple(self._dispatched[0].worker_ids)
         served = (worker_id for one in self._dispatched for worker_id in one.worker_ids)
         return tuple(dict.fromkeys(served))
 

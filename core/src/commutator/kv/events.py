@@ -173,7 +173,7 @@ def _salt(fields: Mapping[str, Any]) -> str | None:
 
 
 def _split(raw: Mapping[str, Any] | Sequence[Any]) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(raw, Mapping):
+    if isinstance(raw, dict):
         return raw["type"], raw
     kind, *values = raw
     names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS

@@ -66,13 +66,14 @@ class Candidate:
     @property
     def worker_id(self) -> str:
         """Names the candidate in decisions: the worker's id, with "@RANK" if it has several."""
-        return candidate_id(self.worker, self.rank)
+        worker = self.worker
+        several = worker.info.data_parallel_size > 1
+        return f"{worker.worker_id}@{self.rank}" if several else worker.worker_id
 
 
 def candidate_id(worker: WorkerRecord, rank: int) -> str:
-    """The name of one rank of a worker: the worker's own id unless it has several ranks."""
-    several = worker.info.data_parallel_size > 1
-    return f"{worker.worker_id}@{rank}" if several else worker.worker_id
+    """The name of one rank of a worker, as ``Candidate.worker_id``."""
+    return Candidate(worker, rank=rank).worker_id
 
 
 @lru_cache(4096)

@@ -85,6 +85,7 @@ class Dispatcher:
         self._migration = config.migration
         self._when_waiting: Callable[[int], None] | None = None
         self._migrations: MigrationObserver | None = None
+        self._around: dict[str, Surroundings] = {}
 
     def _pool(
         self, config: RouterConfig, rng: random.Random, shared: CacheView | None = None
@@ -112,6 +113,7 @@ class Dispatcher:
     def watch_migrations(self, observer: MigrationObserver) -> None:
         """``observer`` is told of every request that changes its worker."""
         self._migrations = observer
+        self._around.clear()
 
     def watch_handovers(self, observer: HandoverObserver) -> None:
         """``observer`` is told of every request whose prefill may be elsewhere."""
@@ -270,19 +272,26 @@ class Dispatcher:
             self._host.request_failed(summary, error)
             raise
         self._host.request_routed(summary, placed.route.decision)
-        around = Surroundings(
-            self._cache(model),
-            self._view,
-            self.load,
-            self._host,
-            self._place_again,
-            self._migrations,
-            None if (apart := self._prefill_pools.get(model)) is None else apart.decide,
-        )
         most = self._migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
-        return Dispatch(summary, request, placed, around, limits)
+        return Dispatch(summary, request, placed, self._surroundings(model), limits)
+
+    def _surroundings(self, model: str) -> Surroundings:
+        """The same for all requests."""
+        known = self._around.get(model)
+        if known is None:
+            apart = self._prefill_pools.get(model)
+            known = self._around[model] = Surroundings(
+                self._cache(model),
+                self._view,
+                self.load,
+                self._host,
+                self._place_again,
+                self._migrations,
+                None if apart is None else apart.decide,
+            )
+        return known
 
     def forwards(self, model: str) -> bool:
         """Whether some worker takes requests for this model as clients send them."""

@@ -127,6 +127,9 @@ def _annotated_matcher(kind: Any) -> Callable[[Any], bool]:
         return lambda value: size.parse(value) is not None
     inner = matcher(base)
     bounds = [extra for extra in extras if isinstance(extra, Bounds)]
+    if len(bounds) == 1:
+        allows = bounds[0].allows
+        return lambda value: inner(value) and allows(value)
     return lambda value: inner(value) and all(bound.allows(value) for bound in bounds)
 
 
@@ -201,6 +204,9 @@ def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
         if member is not type(None)
     ]
     optional = type(None) in get_args(kind)
+    if optional and len(members) == 1:
+        _, structure_only, only = members[0]
+        return lambda value, _: None if value is None else structure_only(value, only)
 
     def hook(value: Any, _: Any) -> Any:
         if value is None and optional:

@@ -38,7 +38,7 @@ class KvRouter(RoutingPolicy):
         scores = {c.worker_id: self._terms(request, c) for c in allowed}
         costs = {worker_id: terms["cost"] for worker_id, terms in scores.items()}
         chosen = draw(costs, self._config.router_temperature, rng)
-        winner = next(c for c in allowed if c.worker_id == chosen)
+        winner = dict(zip(scores, allowed, strict=True))[chosen]
         return Decision(
             worker_id=chosen,
             policy="kv",
