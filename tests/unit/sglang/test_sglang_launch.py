@@ -160,6 +160,14 @@ def test_tiers_that_would_be_ignored_are_refused(
         launch_plan(config, with_tiers(context))
 
 
+def test_a_server_that_runs_already_keeps_its_own_storage(
+    context: LaunchContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SglangConfig(kind="sglang", url="http://127.0.0.1:30000")
+    assert SglangConnector().launch_plan(config, with_tiers(context)) is None
+    assert "not our tiers" in caplog.text
+
+
 def test_an_environment_without_our_plugins_is_told(context: LaunchContext, python: str) -> None:
     Path(python).write_text("#!/bin/sh\nexit 1\n")
     Path(python).chmod(0o755)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from commutator import (
     EngineClient,
     EngineConnector,
@@ -17,12 +19,20 @@ from commutator_sglang.handover import RoomHandover
 
 __all__ = ["SglangConnector"]
 
+log = logging.getLogger(__name__)
+
+_NOT_ITS_TIERS = "%s runs already: it has the storage backend of its own HiCache, not our tiers"
+
 
 class SglangConnector(EngineConnector[SglangConfig]):
     """Starts SGLang's own server, or attaches to one, and speaks HTTP to it."""
 
+    uses_tiers = True
+
     def launch_plan(self, config: SglangConfig, context: LaunchContext) -> LaunchPlan | None:
         if config.url is not None:
+            if context.tiers:
+                log.warning(_NOT_ITS_TIERS, context.worker_id)
             return None
         from commutator_sglang.launch import launch_plan  # noqa: PLC0415 - only to start one
 
