@@ -82,6 +82,13 @@ def test_servers_that_differ_share_nothing() -> None:
         assert engine.tiers.key_of(name) != other.tiers.key_of(name)
 
 
+def test_closed_tiers_keep_nothing() -> None:
+    with ForeignEngine(dram()) as engine:
+        pages = stored(engine, NAMES)
+    assert not pages.store(NAMES, range(5), [])
+    assert pages.load(NAMES, range(5)) == [False] * 5
+
+
 def test_whatever_goes_wrong_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     with ForeignEngine(dram()) as engine:
         pages = stored(engine, NAMES)

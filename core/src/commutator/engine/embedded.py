@@ -99,6 +99,7 @@ class EmbeddedTiers:
         """Who has each device block, the longest first."""
         self._loads: dict[str, Use] = {}
         self._events: list[KvEvent] = []
+        self._open = True
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tiers", daemon=True)
 
@@ -180,10 +181,12 @@ class EmbeddedTiers:
     ) -> Future[list[bool]]:
         """Fill device blocks with those planned, without the first ``skip``; True: verified.
 
-        The other planned blocks are let go of. A False is never followed by a True.
+        The other planned blocks are let go of. A False is never followed by a True. Raises
+        TierError once the tiers are closed.
         """
         use, future = load_of(len(device_blocks))
         with self._lock:
+            self._must_be_open()
             self._loads[plan.load_id] = use
             self._hand_over(use, device_blocks)
             try:
@@ -204,11 +207,13 @@ class EmbeddedTiers:
         """Keep computed blocks, in the order of their chain; what is there already counts as used.
 
         Tiers with `write: on_evict` get them at once, as nobody tells when the engine evicts.
+        Raises TierError once the tiers are closed.
         """
         if len(offers) != len(device_blocks):
             raise ValueError(f"{len(offers)} offers, but {len(device_blocks)} device blocks")
         use, future = store_of(len(offers) * len(self._takers))
         with self._lock:
+            self._must_be_open()
             for take in self._takers if offers else ():
                 self._hand_over(use, device_blocks)
                 take(offers, device_blocks)
@@ -240,6 +245,8 @@ class EmbeddedTiers:
 
         Futures that are then not done fail with TierError: NIXL may still touch their blocks.
         """
+        with self._lock:
+            self._open = False
         self._service.close(timeout_s)
         self._closing = True
         self._news.set()
@@ -253,6 +260,10 @@ class EmbeddedTiers:
             use.fail(closed)
         for question in questions:
             question.future.cancel()
+
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise TierError("the tiers are closed")
 
     def _hand_over(self, use: Use, device_blocks: Iterable[int]) -> None:
         for block in device_blocks:
