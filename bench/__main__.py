@@ -22,6 +22,8 @@ SCENARIOS = {
     "frontdoor": "a request through the front door against the worker asked directly",
     "recall": "a prompt's blocks loaded from each tier against computing them",
     "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",
+    "vllm_tiers": "a prompt loaded into real vLLM servers from each tier against computing it",
+    "tiers": "each storage tier against raw NIXL and boto3, and LMCache",
     "transfer": "blocks moved with results, limits and checksums against bare NIXL calls",
 }
 
