@@ -17,12 +17,17 @@ _HEADERS = {
 }
 
 
+class _Response(web.StreamResponse):
+    # The first event follows its headers at once: one packet, as with aiohttp's own web.Response.
+    _send_headers_immediately = False
+
+
 class EventStream:
     """Until the first write, a failure can still be answered with its own status."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response: web.StreamResponse = _Response(headers=_HEADERS)
 
     @property
     def started(self) -> bool:
