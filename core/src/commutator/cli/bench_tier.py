@@ -23,7 +23,8 @@ from commutator.kv.arena import BlockArena
 from commutator.kv.block_io import IoContext
 from commutator.kv.load_result import LoadResult
 from commutator.kv.offer import Offer
-from commutator.kv.service_jobs import PART_BLOCKS
+from commutator.kv.service_jobs import part_blocks
+from commutator.kv.service_threads import STAGING_BLOCKS
 from commutator.kv.staging import PAGE_BYTES, Staging
 from commutator.kv.tier import SlotGeometry
 from commutator.kv.tier_setup import TierSetup, slot_bytes
@@ -112,6 +113,8 @@ class _Bench:
         slot = slot_bytes(setup, block_bytes)
         run = uuid.uuid4().hex
         self._keys = [sha256(f"{run}/{index}".encode()).digest() for index in range(count)]
+        self._offers = [Offer(key=key, parent=None, token_ids=(0,)) for key in self._keys]
+        self._spans = [self.arena.span(index) for index in range(count)]
         self._raw_keys = [sha256(f"{run}/raw/{index}".encode()).digest() for index in range(count)]
         self.worker = TierWorker(
             setup,
@@ -122,7 +125,7 @@ class _Bench:
                 block_tokens=1,
             ),
             self.arena,
-            Staging(-(-slot // PAGE_BYTES) * PAGE_BYTES, PART_BLOCKS),
+            Staging(-(-slot // PAGE_BYTES) * PAGE_BYTES, STAGING_BLOCKS),
             Staging(block_bytes, 1),
             agent_name=f"kv-bench-{run}",
             on_open=lambda _: None,
@@ -174,11 +177,12 @@ class _Bench:
         ]
 
     def store(self, blocks: Sequence[int]) -> None:
-        for start in range(0, len(blocks), PART_BLOCKS):
-            part = blocks[start : start + PART_BLOCKS]
+        step = part_blocks(self.arena.block_bytes)
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step]
             outcome = self.worker.store(
-                [Offer(key=self._keys[i], parent=None, token_ids=(0,)) for i in part],
-                [self.arena.span(i) for i in part],
+                [self._offers[i] for i in part],
+                [self._spans[i] for i in part],
                 IoContext(time.monotonic() + _TIMEOUT_S),
                 from_engine=True,
             )
@@ -189,7 +193,7 @@ class _Bench:
     def load(self, blocks: Sequence[int]) -> None:
         results = self.worker.load(
             [self._keys[i] for i in blocks],
-            [self.arena.span(i) for i in blocks],
+            [self._spans[i] for i in blocks],
             IoContext(time.monotonic() + _TIMEOUT_S),
             to_engine=True,
         )

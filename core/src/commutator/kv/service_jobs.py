@@ -14,13 +14,29 @@ from commutator.kv.tier_thread import Job
 from commutator.kv.tier_worker import TierWorker
 from commutator.transfer import Span
 
-__all__ = ["PART_BLOCKS", "Stores", "free_job", "load_job", "probe_job", "store_job"]
+__all__ = [
+    "PART_BLOCKS",
+    "Stores",
+    "free_job",
+    "load_job",
+    "part_blocks",
+    "probe_job",
+    "store_job",
+]
 
 PART_BLOCKS = 16
 """After so many blocks a more urgent job may go first."""
+_MOST_BLOCKS = 256
+_STORE_BYTES = 32 << 20
+"""Some 10 ms on a disk, beside which what is done between two parts is little."""
 
 Stores = Callable[[list[Stored], dict[BlockKey, str]], None]
 """Told what was stored, and why the rest was not; exactly once."""
+
+
+def part_blocks(block_bytes: int) -> int:
+    """The same for stores of small blocks, where more of them take no longer."""
+    return min(_MOST_BLOCKS, max(PART_BLOCKS, _STORE_BYTES // block_bytes))
 
 
 def load_job(
@@ -71,8 +87,9 @@ def store_job(
         stored: list[Stored] = []
         failed: dict[BlockKey, str] = {}
         try:
-            for start in range(0, len(offers), PART_BLOCKS):
-                end = start + PART_BLOCKS
+            step = part_blocks(sources[0].size_bytes) if sources else PART_BLOCKS
+            for start in range(0, len(offers), step):
+                end = start + step
                 if worker is None or not worker.is_open:
                     failed |= {offer.key: "tier is down" for offer in offers[start:end]}
                     continue

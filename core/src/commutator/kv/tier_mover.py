@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
@@ -11,11 +11,13 @@ from commutator.kv.block_io import IoContext
 from commutator.kv.scattered_arena import Arena
 from commutator.kv.tier import Peer, Slot, StorageTier
 from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
-from commutator.transfer.move import BATCH_BYTES
 
 __all__ = ["LocalMover", "TierMover"]
 
 LOCAL_BACKEND = "UCX"
+_BATCH_BYTES = 4 << 20
+_LAST_BATCH_BYTES = 1 << 20
+"""While a batch is under way, those before it are checked; after the last one somebody waits."""
 _MEMORY_TIMEOUT_S = 60.0
 """Copies within a machine's memory are not given up: nothing else could use the memory then."""
 
@@ -46,24 +48,34 @@ class TierMover:
         ``on_moved`` is told the positions of blocks that have arrived while others are under way.
         """
         results: list[TransferError | None] = [None] * len(pieces)
-        by_peer: dict[Peer | None, list[int]] = {}
-        for position, (_, slot, _) in enumerate(pieces):
-            by_peer.setdefault(self._tier.peer(slot), []).append(position)
-        for peer, positions in by_peer.items():
+        for peer, positions in self._by_peer(pieces).items():
 
-            def arrived(done: Sequence[int], positions: list[int] = positions) -> None:
+            def arrived(done: Sequence[int], positions: Sequence[int] = positions) -> None:
                 if on_moved is not None:
                     on_moved([positions[index] for index in done])
 
             some = [pieces[position] for position in positions]
             in_memory = self._tier.memory is Memory.DRAM and on_moved is None
-            batch_bytes = self._in_flight_bytes if in_memory else BATCH_BYTES
+            batch_bytes = self._in_flight_bytes if in_memory else _BATCH_BYTES
             moved = self._move(direction, some, peer, context, arrived, batch_bytes)
+            if not any(moved):
+                continue
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
                     self._held.setdefault(pieces[position][1], set()).add(error.token)
         return results
+
+    def _by_peer(
+        self, pieces: Sequence[tuple[Span, Slot, int]]
+    ) -> Mapping[Peer | None, Sequence[int]]:
+        """The positions of the blocks that lie with each peer."""
+        if not self._tier.asks_peers:
+            return {None: range(len(pieces))}
+        by_peer: dict[Peer | None, list[int]] = {}
+        for position, (_, slot, _) in enumerate(pieces):
+            by_peer.setdefault(self._tier.peer(slot), []).append(position)
+        return by_peer
 
     def _move(
         self,
@@ -81,9 +93,11 @@ class TierMover:
         moves = []
         alignment = self._tier.alignment_bytes
         for local, slot, needed_bytes in pieces:
-            size_bytes = -(-needed_bytes // alignment) * alignment
+            size_bytes = needed_bytes + -needed_bytes % alignment
             remote, region = self._tier.place(slot, size_bytes)
-            moves.append(BlockMove(Span(local.address, size_bytes, local.device), remote, region))
+            if size_bytes != local.size_bytes:
+                local = Span(local.address, size_bytes, local.device)  # noqa: PLW2901
+            moves.append(BlockMove(local, remote, region))
         errors = move_blocks(
             self._agent,
             direction,
@@ -94,6 +108,7 @@ class TierMover:
             timeout_s=context.remaining_s,
             peer=name,
             batch_bytes=batch_bytes,
+            last_batch_bytes=_LAST_BATCH_BYTES if direction is Direction.READ else None,
             max_in_flight_bytes=self._in_flight_bytes,
             on_done=on_moved,
             cancelled=context.cancelled,

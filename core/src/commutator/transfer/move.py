@@ -29,6 +29,7 @@ def move_blocks(
     timeout_s: float,
     peer: str | None = None,
     batch_bytes: int = BATCH_BYTES,
+    last_batch_bytes: int | None = None,
     max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     on_done: Callable[[Sequence[int]], None] = lambda _: None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -40,7 +41,8 @@ def move_blocks(
     moving = BlockMoves(
         agent, direction, moves, local_memory=local_memory, remote_memory=remote_memory,
         backend=backend, timeout_s=timeout_s, peer=peer, batch_bytes=batch_bytes,
-        max_in_flight_bytes=max_in_flight_bytes, on_done=on_done, cancelled=cancelled,
+        last_batch_bytes=last_batch_bytes, max_in_flight_bytes=max_in_flight_bytes,
+        on_done=on_done, cancelled=cancelled,
     )  # fmt: skip
     news_s = time.monotonic()
     try:

@@ -79,5 +79,4 @@ class DramTier(SlotTier):
         return [self.arena.region]
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
-        span = self.arena.span(slot)
-        return Span(span.address, size_bytes, span.device), None
+        return Span(self.arena.address_of(slot), size_bytes), None
