@@ -13,7 +13,7 @@ import msgspec
 from commutator.engine.contract import EngineClient
 from commutator.engine.handover.statistics import HandoverStatistics
 from commutator.engine.stream import DeltaStream
-from commutator.engine.wire import PROTOCOL, FrameProtocol, unpack_delta
+from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_request, unpack_delta
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -74,7 +74,7 @@ class TokenApiClient(EngineClient):
             stream.fail(EngineUnavailableError(f"worker at {self.address}: not connected"))
             return stream
         self._streams[key] = stream
-        connection.send(["generate", key, request])
+        connection.send(["generate", key, pack_request(request)])
         return stream
 
     async def load(self) -> EngineLoad:

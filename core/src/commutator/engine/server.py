@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta
+from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta, unpack_request
 from commutator.errors import CommutatorError, EngineError, EngineOverloadedError, RequestError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
@@ -203,8 +203,8 @@ class _Connection:
 
     def _handle(self, frame: list[Any]) -> None:
         match frame:
-            case ["generate", int(key), request]:
-                self._generate(key, msgspec.convert(request, GenerateRequest))
+            case ["generate", int(key), bytes(packed)]:
+                self._generate(key, unpack_request(packed))
             case ["abort", int(key)]:
                 self.server.abort(self, key)
             case ["ask", int(number), str(what)]:

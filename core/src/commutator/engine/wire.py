@@ -2,16 +2,18 @@
 
     client -> server                                server -> client
     ["hello", protocol]                             ["info", EngineInfo]
-    ["generate", key, GenerateRequest]              ["deltas", [[key, ids, extras | nil], ...]]
+    ["generate", key, request]                      ["deltas", [[key, ids, extras | nil], ...]]
     ["abort", key]                                  ["refused", key, reason, kind]
     ["ask", number, what, argument...]              ["answer", number, value]
                                                     ["failed", number, reason]
 
-``key`` numbers the requests of one connection. A "deltas" frame holds everything that one engine
-tick produced for this connection; ``extras`` is a map that leaves out what is not set. ``what`` is
-"load", "drain", "resume" or "reset_prefix_cache", without arguments; or "kv" with a question about
-storage tiers (see ``kv.admin``) or "handover" with one about blocks that are handed over (see
-``handover.pull_words``), each with a map of its arguments. Only the last two may fail.
+``key`` numbers the requests of one connection. ``request`` is a GenerateRequest in MessagePack of
+its own, as bytes: so it is decoded only once, into its class. A "deltas" frame holds everything
+that one engine tick produced for this connection; ``extras`` is a map that leaves out what is not
+set. ``what`` is "load", "drain", "resume" or "reset_prefix_cache", without arguments; or "kv" with
+a question about storage tiers (see ``kv.admin``) or "handover" with one about blocks that are
+handed over (see ``handover.pull_words``), each with a map of its arguments. Only the last two may
+fail.
 """
 
 from __future__ import annotations
@@ -23,22 +25,41 @@ from typing import Any, cast
 
 import msgspec
 
-from commutator.types import FinishReason, TokenDelta, TokenLogprob
+from commutator.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
-__all__ = ["PROTOCOL", "FrameProtocol", "pack", "pack_delta", "unpack_delta"]
+__all__ = [
+    "PROTOCOL",
+    "FrameProtocol",
+    "pack",
+    "pack_delta",
+    "pack_request",
+    "unpack_delta",
+    "unpack_request",
+]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
+_request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 
 def pack(frame: list[Any] | tuple[Any, ...]) -> bytes:
     """One frame, ready to write."""
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
+
+
+def pack_request(request: GenerateRequest) -> bytes:
+    """The last part of a "generate" frame."""
+    return _encoder.encode(request)
+
+
+def unpack_request(packed: bytes) -> GenerateRequest:
+    """The inverse of ``pack_request``. Raises ValueError for anything else."""
+    return _request_decoder.decode(packed)
 
 
 def pack_delta(key: int, delta: TokenDelta) -> list[Any]:
@@ -66,12 +87,15 @@ def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDe
     if extras is None:
         return TokenDelta(tuple(token_ids))
     finish = extras.get("finish")
+    logprobs = extras.get("logprobs", ())
     return TokenDelta(
         token_ids=tuple(token_ids),
         logprobs=tuple(
             TokenLogprob(token, logprob, tuple((i, p) for i, p in top))
-            for token, logprob, top in extras.get("logprobs", ())
-        ),
+            for token, logprob, top in logprobs
+        )
+        if logprobs
+        else (),
         finish_reason=_FINISH_REASONS[finish] if finish is not None else None,
         stop_reason=extras.get("stop"),
         cached_tokens=extras.get("cached"),

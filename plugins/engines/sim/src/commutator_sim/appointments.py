@@ -27,7 +27,7 @@ class Appointments:
 
     def first_ns(self) -> int | None:
         """When that is."""
-        return None if self.first() is None else self._heap[0][0]
+        return None if not self._heap or self.first() is None else self._heap[0][0]
 
     def pop(self) -> Run:
         """Take out the run that ``first`` returned."""

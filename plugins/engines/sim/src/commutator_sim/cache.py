@@ -64,7 +64,10 @@ class BlockCache:
         The caller has made sure that they fit beside what is held.
         """
         self._unnamed += count
-        excess = self.used_blocks + len(self._idle) - self.capacity_blocks
+        held = len(self._holders) + self._unnamed + len(self._idle)
+        if held <= self.capacity_blocks:
+            return []
+        excess = held - self.capacity_blocks
         return [self._idle.popitem(last=False)[0] for _ in range(excess)]
 
     def name(self, keys: Sequence[int]) -> int:

@@ -76,7 +76,7 @@ class DecodeBatch:
             self.growing.append(run)
 
     def _push(self, run: Run, to_block_end: int) -> None:
-        to_end = run.request.kv_tokens - run.decode_base - self._step
+        to_end = run.kv_tokens - run.decode_base - self._step
         turn = self._step + min(to_block_end, to_end)
         heapq.heappush(self._turns, (turn, next(self._serial), run.epoch, run))
 

@@ -330,8 +330,7 @@ class SimEngine(TokenEngine):
                 case Steps():
                     pass
                 case Stored() | Removed() | Offloaded():
-                    if self._feed is not None:
-                        self._feed_blocks(event, self._feed)
+                    self._feed_blocks(event)
                 case FirstToken():
                     self._streams[event.key].cached_tokens = event.cached_tokens
                 case Finished():
@@ -364,7 +363,9 @@ class SimEngine(TokenEngine):
                 if generated > stream.sent:
                     yield key, stream.delta(generated)
 
-    def _feed_blocks(self, event: Stored | Removed | Offloaded, feed: EventFeed) -> None:
+    def _feed_blocks(self, event: Stored | Removed | Offloaded) -> None:
+        if (feed := self._feed) is None:
+            return
         if isinstance(event, Stored):
             stream = self._streams[event.key]
             asked = stream.request

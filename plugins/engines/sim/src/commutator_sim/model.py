@@ -97,7 +97,8 @@ class SimModel:
             )
         if key in self._live:
             raise ValueError(f"request {key} is in the model already")
-        run = Run(key, request, (request.priority, next(self._arrivals)))
+        order = (request.priority, next(self._arrivals))
+        run = Run(key, request, order, request.kv_tokens)
         run.pulling = request.pulls is not None
         self._live[key] = run
         if request.exports:
@@ -333,7 +334,7 @@ class SimModel:
                 self._computed(run, tokens)
         for run in turned:
             self._name(run)
-            if run.computed == run.request.kv_tokens:
+            if run.computed == run.kv_tokens:
                 self._finish(run)
             else:
                 self._decode.turned(run)

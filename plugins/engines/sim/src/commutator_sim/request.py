@@ -59,6 +59,8 @@ class Run:
     request: SimRequest
     order: tuple[int, int]
     """Priority, then arrival: smaller is served first and preempted last."""
+    kv_tokens: int
+    """Those of the request."""
     phase: Phase = Phase.WAITING
     computed: int = 0
     """Tokens with KV on the device; while decoding, ``decode_base`` plus the step number."""
