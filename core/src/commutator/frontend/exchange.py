@@ -10,6 +10,8 @@ import time
 from aiohttp import web
 from attrs import define, field
 
+from commutator.frontend.services import Services
+
 __all__ = ["EXCHANGE", "Exchange", "request_id_of"]
 
 _ID_BITS = 128
@@ -20,6 +22,7 @@ _SANE_ID = re.compile(r"[!-~]{1,128}")
 class Exchange:
     """Filled in on the way; read once at the end."""
 
+    services: Services
     request_id: str
     endpoint: str
     arrived_s: float = field(factory=time.perf_counter)

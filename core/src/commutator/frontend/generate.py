@@ -21,7 +21,7 @@ from commutator.frontend.generation import Generation
 from commutator.frontend.pass_through import pass_through_if
 from commutator.frontend.plan import Plan, plan_chat, plan_completion
 from commutator.frontend.requests import ChatRequest, CompletionRequest, GenerationRequest
-from commutator.frontend.services import SERVICES, Services
+from commutator.frontend.services import Services
 from commutator.frontend.shape import Shape, encode
 from commutator.frontend.sse import EventStream
 from commutator.observe.tracing import traced
@@ -77,7 +77,8 @@ async def _serve(
     make_plan: Planner[RequestT],
     shaper: Shaper[RequestT],
 ) -> web.StreamResponse:
-    services, exchange = request.app[SERVICES], request[EXCHANGE]
+    exchange = request[EXCHANGE]
+    services = exchange.services
     stream = EventStream(request)
     try:
         limit = TimeLimit(timeout_of(request, services.config.request_timeout_s))

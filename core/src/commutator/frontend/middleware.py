@@ -26,7 +26,8 @@ _OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/openapi.jso
 @web.middleware
 async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost: whatever is raised inside becomes an answer in OpenAI's shape."""
-    known = request[EXCHANGE] = Exchange(request_id_of(request), _endpoint(request))
+    services = request.app[SERVICES]
+    known = request[EXCHANGE] = Exchange(services, request_id_of(request), _endpoint(request))
     code = _CLIENT_GONE
     try:
         response = await handler(request)
@@ -38,7 +39,7 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         log_failure(error, answer, known.request_id)
         code = answer.status
         if code == web.HTTPTooManyRequests.status_code and answer.code is not None:
-            request.app[SERVICES].metrics.request_rejected(known.model, answer.code)
+            services.metrics.request_rejected(known.model, answer.code)
         response = error_response(answer)
     finally:
         _record(request, known, code)
@@ -69,7 +70,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if known is not None:
         response.headers["X-Request-Id"] = known.request_id
         response.headers.update(known.headers)
-    if request.app[SERVICES].draining:
+    services = request.app[SERVICES] if known is None else known.services
+    if services.draining:
         # The client's next request must find another front door. The headers are made already.
         response.force_close()
         response.headers["Connection"] = "close"
@@ -90,8 +92,7 @@ def _endpoint(request: web.Request) -> str:
 
 def _record(request: web.Request, known: Exchange, code: int) -> None:
     duration_s = time.perf_counter() - known.arrived_s
-    metrics = request.app[SERVICES].metrics
-    metrics.request_done(known.endpoint, known.model, code, duration_s)
+    known.services.metrics.request_done(known.endpoint, known.model, code, duration_s)
     level = logging.DEBUG if request.path in _OPEN_PATHS else logging.INFO
     if log.isEnabledFor(level):
         log.log(level, "%s", known.log_line(code, duration_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from attrs import evolve
@@ -40,8 +41,9 @@ async def completion_prompts(
 
 async def encode_text(cache: PrefixCache, text: str, *, add_special_tokens: bool) -> PromptTokens:
     """The tokens of a text, which may be empty."""
-    (prompt,) = await _encode(cache, [text], add_special_tokens=add_special_tokens)
-    return prompt
+    found = cache.look_up(text, add_special_tokens=add_special_tokens)
+    complete = partial(cache.complete, found)
+    return await _maybe_in_thread(found.missing_characters, _INLINE_CHARACTERS, complete)
 
 
 async def _encode(
@@ -92,8 +94,9 @@ async def marked_prefixes(
 
 
 def _marks(message: ChatMessage) -> list[CacheControl]:
-    parts = () if isinstance(message.content, str) else message.content
-    given = [message.cache_control, *(part.cache_control for part in parts)]
+    given = [message.cache_control]
+    if not isinstance(message.content, str):
+        given += [part.cache_control for part in message.content]
     return [mark for mark in given if mark is not None]
 
 

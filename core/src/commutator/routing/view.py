@@ -32,10 +32,6 @@ class LiveWorker:
     announced: bool = False
     """Whether everybody was told of it; not if that was cut short."""
 
-    @property
-    def routable(self) -> bool:
-        return self.connected and not self.record.draining
-
 
 class WorkerView:
     """Keeps one connected client for each worker that the registry knows."""
@@ -57,9 +53,12 @@ class WorkerView:
         ``prefill``: those that take nothing but the prefill of requests that are decoded elsewhere.
         """
         return [
-            w
-            for w in self._workers.values()
-            if w.record.model == model and w.routable and (w.record.role is Role.PREFILL) is prefill
+            worker
+            for worker in self._workers.values()
+            if worker.connected
+            and (record := worker.record).model == model
+            and not record.draining
+            and (record.role is Role.PREFILL) is prefill
         ]
 
     async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from commutator.errors import ConfigError, RequestError
@@ -25,6 +26,14 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """The same answers, without asking four abstract classes what every loop variable is."""
+        if isinstance(obj, LoopContext):
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -44,7 +53,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """``variables`` are the same for every conversation: ``bos_token`` and its like."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
         )
         environment.filters["tojson"] = _tojson

@@ -26,6 +26,8 @@ class StopMatcher:
         """The text that is now certain to belong to the answer."""
         if self.matched is not None:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         if found := self._earliest(text):
             end, stop = found
