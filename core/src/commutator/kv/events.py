@@ -101,11 +101,10 @@ def decode_batch(body: bytes) -> EventBatch:
     """
     try:
         timestamp_s, raw_events, *rest = _decoder.decode(body)
-        decoded = (_from_raw(raw) for raw in raw_events)
-        events = tuple(event for event in decoded if event is not None)
+        events = [event for raw in raw_events if (event := _from_raw(raw)) is not None]
     except (msgspec.DecodeError, TypeError, KeyError, ValueError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from error
-    return EventBatch(timestamp_s, events, (rest[0] if rest else None) or 0)
+    return EventBatch(timestamp_s, tuple(events), (rest[0] if rest else None) or 0)
 
 
 def _to_map(event: KvEvent) -> dict[str, Any]:

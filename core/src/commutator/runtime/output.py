@@ -7,8 +7,10 @@ import logging
 import queue
 import sys
 import threading
+import time
 import zlib
 from datetime import datetime
+from functools import lru_cache
 from typing import Literal, TextIO
 
 __all__ = ["Printer", "PrinterHandler"]
@@ -16,6 +18,12 @@ __all__ = ["Printer", "PrinterHandler"]
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 _QUEUED_LINES = 10_000
+
+
+@lru_cache(1)
+def _clock(unix_s: int) -> str:
+    """The time of day; asking for the time zone costs more than all else about a line."""
+    return datetime.fromtimestamp(unix_s).astimezone().strftime("%H:%M:%S")
 
 
 class Printer:
@@ -57,12 +65,11 @@ class Printer:
         self._thread.join(timeout_s)
 
     def _format(self, process: str, stream: str, message: str) -> str:
-        now = datetime.now().astimezone()
         if self._form == "json":
-            stamp = now.isoformat(timespec="milliseconds")
+            stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
             fields = {"ts": stamp, "process": process, "stream": stream, "message": message}
             return json.dumps(fields, ensure_ascii=False) + "\n"
-        stamp, name = now.strftime("%H:%M:%S"), f"[{process}]"
+        stamp, name = _clock(int(time.time())), f"[{process}]"
         if self._colour:
             colour = _COLOURS[zlib.crc32(process.encode()) % len(_COLOURS)]
             stamp, name = f"{_DIM}{stamp}{_RESET}", f"\x1b[{colour}m{name}{_RESET}"

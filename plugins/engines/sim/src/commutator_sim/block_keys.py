@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[int
     data = array("I", token_ids).tobytes()
     size = block_size * 4
     key, keys = root, []
-    for start in range(0, len(data) - size + 1, size):
-        key = xxh3_64_intdigest(data[start : start + size], key)
+    for (block,) in struct.iter_unpack(f"{size}s", data[: len(data) // size * size]):
+        key = xxh3_64_intdigest(block, key)
         keys.append(key)
     return keys
