@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from attrs import evolve
 
 from commutator import LaunchContext, ModelConfig
 from commutator.config.load import load_config
+from commutator.engine.embedded_config import read_tiers
 from commutator.errors import ConfigError
+from commutator_dram import DramConfig
 from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
+from commutator_trtllm.kv_options import read_options
 from commutator_trtllm.launch import launch_plan, server_command
 from commutator_trtllm.plugin import TrtllmConnector
 from commutator_trtllm.sidecar import SidecarOptions
@@ -113,6 +117,58 @@ def test_mistakes_are_told(tmp_path: Path, entry: str, problem: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         load_config([file])
     assert problem in str(wrong.value)
+
+
+def with_tiers(context: LaunchContext) -> LaunchContext:
+    tier = DramConfig(kind="dram", capacity=1 << 20)
+    return evolve(context, tiers=(tier,))
+
+
+def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
+    config = evolve(CONFIG, env={"TLLM_COMMUTATOR_WAIT_S": "0.2"})
+    plan = launch_plan(config, with_tiers(context))
+    server = parse(plan.argv[3:])[1]
+    written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
+    assert written["kv_cache_config"]["enable_partial_reuse"] is False
+    assert written["kv_cache_config"]["enable_block_reuse"] is True
+    connector = import_module(written["kv_connector_config"]["connector_module"])
+    for name in ("connector_scheduler_class", "connector_worker_class"):
+        assert written["kv_connector_config"][name] in connector.__all__
+    options = read_options(plan.env)
+    assert (options.worker, options.wait_s) == ("trtllm-1", 0.2)
+    (setup,) = read_tiers(options.tiers, options.worker)
+    assert setup.name == "dram"
+
+
+def test_without_tiers_there_is_no_connector(context: LaunchContext) -> None:
+    plan = launch_plan(CONFIG, context)
+    server = parse(plan.argv[3:])[1]
+    written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
+    assert "kv_connector_config" not in written
+    assert plan.env == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"role": "prefill"}, "hands over KV"),
+        ({"options": {"cache_transceiver_config": {"backend": "UCX"}}}, "hands over KV"),
+        ({"options": {"kv_connector_config": {"connector": "lmcache"}}}, "names a KV connector"),
+    ],
+)
+def test_tiers_that_would_be_ignored_are_refused(
+    context: LaunchContext, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        launch_plan(evolve(CONFIG, **changes), with_tiers(context))
+
+
+def test_a_server_that_runs_keeps_its_own_tiers(
+    context: LaunchContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached = TrtllmConfig(kind="trtllm", url="http://h:1")
+    assert launch_plan(attached, with_tiers(context)).env == {}
+    assert "not ours" in caplog.text
 
 
 def test_who_takes_part_in_hand_overs() -> None:

@@ -12,6 +12,7 @@ from commutator.errors import ConfigError
 from commutator.text import locate_model
 from commutator_trtllm.__main__ import sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
+from commutator_trtllm.launch_tiers import check_tiers, tiers_environment
 from commutator_trtllm.options import as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
 
@@ -19,6 +20,7 @@ __all__ = ["launch_plan", "server_command"]
 
 log = logging.getLogger(__name__)
 
+_NOT_ITS_TIERS = "%s runs already: it has the tiers of its own kv_connector_config, not ours"
 _OURS = {
     "--host": "leave it out",
     "--port": "leave it out",
@@ -43,6 +45,8 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     if config.url is not None and config.replicas > 1:
         raise ConfigError(["replicas: the server at `url` is one; give each an entry"], where)
     url, command = config.url, tuple[str, ...]()
+    if url is not None and context.tiers:
+        log.warning(_NOT_ITS_TIERS, context.worker_id)
     if url is None:
         (port,) = free_ports(context.host)
         url, command = f"http://{context.host}:{port}", server_command(config, context, port)
@@ -54,7 +58,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         kv_events=config.kv_events,
         hands_over=config.takes_part_in_handovers,
     )
-    env = dict(config.env)
+    env = {**(tiers_environment(context) if command and context.tiers else {}), **config.env}
     if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
@@ -71,11 +75,14 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     if ours := sorted(given.intersection(_OURS)):
         problems = [f"args: {name} is set from elsewhere; {_OURS[name]}" for name in ours]
         raise ConfigError(problems, f"engine {config.name or config.kind}")
+    if context.tiers:
+        check_tiers(config)
     options = server_options(
         config.role,
         hands_over=config.takes_part_in_handovers,
         kv_events=config.kv_events,
         max_model_len=context.model.max_model_len,
+        tiers=bool(context.tiers),
         laid_over=config.options,
     )
     file = context.state_dir / "trtllm.yaml"

@@ -20,6 +20,8 @@ __all__ = ["TrtllmConnector"]
 class TrtllmConnector(EngineConnector[TrtllmConfig]):
     """Starts a sidecar, and TensorRT-LLM's own server unless that runs; speaks HTTP to both."""
 
+    uses_tiers = True
+
     def launch_plan(self, config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_trtllm.launch import launch_plan  # noqa: PLC0415 - only the supervisor starts
 
