@@ -282,8 +282,9 @@ class FrontendConfig:
     )
     max_body_bytes: PositiveInt = setting("Larger request bodies are answered 413.", 16 << 20)
     prompt_cache_bytes: NonNegativeInt = setting(
-        "Memory of one front-door process and model for the tokens of prompts' beginnings, so that "
-        "a shared one is tokenized only once; 0 keeps none.",
+        "Memory of one front-door process and model for the tokens of prompts' beginnings, and an "
+        "eighth of it for those of words, so that what is shared is tokenized only once; 0 keeps "
+        "none.",
         64 << 20,
     )
     api_keys: tuple[Secret, ...] = setting(
