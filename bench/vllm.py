@@ -31,7 +31,7 @@ ROUTERS = {
 }
 MODEL = "smollm2-135m"
 TOKENS = 24
-ROUNDS = 30
+ROUNDS = 100
 CLIENT_ROUNDS = 3
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 READY_S = 600.0
