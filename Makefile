@@ -61,7 +61,8 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/typecheck.py
 
-bench: $(VENV)/.test peers
+bench: $(VENV)/.test
+	$(BIN)/python scripts/install_peers.py --all
 	$(BIN)/python -m bench
 
 docs: $(VENV)/.test

@@ -1,6 +1,7 @@
 """Installs the public implementations that tests and benchmarks compare with.
 
 Each peer gets an environment of its own beside ``.venv``, as their requirements exclude each other.
+``--all`` installs also those that only ``make bench`` measures.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ PEERS = {
         "import sglang_router, vllm_router",
     ),
 }
+# Needed by no test. Of what LMCache requires, only what its local backends import.
+BENCHED = {
+    ".venv-lmcache": (
+        [
+            "torch==2.13.0",
+            "aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi grpcio httpx msgspec",
+            "numba numpy<=2.2.6 nvtx opentelemetry-exporter-otlp opentelemetry-exporter-prometheus",
+            "opentelemetry-sdk prometheus-client protobuf psutil py-cpuinfo pyyaml pyzmq redis",
+            "requests safetensors sortedcontainers transformers uvicorn",
+            "--no-deps lmcache==0.5.6",
+        ],
+        "from lmcache.v1.storage_backend import local_cpu_backend, local_disk_backend",
+    ),
+}
 
 
 def install(name: str, requirements: list[str], check: str) -> None:
@@ -45,7 +60,8 @@ def install(name: str, requirements: list[str], check: str) -> None:
 
 
 def main() -> int:
-    for name, (requirements, check) in PEERS.items():
+    peers = PEERS | BENCHED if "--all" in sys.argv[1:] else PEERS
+    for name, (requirements, check) in peers.items():
         install(name, requirements, check)
     return 0
 

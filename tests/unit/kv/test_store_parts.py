@@ -1,0 +1,50 @@
+"""A long store is cut into parts, so that a load need not wait for all of it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from commutator.kv.offer import Offer
+from commutator.kv.service_jobs import part_blocks, store_job
+from commutator.kv.tier_worker import StoreOutcome, TierWorker
+from commutator.transfer import Span
+
+KIB = 1 << 10
+
+
+class Recorder:
+    """Stores nothing, and remembers how many blocks came together."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+
+    def store(self, offers: list[Offer], *_: object, **__: object) -> StoreOutcome:
+        self.parts.append(len(offers))
+        return StoreOutcome([], {offer.key: "recorded" for offer in offers})
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "expected"),
+    [(KIB, 256), (64 * KIB, 256), (1024 * KIB, 32), (2048 * KIB, 16), (64 << 20, 16)],
+)
+def test_larger_blocks_make_shorter_parts(block_bytes: int, expected: int) -> None:
+    assert part_blocks(block_bytes) == expected
+
+
+def test_every_block_is_in_exactly_one_part_and_others_may_go_between() -> None:
+    worker, told = Recorder(), list[Any]()
+    offers = [Offer(key=bytes([i]) * 32, parent=None, token_ids=(0,)) for i in range(70)]
+    parts = store_job(
+        offers,
+        [Span(0, 1024 * KIB)] * len(offers),
+        timeout_s=1.0,
+        from_engine=True,
+        done=lambda stored, failed: told.append((stored, failed)),
+    )(cast("TierWorker", worker))
+    assert sum(1 for _ in parts) == 2
+    assert worker.parts == [32, 32, 6]
+    assert told == [([], {offer.key: "recorded" for offer in offers})]
