@@ -60,11 +60,10 @@ class SimParameters:
 
     def step_ns(self, decoding: int, prefill_tokens: int) -> int:
         """How long one engine step takes; decode and prefill work add up."""
-        prefill_ns = max(1, round(prefill_tokens * 1e9 / self.prefill_tokens_per_s))
-        if not decoding:
-            return prefill_ns
-        decode_ns = self.decode_base_ns + self.decode_request_ns * decoding
-        return decode_ns + prefill_ns if prefill_tokens else decode_ns
+        decode_ns = self.decode_base_ns + self.decode_request_ns * decoding if decoding else 0
+        if decode_ns and not prefill_tokens:
+            return decode_ns
+        return decode_ns + max(1, round(prefill_tokens * 1e9 / self.prefill_tokens_per_s))
 
     def blocks(self, tokens: int) -> int:
         """KV blocks that ``tokens`` fill or begin."""
