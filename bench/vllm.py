@@ -43,7 +43,7 @@ def run() -> list[Figure]:
         print("  left out: vLLM is not installed; `make vllm` does it")
         return []
     config = yaml.safe_load((ROOT / "examples" / "vllm.yaml").read_text())
-    config["engines"][0]["replicas"] = 1
+    config["engines"][0] |= {"replicas": 1, "start_timeout_s": READY_S}
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(config, start_timeout_s=READY_S))
         (server,) = re.findall(r"api_server --host (\S+) --port (\d+)", cluster.log())

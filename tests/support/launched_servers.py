@@ -14,8 +14,8 @@ from commutator.testing import LocalCluster
 __all__ = ["kill_server_at", "kill_servers_of", "wait_for_workers"]
 
 
-def wait_for_workers(cluster: LocalCluster, count: int) -> None:
-    until_s = time.monotonic() + 600
+def wait_for_workers(cluster: LocalCluster, count: int, timeout_s: float = 600.0) -> None:
+    until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         with suppress(OSError):  # a busy machine answers late
             if sum(w["state"] == "ready" for w in cluster.health()["workers"]) == count:

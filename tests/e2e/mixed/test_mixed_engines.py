@@ -22,7 +22,8 @@ from commutator.testing import LocalCluster
 pytestmark = [pytest.mark.vllm, pytest.mark.sglang, pytest.mark.long]
 
 MODEL = "smollm2-135m"
-STORY = "Once upon a time, in a small village by the sea,"
+NUMBERS = "Numbers: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,"
+"""The model goes on counting; no other token is ever near."""
 SENTENCE = "The tide comes in twice a day, and the boats wait for it in the harbour. "
 DOCUMENT = SENTENCE * 12
 PROGRAMS = {
@@ -30,6 +31,7 @@ PROGRAMS = {
     "vllm-0": "vllm.entrypoints.openai.api_server",
     "sglang-0": "sglang.launch_server",
 }
+START_S = 1500.0
 OURS, LARGEST = 16, 32
 """Tokens in a block of the index, and in the largest block that a server has."""
 
@@ -48,9 +50,12 @@ class Answer:
 def mixed(root: Path) -> Iterator[LocalCluster]:
     need_vllm()
     need_sglang()
-    patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
+    patient = ["runtime.lease_s=60"]  # a busy machine makes no worker a lost one
+    patient += [f"engines[{n}].start_timeout_s={START_S:g}" for n in range(len(PROGRAMS))]
     with LocalCluster(
-        root / "examples" / "mixed.yaml", arguments=patient, start_timeout_s=900
+        root / "examples" / "mixed.yaml",
+        arguments=[word for setting in patient for word in ("--set", setting)],
+        start_timeout_s=START_S,
     ) as running:
         yield running
 
@@ -58,7 +63,7 @@ def mixed(root: Path) -> Iterator[LocalCluster]:
 @pytest_asyncio.fixture
 async def session(mixed: LocalCluster) -> AsyncIterator[aiohttp.ClientSession]:
     """All three are ready: the test before may have killed some."""
-    await asyncio.to_thread(wait_for_workers, mixed, len(PROGRAMS))
+    await asyncio.to_thread(wait_for_workers, mixed, len(PROGRAMS), START_S)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as made:
         yield made
 
@@ -121,7 +126,7 @@ async def test_each_may_be_lost_in_the_middle_of_an_answer(
     session: aiohttp.ClientSession, mixed: LocalCluster
 ) -> None:
     """The same text comes, from the other engines, and the lost one takes part again."""
-    whole = (await ask(session, mixed.url, STORY, "whole", 60)).text
+    whole = (await ask(session, mixed.url, NUMBERS, "whole", 60)).text
     lost: set[str] = set()
     for number in range(100):
         migrations = await migrated(session, mixed.url)
@@ -131,7 +136,7 @@ async def test_each_may_be_lost_in_the_middle_of_an_answer(
         assert text == whole, worker
         if await migrated(session, mixed.url) > migrations:  # otherwise it had ended before
             lost.add(worker)
-        await asyncio.to_thread(wait_for_workers, mixed, len(PROGRAMS))
+        await asyncio.to_thread(wait_for_workers, mixed, len(PROGRAMS), START_S)
         if lost == PROGRAMS.keys():
             break
     assert lost == PROGRAMS.keys()
@@ -141,7 +146,7 @@ async def answer_with_a_kill(
     session: aiohttp.ClientSession, cluster: LocalCluster, salt: str, spared: set[str]
 ) -> tuple[str, str]:
     """The text of a stream whose server is killed after a few tokens, and which it was."""
-    body = {**asking(STORY, salt, 60), "stream": True}
+    body = {**asking(NUMBERS, salt, 60), "stream": True}
     pieces: list[str] = []
     async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
         assert response.status == 200
