@@ -15,7 +15,8 @@ from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgen
 __all__ = ["LocalMover", "TierMover"]
 
 LOCAL_BACKEND = "UCX"
-_BATCH_BYTES = 4 << 20
+_FILE_BATCH_BYTES = 4 << 20
+_MEMORY_BATCH_BYTES = 8 << 20
 _LAST_BATCH_BYTES = 1 << 20
 """While a batch is under way, those before it are checked; after the last one somebody waits."""
 _MEMORY_TIMEOUT_S = 60.0
@@ -55,9 +56,7 @@ class TierMover:
                     on_moved([positions[index] for index in done])
 
             some = [pieces[position] for position in positions]
-            in_memory = self._tier.memory is Memory.DRAM and on_moved is None
-            batch_bytes = self._in_flight_bytes if in_memory else _BATCH_BYTES
-            moved = self._move(direction, some, peer, context, arrived, batch_bytes)
+            moved = self._move(direction, some, peer, context, arrived)
             if not any(moved):
                 continue
             for position, error in zip(positions, moved, strict=True):
@@ -84,7 +83,6 @@ class TierMover:
         peer: Peer | None,
         context: IoContext,
         on_moved: Callable[[Sequence[int]], None],
-        batch_bytes: int,
     ) -> list[TransferError | None]:
         try:
             name = None if peer is None else self._agent.add_peer(peer.metadata)
@@ -107,7 +105,7 @@ class TierMover:
             backend=self._tier.backend,
             timeout_s=context.remaining_s,
             peer=name,
-            batch_bytes=batch_bytes,
+            batch_bytes=self._batch_bytes(direction),
             last_batch_bytes=_LAST_BATCH_BYTES if direction is Direction.READ else None,
             max_in_flight_bytes=self._in_flight_bytes,
             on_done=on_moved,
@@ -118,6 +116,12 @@ class TierMover:
             with suppress(TransferError):
                 self._agent.remove_peer(name)
         return errors
+
+    def _batch_bytes(self, direction: Direction) -> int:
+        if self._tier.memory is not Memory.DRAM:
+            return _FILE_BATCH_BYTES
+        # What is stored is checked at its source, meanwhile: one call for all is the quickest.
+        return _MEMORY_BATCH_BYTES if direction is Direction.READ else self._in_flight_bytes
 
     def is_held(self, slot: Slot) -> bool:
         """Whether NIXL may still touch the slot, and the local memory that was moved with it."""
