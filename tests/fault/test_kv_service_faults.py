@@ -117,6 +117,22 @@ def test_a_store_that_fails_costs_little_and_comes_back(
         rig.settle()
 
 
+def test_a_bucket_that_is_not_there_is_used_once_it_is(
+    s3: dict[str, Any], seaweed: SeaweedServer
+) -> None:
+    name = f"late-{time.time_ns()}"
+    with KvRig(setups(DRAM, s3 | {"bucket": name})) as rig:
+        assert not rig.tier("s3").up
+        rig.store(chain(1, 8))
+        rig.wait_for(partial(_is_there, rig, 1), 60)  # memory serves meanwhile
+        seaweed.client.create_bucket(Bucket=name)
+        rig.wait_for(lambda: rig.tier("s3").up, 60)
+        rig.store(chain(2, 8))
+        rig.service.evict(chain(2, 8), "dram")
+        rig.wait_for(partial(_is_there, rig, 2), 60)
+        assert rig.tier("s3").loads["loaded"] == 8
+
+
 def _is_there(rig: KvRig, number: int) -> bool:
     return rig.load(chain(number, 8)) == 8
 
