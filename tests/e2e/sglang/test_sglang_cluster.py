@@ -16,7 +16,7 @@ from tests.support.sglang_server import ask_sglang, need_sglang
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
 
-pytestmark = [pytest.mark.sglang, pytest.mark.long]
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.smoke]
 
 MODEL = "smollm2-135m"
 PAGE = 16
