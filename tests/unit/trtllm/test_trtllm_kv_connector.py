@@ -18,7 +18,7 @@ from commutator_trtllm.kv_connector import CommutatorKvScheduler, CommutatorKvWo
 from commutator_trtllm.kv_memory import layout_regions
 from commutator_trtllm.kv_options import check_llm_args, read_options
 
-DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off"}
+DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off", "load_timeout_s": 60}
 PROMPT = [1] * 4 * BLOCK_TOKENS + [2]
 PAGES = 24
 
