@@ -21,7 +21,7 @@ from commutator_reference.model import LlamaModel
 from commutator_reference.options import EngineOptions
 from commutator_reference.scheduler import SchedulerLimits
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]  # prompts of 3,000 tokens, on a CPU
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
