@@ -30,4 +30,5 @@ def main(gguf: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose http.py would be taken for Python's own
     main(Path(sys.argv[1]), Path(sys.argv[2]))
