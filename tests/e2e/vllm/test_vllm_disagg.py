@@ -187,7 +187,6 @@ async def run(
     wait_for_usage(cluster, before)
 
 
-@pytest.mark.smoke
 async def test_handed_over(session: aiohttp.ClientSession, apart: LocalCluster) -> None:
     await run(session, apart, "Tale", 8, 2)
 

@@ -87,7 +87,6 @@ def answer_with_a_kill(pair: LocalCluster, client: openai.OpenAI, prompt: str) -
 @pytest.mark.proves(
     "vllm", "a worker killed: its answers go on elsewhere", how="real engine on CPU"
 )
-@pytest.mark.smoke
 async def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
     """The stream goes on at the other server; the index forgets what the lost one held."""
     story = "Once upon a time, in a small village by the sea,"
@@ -123,7 +122,6 @@ async def command(*arguments: str) -> str:
 
 
 @pytest.mark.proves("vllm", "a worker drained: nothing fails", how="real engine on CPU")
-@pytest.mark.smoke
 async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """Nothing fails, the drained server rests, and afterwards it serves again."""
     stop, served = asyncio.Event(), Counter[str]()
