@@ -3,6 +3,7 @@
 from commutator.engine.client import TokenApiClient
 from commutator.engine.embedded import EmbeddedTiers
 from commutator.engine.embedded_state import TierPlan
+from commutator.engine.launched_tiers import missing_plugin, write_tiers
 from commutator.engine.launching import free_ports, gpus_of, python_at
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
@@ -43,7 +44,9 @@ __all__ = [
     "engine_command",
     "free_ports",
     "gpus_of",
+    "missing_plugin",
     "python_at",
     "run_engine_process",
     "weights_revision",
+    "write_tiers",
 ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Container
 
-import attrs
-
 from commutator import LaunchContext
+from commutator.engine import missing_plugin, write_tiers
 from commutator.errors import ConfigError
 from commutator_sglang.config import SglangConfig
 
@@ -18,9 +16,6 @@ _BACKEND = "--hicache-storage-backend"
 _OPTIONS = "--hicache-storage-backend-extra-config"
 _PAGE_TOKENS = "64"
 """SGLang's own page may be a single token: far too little for a block of its own."""
-_LOOK = (
-    "import sys; from importlib.util import find_spec; sys.exit(not find_spec('commutator_sglang'))"
-)
 
 
 def check_tiers(config: SglangConfig, python: str, given: Container[str]) -> None:
@@ -35,26 +30,21 @@ def check_tiers(config: SglangConfig, python: str, given: Container[str]) -> Non
         problem = f"{_BACKEND} and its options are set from `tiers`; leave them out of `args`"
     elif "--disable-radix-cache" in given:
         problem = "nothing is reused with --disable-radix-cache"
-    elif subprocess.run([python, "-c", _LOOK], check=False).returncode:  # noqa: S603
-        problem = (
-            f"{python} does not have our plugins: install commutator-sglang and the packages of "
-            "the tiers in that environment, as `make sglang` does"
-        )
+    else:
+        problem = missing_plugin(python, "commutator-sglang", "make sglang")
     if problem is not None:
         raise ConfigError([f"tiers: {problem}"], f"engine {config.name or config.kind}")
 
 
 def tier_arguments(context: LaunchContext) -> dict[str, str]:
-    """Writes the tiers into a file of the worker's: the command line tells nothing about them."""
-    file = context.state_dir / "tiers.json"
-    file.write_text(json.dumps({"tiers": [attrs.asdict(tier) for tier in context.tiers]}))
+    """Writes the tiers into a file of the worker's."""
     options = {
         "backend_name": "commutator",
         "module_path": "commutator_sglang.hicache",
         "class_name": "CommutatorHiCache",
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,
-        "tiers": str(file),
+        "tiers": str(write_tiers(context)),
         "worker": context.worker_id,
     }
     return {

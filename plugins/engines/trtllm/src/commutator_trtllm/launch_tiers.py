@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
-import attrs
-
 from commutator import LaunchContext
+from commutator.engine import write_tiers
 from commutator.errors import ConfigError
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.kv_options import PREFIX
@@ -30,6 +27,4 @@ def check_tiers(config: TrtllmConfig) -> None:
 
 def tiers_environment(context: LaunchContext) -> dict[str, str]:
     """Writes the tiers into a file of the worker's, of which the environment tells."""
-    file = context.state_dir / "tiers.json"
-    file.write_text(json.dumps({"tiers": [attrs.asdict(tier) for tier in context.tiers]}))
-    return {f"{PREFIX}TIERS": str(file), f"{PREFIX}WORKER": context.worker_id}
+    return {f"{PREFIX}TIERS": str(write_tiers(context)), f"{PREFIX}WORKER": context.worker_id}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from typing import Any
 
-import attrs
-
 from commutator import LaunchContext
+from commutator.engine import missing_plugin, write_tiers
 from commutator.errors import ConfigError
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 
@@ -16,9 +13,6 @@ __all__ = ["check_tiers", "kv_connector"]
 
 # A prefill server is lost, a block was damaged, a store is down: it is computed instead.
 _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-_LOOK = (
-    "import sys; from importlib.util import find_spec; sys.exit(not find_spec('commutator_vllm'))"
-)
 
 
 def check_tiers(config: VllmConfig, python: str) -> None:
@@ -28,11 +22,8 @@ def check_tiers(config: VllmConfig, python: str) -> None:
         problem = f"a server with {KV_TRANSFER} in its `args` has that connector only"
     elif "--no-enable-prefix-caching" in config.args:
         problem = "nothing is reused with --no-enable-prefix-caching"
-    elif subprocess.run([python, "-c", _LOOK], check=False).returncode:  # noqa: S603
-        problem = (
-            f"{python} does not have our plugins: install commutator-vllm and the packages of the "
-            "tiers in that environment, as `make vllm` does"
-        )
+    else:
+        problem = missing_plugin(python, "commutator-vllm", "make vllm")
     if problem is not None:
         raise ConfigError([f"tiers: {problem}"], f"engine {config.name or config.kind}")
 
@@ -59,13 +50,15 @@ def kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] |
 
 
 def _tiers_connector(context: LaunchContext) -> dict[str, Any]:
-    """Writes the tiers into a file of the worker's: the command line tells nothing about them."""
-    file = context.state_dir / "tiers.json"
-    file.write_text(json.dumps({"tiers": [attrs.asdict(tier) for tier in context.tiers]}))
+    """Writes the tiers into a file of the worker's."""
+    file = write_tiers(context)
     return {
         "kv_connector": "CommutatorConnector",
         "kv_connector_module_path": "commutator_vllm.kv_connector",
         "kv_role": "kv_both",
         **_RECOMPUTE,
-        "kv_connector_extra_config": {"tiers": str(file), "worker": context.worker_id},
+        "kv_connector_extra_config": {
+            "tiers": str(file),
+            "worker": context.worker_id,
+        },
     }
