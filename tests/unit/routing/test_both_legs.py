@@ -188,6 +188,18 @@ async def test_the_prefill_leg_is_stopped_when_the_decode_leg_fails() -> None:
     assert world.legs() == [("decode", "failed"), ("prefill", "cancelled")]
 
 
+async def test_a_lost_decode_worker_stops_the_prefill_leg_and_it_is_told() -> None:
+    world = World()
+    prefill = await world.up("p-0", holds=asyncio.Event())
+    await world.up("d-0", troubles=[LOST])
+    with pytest.raises(EngineUnavailableError):
+        await world.run()
+    assert prefill.aborted == 1
+    assert world.legs() == [("decode", "failed"), ("prefill", "cancelled")]
+    assert ("cancelled", True) in world.told
+    await world.dispatcher.close()
+
+
 async def test_another_prefill_worker_once_and_then_locally() -> None:
     world = World(on_failure="another_worker")
     await world.up("p-0", troubles=[LOST])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -211,6 +212,21 @@ async def test_an_abort_is_told_until_it_is_heeded(
     async with asyncio.timeout(30):
         await sglang.gone.wait()
     assert set(sglang.aborted) == {sglang.asked[0]["rid"]}
+
+
+async def test_how_long_a_leg_goes_on_after_its_abort_is_told(
+    client: SglangClient, sglang: FakeSglang, caplog: pytest.LogCaptureFixture
+) -> None:
+    sglang.mode, sglang.body, sglang.hangs = "prefill", events(FIRST), True
+    await client.start()
+    with caplog.at_level(logging.INFO, "commutator_sglang"):
+        stream = client.generate(evolve(REQUEST, handover=IN_A_ROOM))
+        await anext(stream)
+        await stream.aclose()
+        async with asyncio.timeout(30):
+            while "ms after its abort" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert f"leg {sglang.asked[0]['rid']} ended " in caplog.text
 
 
 async def test_closing_the_client_aborts_what_runs(

@@ -139,8 +139,12 @@ class HandoverStream:
                 await asyncio.wait({prefill.task})
                 prefill.check()
             delta = await self._begin_decode(style, legs, prefill)
-        except BaseException:
+        except BaseException as error:
+            failed_s, ran = time.perf_counter(), not prefill.task.done()
             await prefill.stop()
+            if ran and isinstance(error, Exception) and not isinstance(error, HandoverFailedError):
+                decode_id = self._decode.route.decision.worker_id
+                self._tell_stopped(f"decode at {decode_id}", error, failed_s)
             raise
         self._arrived(prefill)
         cached_tokens = max(delta.cached_tokens or 0, prefill.cached_tokens)
@@ -208,14 +212,16 @@ class HandoverStream:
         pool.observer.handed_over(pool.model, took_s, size_bytes)
 
     def _tell_failure(self, placed: Placed, failed: HandoverFailedError) -> None:
-        pool, took_s = self._pool, time.perf_counter() - failed.at_s
-        worker_id = placed.route.decision.worker_id
-        self.failed.append(FailedTry(worker_id, str(failed.cause)))
+        here, there = self._decode.route.decision.worker_id, placed.route.decision.worker_id
+        self.failed.append(FailedTry(there, str(failed.cause)))
+        self._tell_stopped(f"prefill at {there} for {here}", failed.cause, failed.at_s)
+
+    def _tell_stopped(self, what: str, cause: Exception, failed_s: float) -> None:
+        pool, took_s = self._pool, time.perf_counter() - failed_s
         pool.observer.cancelled(pool.model, took_s)
         log.warning(
-            "request %s: prefill at %s for %s failed: %s; both legs stopped after %.1f ms",
-            self._summary.request_id, worker_id, self._decode.route.decision.worker_id,
-            failed.cause, took_s * 1e3,
+            "request %s: %s failed: %s; both legs stopped after %.1f ms",
+            self._summary.request_id, what, cause, took_s * 1e3,
         )  # fmt: skip
 
     def _style(self) -> HandoverStyle:

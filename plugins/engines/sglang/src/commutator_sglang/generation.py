@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -22,6 +24,8 @@ from commutator_sglang.deltas import DeltaReader, FailedInStreamError, message_o
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
 __all__ = ["ALIVE", "Generation"]
+
+log = logging.getLogger(__name__)
 
 ALIVE = "/model_info"
 """Not /health, which takes a second and more, as it generates a token."""
@@ -76,12 +80,22 @@ class Generation:
 
     async def abort(self, task: asyncio.Task[None]) -> None:
         """At the server first: it learns of a closed connection only seconds later."""
-        self._aborted = True
+        self._aborted, begun_s = True, time.perf_counter()
         with suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(_ABORT_WITHIN_S):
                 while not task.done():
                     await self._tell()
                     await asyncio.wait({task}, timeout=_ABORT_AGAIN_S)
+        if self._request.handover is not None:
+            what = "ended" if task.done() else "has not ended"
+            took_ms = (time.perf_counter() - begun_s) * 1e3
+            log.info(
+                "%s: leg %s %s %.1f ms after its abort",
+                self._where,
+                self._request_id,
+                what,
+                took_ms,
+            )
         task.cancel()
 
     async def _read(self, body: object, deadline: asyncio.Timeout) -> None:
@@ -119,8 +133,9 @@ class Generation:
         if handover is None:
             if mode != "null":
                 raise EngineHandoverError(
-                    f"{self._where} runs with --disaggregation-mode {mode}, so it cannot serve "
-                    "a request alone: use `disaggregation: {kind: always}`"
+                    f"{self._where} runs with --disaggregation-mode {mode}, so it cannot serve a "
+                    "request alone: it needs `disaggregation: {kind: always}` and a prefill "
+                    "server that is ready"
                 )
             return
         leg = "decode" if ANSWER_WITHIN_S in handover else "prefill"

@@ -1,0 +1,82 @@
+"""The prefix index, fed by the reference engine's own events, is what the engine holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+from tests.support.tiny_llama import tiny_model
+
+from commutator.kv import BlockRemoved, EventBatch, KvEvent, decode_batch, encode_batch
+from commutator.kv.hashing import sequence_hashes
+from commutator.routing.overlap import WorkerRank
+from commutator.routing.prefix_index import PrefixIndex
+from commutator.types import GenerateRequest, SamplingParams
+from commutator_reference.engine import ReferenceEngine
+from commutator_reference.options import EngineOptions
+from commutator_reference.scheduler import SchedulerLimits
+
+BLOCK = 4
+SALTS = (None, "tenant")
+
+load_tiny = cache(tiny_model)
+
+
+class Watched:
+    """A small engine, so that blocks are evicted, and the index of its events."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex(BLOCK)
+        limits = SchedulerLimits(4, 32)
+        options = EngineOptions(num_blocks=16, block_size=BLOCK, limits=limits)
+        self.engine = ReferenceEngine(load_tiny(), options, on_kv_events=self._take)
+        self.evicted = 0
+        self._asked = 0
+
+    def _take(self, events: Iterable[KvEvent]) -> None:
+        """The way they have between processes."""
+        for event in decode_batch(encode_batch(EventBatch(0.0, tuple(events)))).events:
+            self.index.apply("w", event)
+            self.evicted += isinstance(event, BlockRemoved)
+
+    def expected(self, prompt: list[int], salt: str | None) -> int:
+        """Tokens that the index says the engine will find; the last one is always computed."""
+        hashes = sequence_hashes(prompt, BLOCK, cache_salt=salt)
+        held = self.index.match(hashes).get(WorkerRank("w", 0))
+        tokens = 0 if held is None else held.device * BLOCK
+        return min(tokens, (len(prompt) - 1) // BLOCK * BLOCK)
+
+    def found(self, prompt: list[int], salt: str | None) -> int:
+        """Tokens that it finds."""
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        self._asked += 1
+        self.engine.submit(self._asked, GenerateRequest("r", prompt, sampling, cache_salt=salt))
+        cached: list[int] = []
+        while self.engine.load().running + self.engine.load().waiting:
+            said = [delta.cached_tokens for _, delta in self.engine.step()]
+            cached += [tokens for tokens in said if tokens is not None]
+        (tokens,) = cached
+        return tokens
+
+
+@pytest.mark.proves(
+    "reference", "KV events: the index is what the server holds", how="real engine on CPU"
+)
+def test_every_prompt_finds_what_the_index_says() -> None:
+    rng, watched = random.Random(1), Watched()
+    hits = 0
+    for turn in range(30):
+        beginning = [10 + rng.randrange(4)] * (BLOCK * rng.randrange(1, 6))
+        prompt = [*beginning, *(rng.randrange(5, 90) for _ in range(rng.randrange(1, 12)))]
+        salt = rng.choice(SALTS)
+        expected = watched.expected(prompt, salt)
+        assert watched.found(prompt, salt) == expected
+        hits += expected > 0
+        if turn == 20:
+            watched.engine.reset_prefix_cache()
+            watched.engine.step()
+            assert watched.expected(prompt, salt) == 0
+    assert hits > 5
+    assert watched.evicted > 10
