@@ -96,11 +96,7 @@ def cpu_rates(blocks: Measured, rounds: int) -> dict[str, float]:
             target.copy_(memory.tensor)
             memory.ref_count_down()
 
-    def forget() -> None:
-        for key in blocks.keys:
-            backend.remove(key)
-
-    return rates(blocks, rounds, store, load, forget)
+    return rates(backend, blocks, rounds, store, load)
 
 
 def disk_rates(blocks: Measured, rounds: int, folder: Path) -> dict[str, float]:
@@ -131,19 +127,15 @@ def disk_rates(blocks: Measured, rounds: int, folder: Path) -> dict[str, float]:
             target.copy_(block.tensor)
             block.ref_count_down()
 
-    def forget() -> None:
-        for key in blocks.keys:
-            backend.remove(key)
-
-    return rates(blocks, rounds, store, load, forget)
+    return rates(backend, blocks, rounds, store, load)
 
 
 def rates(
+    backend: LocalCPUBackend | LocalDiskBackend,
     blocks: Measured,
     rounds: int,
     store: Callable[[], None],
     load: Callable[[], None],
-    forget: Callable[[], None],
 ) -> dict[str, float]:
     """GB/s, the median of the rounds; one before them touches memory and files."""
     taken: dict[str, list[float]] = {"store": [], "load": []}
@@ -153,7 +145,8 @@ def rates(
             call()
             taken[name].append(time.perf_counter() - started_s)
         blocks.check()
-        forget()
+        for key in blocks.keys:
+            backend.remove(key)
     return {
         name: blocks.total_bytes / statistics.median(seconds[1:]) / 1e9
         for name, seconds in taken.items()

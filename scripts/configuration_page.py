@@ -90,13 +90,19 @@ def table(cls: Any, base: Any = None) -> str:
 
 
 def default(field: Any) -> str:
-    if field.default is attrs.NOTHING:
+    value = field.default
+    if value is attrs.NOTHING:
         return "*required*"
-    if field.default is None or field.default == ():
+    if isinstance(value, attrs.Factory):
+        value = value.factory()
+    if value is None or value in ((), {}):
         return "none"
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    return f"`{field.default}`" if isinstance(field.default, str | int | float) else "as below"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str | int | float):
+        return f"`{value}`"
+    # Where a kind is to be chosen, the text says which one it is by default.
+    return "see right" if hasattr(value, "kind") else "its defaults"
 
 
 def write() -> None:

@@ -60,9 +60,9 @@ An error after a stream began is sent as an event with the same `error` object, 
 ## What only the engine does
 
 Tools, JSON schemas, images and `suffix` are not served by the front door. Where a model's workers take OpenAI
-requests themselves (`vllm`), such a request goes to one of them as it came, and its answer comes back as it is;
-it is routed like every other, by its prefix where the prompt can be rendered here, but it does not go on at
-another worker when its own is lost. Everywhere else it is refused with 400, never ignored.
+requests themselves (`vllm`, `sglang`, `trtllm`), such a request goes to one of them as it came, and its answer comes
+back as it is; it is routed like every other, by its prefix where the prompt can be rendered here, but it does not go
+on at another worker when its own is lost. Everywhere else it is refused with 400, never ignored.
 """
 
 

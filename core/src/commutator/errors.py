@@ -9,7 +9,8 @@
     ├── EngineError            a worker failed a request
     │   ├── EngineUnavailableError   connection refused, lost or silent
     │   ├── EngineOverloadedError    the engine is healthy but full
-    │   └── EngineIncompleteError    the stream ended before the answer did
+    │   ├── EngineIncompleteError    the stream ended before the answer did
+    │   └── EngineHandoverError      the prefill worker's KV did not arrive
     ├── TransferError          NIXL could not move some bytes
     │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
     │       └── TransferCancelledError   nobody waits for it any more; the same holds

@@ -63,13 +63,43 @@ async def test_one_of_several_models_must_be_named() -> None:
         shown = await explain("Once", "--url", door.url)
         assert shown.exit_code == 1
         assert "--model" in shown.output
-        assert "['a', 'b']" in shown.output
+        assert "one of: a, b" in shown.output
 
 
 async def test_nobody_listens() -> None:
     shown = await explain("Once", "--url", "http://127.0.0.1:9")
     assert shown.exit_code == 1
     assert "is `commutator serve` running?" in shown.output
+
+
+async def test_the_url_may_be_the_one_that_clients_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision(2))
+    async with front_door(FakeDispatcher()) as door:
+        shown = await explain("Once", "--url", f"{door.url}/v1/")
+    assert shown.exit_code == 0, shown.output
+
+
+@pytest.mark.parametrize("status", ["200 OK", "404 Not Found"])
+async def test_somebody_else_listens(status: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.0 {status}\r\nContent-Type: text/html\r\n\r\n<html>".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        shown = await explain("Once", "--url", f"http://127.0.0.1:{port}")
+    assert shown.exit_code == 1
+    assert "front door" in shown.output
+    assert isinstance(shown.exception, SystemExit)
+
+
+async def test_what_is_no_url_is_named() -> None:
+    shown = await explain("Once", "--url", "localhost:8000")
+    assert shown.exit_code == 2
+    assert "expected http://HOST:PORT, got localhost:8000" in shown.output
 
 
 async def test_prefill_elsewhere_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_without_nixl_it_says_what_to_install() -> None:
         "except TransferError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install nixl" in done.stdout
+    assert "pip install 'nixl[cu12]'" in done.stdout
 
 
 def test_importing_the_package_brings_in_neither_nixl_nor_numpy() -> None:

@@ -45,7 +45,7 @@ class Answer:
     duration_s: float = 0.0
 
 
-@click.command()
+@click.command(epilog="Example: commutator demo examples/kv.yaml")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def demo(file: Path) -> None:
     """Start FILE's cluster on a free port, hold a conversation, and show what happened."""

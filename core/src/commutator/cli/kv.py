@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from commutator.cli.kv_bench import bench
+from commutator.cli.options import front_door_options
 from commutator.cli.route import call, only_model
 from commutator.errors import CommutatorError
 
@@ -17,19 +18,13 @@ __all__ = ["kv"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
-_url = click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="The front door."
-)
-_key = click.option(
-    "--api-key", envvar="COMMUTATOR_API_KEY", help="Bearer token, if one is needed."
-)
 _worker = click.option("--worker", metavar="ID", help="Ask this worker only.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 _tier = click.option("--tier", metavar="NAME", help="This tier only, as `kv ls` names it.")
 
 
 def _common(command: CommandT) -> CommandT:
-    return _url(_key(_worker(_json(command))))
+    return front_door_options(_worker(_json(command)))
 
 
 @click.group()
@@ -69,7 +64,10 @@ def stats(url: str, api_key: str | None, worker: str | None, as_json: bool) -> N
         show_statistics(answers)
 
 
-@kv.command(epilog='Example: commutator kv why "Once upon a time"')
+@kv.command(
+    short_help="Which blocks of PROMPT would be reused, and why not the others.",
+    epilog='Example: commutator kv why "Once upon a time"',
+)
 @click.argument("prompt")
 @click.option("--model", help="The model; not needed when only one is served.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message to the chat template.")
@@ -86,7 +84,6 @@ def why(
     as_json: bool,
 ) -> None:
     """Which blocks of PROMPT would be reused, from which tier, and why not the others."""
-    url = url.rstrip("/")
     model = model or only_model(url, api_key)
     body: dict[str, Any] = {"model": model}
     if chat:
@@ -104,7 +101,10 @@ def why(
         show_why(answers)
 
 
-@kv.command(epilog="Example: commutator kv evict --tier dram")
+@kv.command(
+    short_help="Remove the blocks of one tier, or of all.",
+    epilog="Example: commutator kv evict --tier dram",
+)
 @_tier
 @click.option("--all", "every", is_flag=True, help="Every tier.")
 @_common
@@ -126,7 +126,10 @@ def evict(
         click.echo(f"{worker_id}: removed {told}")
 
 
-@kv.command(epilog="Example: commutator kv verify --tier nvme")
+@kv.command(
+    short_help="Read every stored block again and check it.",
+    epilog="Example: commutator kv verify --tier nvme",
+)
 @_tier
 @click.option(
     "--timeout", "timeout_s", default=3600.0, show_default=True, help="Wait so many seconds."
@@ -169,7 +172,7 @@ def _ask(
 ) -> dict[str, Any]:
     from commutator.cli.kv_workers import ask_tiers, find_workers  # noqa: PLC0415 - as above
 
-    workers = find_workers(url.rstrip("/"), api_key, worker)
+    workers = find_workers(url, api_key, worker)
     asked = [found for found in workers if model in (None, found.model)]
     if not asked:
         raise CommutatorError(f"no worker here serves {model}")

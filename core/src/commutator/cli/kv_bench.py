@@ -25,7 +25,10 @@ _KIB = 1024
 _SIZES_KIB = (64, 256, 1024, 4096)
 
 
-@click.command(epilog="Example: commutator kv bench cluster.yaml --json")
+@click.command(
+    short_help="Measure tiers beside the limits of their media.",
+    epilog="Example: commutator kv bench cluster.yaml --json",
+)
 @click.argument(
     "files",
     metavar="[FILE...]",

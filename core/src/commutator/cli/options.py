@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["files_argument", "no_plugin_option", "override_options", "set_option"]
+__all__ = [
+    "files_argument",
+    "front_door_options",
+    "no_plugin_option",
+    "override_options",
+    "set_option",
+]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -40,3 +46,25 @@ set_option = click.option(
 def override_options(command: CommandT) -> CommandT:
     """``--set`` and ``--no-plugin``."""
     return set_option(no_plugin_option(command))
+
+
+def front_door_options(command: CommandT) -> CommandT:
+    """``--url``, without a slash at the end, and ``--api-key``."""
+    url = click.option(
+        "--url",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        callback=_front_door,
+        help="The front door.",
+    )
+    key = click.option(
+        "--api-key", envvar="COMMUTATOR_API_KEY", help="Bearer token, if one is needed."
+    )
+    return url(key(command))
+
+
+def _front_door(_context: click.Context, _option: click.Parameter, url: str) -> str:
+    """``url`` may also be the one that clients are given."""
+    if not url.startswith(("http://", "https://")):
+        raise click.BadParameter(f"expected http://HOST:PORT, got {url}")
+    return url.rstrip("/").removesuffix("/v1")

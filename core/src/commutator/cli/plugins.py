@@ -43,7 +43,7 @@ def _fields(plugin: Installed) -> dict[str, object]:
 
 def _print_list(installed: list[Installed]) -> None:
     if not installed:
-        click.echo("No plugin is installed. Try: pip install commutator-reference")
+        click.echo("No plugin is installed. In a checkout: pip install ./plugins/engines/reference")
     for plugin in installed:
         hooks = ", ".join(plugin.hooks) or "no hooks"
         name = click.style(plugin.name, bold=True)

@@ -6,10 +6,12 @@ import json
 import urllib.error
 import urllib.request
 from email.message import Message
+from http.client import HTTPException
 from typing import Any
 
 import click
 
+from commutator.cli.options import front_door_options
 from commutator.errors import CommutatorError
 
 __all__ = ["route"]
@@ -22,16 +24,14 @@ def route() -> None:
 
 @route.command(epilog='Example: commutator route explain "Once upon a time"')
 @click.argument("prompt")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The front door.")
 @click.option("--model", help="The model; not needed when only one is served.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message to the chat template.")
+@front_door_options
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
-@click.option("--api-key", envvar="COMMUTATOR_API_KEY", help="Bearer token, if one is needed.")
 def explain(
-    prompt: str, url: str, model: str | None, chat: bool, as_json: bool, api_key: str | None
+    prompt: str, model: str | None, chat: bool, url: str, api_key: str | None, as_json: bool
 ) -> None:
     """Send PROMPT for one token, and show every candidate, its scores, and why one won."""
-    url = url.rstrip("/")
     body: dict[str, Any] = {"max_tokens": 1, "model": model or only_model(url, api_key)}
     if chat:
         body["messages"] = [{"role": "user", "content": prompt}]
@@ -57,14 +57,18 @@ def only_model(url: str, api_key: str | None) -> str:
     _, models = call(f"{url}/v1/models", api_key)
     names = [model["id"] for model in models["data"]]
     if len(names) != 1:
-        raise CommutatorError(f"{url} serves several models; add --model, one of: {names}")
+        known = ", ".join(names)
+        raise CommutatorError(f"{url} serves several models; add --model, one of: {known}")
     return str(names[0])
 
 
 def call(
     url: str, api_key: str | None, body: dict[str, Any] | None = None
 ) -> tuple[Message, dict[str, Any]]:
-    """Headers and body of a JSON answer; GET without a body, POST with one."""
+    """Headers and body of a JSON answer; GET without a body, POST with one.
+
+    Raises CommutatorError with what the front door says, or why nothing of it is to be had.
+    """
     headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -74,10 +78,21 @@ def call(
         with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
             return answer.headers, json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        message = json.loads(error.read())["error"]["message"]
-        raise CommutatorError(f"{url} answered {error.code}: {message}") from error
-    except urllib.error.URLError as error:
-        raise CommutatorError(f"{url}: {error.reason}; is `commutator serve` running?") from error
+        raise CommutatorError(f"{url} answered {error.code}: {_message(error)}") from error
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise CommutatorError(f"{url}: {reason}; is `commutator serve` running?") from error
+    except ValueError as error:
+        raise CommutatorError(f"{url} is not answered by a front door: {error}") from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """A front door answers in OpenAI's shape; what else may listen there, in any."""
+    text = error.read()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.reason}; is that a front door?"
 
 
 def show(decision: dict[str, Any]) -> None:

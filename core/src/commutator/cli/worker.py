@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import click
 
+from commutator.cli.options import front_door_options
 from commutator.cli.worker_changes import (
     ask_health,
     change,
@@ -22,26 +20,13 @@ from commutator.types import Role
 
 __all__ = ["worker"]
 
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-
 
 @click.group()
 def worker() -> None:
     """List the workers of a running deployment; drain one, bring it back, change its role."""
 
 
-def front_door_options(command: CommandT) -> CommandT:
-    """``--url`` and ``--api-key``."""
-    url = click.option(
-        "--url", default="http://127.0.0.1:8000", show_default=True, help="The front door."
-    )
-    key = click.option(
-        "--api-key", envvar="COMMUTATOR_API_KEY", help="Bearer token, if one is needed."
-    )
-    return url(key(command))
-
-
-@worker.command()
+@worker.command(epilog="Example: commutator worker ls")
 @front_door_options
 def ls(url: str, api_key: str | None) -> None:
     """One line for each worker: its state and its requests."""

@@ -30,7 +30,7 @@ _HEARD_S = 5.0
 
 
 def ask_health(url: str, api_key: str | None) -> dict[str, Any]:
-    _, health = call(f"{url.rstrip('/')}/health", api_key)
+    _, health = call(f"{url}/health", api_key)
     return health
 
 
@@ -68,7 +68,7 @@ def must_be_able(health: dict[str, Any], chosen: dict[str, Any], wanted: Role) -
     if wanted is not Role.BOTH and not chosen["hands_over"]:
         raise CommutatorError(
             f"{chosen['worker_id']} hands no KV over, so its role can only be both; our own "
-            "engines need commutator[nixl] for that"
+            "engines need NIXL for that, by `make tiers`"
         )
     if wanted is Role.PREFILL and chosen["model"] not in health["prefill_queues"]:
         raise CommutatorError(

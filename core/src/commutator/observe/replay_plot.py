@@ -36,9 +36,12 @@ def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
     left.set_ylim(0, ideal * 115)
     places = range(len(names))
     p50, p99 = ([getattr(r, field) for r in reports] for field in ("ttft_p50_s", "ttft_p99_s"))
-    right.bar([x - 0.2 for x in places], p50, 0.4, label="p50", color=_CHOSEN)
-    right.bar([x + 0.2 for x in places], p99, 0.4, label="p99", color=_OTHER)
+    # A bar's length means nothing on a logarithmic axis, so points.
+    right.vlines(places, p50, p99, color=_OTHER)
+    right.plot(places, p50, "o", label="p50", color=_CHOSEN)
+    right.plot(places, p99, "o", label="p99", color=_SECOND)
     right.set_xticks(list(places), names)
+    right.margins(x=0.15)
     right.set_yscale("log")
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     right.yaxis.set_major_formatter("{x:g}")
@@ -54,7 +57,7 @@ def draw_sweep(sweep: Mapping[float, Sequence[Report]], path: Path) -> None:
     """Write goodput and p99 inter-token latency over the request rate, a line for each policy."""
     rates = list(sweep)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-    left.plot(rates, rates, color=_OTHER, linestyle=":", label="offered")
+    left.plot(rates, rates, color="black", linestyle=":", linewidth=1, label="offered")
     for number, first in enumerate(sweep[rates[0]]):
         ours = [reports[number] for reports in sweep.values()]
         style = {"label": first.policy, "color": _LINES[number % len(_LINES)], "marker": "."}

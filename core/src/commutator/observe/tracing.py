@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from commutator.config.model import TracingConfig
 
-__all__ = ["LegSpan", "begin_leg", "missing_package", "start", "traced"]
+__all__ = ["DISTRIBUTIONS", "LegSpan", "begin_leg", "missing_package", "start", "traced"]
 
 ResultT = TypeVar("ResultT")
+DISTRIBUTIONS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 _tracer: Any = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from commutator.config.model import Config
 from commutator.errors import ConfigError
 from commutator.frontend.server import tls_context
-from commutator.observe.tracing import missing_package
+from commutator.observe.tracing import DISTRIBUTIONS, missing_package
 from commutator.text.source import locate_model
 
 __all__ = ["check_machine"]
@@ -44,7 +44,7 @@ def _problems(config: Config) -> Iterator[str]:
         except ConfigError as error:
             yield from (f"frontend.tls: {problem}" for problem in error.problems)
     if config.tracing is not None and (package := missing_package()) is not None:
-        yield f"tracing: {package} is not installed; pip install commutator[tracing]"
+        yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
     yield from _folder_problems(Path(config.runtime.state_dir or tempfile.gettempdir()))
 
 

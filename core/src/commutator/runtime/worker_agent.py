@@ -181,7 +181,7 @@ class WorkerAgent:
         if role is not Role.BOTH and info.handover is None:
             problem = (
                 f"engine {name}: its role is {role.value}, but its workers hand no KV over; set "
-                "role: both, or install what it needs (our own engines: commutator[nixl])"
+                "role: both, or install what it needs (our own engines: NIXL, by `make tiers`)"
             )
             raise ConfigError([problem])
         model = self._spec.model.name

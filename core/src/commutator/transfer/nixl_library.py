@@ -31,7 +31,7 @@ def load_nixl() -> Any:
         return _import()
     except ImportError as error:
         raise TransferError(
-            f"NIXL, which moves all KV, cannot be imported ({error}): pip install nixl"
+            f"NIXL, which moves all KV, cannot be imported ({error}): pip install 'nixl[cu12]'"
         ) from error
     finally:
         # NIXL's own set-up hides mistakes in everybody's log calls.

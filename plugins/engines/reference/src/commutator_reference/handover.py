@@ -40,7 +40,7 @@ def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
     if not on_cpu:
         return "its KV is in a GPU's memory, and this engine hands over host memory only: use cpu"
     if find_spec("nixl") is None and find_spec("nixl_cu12") is None:
-        return "NIXL, which moves all KV, is not installed: pip install 'commutator[nixl]'"
+        return "NIXL, which moves all KV, is not installed: pip install 'nixl[cu12]'"
     return None
 
 

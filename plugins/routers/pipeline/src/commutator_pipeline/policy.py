@@ -33,7 +33,9 @@ class PipelineConfig(RouterConfig):
 
     filters: tuple[Filter, ...] = setting("Leave candidates out, in this order.", ())
     scorers: tuple[Scorer, ...] = setting("Say how good each candidate is.")
-    picker: Picker = setting("Chooses by the weighted sums.", factory=_best)
+    picker: Picker = setting(
+        "Chooses by the weighted sums; {kind: best} by default.", factory=_best
+    )
 
 
 class Pipeline(RoutingPolicy):
