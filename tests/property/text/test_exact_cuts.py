@@ -73,11 +73,12 @@ def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
 @settings(max_examples=40)
 @given(first=texts, second=texts, max_bytes=st.sampled_from([0, 4_000, 1 << 20]))
 @example(first="fox of the fox", second="of the fox isn't<|im_end|>", max_bytes=1 << 20)
+@example(first="<|im_start|>fox <|im_end|> of", second="<|im_end<|im_end|>|>", max_bytes=1 << 20)
 def test_words_have_the_tokens_of_their_text(
     kind: str, first: str, second: str, max_bytes: int
 ) -> None:
     tokenizer = TOKENIZERS[kind]
-    known = WordTokens(tokenizer, max_bytes)
+    known = WordTokens(tokenizer, cut_points_of(tokenizer), max_bytes)
     for text in (first, second, first + second, first):
         assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
         assert known.size_bytes <= max_bytes

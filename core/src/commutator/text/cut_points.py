@@ -23,7 +23,7 @@ from typing import Any
 
 from attrs import frozen
 
-__all__ = ["CutPoints", "find_cut_points", "words_of"]
+__all__ = ["CutPoints", "find_cut_points"]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _OTHERS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,8 +47,8 @@ _WORD_PATTERNS = frozenset(
 # Letters since Unicode 5.0, which NFC leaves as they are.
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0388-\u038a\u038e-\u03a1\u03a3-\u03f5"
 _LETTERS += "\u0400-\u0481\u048a-\u0513"
-_SPACE_BETWEEN_LETTERS = re.compile(f"(?<=[{_LETTERS}]) (?=[{_LETTERS}])")
-_BETWEEN_WORDS = re.compile(f"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
+# The space stands first, so that it is what the text is searched for.
+_SPACE_BETWEEN_LETTERS = re.compile(f" (?<=[{_LETTERS}] )(?=[{_LETTERS}])")
 _SPACE_AFTER_LETTER = re.compile(f"[{_LETTERS}] ")
 
 # Each of these treats one piece of text without regard to where it stood.
@@ -98,15 +98,24 @@ class CutPoints:
                 return token.start()
         return None if space is None else end
 
+    def words(self, text: str) -> list[str]:
+        """``text`` cut at every known cut; see ``before_spaces``, which must hold."""
+        words: list[str] = []
+        start = 0
+        for token in self.before_tokens.finditer(text) if self.before_tokens else ():
+            words += _cut_before_spaces(text[start : token.start()])
+            start = token.start()
+        return words + _cut_before_spaces(text[start:])
+
     def certain_at(self, text: str, cut: int) -> int:
         """A text that equals ``text`` up to here has its cut at ``cut`` too."""
         token = None if self.before_tokens is None else self.before_tokens.match(text, cut)
         return cut + len(" a") if token is None else token.end()
 
 
-def words_of(text: str) -> list[str]:
-    """``text`` in parts, cut before each space between two letters; see ``before_spaces``."""
-    return _BETWEEN_WORDS.split(text)
+def _cut_before_spaces(text: str) -> list[str]:
+    first, *others = _SPACE_BETWEEN_LETTERS.split(text)
+    return [first, *[" " + word for word in others]]
 
 
 def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:

@@ -126,12 +126,12 @@ class PrefixCache:
     ) -> None:
         """With ``max_bytes`` 0 nothing is kept. ``on_hit`` is told each prompt's known tokens."""
         self._tokenizer = tokenizer
-        self._words = WordTokens(tokenizer, int(max_bytes * _FOR_WORDS))
         self._max_bytes = max_bytes - int(max_bytes * _FOR_WORDS)
         self._hashing = hashing
         self._on_hit = on_hit
         off = CutPoints(problem="it has no room for anything")
         self.cuts = cut_points_of(tokenizer) if max_bytes > 0 else off
+        self._words = WordTokens(tokenizer, self.cuts, int(max_bytes * _FOR_WORDS))
         self._prefix_bytes = 0
         # Prompts that begin with special tokens have other blocks than those that do not.
         self._roots = {special: _Node(None, "", "", [], []) for special in (False, True)}

@@ -6,7 +6,7 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
-from commutator.text.cut_points import words_of
+from commutator.text.cut_points import CutPoints
 
 __all__ = ["WordTokens"]
 
@@ -18,13 +18,14 @@ _ENTRY_BYTES = 800
 class WordTokens:
     """Tokens by word. Only for tokenizers whose texts may be cut before spaces.
 
-    A known word costs a twentieth of what it costs to tokenize it, an unknown one twice as much.
-    Threads may share it.
+    Added tokens, such as those between messages, begin words of their own. A known word costs a
+    twentieth of what it costs to tokenize it, an unknown one twice as much. Threads may share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
-        """When ``max_bytes`` are full it begins anew."""
+    def __init__(self, tokenizer: Tokenizer, cuts: CutPoints, max_bytes: int) -> None:
+        """``cuts`` are the tokenizer's. When ``max_bytes`` are full it begins anew."""
         self._tokenizer = tokenizer
+        self._cuts = cuts
         self._max_entries = max_bytes // _ENTRY_BYTES
         self._known: dict[str, list[int]] = {}
 
@@ -34,7 +35,7 @@ class WordTokens:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``, without special ones around it."""
-        words = words_of(text)
+        words = self._cuts.words(text)
         try:
             return list(chain.from_iterable(map(self._known.__getitem__, words)))
         except KeyError:
