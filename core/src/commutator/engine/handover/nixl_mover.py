@@ -1,67 +1,30 @@
-"""Reads blocks out of other workers' memory by NIXL, on a thread of its own."""
+"""Reads blocks out of other workers' memory by NIXL, in several lanes at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+import os
+from collections.abc import Mapping, Sequence
 
-import xxhash
-from attrs import define, field
-
-from commutator.engine.handover.geometry import BlockShapes
 from commutator.engine.handover.mover import PromptBlock, Target
 from commutator.engine.handover.pull_words import Source
-from commutator.engine.handover.read_plan import ReadPlan, plan_reads
-from commutator.errors import CommutatorError, TransferError, TransferTimeoutError
-from commutator.kv.arena import BlockArena, bytes_at
-from commutator.kv.checksum import checksum
-from commutator.transfer import (
-    BlockMoves,
-    Direction,
-    Memory,
-    Span,
-    TransferAgent,
-)
-from commutator.transfer.transfer import poll_pause_s
+from commutator.engine.handover.read_lane import ReadLane
+from commutator.kv.arena import BlockArena
+from commutator.transfer import Memory
 
 __all__ = ["NixlMover"]
 
-log = logging.getLogger(__name__)
-
-_BACKEND = "UCX"
-_BATCH_BYTES = 32 << 20
-_LAST_BATCH_BYTES = 1 << 20
-"""Its checksums are what remains to be done when all bytes are here."""
-_REAP_S = 0.02
-"""Between two looks at reads that were given up."""
-_never_freed: list[object] = []
-"""Arenas that NIXL may still write to: they stay while the process lives."""
-
-
-@define(eq=False)
-class _Fetch:
-    source: Source
-    blocks: Sequence[PromptBlock]
-    shapes: BlockShapes
-    target: Target
-    deadline_s: float
-    loop: asyncio.AbstractEventLoop
-    result: asyncio.Future[list[str | None]]
-    cancelled: bool = False
-    moving: BlockMoves | None = None
-    plan: ReadPlan = field(factory=ReadPlan)
-    outcomes: list[str | None] = field(factory=list)
+_LANES = 2
+"""Within a machine a CPU copies what is read, at half to two thirds of what memory can give."""
+_WORTH_BYTES = 2 << 20
+"""For each lane: less is there sooner than another thread wakes up."""
 
 
 class NixlMover:
-    """A ``BlockMover`` between arenas in host memory. One agent serves both sides of a worker.
+    """A ``BlockMover`` between arenas in host memory. It serves both sides of a worker.
 
-    The agent is made when it is first needed: a worker that hands nothing over does without.
+    Its threads and agents are made when they are first needed: a worker that hands nothing over
+    does without.
     """
 
     def __init__(
@@ -79,238 +42,45 @@ class NixlMover:
         """
         if arena.memory is not Memory.DRAM:
             raise ValueError(f"blocks are handed over in host memory only, not in {arena.memory}")
-        self._arena = arena
-        self._block_tokens = block_tokens
-        self._runs = runs
-        self._agent_name = agent_name
-        self._parameters = dict(parameters or {})
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._metadata: Future[bytes] = Future()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._checks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        """What the other thread does in this order, while the mover's moves more."""
-        # Touched on the mover's thread only.
-        self._agent: TransferAgent | None = None
-        self._running: list[_Fetch] = []
-        self._pinned: dict[int, list[_Fetch]] = {}
-        """Reads that were given up, by the transfer's token, and who waits for its end."""
+        names = [agent_name, *(f"{agent_name}-{number}" for number in range(1, _LANES))]
+        self._lanes = [
+            ReadLane(
+                arena,
+                block_tokens=block_tokens,
+                runs=runs,
+                agent_name=name,
+                parameters=dict(parameters or {}),
+            )
+            for name in names[: len(os.sched_getaffinity(0))]
+        ]
+        self._next = 0
 
     def metadata(self) -> bytes:
         """What another agent must know to read our arena. Waits; raises TransferError."""
-        self._begin()
-        return self._metadata.result()
+        return self._lanes[0].metadata()
 
     async def fetch(
         self, source: Source, blocks: Sequence[PromptBlock], target: Target, timeout_s: float
     ) -> list[str | None]:
-        loop = asyncio.get_running_loop()
-        self._begin()
-        fetch = _Fetch(
-            source,
-            blocks,
-            BlockShapes(
-                source.info.block_size, self._block_tokens, source.info.token_bytes, self._runs
-            ),
-            target,
-            time.monotonic() + timeout_s,
-            loop,
-            loop.create_future(),
-        )
-        target.begin()
-        self._commands.put(lambda: self._start(fetch))
-        try:
-            return await fetch.result
-        finally:
-            fetch.cancelled = True
+        parts = min(len(self._lanes), max(1, len(blocks) * source.block_bytes // _WORTH_BYTES))
+        each = max(1, -(-len(blocks) // parts))
+        fetches = []
+        for first in range(0, len(blocks), each):
+            lane = self._lanes[self._next % len(self._lanes)]
+            self._next += 1
+            fetches.append(lane.fetch(source, blocks[first : first + each], target, timeout_s))
+        found = await asyncio.gather(*fetches)
+        return [outcome for part in found for outcome in part]
 
     @property
     def nixl_bytes(self) -> int:
-        return 0 if self._agent is None else self._agent.moved_bytes
+        return sum(lane.nixl_bytes for lane in self._lanes)
 
     def forget(self, source: Source) -> None:
-        self._commands.put(lambda: self._forget(source.agent))
+        for lane in self._lanes:
+            lane.forget(source)
 
     def close(self) -> None:
-        """Wait for what is under way, a few seconds at most; from any thread but the mover's."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            self._commands.put(None)
-            thread.join()
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
-                self._thread.start()
-                checks = threading.Thread(
-                    target=self._run_checks, name="handover-check", daemon=True
-                )
-                checks.start()
-
-    def _run_checks(self) -> None:
-        while (check := self._checks.get()) is not None:
-            check()
-
-    # What follows runs on the mover's thread, but for the checks.
-
-    def _run(self) -> None:
-        try:
-            self._agent = TransferAgent(self._agent_name, {_BACKEND: self._parameters})
-            self._agent.register([self._arena.region], _BACKEND)
-            self._agent.prepare(
-                self._arena.memory, self._arena.region.span, self._arena.block_bytes, _BACKEND
-            )
-            self._metadata.set_result(self._agent.metadata())
-        except TransferError as error:
-            log.warning("KV cannot be handed over: %s", error)
-            self._metadata.set_exception(error)
-        news_s = 0.0
-        while self._take_commands():
-            news = False
-            for fetch in list(self._running):
-                assert fetch.moving is not None
-                news |= fetch.moving.step()
-                if fetch.moving.over:
-                    self._running.remove(fetch)
-                    self._moved(fetch, fetch.moving)
-            if self._pinned:
-                self._reap()
-            if news:
-                news_s = time.monotonic()
-            elif self._running:
-                time.sleep(poll_pause_s(time.monotonic() - news_s))
-        self._end()
-        self._checks.put(None)
-
-    def _take_commands(self) -> bool:
-        """Do what was asked; waits when there is nothing else to do. False at the end."""
-        wait = not self._running
-        while True:
-            try:
-                command = self._commands.get(wait, _REAP_S if self._pinned else None)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            wait = False
-
-    def _start(self, fetch: _Fetch) -> None:
-        fetch.outcomes = [None] * len(fetch.blocks)
-        try:
-            if self._agent is None:
-                self._metadata.result()
-            assert self._agent is not None
-            source = fetch.source
-            peer = self._agent.add_peer(source.metadata)
-            whole = Span(source.address, source.blocks * source.block_bytes, source.device)
-            self._agent.prepare(Memory(source.memory), whole, source.block_bytes, _BACKEND, peer)
-            fetch.plan = plan = plan_reads(
-                fetch.source, fetch.blocks, fetch.target, fetch.shapes, self._arena
-            )
-        except (CommutatorError, ValueError, IndexError) as error:
-            fetch.outcomes = [str(error)] * len(fetch.blocks)
-            self._tell(fetch)
-            self._let_go(fetch)
-            return
-        missing = [len(pieces) for pieces in plan.pieces]
-
-        def arrived(positions: Sequence[int]) -> None:
-            done = []
-            for position in positions:
-                missing[plan.owners[position]] -= 1
-                if not missing[plan.owners[position]]:
-                    done.append(plan.owners[position])
-            if done:
-                self._checks.put(lambda: self._check(fetch, done))
-
-        fetch.moving = BlockMoves(
-            self._agent,
-            Direction.READ,
-            plan.moves,
-            local_memory=Memory.DRAM,
-            remote_memory=Memory(fetch.source.memory),
-            backend=_BACKEND,
-            timeout_s=fetch.deadline_s - time.monotonic(),
-            peer=peer,
-            on_done=arrived,
-            cancelled=lambda: fetch.cancelled,
-            batch_bytes=_BATCH_BYTES,
-            max_in_flight_bytes=2 * _BATCH_BYTES,
-            last_batch_bytes=_LAST_BATCH_BYTES,
-        )
-        self._running.append(fetch)
-
-    def _check(self, fetch: _Fetch, owners: Sequence[int]) -> None:
-        """On a thread of its own, while later blocks arrive."""
-        for owner in owners:
-            spans = fetch.plan.pieces[owner]
-            if len(spans) == 1:
-                found = checksum(bytes_at(spans[0]))
-            else:
-                state = xxhash.xxh3_64()
-                for span in spans:
-                    state.update(bytes_at(span))
-                found = state.intdigest()
-            if found != fetch.blocks[owner][1].checksum:
-                fetch.outcomes[owner] = "its checksum is not what the prefill worker said"
-
-    def _moved(self, fetch: _Fetch, moving: BlockMoves) -> None:
-        tokens = set()
-        for owner, error in zip(fetch.plan.owners, moving.results, strict=True):
-            if error is not None:
-                fetch.outcomes[owner] = str(error)
-            if isinstance(error, TransferTimeoutError) and error.token is not None:
-                tokens.add(error.token)
-        # Behind the checks, on the one thread that makes them.
-        self._checks.put(lambda: self._tell(fetch))
-        for token in tokens:
-            self._pinned.setdefault(token, []).append(fetch)
-        if not tokens:
-            # Also behind them: a block that is read must stay what it is.
-            self._checks.put(lambda: self._let_go(fetch))
-
-    def _reap(self) -> None:
-        assert self._agent is not None
-        for token in self._agent.reap():
-            for fetch in self._pinned.pop(token, ()):
-                if not any(fetch in waiting for waiting in self._pinned.values()):
-                    self._let_go(fetch)
-
-    def _tell(self, fetch: _Fetch) -> None:
-        def tell() -> None:
-            if not fetch.result.done():
-                fetch.result.set_result(fetch.outcomes)
-
-        _in_loop(fetch.loop, tell)
-
-    def _let_go(self, fetch: _Fetch) -> None:
-        _in_loop(fetch.loop, fetch.target.end)
-
-    def _forget(self, agent_name: str) -> None:
-        try:
-            if self._agent is not None:
-                self._agent.remove_peer(agent_name)
-        except TransferError as error:
-            log.debug("a prefill worker that is gone is not forgotten: %s", error)
-
-    def _end(self) -> None:
-        for fetch in self._running:
-            assert fetch.moving is not None
-            fetch.moving.abandon()
-        if self._agent is None:
-            return
-        try:
-            self._agent.close()
-        except TransferError as error:
-            log.warning("%s", error)
-            _never_freed.append(self)
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:
-        log.debug("the event loop has ended; nobody waits any more")
+        """Wait for what is under way, a few seconds at most; from no lane's thread."""
+        for lane in self._lanes:
+            lane.close()
