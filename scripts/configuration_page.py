@@ -11,6 +11,7 @@ from typing import Any, get_args
 import attrs
 
 from commutator.config.model import Config, DisaggregationConfig, RouterConfig, TierConfig
+from commutator.config.secret import Secret
 from commutator.plugins import load_plugins
 from commutator.schema.structure import describe
 
@@ -74,12 +75,17 @@ def kinds(register: Any, where: str = "", base: Any = None) -> Iterator[str]:
     for name, kind in sorted(register.kinds.items()):
         yield f"### `{where}kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
         yield table(kind.config_class, base)
+        for field in attrs.fields(kind.config_class):
+            if register.seam == "engine" and (cls := class_of(field)) not in {None, Secret}:
+                yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
+                yield table(cls, hides_kind=False)
 
 
-def table(cls: Any, base: Any = None) -> str:
+def table(cls: Any, base: Any = None, *, hides_kind: bool = True) -> str:
     attrs.resolve_types(cls, include_extras=True)
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    known = {"kind"} | {field.name for field in attrs.fields(base)} if base else {"kind"}
+    known = {"kind"} if hides_kind else set()
+    known |= {field.name for field in attrs.fields(base)} if base else set()
     fields = [field for field in attrs.fields(cls) if field.name not in known]
     if not fields:
         return "Without options of its own.\n"

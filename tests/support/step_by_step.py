@@ -1,4 +1,7 @@
-"""The sim engine's model again, written to be obvious: every step and every token by itself."""
+"""The sim engine's model again, written to be obvious: every step and every token by itself.
+
+Only the tiers behind the device are the same: they have tests of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 from attrs import astuple, define, field
 
 from commutator_sim import (
-    DEVICE,
     Event,
     Finished,
     FirstToken,
@@ -22,8 +24,8 @@ from commutator_sim import (
     SimRequest,
     Steps,
     Stored,
-    TierParameters,
 )
+from commutator_sim.tiers import OffloadTiers
 
 __all__ = ["StepByStep", "Told", "told"]
 
@@ -87,8 +89,7 @@ class StepByStep:
         self.jobs: list[Job] = []
         self.admitted: list[Job] = []
         self.idle: list[int] = []
-        self.tiers: list[tuple[TierParameters, list[int]]] = [(t, []) for t in parameters.tiers]
-        self.link_free = {tier.name: 0 for tier in parameters.tiers}
+        self.tiers = OffloadTiers(parameters)
         self.exported: dict[int, list[int]] = {}
         self.handover_link_free = 0
         self.now = self.clock = self.arrivals = 0
@@ -122,11 +123,8 @@ class StepByStep:
                 self.pull(job, self.now)
 
     def reset(self) -> None:
-        self.out += [("removed", self.now, DEVICE, key) for key in self.idle]
+        self.out += told(self.tiers.clear(self.idle, self.now))
         self.idle.clear()
-        for tier, keys in self.tiers:
-            self.out += [("removed", self.now, tier.name, key) for key in keys]
-            keys.clear()
 
     def advance(self, until: int) -> None:
         while self.clock < until:
@@ -208,23 +206,13 @@ class StepByStep:
             self.p.kv_capacity_blocks
         ):
             return None
-        loads = []
-        for key in [] if job.pulling else keys[found:]:
-            having = next((tier for tier in self.tiers if key in tier[1]), None)
-            if having is None:
-                break
-            loads.append((key, having))
-        job.ready_ns = self.clock
-        for key, (tier, content) in loads:
-            content.remove(key)
-            content.append(key)
-            start = max(self.link_free[tier.name], self.clock)
-            self.link_free[tier.name] = start + tier.load_block_ns
-            job.ready_ns = max(job.ready_ns, self.link_free[tier.name])
-        job.kv = (found + len(loads)) * self.p.block_size
+        self.out += told(self.tiers.on_device(job.request, 0, found, self.clock))
+        load = self.tiers.load([] if job.pulling else keys[found:], self.clock)
+        job.ready_ns = load.ready_ns
+        job.kv = (found + load.blocks) * self.p.block_size
         if job.cached is None:
-            job.cached = (job.kv, len(loads) * self.p.block_size)
-        job.state, job.chunk = ("loading" if loads else "prefill"), 0
+            job.cached = (job.kv, load.blocks * self.p.block_size)
+        job.state, job.chunk = ("loading" if load.blocks else "prefill"), 0
         job.blocks = list(hits)
         self.idle = [key for key in self.idle if key not in hits]
         self.admitted.append(job)
@@ -269,22 +257,8 @@ class StepByStep:
         job.blocks += [None] * count
         excess = max(0, self.used() + len(self.idle) - self.p.kv_capacity_blocks)
         evicted, self.idle = self.idle[:excess], self.idle[excess:]
-        self.offload(0, evicted)
-        self.out += [("removed", self.clock, DEVICE, key) for key in evicted]
-
-    def offload(self, depth: int, keys: list[int]) -> None:
-        if depth == len(self.tiers) or not keys:
-            return
-        tier, content = self.tiers[depth]
-        touched = [key for key in keys if key in content]
-        arriving = [key for key in keys if key not in content]
-        by_age = [key for key in content if key not in touched] + touched + arriving
-        leaving = by_age[: max(0, len(by_age) - tier.capacity_blocks)]
-        self.offload(depth + 1, leaving)
-        name = tier.name
-        self.out += [("removed", self.clock, name, key) for key in leaving if key in content]
-        content[:] = by_age[len(leaving) :]
-        self.out += [("offloaded", self.clock, name, key) for key in arriving if key in content]
+        if evicted:
+            self.out += told(self.tiers.evict(evicted, self.clock))
 
     def end(self) -> None:
         assert self.step_ns is not None
@@ -312,13 +286,16 @@ class StepByStep:
             self.out.append(("finished", self.clock, job.key))
 
     def publish(self, job: Job) -> None:
-        for i in range(min(job.kv // self.p.block_size, len(job.request.block_keys))):
+        full = min(job.kv // self.p.block_size, len(job.request.block_keys))
+        fresh = [i for i in range(full) if job.blocks[i] is None]
+        for i in fresh:
             key = job.request.block_keys[i]
-            if job.blocks[i] is None:
-                if key not in self.held() and key not in self.idle:
-                    self.out.append(("stored", self.clock, job.key, i, key))
-                self.idle = [other for other in self.idle if other != key]
-                job.blocks[i] = key
+            if key not in self.held() and key not in self.idle:
+                self.out.append(("stored", self.clock, job.key, i, key))
+            self.idle = [other for other in self.idle if other != key]
+            job.blocks[i] = key
+        if fresh:
+            self.out += told(self.tiers.on_device(job.request, fresh[0], full, self.clock))
         self.export(job)
 
     def give_back(self, job: Job) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ModelConfig,
         RouterConfig,
         TierConfig,
+        TierPolicyConfig,
     )
     from commutator.config.secret import Secret
     from commutator.engine.contract import (
@@ -89,6 +90,7 @@ __all__ = [
     "Secret",
     "StageRegister",
     "TierConfig",
+    "TierPolicyConfig",
     "TierRegister",
     "TokenStream",
     "WorkerLoad",

@@ -8,13 +8,25 @@ from typing import Any
 import attrs
 import pytest
 
+from commutator import EvictionConfig
 from commutator.config.load import load_config
+from commutator.engine.tier_policy import structure_evictions
+from commutator.kv.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator.schema import StructureError, build_converter, structure
 from commutator_sim import SimConfig, SimParameters, TierParameters
 
+HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}
+
+
+def structured(settings: dict[str, Any]) -> SimConfig:
+    """As in a worker's process."""
+    converter = build_converter()
+    structure_evictions(converter)
+    return structure(converter, settings, SimConfig)
+
 
 def build(**settings: Any) -> SimConfig:
-    return structure(build_converter(), {"kind": "sim", **settings}, SimConfig)
+    return structured({"kind": "sim", **settings})
 
 
 def test_the_defaults_are_the_published_figures() -> None:
@@ -33,7 +45,19 @@ def test_every_setting_reaches_the_model() -> None:
         kv_bytes_per_token=1000,
         handover_bandwidth_bytes_per_s=1e6,
         handover_latency_s=0.5,
-        tiers=[{"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}],
+        tiers=[
+            {
+                "kind": "host",
+                "capacity_blocks": 5,
+                "bandwidth_bytes_per_s": 1e6,
+                "latency_s": 0.001,
+                "write": "on_evict",
+                "eviction": {"kind": "s3fifo", "small": 0.2},
+                "admission": {"min_hits": 2, "max_blocks": 4, "prompt_only": True},
+                "tenant_share": 0.5,
+                "tenant_shares": {"a": 1.0},
+            }
+        ],
     )
     assert config.parameters() == SimParameters(
         prefill_tokens_per_s=1000,
@@ -45,7 +69,19 @@ def test_every_setting_reaches_the_model() -> None:
         kv_capacity_blocks=99,
         handover_latency_ns=500_000_000,
         handover_block_ns=8_000_000,
-        tiers=(TierParameters(name="host", capacity_blocks=5, load_block_ns=8_000_000),),
+        tiers=(
+            TierParameters(
+                name="host",
+                capacity_blocks=5,
+                load_block_ns=8_000_000,
+                latency_ns=1_000_000,
+                write="on_evict",
+                eviction=config.tiers[0].eviction,
+                admission=(PromptOnly(), NotLongerThan(4), MinimumHits(2)),
+                tenant_share=0.5,
+                tenant_shares={"a": 1.0},
+            ),
+        ),
     )
 
 
@@ -74,6 +110,17 @@ def test_speedup(speedup: float | str, factor: float) -> None:
             "tiers[0].kind",
             'one of "host", "disk", "object"',
         ),
+        ({"tiers": [HOST | {"prefetch": False}]}, "tiers[0].prefetch", "unknown key"),
+        (
+            {"tiers": [HOST | {"eviction": {"kind": "lfu"}}]},
+            "tiers[0].eviction.kind",
+            'no installed plugin offers the eviction "lfu"',
+        ),
+        (
+            {"tiers": [HOST | {"eviction": {"kind": "arc", "small": 0.1}}]},
+            "tiers[0].eviction.small",
+            "unknown key",
+        ),
     ],
 )
 def test_mistakes_are_told(settings: dict[str, Any], path: str, text: str) -> None:
@@ -95,6 +142,8 @@ def test_the_example_is_right(root: Path) -> None:
 def test_it_travels_to_the_worker_process() -> None:
     config = build(
         speedup="unlimited",
-        tiers=[{"kind": "disk", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}],
+        tiers=[HOST | {"eviction": {"kind": "s3fifo", "small": 0.2}}, HOST | {"kind": "disk"}],
     )
-    assert structure(build_converter(), attrs.asdict(config), SimConfig) == config
+    again = structured(attrs.asdict(config))
+    assert again == config
+    assert type(again.tiers[0].eviction) is not EvictionConfig, "it has options of its own"

@@ -100,7 +100,7 @@ def test_the_last_comer_makes_room_and_keeps_its_tokens() -> None:
 
 
 def test_blocks_from_a_tier_come_at_its_bandwidth() -> None:
-    tiers = (TierParameters(name="host", capacity_blocks=10, load_block_ns=3 * MS),)
+    tiers = (TierParameters(name="host", capacity_blocks=10, load_block_ns=250_000, latency_ns=MS),)
     model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=4, tiers=tiers))
     run(model, SimRequest(24, 1, [1, 2, 3]))
     model.submit(1, SimRequest(32, 1, [5, 6, 7, 8]))
@@ -108,11 +108,11 @@ def test_blocks_from_a_tier_come_at_its_bandwidth() -> None:
     start_ns = model.now_ns
     model.submit(2, SimRequest(26, 1, [1, 2, 3]))
     (first,) = [event for event in model.advance() if isinstance(event, FirstToken)]
-    assert first == FirstToken(start_ns + 9 * MS + 250_000, 2, 24, 24)
+    assert first == FirstToken(start_ns + MS + 750_000 + 250_000, 2, 24, 24)
 
 
 def test_one_link_carries_one_load_after_the_other() -> None:
-    tiers = (TierParameters(name="disk", capacity_blocks=10, load_block_ns=3 * MS),)
+    tiers = (TierParameters(name="disk", capacity_blocks=10, load_block_ns=MS // 2),)
     model = SimModel(SimParameters(block_size=8, kv_capacity_blocks=4, tiers=tiers))
     run(model, SimRequest(8, 1, [1]), SimRequest(8, 1, [2]))
     model.submit(2, SimRequest(32, 1, [5, 6, 7, 8]))
@@ -121,7 +121,7 @@ def test_one_link_carries_one_load_after_the_other() -> None:
     model.submit(3, SimRequest(9, 1, [1]))
     model.submit(4, SimRequest(9, 1, [2]))
     times = {e.key: e.time_ns - start_ns for e in model.advance() if isinstance(e, FirstToken)}
-    assert times == {3: 3 * MS + 125_000, 4: 6 * MS + 125_000}
+    assert times == {3: 625_000, 4: 1_125_000}
 
 
 def test_the_cost_is_by_event_not_by_token() -> None:

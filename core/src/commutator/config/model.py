@@ -34,6 +34,7 @@ __all__ = [
     "RouterConfig",
     "RuntimeConfig",
     "TierConfig",
+    "TierPolicyConfig",
     "TlsConfig",
     "TracingConfig",
 ]
@@ -173,8 +174,8 @@ def _default_eviction() -> EvictionConfig:
 
 
 @frozen(kw_only=True)
-class TierConfig:
-    """What every storage tier has; each tier plugin adds options of its own."""
+class TierPolicyConfig:
+    """What a tier keeps and what goes: equally for storage tiers and for modelled ones."""
 
     kind: str = setting("The storage tier plugin.")
     write: Literal["through", "on_evict"] = setting(
@@ -182,14 +183,9 @@ class TierConfig:
         "through",
     )
     eviction: EvictionConfig = setting(
-        "Which block goes when room is needed.", factory=_default_eviction
+        "Which block goes when room is needed; {kind: lru} by default.", factory=_default_eviction
     )
     admission: AdmissionConfig = setting("Which blocks come in.", factory=AdmissionConfig)
-    prefetch: bool = setting(
-        "Bring blocks up from slower tiers before they are asked for: those of requests that wait, "
-        "and of conversations that may go on. Only the fastest tier that is written to does.",
-        True,
-    )
     tenant_share: Fraction | None = setting(
         "Largest part of the capacity that the blocks of one tenant (`cache_salt`) may fill; then "
         "it makes room with its own. Not limited when not given, nor for blocks without a salt.",
@@ -197,6 +193,17 @@ class TierConfig:
     )
     tenant_shares: Mapping[str, Fraction] = setting(
         "Tenants, by their `cache_salt`, for which another share holds.", factory=dict
+    )
+
+
+@frozen(kw_only=True)
+class TierConfig(TierPolicyConfig):
+    """What every storage tier has; each tier plugin adds options of its own."""
+
+    prefetch: bool = setting(
+        "Bring blocks up from slower tiers before they are asked for: those of requests that wait, "
+        "and of conversations that may go on. Only the fastest tier that is written to does.",
+        True,
     )
     compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")
     encryption_key: Secret | None = setting(

@@ -8,6 +8,7 @@ from commutator.engine.launching import free_ports, gpus_of, python_at
 from commutator.engine.process import EngineStart, engine_command, run_engine_process
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.engine.stream import DeltaStream
+from commutator.engine.tier_policy import admission_rules, eviction_policy
 from commutator.engine.virtual import (
     BlocksGone,
     BlocksHeld,
@@ -41,7 +42,9 @@ __all__ = [
     "VirtualEngine",
     "VirtualEvent",
     "VirtualRequest",
+    "admission_rules",
     "engine_command",
+    "eviction_policy",
     "free_ports",
     "gpus_of",
     "missing_plugin",

@@ -18,6 +18,7 @@ import msgspec
 from commutator.config.model import EngineConfig, ModelConfig, TierConfig
 from commutator.engine.contract import LaunchContext, LaunchPlan
 from commutator.engine.server import TokenApiServer, TokenEngine
+from commutator.engine.tier_policy import structure_evictions
 from commutator.kv.tier_setup import TierSetup
 from commutator.schema import build_converter, structure
 
@@ -88,6 +89,7 @@ def run_engine_process(
     if raw is None:
         sys.exit(f"{_VARIABLE} is not set: this process is started by `commutator serve`")
     converter = build_converter()
+    structure_evictions(converter)
     handed = structure(converter, msgspec.json.decode(raw), _Handed)
     config = structure(converter, handed.config, config_class)
     tiers = _tiers(handed) if handed.tiers else ()

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from commutator.config.model import AdmissionConfig, TierConfig
+from commutator.config.model import TierConfig
+from commutator.engine.tier_policy import admission_rules
 from commutator.errors import TierError
-from commutator.kv.admission import AdmissionRule, MinimumHits, NotLongerThan, PromptOnly
 from commutator.kv.codec import AesGcm, Codec, Lz4, Zstd
 from commutator.kv.guards import Breaker
 from commutator.kv.tier_setup import TierSetup
@@ -42,7 +42,7 @@ def make_tiers(
                 name=name,
                 tier=host.tiers.kinds[config.kind].thing(mine),
                 eviction=partial(host.evictions.kinds[config.eviction.kind].thing, config.eviction),
-                admission=_rules(config.admission),
+                admission=admission_rules(config.admission),
                 write_through=config.write == "through",
                 prefetch=config.prefetch,
                 tenant_share=config.tenant_share,
@@ -65,17 +65,6 @@ def _for_worker(config: TierConfig, worker_id: str) -> TierConfig:
         if isinstance(value, str) and _WORKER in value:
             changes[field.name] = value.replace(_WORKER, worker_id)
     return attrs.evolve(config, **changes)
-
-
-def _rules(config: AdmissionConfig) -> tuple[AdmissionRule, ...]:
-    rules: list[AdmissionRule] = []
-    if config.prompt_only:
-        rules.append(PromptOnly())
-    if config.max_blocks is not None:
-        rules.append(NotLongerThan(config.max_blocks))
-    if config.min_hits > 1:
-        rules.append(MinimumHits(config.min_hits))
-    return tuple(rules)
 
 
 def _codecs(config: TierConfig) -> tuple[Codec, ...]:

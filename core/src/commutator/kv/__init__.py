@@ -1,6 +1,8 @@
 """KV cache blocks: which there are, and what is said about them."""
 
+from commutator.kv.actions import Action, Announce, StoreBlocks
 from commutator.kv.admin import KvAdmin, LocatedPrompt, PromptQuestion
+from commutator.kv.admission import AdmissionRule
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.checksum import checksum
@@ -18,8 +20,16 @@ from commutator.kv.export_options import ExportOptions
 from commutator.kv.frame import HEADER_BYTES, FrameHeader
 from commutator.kv.guards import Breaker
 from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, block_keys, next_key
+from commutator.kv.load_result import LoadResult
+from commutator.kv.manager import KvManager
 from commutator.kv.medium import Tier, tier_of
-from commutator.kv.offer import PLAIN, BlockFacts, Offer, is_stronger, strongest
+from commutator.kv.offer import (
+    PLAIN,
+    BlockFacts,
+    Offer,
+    block_facts,
+    is_stronger,
+)
 from commutator.kv.peer_export import PeerExport
 from commutator.kv.peer_wire import (
     PeerAnswer,
@@ -42,12 +52,16 @@ from commutator.kv.tier import (
     Stored,
     TierStatistics,
 )
+from commutator.kv.tier_book import TierSpec
 
 __all__ = [
     "HEADER_BYTES",
     "KEY_BYTES",
     "PLAIN",
     "UNBOUNDED",
+    "Action",
+    "AdmissionRule",
+    "Announce",
     "Arena",
     "BlockArena",
     "BlockFacts",
@@ -65,7 +79,9 @@ __all__ = [
     "FrameHeader",
     "KvAdmin",
     "KvEvent",
+    "KvManager",
     "KvService",
+    "LoadResult",
     "LocatedPrompt",
     "Offer",
     "OpenedSlots",
@@ -82,9 +98,12 @@ __all__ = [
     "SlotGeometry",
     "SlotTier",
     "StorageTier",
+    "StoreBlocks",
     "Stored",
     "Tier",
+    "TierSpec",
     "TierStatistics",
+    "block_facts",
     "block_keys",
     "bytes_at",
     "checksum",
@@ -95,6 +114,5 @@ __all__ = [
     "event_hash",
     "is_stronger",
     "next_key",
-    "strongest",
     "tier_of",
 ]

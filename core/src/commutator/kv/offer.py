@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from commutator.kv.keys import BlockKey
+from commutator.types import KvRetention
 
-__all__ = ["MAX_PRIORITY", "PLAIN", "BlockFacts", "Offer", "is_stronger", "strongest"]
+__all__ = [
+    "MAX_PRIORITY",
+    "PLAIN",
+    "BlockFacts",
+    "Offer",
+    "block_facts",
+    "is_stronger",
+    "strongest",
+]
 
 MAX_PRIORITY = 10
 """Priorities run from minus this to this; beyond is cut."""
@@ -49,6 +58,24 @@ class Offer:
     token_ids: tuple[int, ...]
     facts: BlockFacts = PLAIN
     lora_name: str | None = None
+
+
+def block_facts(
+    index: int,
+    block_size: int,
+    prompt_tokens: int,
+    tenant: str | None = None,
+    retention: Sequence[KvRetention] = (),
+) -> BlockFacts:
+    """Of full block ``index`` of a request: its place, and the most that the client asked for."""
+    end = (index + 1) * block_size
+    plain = BlockFacts(is_prompt=end <= prompt_tokens, tenant=tenant, depth=index)
+    asked = [
+        evolve(plain, priority=kept.priority, ttl_s=kept.ttl_s, pinned=kept.pinned)
+        for kept in retention
+        if end <= (prompt_tokens if kept.tokens is None else kept.tokens)
+    ]
+    return strongest(asked) if asked else plain
 
 
 def strongest(facts: Sequence[BlockFacts]) -> BlockFacts:

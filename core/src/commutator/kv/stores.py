@@ -225,6 +225,8 @@ class StoreSide:
             return reason
         if len(book.waiting) >= self._most_waiting:
             return "too many waiting"
+        if not book.spec.admission:
+            return None
         uses = self._uses[offer.key] if self._uses is not None else 0
         refusals = (rule.refusal(offer, uses) for rule in book.spec.admission)
         return next((reason for reason in refusals if reason is not None), None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import define, evolve, field
+from attrs import define, field
 
-from commutator.kv import BlockFacts, CacheIdentity, strongest
+from commutator.kv import BlockFacts, CacheIdentity, block_facts
 from commutator.types import GenerateRequest, SamplingParams
 from commutator_reference.block_identity import ANONYMOUS, BlockIdentity, Namespace
 
@@ -89,16 +89,10 @@ class Sequence:
 
     def facts(self, index: int, block_size: int) -> BlockFacts:
         """What tiers are told of full block ``index``: its place, and what the client asked for."""
-        end = (index + 1) * block_size
-        plain = BlockFacts(
-            is_prompt=end <= self.prompt_length, tenant=self.request.cache_salt, depth=index
+        request = self.request
+        return block_facts(
+            index, block_size, self.prompt_length, request.cache_salt, request.retention
         )
-        asked = [
-            evolve(plain, priority=kept.priority, ttl_s=kept.ttl_s, pinned=kept.pinned)
-            for kept in self.request.retention
-            if end <= (self.prompt_length if kept.tokens is None else kept.tokens)
-        ]
-        return strongest(asked or [plain])
 
     def identity(self, index: int, block_size: int) -> BlockIdentity:
         """The identity of full block ``index``; computed once, survives preemption."""

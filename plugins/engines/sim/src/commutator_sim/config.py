@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
 
-from commutator import EngineConfig, setting
+from commutator import EngineConfig, TierPolicyConfig, setting
+from commutator.engine import admission_rules
 from commutator.schema import Bounds, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds
 from commutator_sim.parameters import SimParameters, TierParameters
 
@@ -17,12 +18,13 @@ NonNegativeNumber = Annotated[float, Bounds(minimum=0)]
 
 
 @frozen(kw_only=True)
-class SimTier:
-    """Memory behind the device that takes evicted blocks and gives them back."""
+class SimTier(TierPolicyConfig):
+    """Memory behind the device, with the policies of a real tier."""
 
     kind: Literal["host", "disk", "object"] = setting("What it stands for; named in KV events.")
     capacity_blocks: PositiveInt = setting("Blocks that it holds.")
     bandwidth_bytes_per_s: PositiveNumber = setting("How fast blocks come back from it.")
+    latency_s: Seconds = setting("What a load takes beside its bytes.", 0.0)
 
 
 def _different_kinds(_config: Any, _field: Attribute[Any], tiers: tuple[SimTier, ...]) -> None:
@@ -75,7 +77,9 @@ class SimConfig(EngineConfig):
     )
     handover_latency_s: Seconds = setting("What a hand-over takes beside its bytes.", 0.002)
     tiers: tuple[SimTier, ...] = setting(
-        "Where evicted KV blocks go, fastest first.", (), validator=_different_kinds
+        "Where KV blocks are kept beside the device, fastest first.",
+        (),
+        validator=_different_kinds,
     )
     answer_tokens: PositiveInt = setting(
         "An answer ends by itself after so many tokens, unless the request sets `ignore_eos`.", 512
@@ -109,6 +113,12 @@ class SimConfig(EngineConfig):
                     name=tier.kind,
                     capacity_blocks=tier.capacity_blocks,
                     load_block_ns=_time_ns(block_bytes, tier.bandwidth_bytes_per_s),
+                    latency_ns=round(tier.latency_s * 1e9),
+                    write=tier.write,
+                    eviction=tier.eviction,
+                    admission=admission_rules(tier.admission),
+                    tenant_share=tier.tenant_share,
+                    tenant_shares=tier.tenant_shares,
                 )
                 for tier in self.tiers
             ),

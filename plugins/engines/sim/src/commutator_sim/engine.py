@@ -222,7 +222,14 @@ class SimEngine(TokenEngine):
         Raises RequestError for a wrong leg, EngineHandoverError for one that nobody wants.
         """
         request, size, prompt = stream.request, self._config.block_size, stream.request.token_ids
-        whole = SimRequest(len(prompt), len(stream.answer.token_ids), stream.keys, request.priority)
+        whole = SimRequest(
+            len(prompt),
+            len(stream.answer.token_ids),
+            stream.keys,
+            request.priority,
+            tenant=request.cache_salt,
+            retention=request.retention,
+        )
         if request.handover is None:
             return whole
         if self._handover is None:

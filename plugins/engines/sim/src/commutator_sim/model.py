@@ -15,13 +15,11 @@ from commutator_sim.appointments import Appointments
 from commutator_sim.cache import BlockCache
 from commutator_sim.decode import DecodeBatch
 from commutator_sim.events import (
-    DEVICE,
     Event,
     Finished,
     FirstToken,
     Preempted,
     Ready,
-    Removed,
     Steps,
     Stored,
 )
@@ -48,11 +46,11 @@ class SimModel:
     def __init__(self, parameters: SimParameters) -> None:
         self.parameters = parameters
         self.cache = BlockCache(parameters.kv_capacity_blocks)
+        self.tiers = OffloadTiers(parameters)
         self.now_ns = 0
         """The time last advanced to."""
         self._clock_ns = 0
         """When the current or next step begins: not after ``now_ns`` while a step is under way."""
-        self._tiers = OffloadTiers(parameters.tiers)
         self._decode = DecodeBatch(parameters.block_size)
         self._arrivals = itertools.count()
         self._live: dict[int, Run] = {}
@@ -143,10 +141,7 @@ class SimModel:
 
     def reset_prefix_cache(self) -> None:
         """Forget every block that no request holds, in every tier."""
-        idle = self.cache.clear()
-        if idle:
-            self._events.append(Removed(self.now_ns, DEVICE, tuple(idle)))
-        self._events += self._tiers.clear(self.now_ns)
+        self._events += self.tiers.clear(self.cache.clear(), self.now_ns)
         self._stuck = False
 
     def advance(self, until_ns: int = FOREVER, max_steps: int = FOREVER) -> list[Event]:
@@ -283,6 +278,7 @@ class SimModel:
         self._admitted[run.key] = run
         self.cache.pin(keys[:found])
         run.named = found
+        self._events += self.tiers.on_device(run.request, 0, found, self._clock_ns)
         self._export(run)
         self._fetch(run, found, limit)
         self._take(run, needed)
@@ -291,20 +287,19 @@ class SimModel:
     def _fetch(self, run: Run, found: int, limit: int) -> None:
         """Begin the prefill after ``found`` blocks, or first bring more of them."""
         size = self.parameters.block_size
-        keys = run.request.block_keys
-        loaded = 0 if run.pulling else self._tiers.match(keys, found, limit)
-        run.computed = (found + loaded) * size
+        wanted = () if run.pulling else run.request.block_keys[found:limit]
+        load = self.tiers.load(wanted, self._clock_ns)
+        run.computed = (found + load.blocks) * size
         if run.cached_tokens < 0:
-            run.cached_tokens, run.loaded_tokens = run.computed, loaded * size
+            run.cached_tokens, run.loaded_tokens = run.computed, load.blocks * size
         if run.pulling:
             self._events.append(self._pulls.begin(run, found, limit, self._clock_ns))
         if run.pulling:
             run.move(Phase.LOADING)
             self._pulls.more(run, self._clock_ns)
-        elif loaded:
+        elif load.blocks:
             run.move(Phase.LOADING)
-            ready_ns = self._tiers.load(keys[found : found + loaded], self._clock_ns)
-            self._loading.add(run, ready_ns)
+            self._loading.add(run, load.ready_ns)
         else:
             run.move(Phase.PREFILL)
             self._prefilling[run.key] = run
@@ -316,7 +311,7 @@ class SimModel:
     def _take(self, run: Run, count: int) -> None:
         run.unnamed += count
         if evicted := self.cache.take(count):
-            self._events += self._tiers.evict(evicted, self._clock_ns)
+            self._events += self.tiers.evict(evicted, self._clock_ns)
 
     # -------------------------------------------------------------- ending a step
 
@@ -366,6 +361,7 @@ class SimModel:
         if known < len(fresh):
             stored = tuple(fresh[known:])
             self._events.append(Stored(self._clock_ns, run.key, run.named + known, stored))
+        self._events += self.tiers.on_device(run.request, run.named, full, self._clock_ns)
         run.unnamed -= full - run.named
         run.named = full
         self._export(run)

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import Factory, frozen
+
+from commutator import EvictionConfig
+from commutator.kv import AdmissionRule
 
 __all__ = ["SimParameters", "TierParameters"]
 
 
 @frozen(kw_only=True)
 class TierParameters:
-    """KV memory behind the device; blocks evicted before it go there."""
+    """KV memory behind the device."""
 
     name: str
     capacity_blocks: int
     load_block_ns: int
-    """Time to bring one block back to the device."""
+    """Time that one block occupies the link to the device."""
+    latency_ns: int = 0
+    """What a load takes beside its bytes."""
+    write: Literal["through", "on_evict"] = "through"
+    """When blocks go there: once they are computed, or when the tier above gives them up."""
+    eviction: EvictionConfig = EvictionConfig(kind="lru")
+    """Names an installed policy."""
+    admission: tuple[AdmissionRule, ...] = ()
+    tenant_share: float | None = None
+    """Largest part of the capacity that one tenant may fill; None: all of it."""
+    tenant_shares: Mapping[str, float] = Factory(dict)
+    """Tenants for which another share holds."""
 
     def __attrs_post_init__(self) -> None:
-        if self.capacity_blocks < 1 or self.load_block_ns < 1:
-            raise ValueError(f"tier {self.name}: capacity and load time must be at least 1")
+        if self.capacity_blocks < 1 or self.load_block_ns < 1 or self.latency_ns < 0:
+            raise ValueError(
+                f"tier {self.name}: capacity and load time must be at least 1, latency at least 0"
+            )
 
 
 @frozen(kw_only=True)

@@ -7,6 +7,8 @@ from enum import Enum, auto
 
 from attrs import define, frozen
 
+from commutator.types import KvRetention
+
 __all__ = ["Phase", "Run", "SimRequest"]
 
 
@@ -29,6 +31,10 @@ class SimRequest:
     """Its blocks are for another worker: they are held, and told of, until they are released."""
     pulls: int | None = None
     """Of its prompt's first full blocks so many come from another worker, unless they are here."""
+    tenant: str | None = None
+    """Whose share of a tier its blocks take."""
+    retention: tuple[KvRetention, ...] = ()
+    """What tiers are asked to keep longer than other blocks."""
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
