@@ -25,6 +25,8 @@ PUBLIC = {
     "engine.handover",
     "engine.http",
     "engine.model_directory",
+    "engine.model_identity",
+    "engine.server_events",
     "engine.server_options",
 }
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}

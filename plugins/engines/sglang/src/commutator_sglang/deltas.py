@@ -8,14 +8,12 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
+from commutator.engine.server_events import DONE, ServerEvents
 from commutator.errors import EngineError
 from commutator.types import FinishReason, TokenDelta, TokenLogprob
 from commutator_sglang.api import Chunk, FinishedBecause, Logprob, MetaInfo
 
 __all__ = ["DeltaReader", "FailedInStreamError", "message_of"]
-
-_PREFIX = b"data: "
-_DONE = b"[DONE]"
 
 _decode = msgspec.json.Decoder(Chunk).decode
 
@@ -39,7 +37,7 @@ class DeltaReader:
         """``cut_after``: tokens that end the answer, which the server does not know of."""
         self._top = top_logprobs
         self._cut_after = cut_after
-        self._rest = b""
+        self._events = ServerEvents()
         self._tokens = 0
         self._told_cached = False
         self.ended = False
@@ -54,9 +52,8 @@ class DeltaReader:
 
     def feed(self, data: bytes) -> Iterator[TokenDelta]:
         """Deltas of server-sent events. Raises FailedInStreamError; EngineError if unreadable."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            if event.startswith(_PREFIX) and (payload := event[len(_PREFIX) :]) != _DONE:
+        for payload in self._events.feed(data):
+            if payload != DONE:
                 yield from self._on_chunk(_read(payload))
 
     def _on_chunk(self, chunk: Chunk) -> Iterator[TokenDelta]:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from commutator.engine import weights_revision
+from commutator.engine.model_identity import model_facts, model_words
 from commutator.kv import CacheIdentity
 
 __all__ = ["cache_identity", "rank_of", "worker_of"]
 
-_OF_THE_MACHINE = {"_name_or_path", "transformers_version"}
-"""Entries of a model's configuration that change no byte of its pages."""
 _RANKS = (("tp", "tp"), ("pp", "pp"), ("cp", "attn_cp"))
 
 
@@ -31,11 +30,7 @@ def cache_identity(
     stays the same when it is trained on.
     """
     facts = {
-        "model": {
-            name: value
-            for name, value in model.hf_config.to_dict().items()
-            if name not in _OF_THE_MACHINE
-        },
+        "model": model_facts(model.hf_config),
         "quantization": model.quantization,
         "scales": _digest(args.quantization_param_path),
         "adapters": sorted(
@@ -51,15 +46,12 @@ def cache_identity(
         "sglang": version,
     }
     words = json.dumps(facts, sort_keys=True, default=repr)
-    weights = weights_revision(args.model_path, args.revision)
-    if str(args.load_format) == "dummy":
-        weights += f" random by {args.random_seed}"
+    seed = args.random_seed if str(args.load_format) == "dummy" else None
+    served = model_words(args.model_path, args.revision, args.tokenizer_path, random_seed=seed)
     return CacheIdentity(
         model="sglang",
-        weights=weights,
-        tokenizer=f"{weights} {args.tokenizer_path}"
-        if args.tokenizer_path != args.model_path
-        else weights,
+        weights=served.weights,
+        tokenizer=served.tokenizer,
         dtype=f"{model.dtype} {args.kv_cache_dtype} {pool.dtype}",
         layout=hashlib.sha256(words.encode()).hexdigest(),
         block_size=pool.page_size,

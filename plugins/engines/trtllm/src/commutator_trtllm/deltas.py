@@ -8,15 +8,13 @@ from typing import Any
 import msgspec
 from attrs import evolve
 
+from commutator.engine.server_events import DONE, ServerEvents
 from commutator.errors import EngineError
 from commutator.types import FinishReason, TokenDelta, TokenLogprob
 from commutator_trtllm.api import Choice, Chunk
 from commutator_trtllm.handover import WHOLE
 
 __all__ = ["DeltaReader", "FailedInStreamError", "failure_of"]
-
-_PREFIX = b"data:"
-_DONE = b"[DONE]"
 
 _decode = msgspec.json.Decoder(Chunk).decode
 
@@ -39,7 +37,7 @@ class DeltaReader:
     """Feed it what arrives; the end is held back until what follows it (usage) has come."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._events = ServerEvents()
         self._last: TokenDelta | None = None
         self.began = False
         """Something of the answer has come."""
@@ -48,12 +46,8 @@ class DeltaReader:
 
     def feed(self, data: bytes) -> Iterator[TokenDelta]:
         """Deltas of server-sent events. Raises FailedInStreamError; EngineError if unreadable."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            if not event.startswith(_PREFIX):
-                continue  # a comment that keeps the connection alive
-            payload = event[len(_PREFIX) :].strip()
-            if payload == _DONE:
+        for payload in self._events.feed(data):
+            if payload == DONE:
                 yield from self._end()
             else:
                 yield from self._on_chunk(_read(payload))

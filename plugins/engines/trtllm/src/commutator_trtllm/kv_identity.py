@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from commutator.engine import weights_revision
+from commutator.engine.model_identity import model_words
 from commutator.kv import CacheIdentity
 
 __all__ = ["cache_identity"]
@@ -27,13 +27,12 @@ def cache_identity(
         "attention": repr(getattr(llm_args, "attn_backend", None)),
         "load_format": repr(getattr(llm_args, "load_format", None)),
     }
-    weights = weights_revision(model, getattr(llm_args, "revision", None))
-    tokenizer = llm_args.tokenizer
-    own = isinstance(tokenizer, str) and tokenizer != model
+    tokenizer = llm_args.tokenizer if isinstance(llm_args.tokenizer, str) else None
+    served = model_words(model, getattr(llm_args, "revision", None), tokenizer)
     return CacheIdentity(
         model="tensorrt_llm",
-        weights=weights,
-        tokenizer=f"{weights} {tokenizer}" if own else weights,
+        weights=served.weights,
+        tokenizer=served.tokenizer,
         dtype=f"{llm_args.dtype} {llm_args.kv_cache_config.dtype}",
         layout=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
         block_size=block_size,

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from attrs import evolve
 
+from commutator.engine.server_events import DONE, ServerEvents
 from commutator.errors import EngineError
 from commutator.types import FinishReason, TokenDelta, TokenLogprob
 from commutator_vllm.api import Chunk, Failure, Logprobs
 
 __all__ = ["DeltaReader", "FailedInStreamError"]
 
-_PREFIX = b"data: "
-_DONE = b"[DONE]"
 _ID_MARK = "token_id:"
 
 _decode = msgspec.json.Decoder(Chunk).decode
@@ -33,19 +32,15 @@ class DeltaReader:
 
     def __init__(self, top_logprobs: int | None) -> None:
         self._top = top_logprobs
-        self._rest = b""
+        self._events = ServerEvents()
         self._last: TokenDelta | None = None
         self.ended = False
         """The answer was complete."""
 
     def feed(self, data: bytes) -> Iterator[TokenDelta]:
         """Deltas of server-sent events. Raises FailedInStreamError; EngineError if unreadable."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            if not event.startswith(_PREFIX):
-                continue  # a comment that keeps the connection alive
-            payload = event[len(_PREFIX) :]
-            if payload == _DONE:
+        for payload in self._events.feed(data):
+            if payload == DONE:
                 yield from self._end()
             else:
                 yield from self._on_chunk(_read(payload))

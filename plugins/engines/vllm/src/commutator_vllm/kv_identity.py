@@ -6,13 +6,10 @@ import hashlib
 import json
 from typing import Any
 
-from commutator.engine import weights_revision
+from commutator.engine.model_identity import model_facts, model_words
 from commutator.kv import CacheIdentity
 
 __all__ = ["cache_identity"]
-
-_OF_THE_MACHINE = {"_name_or_path", "transformers_version"}
-"""Entries of a model's configuration that change no byte of its blocks."""
 
 
 def cache_identity(
@@ -24,24 +21,20 @@ def cache_identity(
     """
     model = vllm_config.model_config
     facts = {
-        "model": {
-            name: value
-            for name, value in model.hf_config.to_dict().items()
-            if name not in _OF_THE_MACHINE
-        },
+        "model": model_facts(model.hf_config),
         "quantization": model.quantization,
         "speculative": repr(getattr(vllm_config.speculative_config, "method", None)),
         "vllm": version,
         "layout": layout,
     }
     words = json.dumps(facts, sort_keys=True, default=repr)
-    weights = weights_revision(model.model, model.revision)
-    if str(vllm_config.load_config.load_format) == "dummy":
-        weights += f" random by {model.seed}"
+    is_random = str(vllm_config.load_config.load_format) == "dummy"
+    seed = model.seed if is_random else None
+    served = model_words(model.model, model.revision, model.tokenizer, random_seed=seed)
     return CacheIdentity(
         model="vllm",
-        weights=weights,
-        tokenizer=f"{weights} {model.tokenizer}" if model.tokenizer != model.model else weights,
+        weights=served.weights,
+        tokenizer=served.tokenizer,
         dtype=f"{model.dtype} {vllm_config.cache_config.cache_dtype}",
         layout=hashlib.sha256(words.encode()).hexdigest(),
         block_size=block_size,
