@@ -25,13 +25,16 @@ def wait_for_workers(cluster: LocalCluster, count: int, timeout_s: float = 600.0
 
 
 def kill_server_at(cluster: LocalCluster, port: str) -> None:
-    """The one that was started with this port, and its processes."""
+    """The one that was started with this port, and the processes of its group if it leads one."""
     (server,) = (
         process
         for process in _processes(cluster)
         if "--port" in (words := process.cmdline()) and words[words.index("--port") + 1] == port
     )
-    os.killpg(server.pid, signal.SIGKILL)
+    if os.getpgid(server.pid) == server.pid:
+        os.killpg(server.pid, signal.SIGKILL)
+    else:  # a sidecar's child
+        server.kill()
 
 
 def kill_servers_of(cluster: LocalCluster, module: str) -> None:

@@ -1,0 +1,133 @@
+"""Two stand-ins of TensorRT-LLM's server behind the front door, with the openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.support.draining import drain_in_turn
+from tests.support.launched_servers import kill_server_at, wait_for_workers
+from tests.support.oracle import SOURCE, greedy
+
+from commutator.runtime.lease import Up
+from commutator.runtime.registry_client import RegistryClient
+from commutator.testing import LocalCluster
+from commutator.text import load_text_model
+from commutator_trtllm.client import TrtllmClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SERVE = Path(__file__).resolve().parents[1] / "support" / "trtllm" / "serve.py"
+DEPLOYMENT: dict[str, Any] = {
+    "models": [{"name": "m", "source": SOURCE, "max_model_len": 1024}],
+    "engines": [
+        {
+            "kind": "trtllm",
+            "name": "t",
+            "replicas": 2,
+            "command": [sys.executable, str(SERVE)],
+            "checkpoint": SOURCE,
+        }
+    ],
+    "runtime": {"lease_s": 60, "restart_backoff_s": 0.1},  # a busy machine loses no worker
+    "migration": {"wait_s": 300},
+}
+QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
+STORY = "Once upon a time, in a small village by the sea,"
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[LocalCluster]:
+    with LocalCluster(DEPLOYMENT, start_timeout_s=300) as running:
+        wait_for_workers(running, 2)
+        yield running
+
+
+@pytest.fixture
+def pair(started: LocalCluster) -> LocalCluster:
+    """Both are ready: the test before may have killed one."""
+    wait_for_workers(started, 2)
+    return started
+
+
+@pytest.fixture
+def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def server_ports(cluster: LocalCluster) -> dict[str, str]:
+    """By worker; of one that was started again, the last."""
+    return dict(re.findall(r"(t-\d): .*serve\.py \S+ --host \S+ --port (\d+)", cluster.log()))
+
+
+@pytest.mark.proves("trtllm", "chat and completions, whole and streamed", how="stand-in")
+def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="m", messages=QUESTION, temperature=0, max_tokens=20
+    )
+    assert "Paris" in (whole.choices[0].message.content or "")
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = client.chat.completions.create(
+        model="m", messages=QUESTION, temperature=0, max_tokens=20, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+@pytest.mark.proves("trtllm", "the right greedy tokens", how="stand-in")
+def test_completions_are_those_of_transformers(client: openai.OpenAI) -> None:
+    text = load_text_model(SOURCE)
+    for prompt in ("The capital of France is", "def fibonacci(n):\n    ", STORY):
+        expected = text.decode(greedy(text.encode(prompt), 16))
+        asked: dict[str, Any] = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 16}
+        whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+        assert whole.choices[0].text == expected
+        streamed = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == expected
+
+
+@pytest.mark.proves("trtllm", "a worker killed: its answers go on elsewhere", how="stand-in")
+def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
+    """The stream goes on at the other server, and the lost one comes back with its sidecar."""
+    asked: dict[str, Any] = {"model": "m", "prompt": STORY, "temperature": 0, "max_tokens": 60}
+    whole = client.completions.create(**asked)
+    with client.completions.with_streaming_response.create(**asked, stream=True) as response:
+        worker = response.headers["X-Commutator-Worker"]
+        pieces = []
+        for number, chunk in enumerate(response.parse()):
+            pieces.append(chunk.choices[0].text if chunk.choices else "")
+            if number == 5:
+                kill_server_at(pair, server_ports(pair)[worker])
+    assert "".join(pieces) == whole.choices[0].text
+    pair.wait_for_log(f"goes on at {({'t-0', 't-1'} - {worker}).pop()}")
+    wait_for_workers(pair, 2)
+
+
+async def work(cluster: LocalCluster, worker: str) -> float:
+    """The requests that the server has by its own statistics, which its sidecar reads."""
+    registry = RegistryClient((await asyncio.to_thread(cluster.health))["registry"])
+    watched = registry.watch()
+    assert isinstance(watched, AsyncGenerator)
+    present = [change.record for change in await anext(watched) if isinstance(change, Up)]
+    await watched.aclose()
+    await registry.close()
+    (address,) = (record.address for record in present if record.worker_id == worker)
+    client = TrtllmClient(address, answer_timeout_s=60)
+    load = await client.load()
+    await client.close()
+    return load.running + load.waiting
+
+
+@pytest.mark.proves("trtllm", "a worker drained: nothing fails", how="stand-in")
+async def test_drained_under_traffic(pair: LocalCluster) -> None:
+    """By its statistics a drained server computes nothing."""
+    served = await drain_in_turn(pair.url, "m", ("t-0", "t-1"), lambda w: work(pair, w))
+    print(f"streams: {dict(served)}, 0 failed")

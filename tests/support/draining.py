@@ -1,0 +1,79 @@
+"""Workers are drained in turn under traffic, and have nothing to do as long as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+from click.testing import CliRunner
+from tests.support.streams import stream
+
+from commutator.cli.main import main
+
+__all__ = ["drain_in_turn"]
+
+_CLIENTS = 6
+_NEW_TOKENS = 16
+_WAIT_S = 600.0
+
+
+async def drain_in_turn(
+    url: str, model: str, workers: Sequence[str], work: Callable[[str], Awaitable[float]]
+) -> Counter[str]:
+    """Streams without pause; how many each worker has served. Every one must be complete.
+
+    ``work`` is a number that a worker tells of itself and that stays as it is while it rests.
+    """
+    stop, served = asyncio.Event(), Counter[str]()
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            body: dict[str, Any] = {
+                "model": model,
+                "prompt": f"{turn} times client {number} has asked",
+                "max_tokens": _NEW_TOKENS,
+                "ignore_eos": True,
+            }
+            answer = await stream(session, url, body)
+            assert answer.outcome == "complete", answer
+            assert answer.usage["completion_tokens"] == _NEW_TOKENS
+            served[answer.worker] += 1
+            turn += 1
+
+    async def until(worker: str, count: int) -> None:
+        wanted = served[worker] + count
+        while served[worker] < wanted:
+            await asyncio.sleep(0.05)
+
+    async def drained(worker: str, other: str) -> None:
+        await until(worker, 3)
+        said = await _command("drain", worker, "--url", url, "--wait", "300")
+        assert said == f"{worker} gets nothing new, and has nothing left to do\n"
+        before = served[worker], await work(worker)
+        await until(other, 2 * _CLIENTS)
+        assert (served[worker], await work(worker)) == before
+        await _command("undrain", worker, "--url", url)
+        await until(worker, 3)
+
+    timeout = aiohttp.ClientTimeout(total=_WAIT_S)
+    async with (
+        asyncio.timeout(_WAIT_S),
+        aiohttp.ClientSession(timeout=timeout) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(_CLIENTS):
+            group.create_task(ask(session, number))
+        for number, worker in enumerate(workers):
+            await drained(worker, workers[number - 1])
+        stop.set()
+    return served
+
+
+async def _command(*arguments: str) -> str:
+    done = await asyncio.to_thread(CliRunner().invoke, main, ["worker", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
