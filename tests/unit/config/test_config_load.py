@@ -205,12 +205,28 @@ def test_with_several_files_a_mistake_names_its_file_and_line(tmp_path: Path) ->
         ("log: {level: info}\nlog: {}", '0.yaml:2: "log" again, first on line 1'),
         ("- a", "0.yaml:1: expected keys such as `models:` and `engines:` at the top"),
         ("log: {on: 1}", "0.yaml:1: the key true is not text; put it in quotes"),
+        (
+            "log:\n  level: info\n format: text",
+            "0.yaml:3: not YAML: while parsing a block mapping expected <block end>",
+        ),
         ("a: &x [*x]", "0.yaml:1: not YAML: maximum recursion depth exceeded"),
     ],
 )
 def test_yaml_mistakes_have_file_and_line(tmp_path: Path, text: str, expected: str) -> None:
     (line,) = problems(tmp_path, text)
     assert line.startswith(expected)
+
+
+def test_the_indentation_is_often_wrong(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, "log:\n  level: info\n format: text")
+    assert line.endswith("; is the indentation right?")
+
+
+def test_where_tiers_are_to_be_had(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL + "\ntiers: [{kind: dram}]\n")
+    installed = [point for point in POINTS if point.name != "warp"]
+    with pytest.raises(ConfigError, match="none are known; in a checkout, `make tiers` installs"):
+        load_config([tmp_path / "c.yaml"], environ={}, found=installed)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from commutator.errors import (
 from commutator.types import FinishReason, GenerateRequest, TokenDelta
 
 FAILURES = [
-    (RequestError("no such adapter", "lora_name"), 400, None),
+    (RequestError("no such adapter", "lora_name"), 400, "invalid_value"),
     (OverloadedError("full", retry_after_s=7), 429, "queue_full"),
     (EngineOverloadedError("full"), 429, "workers_busy"),
     (RoutingError("no worker is ready"), 503, "no_worker"),

@@ -203,7 +203,9 @@ async def test_one_that_never_gets_ready_is_started_anew(watch: Watch) -> None:
     assert watched.changes.empty()
 
 
-async def test_an_engine_that_is_only_attached_to(watch: Watch) -> None:
+async def test_an_engine_that_is_only_attached_to(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = FakeEngine(None)
     engine.well = False
     watched = watch(engine)
@@ -212,6 +214,7 @@ async def test_an_engine_that_is_only_attached_to(watch: Watch) -> None:
     up = await watched.next()
     assert isinstance(up, Up)
     assert up.record.address == "elsewhere:1"
+    assert caplog.messages.count("fake-0 is waited for: refused") == 1
     engine.well = False
     assert await watched.next() == Down("fake-0", "lease expired")
     engine.well = True

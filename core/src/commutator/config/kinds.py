@@ -49,7 +49,11 @@ def unknown_kind(kind: str, register: Register[Any], host: PluginHost) -> str:
     text = f'no installed plugin offers the {register.seam} "{kind}"; '
     text += nearest(kind, known).replace("known keys", "known kinds") if known else "none are known"
     lost = [f"{p.name} ({p.distribution}): {p.problem}" for p in host.installed if p.problem]
-    return text + (f"; not loaded: {'; '.join(lost)}" if lost else "")
+    if lost:
+        return f"{text}; not loaded: {'; '.join(lost)}"
+    if register is host.tiers and not known:
+        text += "; in a checkout, `make tiers` installs those that come along"
+    return text
 
 
 def _structure_by_kind(

@@ -69,7 +69,7 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return error
         case RequestError():
             status = 404 if error.code == "model_not_found" else 400
-            return HttpError(status, str(error), error.code, error.param)
+            return HttpError(status, str(error), error.code or "invalid_value", error.param)
         case OverloadedError():
             return _later(429, str(error), error.reason, error.retry_after_s)
         case EngineOverloadedError():

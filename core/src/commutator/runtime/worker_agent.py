@@ -88,7 +88,7 @@ class WorkerAgent:
         try:
             process, address = await self._start_process()
             client = self._spec.connector.connect(self._spec.config, address)
-            info = await while_alive(process, self._wait_until_ready(client))
+            info = await while_alive(process, self._wait_until_ready(client, process))
             record = self._record(address, info)
             await self._lease.announce(record)
             self._ever_ready = True
@@ -126,9 +126,9 @@ class WorkerAgent:
             return None, spec.connector.attach_address(spec.config)
         return await self._launcher.start(self.name, plan.argv, plan.env), plan.address
 
-    async def _wait_until_ready(self, client: EngineClient) -> EngineInfo:
+    async def _wait_until_ready(self, client: EngineClient, process: Process | None) -> EngineInfo:
         limit_s = self._spec.config.start_timeout_s
-        problem = "no answer"
+        problem, told = "no answer", process is not None  # one that starts is silent for a while
         try:
             async with asyncio.timeout(limit_s):
                 while True:
@@ -136,6 +136,9 @@ class WorkerAgent:
                         return await client.start()
                     except EngineError as error:
                         problem = str(error)
+                        if not told:
+                            log.warning("%s is waited for: %s", self.name, problem)
+                            told = True
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise EngineError(f"not ready within {limit_s:g} s: {problem}") from None

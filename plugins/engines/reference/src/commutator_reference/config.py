@@ -8,7 +8,7 @@ from typing import Literal
 from attrs import frozen
 
 from commutator import EngineConfig, setting
-from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds
+from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds, Size
 
 __all__ = ["ReferenceConfig"]
 
@@ -27,7 +27,7 @@ class ReferenceConfig(EngineConfig):
         "CPU threads of one worker; by default the cores shared among the replicas.", None
     )
     block_size: PositiveInt = setting("Tokens in one KV block.", 16)
-    kv_cache_bytes: PositiveInt = setting("Size of one worker's KV arena.", 1 << 30)
+    kv_cache_bytes: Size = setting("Size of one worker's KV arena.", 1 << 30)
     max_running_requests: PositiveInt = setting("Requests in one batch.", 32)
     max_tokens_per_step: PositiveInt = setting(
         "Tokens computed in one step, decodes and prefill chunks together.", 512
