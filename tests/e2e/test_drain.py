@@ -10,9 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 from click.testing import CliRunner
+from tests.support.draining import drain_in_turn
 from tests.support.streams import stream
 
 from commutator.cli.main import main
+from commutator.engine import TokenApiClient
 from commutator.testing import LocalCluster
 
 pytestmark = pytest.mark.slow
@@ -78,6 +80,24 @@ async def test_nothing_fails_while_workers_are_drained_in_turn() -> None:
 @pytest.mark.long
 async def test_for_two_minutes() -> None:
     await drained_in_turn(120.0)
+
+
+@pytest.mark.proves("reference", "a worker drained: nothing fails", how="real engine on CPU")
+async def test_a_real_engine_rests_while_it_is_drained() -> None:
+    engine = {"kind": "reference", "name": "r", "replicas": 2, "threads": 1}
+    config = {**DEPLOYMENT, "engines": [{**engine, "kv_cache_bytes": 60_000_000}], "frontend": {}}
+    with LocalCluster(config) as cluster:
+
+        async def work(worker: str) -> float:
+            known = (await asyncio.to_thread(cluster.health))["workers"]
+            (address,) = (w["admin_address"] for w in known if w["worker_id"] == worker)
+            client = TokenApiClient(address, answer_timeout_s=60)
+            load = await client.load()
+            await client.close()
+            return load.running + load.waiting
+
+        served = await drain_in_turn(cluster.url, "m", ("r-0", "r-1"), work)
+        assert set(served) == {"r-0", "r-1"}
 
 
 def test_the_last_worker_is_not_drained_by_mistake() -> None:

@@ -53,6 +53,9 @@ def test_completions_streaming(client: openai.OpenAI) -> None:
     assert "Paris" in "".join(chunk.choices[0].text for chunk in stream)
 
 
+@pytest.mark.proves(
+    "reference", "chat and completions, whole and streamed", how="real engine on CPU"
+)
 def test_streamed_and_whole_answers_agree(client: openai.OpenAI) -> None:
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [
         {"role": "user", "content": "Write three words in Japanese, with emoji."}

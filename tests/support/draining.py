@@ -15,8 +15,8 @@ from commutator.cli.main import main
 
 __all__ = ["drain_in_turn"]
 
-_CLIENTS = 6
-_NEW_TOKENS = 16
+_CLIENTS = 4
+_NEW_TOKENS = 8
 _WAIT_S = 600.0
 
 
@@ -27,14 +27,13 @@ async def drain_in_turn(
 
     ``work`` is a number that a worker tells of itself and that stays as it is while it rests.
     """
-    stop, served = asyncio.Event(), Counter[str]()
+    stop, served, turns = asyncio.Event(), Counter[str](), Counter[int]()
 
     async def ask(session: aiohttp.ClientSession, number: int) -> None:
-        turn = 0
         while not stop.is_set():
             body: dict[str, Any] = {
                 "model": model,
-                "prompt": f"{turn} times client {number} has asked",
+                "prompt": f"{turns[number]} times client {number} has asked",
                 "max_tokens": _NEW_TOKENS,
                 "ignore_eos": True,
             }
@@ -42,7 +41,13 @@ async def drain_in_turn(
             assert answer.outcome == "complete", answer
             assert answer.usage["completion_tokens"] == _NEW_TOKENS
             served[answer.worker] += 1
-            turn += 1
+            turns[number] += 1
+
+    async def everybody_was_answered() -> None:
+        """What was begun before has been read to its end."""
+        before = turns.copy()
+        while any(turns[number] == before[number] for number in range(_CLIENTS)):
+            await asyncio.sleep(0.05)
 
     async def until(worker: str, count: int) -> None:
         wanted = served[worker] + count
@@ -53,9 +58,11 @@ async def drain_in_turn(
         await until(worker, 3)
         said = await _command("drain", worker, "--url", url, "--wait", "300")
         assert said == f"{worker} gets nothing new, and has nothing left to do\n"
+        await everybody_was_answered()
         before = served[worker], await work(worker)
         await until(other, 2 * _CLIENTS)
-        assert (served[worker], await work(worker)) == before
+        after = served[worker], await work(worker)
+        assert after == before, f"{worker} went on"
         await _command("undrain", worker, "--url", url)
         await until(worker, 3)
 
