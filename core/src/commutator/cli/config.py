@@ -25,8 +25,8 @@ def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str,
 
     Several files are merged in order, as by serve.
     """
-    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
-    from commutator.config.tiers import sizing_warnings  # noqa: PLC0415
+    from commutator.config.load import load_config
+    from commutator.config.tiers import sizing_warnings
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
     for warning in sizing_warnings(loaded.config, loaded.host):
@@ -41,8 +41,8 @@ def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str,
 @override_options
 def show(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
     """Print the effective values and where each is from."""
-    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
-    from commutator.config.show import show_config  # noqa: PLC0415
+    from commutator.config.load import load_config
+    from commutator.config.show import show_config
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
     click.echo(show_config(loaded.config, loaded.tree), nl=False)
@@ -55,7 +55,7 @@ def schema(no_plugins: tuple[str, ...]) -> None:
 
     It covers the options of every installed plugin.
     """
-    from commutator.config.file_schema import file_schema  # noqa: PLC0415 - keeps --help quick
-    from commutator.plugins import load_plugins  # noqa: PLC0415
+    from commutator.config.file_schema import file_schema
+    from commutator.plugins import load_plugins
 
     click.echo(json.dumps(file_schema(load_plugins(no_plugins)), indent=2))

@@ -46,7 +46,7 @@ def ls(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
-        from commutator.cli.kv_tables import show_contents  # noqa: PLC0415 - keeps --help quick
+        from commutator.cli.kv_tables import show_contents
 
         show_contents(answers)
 
@@ -59,7 +59,7 @@ def stats(url: str, api_key: str | None, worker: str | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
-        from commutator.cli.kv_tables import show_statistics  # noqa: PLC0415 - keeps --help quick
+        from commutator.cli.kv_tables import show_statistics
 
         show_statistics(answers)
 
@@ -96,7 +96,7 @@ def why(
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
-        from commutator.cli.kv_tables import show_why  # noqa: PLC0415 - keeps --help quick
+        from commutator.cli.kv_tables import show_why
 
         show_why(answers)
 
@@ -152,7 +152,7 @@ def verify(
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
-        from commutator.cli.kv_tables import show_verified  # noqa: PLC0415 - keeps --help quick
+        from commutator.cli.kv_tables import show_verified
 
         show_verified(answers)
     checks = [check for checks in answers.values() for check in checks]
@@ -170,7 +170,7 @@ def _ask(
     timeout_s: float = 10.0,
     model: str | None = None,
 ) -> dict[str, Any]:
-    from commutator.cli.kv_workers import ask_tiers, find_workers  # noqa: PLC0415 - as above
+    from commutator.cli.kv_workers import ask_tiers, find_workers
 
     workers = find_workers(url, api_key, worker)
     asked = [found for found in workers if model in (None, found.model)]

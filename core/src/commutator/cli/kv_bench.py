@@ -70,8 +70,8 @@ def bench(
     alone, preadv and pwritev by 8 threads, boto3. The tiers of FILE are taken as they are, but with
     the room that is needed, and in a new folder or under a new prefix, removed in the end.
     """
-    from commutator.cli.bench_tier import measure, needed_bytes  # noqa: PLC0415 - quick --help
-    from commutator.engine.tiers import make_tiers  # noqa: PLC0415
+    from commutator.cli.bench_tier import measure, needed_bytes
+    from commutator.engine.tiers import make_tiers
 
     total_bytes = total_mib << 20
     sizes = [size * _KIB for size in sizes_kib or _SIZES_KIB]
@@ -98,11 +98,11 @@ def _configs(
     no_plugins: tuple[str, ...],
     stack: ExitStack,
 ) -> tuple[PluginHost, list[TierConfig]]:
-    from commutator.config.kinds import config_converter  # noqa: PLC0415 - quick --help
-    from commutator.config.load import load_config  # noqa: PLC0415
-    from commutator.config.model import TierConfig  # noqa: PLC0415
-    from commutator.plugins import load_plugins  # noqa: PLC0415
-    from commutator.schema import structure  # noqa: PLC0415
+    from commutator.config.kinds import config_converter
+    from commutator.config.load import load_config
+    from commutator.config.model import TierConfig
+    from commutator.plugins import load_plugins
+    from commutator.schema import structure
 
     if files:
         if path is not None:
@@ -126,7 +126,7 @@ def _configs(
 
 def _tailored(config: TierConfig, capacity: int, stack: ExitStack) -> TierConfig:
     """The same with enough room, in a place of its own."""
-    import attrs  # noqa: PLC0415 - quick --help
+    import attrs
 
     names = {field.name for field in attrs.fields(type(config))}
     changes: dict[str, Any] = {}
@@ -156,9 +156,9 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def _show(lines: list[Line]) -> None:
-    from rich.console import Console  # noqa: PLC0415 - quick --help
+    from rich.console import Console
 
-    from commutator.cli.kv_tables import make_table  # noqa: PLC0415
+    from commutator.cli.kv_tables import make_table
 
     table = make_table(
         "tier", "block>", "operation", "cache", "GB/s>", "p99 ms>", "raw GB/s, ratio"

@@ -21,7 +21,7 @@ __all__ = ["plugins"]
 @no_plugin_option
 def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
     """List the installed plugins: what each offers, or why it is not loaded."""
-    from commutator.plugins import load_plugins  # noqa: PLC0415 - keeps --help quick
+    from commutator.plugins import load_plugins
 
     installed = load_plugins(no_plugins).installed
     if as_json:

@@ -155,7 +155,7 @@ def show_sweep(
 
 def plots() -> Any:
     try:
-        from commutator.observe import replay_plot  # noqa: PLC0415 - an option, and heavy
+        from commutator.observe import replay_plot
     except ImportError as error:
         raise CommutatorError(
             f"--plot needs matplotlib ({error}): pip install matplotlib"

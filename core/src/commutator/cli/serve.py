@@ -43,7 +43,7 @@ def serve(
     Starts the workers and the front door, watches them, and starts again what fails. Ctrl-C
     lets running requests finish; a second one stops at once.
     """
-    from commutator.config.load import load_config  # noqa: PLC0415 - keeps --help quick
+    from commutator.config.load import load_config
 
     if url_file is not None:
         if not url_file.parent.is_dir():
@@ -55,13 +55,13 @@ def serve(
 
 def _serve(loaded: Loaded, url_file: Path | None) -> int:
     """Returns the exit code."""
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+    from rich.console import Console
 
-    from commutator.config.tiers import sizing_warnings  # noqa: PLC0415
-    from commutator.runtime.output import Printer, PrinterHandler  # noqa: PLC0415
-    from commutator.runtime.ports import reserved_port  # noqa: PLC0415
-    from commutator.runtime.preflight import check_machine  # noqa: PLC0415
-    from commutator.runtime.supervisor import Supervisor  # noqa: PLC0415
+    from commutator.config.tiers import sizing_warnings
+    from commutator.runtime.output import Printer, PrinterHandler
+    from commutator.runtime.ports import reserved_port
+    from commutator.runtime.preflight import check_machine
+    from commutator.runtime.supervisor import Supervisor
 
     config = loaded.config
     check_machine(config)

@@ -144,7 +144,7 @@ def _told(one: dict[str, Any], value: bool | Role) -> bool | Role:
 
 
 async def _tell_registry(address: str, worker_id: str, value: bool | Role) -> bool:
-    from commutator.runtime.registry_client import (  # noqa: PLC0415 - keeps --help quick
+    from commutator.runtime.registry_client import (
         RegistryClient,
     )
 
