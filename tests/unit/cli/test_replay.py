@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "replay.yaml"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLE = EXAMPLES / "replay.yaml"
 USERS, TURNS = 40, 6
 OTHERS = ("round_robin", "random", "least_loaded", "power_of_two", "session_affinity")
 
@@ -36,12 +37,12 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def replay(trace: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["replay", str(trace), str(EXAMPLE), *arguments])
+def replay(trace: Path, *arguments: str, file: Path = EXAMPLE) -> Result:
+    return CliRunner().invoke(main, ["replay", str(trace), str(file), *arguments])
 
 
-def figures(trace: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    done = replay(trace, "--json", *arguments)
+def figures(trace: Path, *arguments: str, file: Path = EXAMPLE) -> dict[str, dict[str, Any]]:
+    done = replay(trace, "--json", *arguments, file=file)
     assert done.exit_code == 0, done.output
     return {one["policy"]: one for one in json.loads(done.output)["policies"]}
 
@@ -74,6 +75,25 @@ def test_with_endless_caches_only_balance_costs_reuse(trace: Path) -> None:
     assert kv["given_up_ratio"] > 0
     lost = answer["ideal_hit_ratio"] - kv["cached_ratio"]
     assert lost == pytest.approx(kv["given_up_ratio"], abs=0.01)
+
+
+def test_tiers_behind_the_device_find_what_it_forgot_and_their_policies_matter(
+    trace: Path,
+) -> None:
+    small = ("--workers", "1", "--speed", "0.2", "--set", "engines[0].kv_capacity_blocks=60")
+    tiered = EXAMPLES / "replay-tiers.yaml"
+
+    def cached(file: Path, *more: str) -> float:
+        sets = (argument for one in more for argument in ("--set", f"engines[0].tiers{one}"))
+        return float(figures(trace, *small, *sets, file=file)["kv"]["cached_ratio"])
+
+    little = ("[0].capacity_blocks=200", "[1].capacity_blocks=1")
+    lru, s3fifo = (
+        cached(tiered, *little, f"[0].eviction={{kind: {kind}}}") for kind in ("lru", "s3fifo")
+    )
+    assert cached(EXAMPLE) < min(lru, s3fifo)
+    assert max(lru, s3fifo) < cached(tiered)
+    assert lru != s3fifo
 
 
 def test_equal_seeds_give_equal_answers(trace: Path) -> None:

@@ -145,9 +145,10 @@ class LoadSide:
         """How many blocks to load so that a slow tier is measured again, and that tier."""
         for position in range(chosen, len(tiers)):
             tier = tiers[position]
+            measured_s = self.index.books[tier].speed.measured_s
             last_s = max(
                 self._probed_s.get(tier, float("-inf")),
-                self.index.books[tier].speed.measured_s or float("-inf"),
+                float("-inf") if measured_s is None else measured_s,
             )
             if now_s - last_s < self._probe_interval_s:
                 continue
