@@ -99,8 +99,8 @@ def default(field: Any) -> str:
     value = field.default
     if value is attrs.NOTHING:
         return "*required*"
-    if isinstance(value, attrs.Factory):
-        value = value.factory()
+    if (make := getattr(value, "factory", None)) is not None:
+        value = make()
     if value is None or value in ((), {}):
         return "none"
     if isinstance(value, bool):
