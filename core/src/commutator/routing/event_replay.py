@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import zmq
-import zmq.asyncio
 
 from commutator.errors import EngineUnavailableError
 
@@ -18,23 +17,35 @@ _END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _BURST = 32
 
 
-async def receive_burst(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
+async def receive_burst(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
     """Wait for a message, and take a few more if they are there already.
 
-    Waiting for each alone would cost more than all that is done with it.
+    ``socket`` is none of ``zmq.asyncio``, whose way to one message costs as much as all that is
+    done with it. One task reads it at a time.
     """
-    messages = [await socket.recv_multipart()]
-    now: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-    while len(messages) < _BURST:
-        try:
-            messages.append(now.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            break
+    messages: list[list[bytes]] = []
+    while not messages:
+        while len(messages) < _BURST and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+        if not messages:
+            await _something_happens(socket)
     return messages
 
 
+async def _something_happens(socket: zmq.Socket[bytes]) -> None:
+    """Wait until ``zmq.EVENTS`` may have changed since it was read."""
+    loop = asyncio.get_running_loop()
+    happened = asyncio.Event()
+    descriptor = int(socket.getsockopt(zmq.FD))
+    loop.add_reader(descriptor, happened.set)
+    try:
+        await happened.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
 async def replay_messages(
-    context: zmq.asyncio.Context, endpoint: str, first: int, timeout_s: float
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
 ) -> AsyncGenerator[list[tuple[int, bytes]], None]:
     """Every kept message from sequence ``first`` on, as (sequence, body), some at a time.
 
@@ -46,7 +57,7 @@ async def replay_messages(
     socket.set_hwm(0)  # an answer can be longer than any limit, and what overflows is lost
     try:
         socket.connect(endpoint)
-        await socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")])
+        socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
         while True:
             try:
                 burst = await asyncio.wait_for(receive_burst(socket), timeout_s)

@@ -9,9 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import zmq
-import zmq.asyncio
 from attrs import frozen
-from zmq.utils.monitor import recv_monitor_message
 
 from commutator.errors import EngineUnavailableError
 from commutator.kv.events import EventBatch, decode_batch
@@ -61,7 +59,7 @@ class SourceReader:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         source: EventSource,
         sink: EventSink,
         times: SourceTimes,
@@ -121,7 +119,7 @@ class SourceReader:
 
     async def _watch_connection(self) -> None:
         while True:
-            await recv_monitor_message(self._monitor)
+            await receive_burst(self._monitor)  # it tells of nothing but new connections
             self._do(self.sequence.connected())
             if self._settling is not None:
                 self._settling.cancel()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import zmq.asyncio
+import zmq
 from attrs import define, evolve, field, frozen
 
 from commutator.kv.events import EventBatch
@@ -87,7 +87,7 @@ class EventSubscriber:
         self.index = index
         self._times = times
         self._clock = clock
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._workers: dict[str, _Worker] = {}
         self._positions: dict[tuple[str, str], Position] = {}
         self._reviews: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class EventSubscriber:
             self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
             positions = [None] * len(sources)
         if self._context is None:
-            self._context = zmq.asyncio.Context()
+            self._context = zmq.Context()
         for rank, (source, position) in enumerate(zip(sources, positions, strict=True)):
             only = len(sources) == 1
             sink = _Sink(worker_id, None if only else rank, self.index, worker.health)
