@@ -62,7 +62,6 @@ def test_what_the_metadata_says_of_the_model() -> None:
     assert MODEL.max_model_len == 8192
     assert MODEL.vocab_size == 49152
     assert len(MODEL.special_ids) == 17
-    assert MODEL.has_chat_template
 
 
 def test_loading_is_quick() -> None:

@@ -56,10 +56,6 @@ class TextModel:
         """One more than the largest token id."""
         return len(self._bytes.table)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Lets other threads run meanwhile."""
         # Unlike encode(), the batch form gives up the interpreter lock, and it is quicker.

@@ -62,8 +62,3 @@ class LlamaConfig:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
