@@ -10,11 +10,13 @@ from pathlib import Path
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
 
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
+from commutator_sglang.client import SglangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.smoke]
 
@@ -124,3 +126,18 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
                 kill_server_at(pair, server_ports(pair)[worker])
     assert "".join(pieces) == whole.choices[0].text
     wait_for_workers(pair, 2)
+
+
+@pytest.mark.proves("sglang", "a worker drained: nothing fails", how="real engine on CPU")
+async def test_drained_under_traffic(pair: LocalCluster) -> None:
+    """Nothing fails, the drained server has nothing to do, and afterwards it serves again."""
+
+    async def work(worker: str) -> float:
+        url = f"http://127.0.0.1:{server_ports(pair)[worker]}"
+        client = SglangClient(url, answer_timeout_s=60)
+        load = await client.load()
+        await client.close()
+        return load.running + load.waiting
+
+    served = await drain_in_turn(pair.url, MODEL, ("sglang-0", "sglang-1"), work)
+    print(f"streams: {dict(served)}, 0 failed")
