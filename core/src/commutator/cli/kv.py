@@ -176,4 +176,7 @@ def _ask(
     asked = [found for found in workers if model in (None, found.model)]
     if not asked:
         raise CommutatorError(f"no worker here serves {model}")
-    return ask_tiers(asked, what, arguments, timeout_s=timeout_s)
+    answers, problems = ask_tiers(asked, what, arguments, timeout_s=timeout_s)
+    for worker_id, problem in problems.items():
+        click.echo(f"{worker_id}: {problem}", err=True)
+    return answers

@@ -55,8 +55,8 @@ def ask_tiers(
     arguments: Mapping[str, Any] | None = None,
     *,
     timeout_s: float = 10.0,
-) -> dict[str, Any]:
-    """The answers by worker id, of those workers that keep blocks in tiers.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """By worker id, the answers, and why others gave none.
 
     Raises CommutatorError with what they say when there is no answer at all.
     """
@@ -64,7 +64,7 @@ def ask_tiers(
     if not answers:
         lines = "\n".join(f"  {worker_id}: {problem}" for worker_id, problem in problems.items())
         raise CommutatorError(f"no worker answers about its tiers:\n{lines}")
-    return answers
+    return answers, problems
 
 
 async def _ask_all(
