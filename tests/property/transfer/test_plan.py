@@ -66,18 +66,6 @@ def test_limits_are_kept_and_batches_are_full(moves: list[BlockMove], limit: int
         assert first.size_bytes + moves[second.indices[0]].local.size_bytes > limit
 
 
-@given(move_lists(), LIMITS, st.integers(1, 4))
-def test_batches_shrink_towards_the_end(moves: list[BlockMove], limit: int, last: int) -> None:
-    batches = plan_batches(moves, range(len(moves)), limit, last)
-    assert [index for batch in batches for index in batch.indices] == list(range(len(moves)))
-    left_bytes = sum(batch.size_bytes for batch in batches)
-    for batch in batches:
-        assert batch.size_bytes <= limit or len(batch.indices) == 1
-        left_for_later = batch.size_bytes <= max(last, left_bytes * 2 / 3)
-        assert left_for_later or len(batch.indices) == 1
-        left_bytes -= batch.size_bytes
-
-
 @given(move_lists(), LIMITS)
 def test_what_touches_is_merged_unless_it_has_a_region(moves: list[BlockMove], limit: int) -> None:
     for batch in plan_batches(moves, range(len(moves)), limit):

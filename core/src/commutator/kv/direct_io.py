@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from commutator.kv.arena import bytes_at
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.checksum_thread import checksums_of
+from commutator.kv.checksum import checksum
 from commutator.kv.load_result import LoadResult
 from commutator.kv.tier import Stored
 from commutator.kv.tier_mover import TierMover
@@ -17,22 +18,29 @@ __all__ = ["DirectIo"]
 class DirectIo(BlockIo):
     """For local memory that the CPU can read, and a tier whose blocks are stored as they are.
 
-    Blocks are checked while others are moved.
+    Blocks are summed while others are moved, and soon after they were: part of what a CPU has
+    copied is still in its caches.
     """
 
     def __init__(self, mover: TierMover) -> None:
         self._mover = mover
 
     def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
-        sums = checksums_of([block.local for block in blocks])
+        sums = [0] * len(blocks)
+
+        def add_up(moved: Sequence[int]) -> None:
+            for index in moved:
+                sums[index] = checksum(bytes_at(blocks[index].local))
+
         errors = self._mover.move(
             Direction.WRITE,
             [(block.local, block.slot, block.local.size_bytes) for block in blocks],
             context,
+            on_moved=add_up,
         )
         return [
             block.stored(block.local.size_bytes, total) if error is None else Unstored(str(error))
-            for block, total, error in zip(blocks, sums(), errors, strict=True)
+            for block, total, error in zip(blocks, sums, errors, strict=True)
         ]
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
@@ -43,11 +51,12 @@ class DirectIo(BlockIo):
                 wanted.append(index)
             else:
                 results[index] = LoadResult.CORRUPT
-        checks: list[tuple[list[int], Callable[[], list[int]]]] = []
 
         def verify(moved: Sequence[int]) -> None:
-            arrived = [wanted[position] for position in moved]
-            checks.append((arrived, checksums_of([blocks[index].local for index in arrived])))
+            for position in moved:
+                block = blocks[wanted[position]]
+                intact = checksum(bytes_at(block.local)) == block.stored.checksum
+                results[wanted[position]] = LoadResult.LOADED if intact else LoadResult.CORRUPT
 
         self._mover.move(
             Direction.READ,
@@ -58,8 +67,4 @@ class DirectIo(BlockIo):
             context,
             on_moved=verify,
         )
-        for arrived, sums in checks:
-            for index, total in zip(arrived, sums(), strict=True):
-                intact = total == blocks[index].stored.checksum
-                results[index] = LoadResult.LOADED if intact else LoadResult.CORRUPT
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from commutator.errors import TransferError, TransferTimeoutError
@@ -17,22 +18,33 @@ __all__ = ["LocalMover", "TierMover"]
 LOCAL_BACKEND = "UCX"
 _FILE_BATCH_BYTES = 4 << 20
 _MEMORY_BATCH_BYTES = 8 << 20
-_LAST_BATCH_BYTES = 1 << 20
-"""While a batch is under way, those before it are checked; after the last one somebody waits."""
+_LANE_BYTES = 2 << 20
+"""Less is moved sooner than another thread wakes up."""
 _MEMORY_TIMEOUT_S = 60.0
 """Copies within a machine's memory are not given up: nothing else could use the memory then."""
 
 
 class TierMover:
-    """Belongs to the tier's thread. Remembers which slots NIXL may still touch after a time-out."""
+    """Belongs to the tier's thread. Remembers which slots NIXL may still touch after a time-out.
+
+    With several agents, each moves its part of the blocks, on a thread of its own but for the
+    first: where a CPU copies, one is slower than memory.
+    """
 
     def __init__(
-        self, agent: TransferAgent, tier: StorageTier, local_memory: Memory, *, in_flight_bytes: int
+        self,
+        agents: Sequence[TransferAgent],
+        tier: StorageTier,
+        local_memory: Memory,
+        *,
+        in_flight_bytes: int,
     ) -> None:
-        self._agent = agent
+        """Each agent has the tier's and the local memory's regions registered."""
+        self._agents = agents
         self._tier = tier
         self._local_memory = local_memory
         self._in_flight_bytes = in_flight_bytes
+        self._lanes = ThreadPoolExecutor(max(1, len(agents) - 1), thread_name_prefix="kv-lane")
         self._held: dict[Slot, set[int]] = {}
         """The tokens of transfers that were given up, by the slots that NIXL may still touch."""
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []
@@ -42,23 +54,30 @@ class TierMover:
         direction: Direction,
         pieces: Sequence[tuple[Span, Slot, int]],
         context: IoContext,
-        on_moved: Callable[[Sequence[int]], None] | None = None,
+        on_moved: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> list[TransferError | None]:
         """Move (local span, slot, bytes) each; None for each that was moved, or why it was not.
 
-        ``on_moved`` is told the positions of blocks that have arrived while others are under way.
+        ``on_moved`` is told the positions of blocks that have arrived while others are under way,
+        on the thread that moved them.
         """
         results: list[TransferError | None] = [None] * len(pieces)
         for peer, positions in self._by_peer(pieces).items():
+            moves = [self._plan(*pieces[position]) for position in positions]
 
-            def arrived(done: Sequence[int], positions: Sequence[int] = positions) -> None:
-                if on_moved is not None:
-                    on_moved([positions[index] for index in done])
+            def lane(
+                agent: TransferAgent,
+                some: slice,
+                peer: Peer | None = peer,
+                positions: Sequence[int] = positions,
+                moves: Sequence[BlockMove] = moves,
+            ) -> list[TransferError | None]:
+                def arrived(done: Sequence[int]) -> None:
+                    on_moved([positions[some][index] for index in done])
 
-            some = [pieces[position] for position in positions]
-            moved = self._move(direction, some, peer, context, arrived)
-            if not any(moved):
-                continue
+                return self._move(agent, direction, moves[some], peer, context, arrived)
+
+            moved = self._in_lanes(lane, moves)
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
@@ -76,28 +95,50 @@ class TierMover:
             by_peer.setdefault(self._tier.peer(slot), []).append(position)
         return by_peer
 
+    def _plan(self, local: Span, slot: Slot, needed_bytes: int) -> BlockMove:
+        size_bytes = needed_bytes + -needed_bytes % self._tier.alignment_bytes
+        remote, region = self._tier.place(slot, size_bytes)
+        if size_bytes != local.size_bytes:
+            local = Span(local.address, size_bytes, local.device)
+        return BlockMove(local, remote, region)
+
+    def _in_lanes(
+        self,
+        lane: Callable[[TransferAgent, slice], list[TransferError | None]],
+        moves: Sequence[BlockMove],
+    ) -> list[TransferError | None]:
+        size_bytes = sum(move.local.size_bytes for move in moves)
+        lanes = max(1, min(len(self._agents), len(moves), size_bytes // _LANE_BYTES))
+        each = -(-len(moves) // lanes)
+        parts = [slice(number * each, (number + 1) * each) for number in range(lanes)]
+        others = [
+            self._lanes.submit(lane, agent, part)
+            for agent, part in zip(self._agents[1:], parts[1:], strict=False)
+        ]
+        try:
+            moved = lane(self._agents[0], parts[0])
+        finally:
+            wait(others)
+        for other in others:
+            moved += other.result()
+        return moved
+
     def _move(
         self,
+        agent: TransferAgent,
         direction: Direction,
-        pieces: Sequence[tuple[Span, Slot, int]],
+        moves: Sequence[BlockMove],
         peer: Peer | None,
         context: IoContext,
         on_moved: Callable[[Sequence[int]], None],
     ) -> list[TransferError | None]:
         try:
-            name = None if peer is None else self._agent.add_peer(peer.metadata)
+            name = None if peer is None else agent.add_peer(peer.metadata)
         except TransferError as error:
-            return [error] * len(pieces)
-        moves = []
-        alignment = self._tier.alignment_bytes
-        for local, slot, needed_bytes in pieces:
-            size_bytes = needed_bytes + -needed_bytes % alignment
-            remote, region = self._tier.place(slot, size_bytes)
-            if size_bytes != local.size_bytes:
-                local = Span(local.address, size_bytes, local.device)  # noqa: PLW2901
-            moves.append(BlockMove(local, remote, region))
+            return [error] * len(moves)
+        in_memory = self._tier.memory is Memory.DRAM
         errors = move_blocks(
-            self._agent,
+            agent,
             direction,
             moves,
             local_memory=self._local_memory,
@@ -105,8 +146,7 @@ class TierMover:
             backend=self._tier.backend,
             timeout_s=context.remaining_s,
             peer=name,
-            batch_bytes=self._batch_bytes(direction),
-            last_batch_bytes=_LAST_BATCH_BYTES if direction is Direction.READ else None,
+            batch_bytes=_MEMORY_BATCH_BYTES if in_memory else _FILE_BATCH_BYTES,
             max_in_flight_bytes=self._in_flight_bytes,
             on_done=on_moved,
             cancelled=context.cancelled,
@@ -114,14 +154,8 @@ class TierMover:
         if name is not None and any(errors):
             # A connection that broke stays so: the next move makes a new one.
             with suppress(TransferError):
-                self._agent.remove_peer(name)
+                agent.remove_peer(name)
         return errors
-
-    def _batch_bytes(self, direction: Direction) -> int:
-        if self._tier.memory is not Memory.DRAM:
-            return _FILE_BATCH_BYTES
-        # What is stored is checked at its source, meanwhile: one call for all is the quickest.
-        return _MEMORY_BATCH_BYTES if direction is Direction.READ else self._in_flight_bytes
 
     def is_held(self, slot: Slot) -> bool:
         """Whether NIXL may still touch the slot, and the local memory that was moved with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from attrs import field, frozen
@@ -109,19 +109,23 @@ def slot_bytes(setup: TierSetup, block_bytes: int) -> int:
 
 
 def build_io(
-    setup: TierSetup, agent: TransferAgent, arena: Arena, staging: Staging, budget: RetryBudget
+    setup: TierSetup,
+    agents: Sequence[TransferAgent],
+    arena: Arena,
+    staging: Staging,
+    budget: RetryBudget,
 ) -> tuple[BlockIo, TierMover]:
-    """The tier's I/O for blocks of ``arena``, in all its wrappers.
+    """The tier's I/O for blocks of ``arena``, in all its wrappers; ``agents`` share the moves.
 
     From the inside: the moves, retries, the breaker, the bandwidth limit.
     """
     io: BlockIo
     if setup.is_direct(arena):
-        mover = TierMover(agent, setup.tier, arena.memory, in_flight_bytes=setup.in_flight_bytes)
+        mover = TierMover(agents, setup.tier, arena.memory, in_flight_bytes=setup.in_flight_bytes)
         io = DirectIo(mover)
     else:
-        mover = TierMover(agent, setup.tier, Memory.DRAM, in_flight_bytes=setup.in_flight_bytes)
-        local = LocalMover(agent, arena)
+        mover = TierMover(agents, setup.tier, Memory.DRAM, in_flight_bytes=setup.in_flight_bytes)
+        local = LocalMover(agents[0], arena)
         io = StagedIo(mover, local, staging, framed=setup.framed, codecs=setup.codecs)
     io = RetryIo(
         setup.wrap_io(io),

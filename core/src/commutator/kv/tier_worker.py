@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,6 +27,8 @@ __all__ = ["StoreOutcome", "TierWorker"]
 log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
+_LANES = 2
+"""So many threads copy in memory, if there are so many CPUs: one does not use all its bandwidth."""
 _never_freed: list[object] = []
 """Tiers that were closed while NIXL still moved bytes: their memory stays while the process lives.
 """
@@ -65,7 +68,7 @@ class TierWorker:
         self.agent_name = agent_name
         self._on_open = on_open
         self._budget = RetryBudget()
-        self._agent: TransferAgent | None = None
+        self._agents: list[TransferAgent] = []
         self._engine: tuple[BlockIo, TierMover] | None = None
         self._memory: tuple[BlockIo, TierMover] | None = None
         self._unfreed: dict[BlockKey, bool] = {}
@@ -82,9 +85,9 @@ class TierWorker:
 
     def metadata(self) -> bytes:
         """What another process's agent needs to read from this one's. Raises TierError."""
-        if self._agent is None:
+        if not self._agents:
             raise TierError("the tier is not open")
-        return self._agent.metadata()
+        return self._agents[0].metadata()
 
     def open(self) -> None:
         """Open the tier and its NIXL agent, anew if need be.
@@ -109,19 +112,23 @@ class TierWorker:
         setup, tier = self.setup, self.setup.tier
         backends = {tier.backend: dict(tier.backend_parameters)}
         backends.setdefault(LOCAL_BACKEND, {})
-        self._agent = agent = TransferAgent(self.agent_name, backends)
-        agent.register(tier.regions(), tier.backend)
         scratch = self._scratch.arena
         arenas: list[Arena] = [self._arena, scratch]
         local = [region for arena in arenas for region in arena.regions]
         if not all(setup.is_direct(arena) for arena in arenas):
             local.append(self._staging.arena.region)
-        for backend in {tier.backend, LOCAL_BACKEND}:
-            # Storage reaches a GPU's memory by way of staging.
-            fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
-            agent.register(fit, backend)
-        self._engine = build_io(setup, agent, self._arena, self._staging, self._budget)
-        self._memory = build_io(setup, agent, scratch, self._staging, self._budget)
+        lanes = min(_LANES, len(os.sched_getaffinity(0))) if tier.memory is Memory.DRAM else 1
+        names = [self.agent_name, *(f"{self.agent_name}-{lane}" for lane in range(1, lanes))]
+        for name in names:
+            agent = TransferAgent(name, backends)
+            self._agents.append(agent)
+            agent.register(tier.regions(), tier.backend)
+            for backend in {tier.backend, LOCAL_BACKEND}:
+                # Storage reaches a GPU's memory by way of staging.
+                fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
+                agent.register(fit, backend)
+        self._engine = build_io(setup, self._agents, self._arena, self._staging, self._budget)
+        self._memory = build_io(setup, self._agents, scratch, self._staging, self._budget)
 
     def store(
         self,
@@ -280,17 +287,18 @@ class TierWorker:
     def reap(self) -> None:
         """Give back what NIXL has let go of since."""
         movers = [stack[1] for stack in (self._engine, self._memory) if stack is not None]
-        if self._agent is None or not any(mover.has_held for mover in movers):
+        if not any(mover.has_held for mover in movers):
             return
-        over = set(self._agent.reap())  # which tells each only once, and they share it
+        # An agent tells each only once, and the movers share them.
+        over = {token for agent in self._agents for token in agent.reap()}
         for mover in movers:
             mover.let_go(over)
 
     def close(self) -> None:
         """Close the agent, then the tier. Waits a few seconds for moves under way."""
         try:
-            if self._agent is not None:
-                self._agent.close()
+            for agent in self._agents:
+                agent.close()
             self._shut()
         except CommutatorError as error:
             log.warning("tier %s: %s", self.setup.name, error)
@@ -302,9 +310,8 @@ class TierWorker:
         if any(stack[1].has_held for stack in (self._engine, self._memory) if stack is not None):
             raise TierError("it cannot be closed: transfers that were given up have not ended")
         self._engine = self._memory = None
-        if self._agent is not None:
-            agent, self._agent = self._agent, None
-            agent.close()
+        while self._agents:
+            self._agents.pop().close()
         self.setup.tier.close()
 
     def _stack(self, *, from_engine: bool) -> tuple[BlockIo, TierMover]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -18,12 +19,13 @@ from commutator.transfer.transfer import POLL_S, Transfer
 
 __all__ = ["TransferAgent"]
 
+_tokens = itertools.count(1)
 _still_writing: list[object] = []
 """Agents that were closed with transfers under way: to destroy them would release those."""
 
 
 class TransferAgent:
-    """Moves bytes by NIXL. Belongs to one thread; NIXL's own threads serve the peers that read.
+    """Moves bytes by NIXL. For one thread at a time; NIXL's own threads serve the peers that read.
 
     Messages about a backend's parameters never hold their values.
     """
@@ -46,7 +48,6 @@ class TransferAgent:
         self._peers = Peers(self._nixl, self._is_busy)
         self._under_way: dict[int, Transfer] = {}
         self._reaped: list[int] = []
-        self._last_token = 0
 
     def register(self, regions: Sequence[Region], backend: str) -> None:
         """Let a backend touch these. They must stay allocated or open until ``deregister``.
@@ -120,8 +121,7 @@ class TransferAgent:
         except TransferError:
             self._registrations.remove(own_regions, backend)
             raise
-        self._last_token += 1
-        transfer = Transfer(self._last_token, request, self._nixl, handle, self._end)
+        transfer = Transfer(next(_tokens), request, self._nixl, handle, self._end)
         # Kept here, since a handle that Python collects is released, whatever still moves.
         self._under_way[transfer.token] = transfer
         transfer.post()

@@ -29,7 +29,6 @@ def move_blocks(
     timeout_s: float,
     peer: str | None = None,
     batch_bytes: int = BATCH_BYTES,
-    last_batch_bytes: int | None = None,
     max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     on_done: Callable[[Sequence[int]], None] = lambda _: None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -41,8 +40,7 @@ def move_blocks(
     moving = BlockMoves(
         agent, direction, moves, local_memory=local_memory, remote_memory=remote_memory,
         backend=backend, timeout_s=timeout_s, peer=peer, batch_bytes=batch_bytes,
-        last_batch_bytes=last_batch_bytes, max_in_flight_bytes=max_in_flight_bytes,
-        on_done=on_done, cancelled=cancelled,
+        max_in_flight_bytes=max_in_flight_bytes, on_done=on_done, cancelled=cancelled,
     )  # fmt: skip
     news_s = time.monotonic()
     try:
@@ -59,10 +57,9 @@ def move_blocks(
 class BlockMoves:
     """Blocks that are being moved; whoever calls ``step`` again and again can do more meanwhile.
 
-    A transfer takes up to ``batch_bytes`` (towards the end less, with ``last_batch_bytes``, as
-    ``plan_batches`` explains), and up to ``max_in_flight_bytes`` are under way at
+    A transfer takes up to ``batch_bytes``, and up to ``max_in_flight_bytes`` are under way at
     a time (one block at least). ``on_done`` is called with the positions of blocks that have
-    arrived, while later ones are under way: the place to verify them, on another thread best.
+    arrived, while later ones are under way: the place to verify them.
 
     When a transfer of several blocks fails, each of them is tried once by itself. Blocks that are
     not there after ``timeout_s``, for all together, have a TransferTimeoutError (those that
@@ -82,7 +79,6 @@ class BlockMoves:
         timeout_s: float,
         peer: str | None = None,
         batch_bytes: int = BATCH_BYTES,
-        last_batch_bytes: int | None = None,
         max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
         on_done: Callable[[Sequence[int]], None] = lambda _: None,
         cancelled: Callable[[], bool] = lambda: False,
@@ -101,7 +97,7 @@ class BlockMoves:
         self._deadline_s = time.monotonic() + timeout_s
         self._max_in_flight_bytes = max_in_flight_bytes
         limit_bytes = min(batch_bytes, max_in_flight_bytes)
-        self._queue = deque(plan_batches(moves, range(len(moves)), limit_bytes, last_batch_bytes))
+        self._queue = deque(plan_batches(moves, range(len(moves)), limit_bytes))
         self._under_way: list[tuple[Transfer, Batch]] = []
         self.results: list[TransferError | None] = [None] * len(moves)
         """For each block None, or why it was not moved; complete when it is ``over``."""

@@ -42,41 +42,25 @@ def plan_batches(
     moves: Sequence[BlockMove],
     indices: Iterable[int],
     max_batch_bytes: int,
-    last_batch_bytes: int | None = None,
 ) -> list[Batch]:
     """Batches that move these blocks in this order, each of at most so many bytes.
-
-    With ``last_batch_bytes`` they shrink towards the end, to about so many bytes, as each leaves at
-    least a third of what is left: what is done with one batch when it has arrived has time while
-    the next one moves, and after the last there is little to do.
 
     A block is never split: one that is larger than the limit is a batch by itself. Neighbours that
     are contiguous on both sides become one span; blocks with a region of their own do not.
     """
-    wanted = list(indices)
-    left_bytes = sum(moves[index].local.size_bytes for index in wanted)
     batches: list[Batch] = []
     chosen: list[int] = []
     size_bytes = 0
-    limit_bytes = _limit(left_bytes, max_batch_bytes, last_batch_bytes)
-    for index in wanted:
+    for index in indices:
         block_bytes = moves[index].local.size_bytes
-        if chosen and size_bytes + block_bytes > limit_bytes:
+        if chosen and size_bytes + block_bytes > max_batch_bytes:
             batches.append(_batch(moves, chosen, size_bytes))
-            left_bytes -= size_bytes
-            limit_bytes = _limit(left_bytes, max_batch_bytes, last_batch_bytes)
             chosen, size_bytes = [], 0
         chosen.append(index)
         size_bytes += block_bytes
     if chosen:
         batches.append(_batch(moves, chosen, size_bytes))
     return batches
-
-
-def _limit(left_bytes: int, max_batch_bytes: int, last_batch_bytes: int | None) -> int:
-    if last_batch_bytes is None:
-        return max_batch_bytes
-    return min(max_batch_bytes, max(last_batch_bytes, left_bytes * 2 // 3))
 
 
 def _batch(moves: Sequence[BlockMove], indices: Sequence[int], size_bytes: int) -> Batch:

@@ -40,7 +40,7 @@ class Transfer:
     """
 
     token: int
-    """Its number, unique within the agent."""
+    """Its number, unique within the process."""
     request: Request
     _nixl: Any = field(repr=False)
     _handle: Any = field(repr=False)

@@ -1,0 +1,52 @@
+"""So many bytes that several threads move and check them, each its part of the blocks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+from tests.support.kv_rig import KvRig, chain, setups
+
+from commutator.kv import tier_mover
+from commutator.testing import damage
+
+LARGE = 256 << 10
+BLOCKS = 24
+
+
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+    moved: list[tuple[str, int]] = []
+    moves = tier_mover.move_blocks
+
+    def noted(agent: Any, direction: Any, blocks: Any, **options: Any) -> Any:
+        moved.append((threading.current_thread().name, len(blocks)))
+        return moves(agent, direction, blocks, **options)
+
+    monkeypatch.setattr(tier_mover, "move_blocks", noted)
+    (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
+    keys = chain(1, BLOCKS)
+    with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE) as rig:
+        rig.store(keys)
+        moved.clear()
+        assert rig.load(keys) == BLOCKS
+    assert len({name for name, _ in moved}) == cpus
+    assert sum(blocks for _, blocks in moved) == BLOCKS
+
+
+@pytest.mark.parametrize("damaged", [3, BLOCKS - 3])
+def test_a_changed_byte_is_found_in_every_lane(damaged: int) -> None:
+    (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
+    keys = chain(1, BLOCKS)
+    with KvRig([setup], blocks=2 * BLOCKS, block_bytes=LARGE) as rig:
+        rig.store(keys)
+        assert rig.load(keys) == BLOCKS
+        (stored,) = setup.tier.lookup(keys[damaged : damaged + 1])
+        assert stored is not None
+        damage(setup.tier, stored, LARGE - 1)
+        assert rig.load(keys) == damaged
+        loads = rig.tier("dram").loads
+        assert loads == {"loaded": 2 * BLOCKS - 1, "corrupt": 1}
