@@ -104,7 +104,7 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
         pieces = []
         for number, chunk in enumerate(response.parse()):
             pieces.append(chunk.choices[0].text if chunk.choices else "")
-            if number == 5:
+            if number == 2:
                 kill_server_at(pair, server_ports(pair)[worker])
     assert "".join(pieces) == whole.choices[0].text
     pair.wait_for_log(f"goes on at {({'t-0', 't-1'} - {worker}).pop()}")
