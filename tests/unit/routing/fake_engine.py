@@ -112,7 +112,7 @@ def device(blocks: int) -> dict[WorkerRank, Overlap]:
     return {WorkerRank("w0"): Overlap(device=blocks)}
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it never came to pass"
