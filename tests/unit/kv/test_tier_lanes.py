@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.support.kv_rig import KvRig, chain, setups
 
-from commutator.kv import tier_mover
 from commutator.testing import damage
+from commutator.transfer import move_blocks
 
 LARGE = 256 << 10
 BLOCKS = 24
@@ -20,13 +20,12 @@ BLOCKS = 24
 def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     moved: list[tuple[str, int]] = []
-    moves = tier_mover.move_blocks
 
     def noted(agent: Any, direction: Any, blocks: Any, **options: Any) -> Any:
         moved.append((threading.current_thread().name, len(blocks)))
-        return moves(agent, direction, blocks, **options)
+        return move_blocks(agent, direction, blocks, **options)
 
-    monkeypatch.setattr(tier_mover, "move_blocks", noted)
+    monkeypatch.setattr("commutator.kv.tier_mover.move_blocks", noted)
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
     keys = chain(1, BLOCKS)
     with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE) as rig:
