@@ -21,7 +21,8 @@ __all__ = [
     "TokenizeRequest",
 ]
 
-_NO_TOOLS = "tool calling is not built yet"
+_NO_TOOLS = "none of this model's engines calls tools, as `vllm` and `sglang` do"
+_NO_SCHEMA = "none of this model's engines follows a schema, as `vllm` and `sglang` do"
 _NO_AUDIO = "only text is served"
 _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
 _NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
@@ -186,9 +187,9 @@ class ChatRequest(GenerationRequest):
     )
     prompt_cache_key: str | None = setting("The same as `session_id`.", None)
     safety_identifier: str | None = setting("The same as `user`.", None)
-    response_format: Annotated[
-        Any, Off("structured output is not built yet", (None, {"type": "text"}))
-    ] = setting("The form of the answer.", None)
+    response_format: Annotated[Any, Off(_NO_SCHEMA, (None, {"type": "text"}))] = setting(
+        "The form of the answer.", None
+    )
     tools: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tools to call.", None)
     tool_choice: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
         "Which tool to call.", None

@@ -1,4 +1,17 @@
-"""KV cache blocks: which there are, and what is said about them."""
+"""KV cache blocks: what they are called, where they lie, and what is said about them.
+
+Read in this order:
+
+- what a block is: ``keys`` (its identity), ``hashing``, ``events`` and ``medium`` (routers' words);
+- who decides, purely: ``manager``, over an ``index`` of ``tier_book``s, with ``stores`` (ways down:
+  ``admission``, ``eviction``, ``quota``, ``retention``) and ``loads`` (ways up: ``break_even``);
+- what a tier is: ``tier`` (the contract), ``slot_tier`` (most tiers' base), ``frame``, ``codec``;
+- who moves bytes, each tier's on a thread of its own: ``tier_thread`` runs the jobs of
+  a ``tier_worker``, whose ``block_io`` (``direct_io`` or ``staged_io``, in ``guards``) moves them
+  by a ``tier_mover``;
+- who brings both together for an engine: ``service``;
+- what an operator asks: ``admin``, ``why``, ``verify``.
+"""
 
 from commutator.kv.actions import Action, Announce, StoreBlocks
 from commutator.kv.admin import KvAdmin, LocatedPrompt, PromptQuestion

@@ -63,21 +63,18 @@ class TierMover:
         """
         results: list[TransferError | None] = [None] * len(pieces)
         for peer, positions in self._by_peer(pieces).items():
-            moves = [self._plan(*pieces[position]) for position in positions]
 
-            def lane(
-                agent: TransferAgent,
-                some: slice,
-                peer: Peer | None = peer,
-                positions: Sequence[int] = positions,
-                moves: Sequence[BlockMove] = moves,
-            ) -> list[TransferError | None]:
+            def plan(
+                agent: TransferAgent, part: Sequence[int], peer: Peer | None = peer
+            ) -> Callable[[], list[TransferError | None]]:
                 def arrived(done: Sequence[int]) -> None:
-                    on_moved([positions[some][index] for index in done])
+                    on_moved([part[index] for index in done])
 
-                return self._move(agent, direction, moves[some], peer, context, arrived)
+                moves = [self._plan(*pieces[position]) for position in part]
+                return lambda: self._move(agent, direction, moves, peer, context, arrived)
 
-            moved = self._in_lanes(lane, moves)
+            size_bytes = sum(pieces[position][2] for position in positions)
+            moved = self._in_lanes(plan, positions, size_bytes)
             for position, error in zip(positions, moved, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
@@ -104,21 +101,23 @@ class TierMover:
 
     def _in_lanes(
         self,
-        lane: Callable[[TransferAgent, slice], list[TransferError | None]],
-        moves: Sequence[BlockMove],
+        plan: Callable[[TransferAgent, Sequence[int]], Callable[[], list[TransferError | None]]],
+        positions: Sequence[int],
+        size_bytes: int,
     ) -> list[TransferError | None]:
-        size_bytes = sum(move.local.size_bytes for move in moves)
-        lanes = max(1, min(len(self._agents), len(moves), size_bytes // _LANE_BYTES))
-        each = -(-len(moves) // lanes)
-        parts = [slice(number * each, (number + 1) * each) for number in range(lanes)]
+        """Only moves are made beside each other: what a tier is asked, it is asked here."""
+        lanes = max(1, min(len(self._agents), len(positions), size_bytes // _LANE_BYTES))
+        each = -(-len(positions) // lanes)
+        parts = [positions[number * each : (number + 1) * each] for number in range(lanes)]
         others = [
-            self._lanes.submit(lane, agent, part)
+            self._lanes.submit(plan(agent, part))
             for agent, part in zip(self._agents[1:], parts[1:], strict=False)
         ]
         try:
-            moved = lane(self._agents[0], parts[0])
-        finally:
-            wait(others)
+            moved = plan(self._agents[0], parts[0])()
+        except BaseException:
+            wait(others)  # they use the same memory
+            raise
         for other in others:
             moved += other.result()
         return moved
