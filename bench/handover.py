@@ -94,7 +94,7 @@ async def bandwidths(pair: Pair, prompt: Sequence[int]) -> tuple[float, float]:
     await first_token(pair.prefill, asked)  # from now on it is cached there
     raw = await RawNixl.connected(pair)
     ours_s, raw_s, size_bytes = list[float](), list[float](), 0
-    with patch("commutator.engine.handover.nixl_mover.plan_reads", plan_and_record):
+    with patch("commutator.engine.handover.read_lane.plan_reads", plan_and_record):
         for number in range(ROUNDS + 1):
             await forget(pair.decode)
             recorded.clear()
