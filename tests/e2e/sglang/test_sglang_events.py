@@ -116,6 +116,7 @@ async def test_after_a_restart(watched: Watched, sglang: SglangServer) -> None:
     await watched.cached(prompt)
     assert await watched.expected(prompt) == 96
     await asyncio.to_thread(sglang.restart)
+    await watched.client.start()  # as routing asks before each request
     assert await watched.expected(prompt) == 0
     assert await watched.cached(prompt) == 0
     assert await watched.expected(prompt) == 96
