@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import cli_page
 import configuration_page
 import docs_console
 import engines_page
@@ -11,6 +12,7 @@ import http_page
 import metrics_page
 
 if __name__ == "__main__":
+    cli_page.write()
     configuration_page.write()
     engines_page.write()
     http_page.write()

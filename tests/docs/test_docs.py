@@ -12,12 +12,13 @@ import yaml
 from click.testing import CliRunner
 
 from commutator import hookspecs
-from commutator.cli.main import main
+from commutator.cli.main import COMMANDS, main
 from commutator.observe.metrics import FrontendMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import configuration_page  # noqa: E402 - these lie in scripts/
+import cli_page  # noqa: E402 - these lie in scripts/
+import configuration_page  # noqa: E402
 import docs_console  # noqa: E402
 import engines_page  # noqa: E402
 import http_page  # noqa: E402
@@ -61,10 +62,27 @@ def test_examples_are_valid(example: Path) -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
+    assert cli_page.PAGE.read_text() == cli_page.page(), "run `make docs`"
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
     assert engines_page.PAGE.read_text() == engines_page.page(), "run `make docs`"
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
+
+
+def test_every_command_that_a_help_lists_has_its_own() -> None:
+    page = cli_page.PAGE.read_text()
+    helps = dict(
+        re.findall(
+            r"^\$ (commutator[^\n]*) --help\n(.*?)(?=^\$ |^```)", page, re.MULTILINE | re.DOTALL
+        )
+    )
+    listed = [
+        f"{command} {name}"
+        for command, text in helps.items()
+        for name in re.findall(r"^  (\w+) ", text.partition("\nCommands:\n")[2], re.MULTILINE)
+    ]
+    assert len(listed) > len(COMMANDS), "those of groups are among them"
+    assert sorted(["commutator", *listed]) == sorted(helps)
 
 
 def test_every_metric_has_its_line() -> None:
