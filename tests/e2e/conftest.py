@@ -1,4 +1,4 @@
-"""One quick-start cluster for all end-to-end tests that only talk to it."""
+"""One quick-start cluster for all end-to-end tests that only talk to it; some have their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from tests.support.launched_servers import wait_for_workers
 
 from commutator.testing import LocalCluster
 
@@ -17,6 +18,13 @@ MODEL = "smollm2-135m"
 def cluster(root: Path) -> Iterator[LocalCluster]:
     with LocalCluster(root / "examples" / "quickstart.yaml") as running:
         yield running
+
+
+@pytest.fixture
+def pair(cluster: LocalCluster) -> LocalCluster:
+    """One of two workers, both of which are ready: the test before may have killed one."""
+    wait_for_workers(cluster, 2)
+    return cluster
 
 
 @pytest.fixture

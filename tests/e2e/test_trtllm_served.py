@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.support.chat import compare_chat
 from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.oracle import SOURCE, greedy
@@ -39,28 +39,14 @@ DEPLOYMENT: dict[str, Any] = {
     "runtime": {"lease_s": 60, "restart_backoff_s": 0.1},  # a busy machine loses no worker
     "migration": {"wait_s": 300},
 }
-QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Once upon a time, in a small village by the sea,"
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[LocalCluster]:
+def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(DEPLOYMENT, start_timeout_s=300) as running:
         wait_for_workers(running, 2)
         yield running
-
-
-@pytest.fixture
-def pair(started: LocalCluster) -> LocalCluster:
-    """Both are ready: the test before may have killed one."""
-    wait_for_workers(started, 2)
-    return started
-
-
-@pytest.fixture
-def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def server_ports(cluster: LocalCluster) -> dict[str, str]:
@@ -70,16 +56,7 @@ def server_ports(cluster: LocalCluster) -> dict[str, str]:
 
 @pytest.mark.proves("trtllm", "chat and completions, whole and streamed", how="stand-in")
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model="m", messages=QUESTION, temperature=0, max_tokens=20
-    )
-    assert "Paris" in (whole.choices[0].message.content or "")
-    assert whole.choices[0].finish_reason == "stop"
-    chunks = client.chat.completions.create(
-        model="m", messages=QUESTION, temperature=0, max_tokens=20, stream=True
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    compare_chat(client, "m")
 
 
 @pytest.mark.proves("trtllm", "the right greedy tokens", how="stand-in")

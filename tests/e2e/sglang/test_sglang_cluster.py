@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
+from tests.support.chat import compare_chat
 from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
@@ -22,12 +23,11 @@ pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.smoke]
 
 MODEL = "smollm2-135m"
 PAGE = 16
-QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
 SYSTEM = "You are a patient guide who answers in a few plain words. " * 12
 
 
 @pytest.fixture(scope="module")
-def started(root: Path) -> Iterator[LocalCluster]:
+def cluster(root: Path) -> Iterator[LocalCluster]:
     need_sglang()
     patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
     with LocalCluster(
@@ -35,19 +35,6 @@ def started(root: Path) -> Iterator[LocalCluster]:
     ) as running:
         wait_for_workers(running, 2)
         yield running
-
-
-@pytest.fixture
-def pair(started: LocalCluster) -> LocalCluster:
-    """Both are ready: the test before may have killed one."""
-    wait_for_workers(started, 2)
-    return started
-
-
-@pytest.fixture
-def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def server_ports(cluster: LocalCluster) -> dict[str, str]:
@@ -58,18 +45,7 @@ def server_ports(cluster: LocalCluster) -> dict[str, str]:
 
 @pytest.mark.proves("sglang", "chat and completions, whole and streamed", how="real engine on CPU")
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_tokens=20
-    )
-    assert "Paris" in (whole.choices[0].message.content or "")
-    assert whole.choices[0].finish_reason == "stop"
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=QUESTION, temperature=0, max_tokens=20, stream=True
-        )
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    compare_chat(client, MODEL)
 
 
 @pytest.mark.proves("sglang", "the right greedy tokens", how="real engine on CPU")

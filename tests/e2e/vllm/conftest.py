@@ -14,7 +14,7 @@ from commutator.testing import LocalCluster
 
 
 @pytest.fixture(scope="session")
-def started_pair(root: Path) -> Iterator[LocalCluster]:
+def cluster(root: Path) -> Iterator[LocalCluster]:
     """examples/vllm.yaml, with the servers' development endpoints."""
     need_vllm()
     env = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -24,19 +24,6 @@ def started_pair(root: Path) -> Iterator[LocalCluster]:
     ) as running:
         wait_for_workers(running, 2)
         yield running
-
-
-@pytest.fixture
-def pair(started_pair: LocalCluster) -> LocalCluster:
-    """Both are ready: the test before may have killed one."""
-    wait_for_workers(started_pair, 2)
-    return started_pair
-
-
-@pytest.fixture
-def client(pair: LocalCluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 @pytest.fixture

