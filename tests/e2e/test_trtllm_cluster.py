@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 
 from commutator.testing import LocalCluster
 
@@ -43,31 +41,18 @@ def post(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         return json.load(answer), json.loads(answer.headers.get("X-Commutator-Decision", "{}"))
 
 
-def wait_for_workers(cluster: LocalCluster, count: int) -> None:
-    until_s = time.monotonic() + 300
-    while time.monotonic() < until_s:
-        if sum(worker["state"] == "ready" for worker in cluster.health()["workers"]) == count:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
-
-
 @pytest.mark.proves("trtllm", "prefill and decode apart: the right tokens", how="stand-in")
 def test_launched_and_apart() -> None:
     with LocalCluster(DEPLOYMENT, start_timeout_s=300) as cluster:
         wait_for_workers(cluster, 2)
-        ports = {
-            worker: int(port)
-            for worker, port in re.findall(r"(\w-0): .*serve\.py \S+ --host \S+ --port (\d+)",
-                                           cluster.log())
-        }  # fmt: skip
-        assert sorted(ports) == ["d-0", "p-0"]
+        servers = server_urls(cluster, SERVE.name)
+        assert sorted(servers) == ["d-0", "p-0"]
         asked = {"model": "m", "prompt": PROMPT, **GREEDY}
         answer, decision = post(f"{cluster.url}/v1/completions", asked)
         assert decision["disaggregation"]["outcome"] == "handed over", decision
         assert answer["choices"][0]["finish_reason"] == "length"
         # The server itself, asked without anybody in between and without anybody's KV.
-        direct, _ = post(f"http://127.0.0.1:{ports['p-0']}/v1/completions", asked)
+        direct, _ = post(f"{servers['p-0']}/v1/completions", asked)
         assert answer["choices"][0]["text"] == direct["choices"][0]["text"]
 
         # What only the engine can do goes to it as it came.
@@ -82,12 +67,5 @@ def test_launched_and_apart() -> None:
         assert forwarded["usage"]["completion_tokens"] == 3
 
         # A server that dies takes its sidecar with it, so that both are started anew.
-        (server,) = (
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if str(SERVE) in (words := process.info["cmdline"] or [])
-            and "commutator_trtllm" not in words
-            and str(ports["d-0"]) in words
-        )
-        server.kill()
+        kill_server_at(cluster, servers["d-0"])
         cluster.wait_for_log("d-0 exited with status 137", timeout_s=300)

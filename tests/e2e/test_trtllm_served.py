@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import openai
 import pytest
 from tests.support.chat import compare_chat
 from tests.support.draining import drain_in_turn
-from tests.support.launched_servers import kill_server_at, wait_for_workers
+from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.oracle import SOURCE, greedy
 
 from commutator.runtime.lease import Up
@@ -49,11 +48,6 @@ def cluster() -> Iterator[LocalCluster]:
         yield running
 
 
-def server_ports(cluster: LocalCluster) -> dict[str, str]:
-    """By worker; of one that was started again, the last."""
-    return dict(re.findall(r"(t-\d): .*serve\.py \S+ --host \S+ --port (\d+)", cluster.log()))
-
-
 @pytest.mark.proves("trtllm", "chat and completions, whole and streamed", how="stand-in")
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     compare_chat(client, "m")
@@ -82,7 +76,7 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
         for number, chunk in enumerate(response.parse()):
             pieces.append(chunk.choices[0].text if chunk.choices else "")
             if number == 2:
-                kill_server_at(pair, server_ports(pair)[worker])
+                kill_server_at(pair, server_urls(pair, SERVE.name)[worker])
     assert "".join(pieces) == whole.choices[0].text
     pair.wait_for_log(f"goes on at {({'t-0', 't-1'} - {worker}).pop()}")
     wait_for_workers(pair, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -11,7 +12,7 @@ import psutil
 
 from commutator.testing import LocalCluster
 
-__all__ = ["kill_server_at", "kill_servers_of", "wait_for_workers"]
+__all__ = ["kill_server_at", "kill_servers_of", "server_urls", "wait_for_workers"]
 
 
 def wait_for_workers(cluster: LocalCluster, count: int, timeout_s: float = 600.0) -> None:
@@ -24,8 +25,16 @@ def wait_for_workers(cluster: LocalCluster, count: int, timeout_s: float = 600.0
     raise AssertionError(f"not {count} workers:\n{cluster.log()[-4000:]}")
 
 
-def kill_server_at(cluster: LocalCluster, port: str) -> None:
+def server_urls(cluster: LocalCluster, program: str) -> dict[str, str]:
+    """By worker, from the commands in the log; of a worker that was started again, the last."""
+    command = rf"(\S+-\d+): .*{re.escape(program)} .*--host (\S+) --port (\d+)"
+    found = re.findall(command, cluster.log())
+    return {worker: f"http://{host}:{port}" for worker, host, port in found}
+
+
+def kill_server_at(cluster: LocalCluster, url: str) -> None:
     """The one that was started with this port, and the processes of its group if it leads one."""
+    port = url.rpartition(":")[2]
     (server,) = (
         process
         for process in _processes(cluster)

