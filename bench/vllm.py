@@ -60,9 +60,8 @@ def run() -> list[Figure]:
 def by_its_own_client(ours: str, direct: str, directory: str) -> Iterator[Figure]:
     """Both in turns, each run with prompts of its own, so that none is found in the cache."""
     runs: dict[str, list[ClientRun]] = {ours: [], direct: []}
-    bench_serve(
-        PYTHON, direct, MODEL, directory, "random", seed=2 * CLIENT_ROUNDS
-    )  # what comes first is slow
+    # What comes first is slow.
+    bench_serve(PYTHON, direct, MODEL, directory, "random", seed=2 * CLIENT_ROUNDS)
     for number in range(CLIENT_ROUNDS):
         urls = [ours, direct] if number % 2 else [direct, ours]
         for side, url in enumerate(urls):

@@ -144,9 +144,7 @@ def _told(one: dict[str, Any], value: bool | Role) -> bool | Role:
 
 
 async def _tell_registry(address: str, worker_id: str, value: bool | Role) -> bool:
-    from commutator.runtime.registry_client import (
-        RegistryClient,
-    )
+    from commutator.runtime.registry_client import RegistryClient
 
     client = RegistryClient(address)
     try:

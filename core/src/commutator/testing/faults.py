@@ -37,7 +37,7 @@ class FaultyClient(EngineClient):
     def __init__(self, inner: EngineClient, faults: Faults, seed: int) -> None:
         self._inner = inner
         self._faults = faults
-        self._rng = random.Random(seed)  # noqa: S311
+        self._rng = random.Random(seed)
         self.injected: list[str] = []
         """The names of the faults that happened, in order."""
 

@@ -80,7 +80,7 @@ class RouterContract:
 
         Without ``news`` the policy is not told of those that go.
         """
-        policy, rng, known = self.make_policy(), random.Random(7), set[str]()  # noqa: S311
+        policy, rng, known = self.make_policy(), random.Random(7), set[str]()
         decisions = []
         for request, pool in history:
             for gone in sorted(known - set(pool)) if news else ():
@@ -122,7 +122,7 @@ class RouterContract:
         self, request_: RouteRequest, state: tuple[WorkerLoad, Overlap]
     ) -> None:
         candidate = make_candidate("only", *state)
-        rng = random.Random(5)  # noqa: S311
+        rng = random.Random(5)
         assert self.make_policy().pick(request_, [candidate], rng).worker_id == "only"
 
     @_settings
@@ -137,7 +137,7 @@ class RouterContract:
 
     def test_a_forgotten_worker_may_stay(self) -> None:
         """Its lease lapsed and came back before the next request."""
-        policy, rng = self.make_policy(), random.Random(2)  # noqa: S311
+        policy, rng = self.make_policy(), random.Random(2)
         candidates = [make_candidate(f"w-{i}") for i in range(3)]
         for number in range(20):
             request = RouteRequest(f"r-{number}", "model", 100)
@@ -145,7 +145,7 @@ class RouterContract:
             policy.forget(f"w-{number % 3}")
 
     def test_ranks_are_candidates_of_their_own(self) -> None:
-        policy, rng = self.make_policy(), random.Random(4)  # noqa: S311
+        policy, rng = self.make_policy(), random.Random(4)
         one = make_candidate("w")
         info = evolve(one.worker.info, data_parallel_size=2)
         ranks = [Candidate(evolve(one.worker, info=info), rank=rank) for rank in (0, 1)]
@@ -158,7 +158,7 @@ class RouterContract:
 
     def test_every_worker_of_an_idle_pool_gets_work(self) -> None:
         """Over many different requests, no idle worker is left out for good."""
-        policy, rng = self.make_policy(), random.Random(1)  # noqa: S311
+        policy, rng = self.make_policy(), random.Random(1)
         candidates = [make_candidate(f"w-{i}") for i in range(4)]
         chosen = {
             policy.pick(

@@ -206,5 +206,5 @@ class TierMachine(RuleBasedStateMachine):
 
     def _block(self, seed: int) -> bytes:
         """Different bytes for each seed, and often a different length."""
-        rng = random.Random(seed)  # noqa: S311
+        rng = random.Random(seed)
         return rng.randbytes(rng.choice((1, self._lives.block_bytes // 2, self._lives.block_bytes)))

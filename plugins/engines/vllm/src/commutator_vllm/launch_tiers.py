@@ -57,8 +57,5 @@ def _tiers_connector(context: LaunchContext) -> dict[str, Any]:
         "kv_connector_module_path": "commutator_vllm.kv_connector",
         "kv_role": "kv_both",
         **_RECOMPUTE,
-        "kv_connector_extra_config": {
-            "tiers": str(file),
-            "worker": context.worker_id,
-        },
+        "kv_connector_extra_config": {"tiers": str(file), "worker": context.worker_id},
     }
