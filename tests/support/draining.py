@@ -15,17 +15,21 @@ from commutator.cli.main import main
 
 __all__ = ["drain_in_turn"]
 
-_CLIENTS = 4
-_NEW_TOKENS = 8
 _WAIT_S = 600.0
 
 
 async def drain_in_turn(
-    url: str, model: str, workers: Sequence[str], work: Callable[[str], Awaitable[float]]
+    url: str,
+    model: str,
+    workers: Sequence[str],
+    work: Callable[[str], Awaitable[float]],
+    clients: int = 4,
+    new_tokens: int = 8,
 ) -> Counter[str]:
-    """Streams without pause; how many each worker has served. Every one must be complete.
+    """Streams of so many clients without pause; how many each worker has served.
 
-    ``work`` is a number that a worker tells of itself and that stays as it is while it rests.
+    Every one must be complete. ``work`` is a number that a worker tells of itself and that stays
+    as it is while it rests.
     """
     stop, served, turns = asyncio.Event(), Counter[str](), Counter[int]()
 
@@ -34,19 +38,19 @@ async def drain_in_turn(
             body: dict[str, Any] = {
                 "model": model,
                 "prompt": f"{turns[number]} times client {number} has asked",
-                "max_tokens": _NEW_TOKENS,
+                "max_tokens": new_tokens,
                 "ignore_eos": True,
             }
             answer = await stream(session, url, body)
             assert answer.outcome == "complete", answer
-            assert answer.usage["completion_tokens"] == _NEW_TOKENS
+            assert answer.usage["completion_tokens"] == new_tokens
             served[answer.worker] += 1
             turns[number] += 1
 
     async def everybody_was_answered() -> None:
         """What was begun before has been read to its end."""
         before = turns.copy()
-        while any(turns[number] == before[number] for number in range(_CLIENTS)):
+        while any(turns[number] == before[number] for number in range(clients)):
             await asyncio.sleep(0.05)
 
     async def until(worker: str, count: int) -> None:
@@ -60,7 +64,7 @@ async def drain_in_turn(
         assert said == f"{worker} gets nothing new, and has nothing left to do\n"
         await everybody_was_answered()
         before = served[worker], await work(worker)
-        await until(other, 2 * _CLIENTS)
+        await until(other, 2 * clients)
         after = served[worker], await work(worker)
         assert after == before, f"{worker} went on"
         await _command("undrain", worker, "--url", url)
@@ -72,7 +76,7 @@ async def drain_in_turn(
         aiohttp.ClientSession(timeout=timeout) as session,
         asyncio.TaskGroup() as group,
     ):
-        for number in range(_CLIENTS):
+        for number in range(clients):
             group.create_task(ask(session, number))
         for number, worker in enumerate(workers):
             await drained(worker, workers[number - 1])

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 import openai
 import pytest
 from attrs import frozen
-from click.testing import CliRunner
 from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
-from tests.support.streams import stream
+from tests.support.draining import drain_in_turn
 
-from commutator.cli.main import main
 from commutator.testing import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -24,7 +20,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 MODEL = "smollm2-135m"
 OURS, THEIRS = 16, 32
 """Tokens in a block of the index, and in one of these servers."""
-CLIENTS = 6
 
 
 @frozen
@@ -115,58 +110,18 @@ async def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI
                 assert await ask_server(session, url, prompt) == 128
 
 
-async def command(*arguments: str) -> str:
-    done = await asyncio.to_thread(CliRunner().invoke, main, ["worker", *arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 @pytest.mark.proves("vllm", "a worker drained: nothing fails", how="real engine on CPU")
 async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """Nothing fails, the drained server rests, and afterwards it serves again."""
-    stop, served = asyncio.Event(), Counter[str]()
 
-    async def ask(session: aiohttp.ClientSession, number: int) -> None:
-        turn = 0
-        while not stop.is_set():
-            body: dict[str, Any] = {
-                "model": MODEL,
-                "prompt": f"{turn} times client {number} has asked",
-                "max_tokens": 16,
-                "ignore_eos": True,
-            }
-            answer = await stream(session, pair.url, body)
-            assert answer.outcome == "complete", answer
-            assert answer.usage["completion_tokens"] == 16
-            served[answer.worker] += 1
-            turn += 1
-
-    async def until(worker: str, count: int) -> None:
-        wanted = served[worker] + count
-        while served[worker] < wanted:
-            await asyncio.sleep(0.05)
-
-    async def drained(worker: str, other: str) -> None:
-        await until(worker, 3)
-        said = await command("drain", worker, "--url", pair.url, "--wait", "120")
-        assert said == f"{worker} gets nothing new, and has nothing left to do\n"
+    async def work(worker: str) -> float:
+        """The prompt tokens that it has been given, once it computes nothing."""
         server = server_urls(pair)[worker]
-        before = await asyncio.to_thread(metric, server, "vllm:prompt_tokens_total")
-        await until(other, 2 * CLIENTS)
-        assert await asyncio.to_thread(metric, server, "vllm:prompt_tokens_total") == before
         while await asyncio.to_thread(metric, server, "vllm:num_requests_running"):
             await asyncio.sleep(0.1)
-        await command("undrain", worker, "--url", pair.url)
-        await until(worker, 3)
+        return await asyncio.to_thread(metric, server, "vllm:prompt_tokens_total")
 
-    async with (
-        asyncio.timeout(600),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session,
-        asyncio.TaskGroup() as group,
-    ):
-        for number in range(CLIENTS):
-            group.create_task(ask(session, number))
-        await drained("vllm-0", "vllm-1")
-        await drained("vllm-1", "vllm-0")
-        stop.set()
+    served = await drain_in_turn(
+        pair.url, MODEL, ("vllm-0", "vllm-1"), work, clients=6, new_tokens=16
+    )
     print(f"streams: {dict(served)}, 0 failed")
