@@ -8,6 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 from tests.support.launched_servers import wait_for_workers
+from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
+from tests.support.server_stores import S3_KEY, S3_SECRET, Stores
 
 from commutator.testing import LocalCluster
 
@@ -31,3 +33,18 @@ def pair(cluster: LocalCluster) -> LocalCluster:
 def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
+    """With an S3 server of their own, which may be killed."""
+    folder = tmp_path_factory.mktemp("stores")
+    server = SeaweedServer(folder / "seaweed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(S3_KEY, ACCESS_KEY)
+        monkeypatch.setenv(S3_SECRET, SECRET_KEY)
+        try:
+            server.start()
+            yield Stores(server, folder / "nvme", server.new_bucket())
+        finally:
+            server.close()

@@ -6,19 +6,18 @@ Memory, a disk with room for half of the prompts, and S3 with room for all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import frozen
-from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
+from tests.support.server_stores import Stores
 from tests.support.sglang_server import SglangServer, ask_sglang, running_sglang
 
-from commutator import Secret, TierConfig
+from commutator import TierConfig
 from commutator_dram import DramConfig
 from commutator_nvme.config import NvmeConfig
-from commutator_s3.config import S3TierConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 
@@ -32,36 +31,6 @@ _PROMPTS = [list(range(start, start + _TOKENS)) for start in range(1000, 25000, 
 
 
 @frozen
-class Stores:
-    """What lies below a server."""
-
-    seaweed: SeaweedServer
-    folder: Path
-    bucket: str
-
-    def tiers(self, dram_megabytes: int) -> tuple[TierConfig, ...]:
-        return (
-            DramConfig(
-                kind="dram", capacity=dram_megabytes * _MEGABYTES, load_timeout_s=_PATIENCE_S
-            ),
-            NvmeConfig(
-                kind="nvme",
-                path=str(self.folder),
-                capacity=40 * _MEGABYTES,
-                load_timeout_s=_PATIENCE_S,
-                store_timeout_s=_PATIENCE_S,
-            ),
-            S3TierConfig(
-                kind="s3",
-                bucket=self.bucket,
-                endpoint=self.seaweed.endpoint,
-                access_key=Secret(env="TEST_S3_KEY"),
-                secret_key=Secret(env="TEST_S3_SECRET"),
-            ),
-        )
-
-
-@frozen
 class Answer:
     """Greedy tokens, and how many of the prompt's came from storage."""
 
@@ -69,18 +38,18 @@ class Answer:
     stored: int
 
 
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
-    folder = tmp_path_factory.mktemp("stores")
-    server = SeaweedServer(folder / "seaweed")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TEST_S3_KEY", ACCESS_KEY)
-        monkeypatch.setenv("TEST_S3_SECRET", SECRET_KEY)
-        try:
-            server.start()
-            yield Stores(server, folder / "nvme", server.new_bucket())
-        finally:
-            server.close()
+def tiers(stores: Stores, dram_megabytes: int) -> tuple[TierConfig, ...]:
+    return (
+        DramConfig(kind="dram", capacity=dram_megabytes * _MEGABYTES, load_timeout_s=_PATIENCE_S),
+        NvmeConfig(
+            kind="nvme",
+            path=str(stores.folder),
+            capacity=40 * _MEGABYTES,
+            load_timeout_s=_PATIENCE_S,
+            store_timeout_s=_PATIENCE_S,
+        ),
+        stores.s3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +77,7 @@ def test_tiers_behind_hicache(
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    with running_sglang(first, *_ARGS, tiers=stores.tiers(dram_megabytes=20)) as server:
+    with running_sglang(first, *_ARGS, tiers=tiers(stores, dram_megabytes=20)) as server:
         computed = [answer(server.url, prompt) for prompt in _PROMPTS]
         assert [one.ids for one in computed] == expected
         assert not any(one.stored for one in computed)
@@ -122,9 +91,9 @@ def test_tiers_behind_hicache(
         assert foreign == Answer(expected[0], 0)
         flush(server.url)
 
-    _damage(stores.folder)
+    stores.damage_disk(every_bytes=5 * _MEGABYTES)  # every seventh page or so
     second.mkdir()
-    with running_sglang(second, *_ARGS, tiers=stores.tiers(dram_megabytes=2)) as server:
+    with running_sglang(second, *_ARGS, tiers=tiers(stores, dram_megabytes=2)) as server:
         loaded = [answer(server.url, prompt) for prompt in reversed(_PROMPTS)]
         assert [one.ids for one in loaded] == expected[::-1]
         stored = [one.stored for one in loaded]
@@ -136,16 +105,3 @@ def test_tiers_behind_hicache(
         unknown = list(range(2000, 2000 + _TOKENS))
         again = [answer(server.url, unknown) for _ in range(2)]
         assert again[0].ids == again[1].ids
-
-
-def _damage(folder: Path) -> None:
-    """Every seventh page or so on the disk has a wrong byte."""
-    files = [file for file in folder.iterdir() if file.stat().st_size > 30 * _MEGABYTES]
-    assert files
-    for file in files:
-        with file.open("r+b") as opened:
-            for start in range(0, file.stat().st_size, 5 * _MEGABYTES):
-                opened.seek(start + _MEGABYTES // 2)
-                byte = opened.read(1)
-                opened.seek(start + _MEGABYTES // 2)
-                opened.write(bytes([byte[0] ^ 0xFF]))

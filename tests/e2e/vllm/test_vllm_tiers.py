@@ -6,18 +6,15 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attrs import frozen
-from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
+from tests.support.server_stores import Stores
 from tests.support.vllm_server import ask_vllm, running_vllm
 
-from commutator import Secret, TierConfig
+from commutator import TierConfig
 from commutator_dram import DramConfig
 from commutator_nvme.config import NvmeConfig
-from commutator_s3.config import S3TierConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -28,40 +25,13 @@ _MEGABYTES = 1 << 20  # a block has 1.4 of them
 _SETTLED_S = 120.0
 
 
-@frozen
-class Stores:
-    """What lies below a server, with room for less of the prompts the faster it is."""
-
-    seaweed: SeaweedServer
-    folder: Path
-    bucket: str
-
-    def tiers(self, dram_blocks: int) -> tuple[TierConfig, ...]:
-        return (
-            DramConfig(kind="dram", capacity=dram_blocks * 3 * _MEGABYTES // 2),
-            NvmeConfig(kind="nvme", path=str(self.folder), capacity=160 * _MEGABYTES),
-            S3TierConfig(
-                kind="s3",
-                bucket=self.bucket,
-                endpoint=self.seaweed.endpoint,
-                access_key=Secret(env="TEST_S3_KEY"),
-                secret_key=Secret(env="TEST_S3_SECRET"),
-            ),
-        )
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
-    folder = tmp_path_factory.mktemp("stores")
-    server = SeaweedServer(folder / "seaweed")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TEST_S3_KEY", ACCESS_KEY)
-        monkeypatch.setenv("TEST_S3_SECRET", SECRET_KEY)
-        try:
-            server.start()
-            yield Stores(server, folder / "nvme", server.new_bucket())
-        finally:
-            server.close()
+def tiers(stores: Stores, dram_blocks: int) -> tuple[TierConfig, ...]:
+    """The faster one is, the fewer of the prompts it has room for."""
+    return (
+        DramConfig(kind="dram", capacity=dram_blocks * 3 * _MEGABYTES // 2),
+        NvmeConfig(kind="nvme", path=str(stores.folder), capacity=160 * _MEGABYTES),
+        stores.s3,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +85,7 @@ def settle(url: str) -> None:
 def test_tiers_in_vllm(
     stores: Stores, prompts: list[str], expected: list[str], tmp_path: Path
 ) -> None:
-    with running_vllm(tmp_path, *_ARGS, tiers=stores.tiers(dram_blocks=80)) as url:
+    with running_vllm(tmp_path, *_ARGS, tiers=tiers(stores, dram_blocks=80)) as url:
         assert [answer(url, prompt) for prompt in prompts] == expected
         settle(url)
         assert hits(url)["all"] == 0
@@ -128,10 +98,10 @@ def test_tiers_in_vllm(
         assert sum(found.values()) == 2 * found["all"], found
         settle(url)
 
-    _damage(stores.folder)
+    stores.damage_disk(every_bytes=3 * _MEGABYTES)  # every second block or so
     log = tmp_path / "second"
     log.mkdir()
-    with running_vllm(log, *_ARGS, tiers=stores.tiers(dram_blocks=8)) as url:
+    with running_vllm(log, *_ARGS, tiers=tiers(stores, dram_blocks=8)) as url:
         assert [answer(url, prompt) for prompt in prompts[:20]] == expected[:20]
         found = hits(url)
         assert found["external_unspecified"] > 0, "what the first server stored"
@@ -140,16 +110,3 @@ def test_tiers_in_vllm(
         assert [answer(url, prompt) for prompt in prompts[:10]] == expected[:10]
         assert [answer(url, prompt) for prompt in prompts[40:]] == expected[40:]
         settle(url)
-
-
-def _damage(folder: Path) -> None:
-    """Every second block or so on the disk has a wrong byte."""
-    files = [file for file in folder.iterdir() if file.stat().st_size > 100 * _MEGABYTES]
-    assert files
-    for file in files:
-        with file.open("r+b") as opened:
-            for start in range(0, file.stat().st_size, 3 * _MEGABYTES):
-                opened.seek(start + _MEGABYTES // 2)
-                byte = opened.read(1)
-                opened.seek(start + _MEGABYTES // 2)
-                opened.write(bytes([byte[0] ^ 0xFF]))
