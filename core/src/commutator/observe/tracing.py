@@ -69,12 +69,16 @@ def start(config: TracingConfig, exporter: Any = None) -> Callable[[], None]:
     return stop
 
 
-async def traced(
+def traced(
+    name: str, headers: Mapping[str, str], attributes: Mapping[str, str], answer: Awaitable[ResultT]
+) -> Awaitable[ResultT]:
+    """``answer`` inside of a span that goes on with the client's trace, if anything is traced."""
+    return answer if _tracer is None else _in_span(name, headers, attributes, answer)
+
+
+async def _in_span(
     name: str, headers: Mapping[str, str], attributes: Mapping[str, str], answer: Awaitable[ResultT]
 ) -> ResultT:
-    """``answer`` inside of a span that goes on with the client's trace, if anything is traced."""
-    if _tracer is None:
-        return await answer
     from opentelemetry.propagate import extract  # noqa: PLC0415
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
