@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
-from attrs import frozen
+from attrs import Attribute, frozen
 from jsonschema import Draft202012Validator
 
 from commutator.schema import (
@@ -82,6 +82,44 @@ def test_each_mistake_is_named(data: object, path: str, text: str) -> None:
 def test_all_mistakes_at_once() -> None:
     found = problems({"inner": {"count": 0}, "many": [{"count": 1}, {"count": -1}, 7], "shar": 1})
     assert set(found) == {"inner.count", "many[1].count", "many[2]", "shar"}
+
+
+def _even(_: Span, field: Attribute[Any], value: int) -> None:
+    if value % 2:
+        raise ValueError(f"{field.name}: expected an even number, got {value}")
+
+
+def _short(_: Span, _field: Attribute[Any], value: str) -> None:
+    if len(value) > 1:
+        raise ValueError("expected one letter")
+
+
+@frozen(kw_only=True)
+class Span:
+    width: int = setting("A validator that says its field's name.", 2, validator=_even)
+    letter: str = setting("And one that does not.", "a", validator=_short)
+
+    def __attrs_post_init__(self) -> None:
+        if self.width == 0 and self.letter != "a":
+            raise ValueError("width: 0 goes with no letter but a")
+
+
+@frozen(kw_only=True)
+class Spans:
+    all: tuple[Span, ...] = setting("Some.")
+
+
+def test_what_validators_find_has_the_path_of_the_field() -> None:
+    data = {"all": [{"width": 2}, {"width": 3}, {"letter": "ab"}, {"width": 0, "letter": "b"}]}
+    with pytest.raises(StructureError) as caught:
+        structure(build_converter(), data, Spans)
+    assert caught.value.problems == (
+        ("all[1].width", "expected an even number, got 3"),
+        ("all[2].letter", "expected one letter"),
+        ("all[3]", "width: 0 goes with no letter but a"),
+    )
+    with pytest.raises(ValueError, match=r"^width: expected an even number, got 1"):
+        Span(width=1)
 
 
 def test_quick_converter_agrees() -> None:

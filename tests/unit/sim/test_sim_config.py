@@ -97,13 +97,13 @@ def test_speedup(speedup: float | str, factor: float) -> None:
         ({"speedup": -1}, "speedup", "at least 0"),
         (
             {"max_tokens_per_step": 100},
-            "",
-            "max_tokens_per_step: expected at least max_running_requests (256), got 100",
+            "max_tokens_per_step",
+            "expected at least max_running_requests (256), got 100",
         ),
         (
             {"tiers": [{"kind": "host", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}] * 2},
-            "",
-            "tiers: each kind may stand here once, got host, host",
+            "tiers",
+            "each kind may stand here once, got host, host",
         ),
         (
             {"tiers": [{"kind": "tape", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}]},

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import attrs
 from attrs import NOTHING, frozen
+from cattrs.errors import AttributeValidationNote
 
 __all__ = [
     "Bounds",
@@ -55,6 +56,8 @@ def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+
 PositiveInt = Annotated[int, Bounds(minimum=1)]
 NonNegativeInt = Annotated[int, Bounds(minimum=0)]
 Count = NonNegativeInt
@@ -69,16 +72,31 @@ def setting(
     default: Any = NOTHING,
     *,
     factory: Callable[[], Any] | None = None,
-    validator: Callable[[Any, attrs.Attribute[Any], Any], None] | None = None,
+    validator: Validator | None = None,
     secret: bool = False,
 ) -> Any:
     """An attrs field with a description that ends up in the JSON Schema and in the reference.
 
     Without ``default`` and ``factory`` the field is required. ``secret`` keeps it out of reprs.
+    What ``validator`` raises, a ValueError, is told with the field's path; it may begin with the
+    field's name and a colon.
     """
     return attrs.field(
         default=attrs.Factory(factory) if factory is not None else default,
-        validator=validator,
+        validator=None if validator is None else _located(validator),
         repr=not secret,
         metadata={"doc": doc},
     )
+
+
+def _located(validator: Validator) -> Validator:
+    """``validator``, whose errors know their field, as those of cattrs do."""
+
+    def check(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        try:
+            validator(instance, field, value)
+        except ValueError as error:
+            error.add_note(AttributeValidationNote(f"in {field.name}", field.name, field.type))
+            raise
+
+    return check

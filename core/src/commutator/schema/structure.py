@@ -303,4 +303,5 @@ def _leaf_problems(error: BaseException, path: str) -> Iterable[tuple[str, str]]
     elif isinstance(error, KeyError):
         yield path, "required, but missing"
     else:
-        yield path, str(error)
+        name = path.rpartition(".")[2]  # a validator may have said it, too
+        yield path, str(error).removeprefix(f"{name}: ")

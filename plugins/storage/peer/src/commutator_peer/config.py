@@ -62,4 +62,7 @@ class PeerTierConfig(TierConfig):
 
     def __attrs_post_init__(self) -> None:
         if self.write != "through" or self.admission != type(self.admission)():
-            raise ValueError("write and admission: nothing is ever stored in other workers")
+            raise ValueError(
+                "write and admission are without effect, as nothing is ever stored in other "
+                "workers; remove them"
+            )

@@ -18,7 +18,12 @@ def _is_url(_: S3TierConfig, _field: Attribute[Any], value: str | None) -> None:
         return
     parts = urlsplit(value)
     if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path.strip("/"):
-        raise ValueError('expected "http://HOST:PORT" or "https://HOST:PORT"')
+        raise ValueError('endpoint: expected "http://HOST:PORT" or "https://HOST:PORT"')
+
+
+def _with_a_key(config: S3TierConfig, field: Attribute[Any], value: Secret | None) -> None:
+    if value is not None and config.access_key is None:
+        raise ValueError(f"{field.name}: give access_key and secret_key, too")
 
 
 @frozen(kw_only=True)
@@ -39,7 +44,9 @@ class S3TierConfig(TierConfig):
         None,
     )
     secret_key: Secret | None = setting("See access_key.", None)
-    session_token: Secret | None = setting("Goes with temporary credentials.", None)
+    session_token: Secret | None = setting(
+        "Goes with temporary credentials.", None, validator=_with_a_key
+    )
     ca_file: str | None = setting(
         "PEM file with the certificates to trust; the system's when not given.", None
     )
@@ -67,9 +74,7 @@ class S3TierConfig(TierConfig):
 
     def __attrs_post_init__(self) -> None:
         if (self.access_key is None) != (self.secret_key is None):
-            raise ValueError("access_key and secret_key: give both or none")
-        if self.session_token is not None and self.access_key is None:
-            raise ValueError("session_token: give access_key and secret_key, too")
+            raise ValueError("give access_key and secret_key both, or none of them")
 
     @property
     def path_style(self) -> bool:
