@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.config.tree import (
+    DEFAULT,
     Node,
     find,
     from_plain,
     merge,
+    origin_of,
     path_steps,
     path_text,
     plain,
@@ -95,6 +97,24 @@ def test_a_path_survives_its_text(path: list[str | int]) -> None:
     if isinstance(path[0], int):
         path = ["top", *path]
     assert path_steps(path_text(path)) == [str(step) for step in path]
+
+
+@given(MAPPINGS, st.lists(KEYS | st.integers(0, 2).map(str), min_size=1, max_size=4), SCALARS)
+def test_what_was_not_written_has_the_origin_of_what_is_around_it(
+    tree: Any, path: Any, value: Any
+) -> None:
+    below = [*path, "deeper", "7"]
+    try:
+        after = put(from_plain(tree, DEFAULT), path, Node(value, "file:3"))
+    except ValueError:
+        return
+    assert origin_of(after, path) == origin_of(after, below) == "file:3"
+    assert origin_of(from_plain(tree, DEFAULT), below) is None
+    if tree:
+        name = next(iter(tree))
+        written = from_plain(tree, "file:1")
+        assert origin_of(written, [name]) == origin_of(written, [name, "zz", "9"]) == "file:1"
+    assert origin_of(from_plain(tree, "file:1"), ["none such"]) is None
 
 
 def leaves(node: Node, steps: tuple[str | int, ...] = ()) -> list[tuple[Any, Node]]:

@@ -138,7 +138,7 @@ def test_a_whole_configuration_from_the_environment() -> None:
     assert config.frontend.api_keys[0].env == "KEY"
 
 
-def test_every_mistake_is_told_at_once_with_its_path(tmp_path: Path) -> None:
+def test_every_mistake_is_told_at_once_with_its_line_and_path(tmp_path: Path) -> None:
     text = """
 models: [{name: m, source: package:m}, {name: m, source: package:n}]
 engines:
@@ -149,23 +149,23 @@ frontend: {port: 99999}
 tiers: [{kind: dram}]
 """
     assert problems(tmp_path, text) == [
-        'engines[0].replicas: expected an integer of at least 1, got "two"',
+        '0.yaml:4: engines[0].replicas: expected an integer of at least 1, got "two"',
         (
-            'engines[1].kind: no installed plugin offers the engine "deisel"; '
+            '0.yaml:5: engines[1].kind: no installed plugin offers the engine "deisel"; '
             'did you mean "diesel"?; '
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
-        'engines[2].cylindres: unknown key; did you mean "cylinders"?',
+        '0.yaml:6: engines[2].cylindres: unknown key; did you mean "cylinders"?',
         (
-            'tiers[0].kind: no installed plugin offers the tier "dram"; none are known; '
+            '0.yaml:8: tiers[0].kind: no installed plugin offers the tier "dram"; none are known; '
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
-        "frontend.port: expected an integer from 0 to 65535, got 99999",
-        'models[1].name: "m" is the name of models[0] already; give it another',
-        'engines[2].name: "diesel" is the name of engines[0] already; give it another',
-        'engines[2].model: no model is named "x"; known models: m',
+        "0.yaml:7: frontend.port: expected an integer from 0 to 65535, got 99999",
+        '0.yaml:2: models[1].name: "m" is the name of models[0] already; give it another',
+        '0.yaml:6: engines[2].name: "diesel" is the name of engines[0] already; give it another',
+        '0.yaml:6: engines[2].model: no model is named "x"; known models: m',
         (
-            "tiers: none of the engines here keeps KV blocks in tiers; "
+            "0.yaml:8: tiers: none of the engines here keeps KV blocks in tiers; "
             "those that do: none is installed"
         ),
     ]
@@ -192,10 +192,50 @@ def test_a_mistake_from_outside_the_file_names_its_source(tmp_path: Path) -> Non
     ]
 
 
-def test_with_several_files_a_mistake_names_its_file_and_line(tmp_path: Path) -> None:
-    assert problems(tmp_path, MINIMAL, "\nfrontend:\n  port: x\n") == [
-        'frontend.port: expected an integer from 0 to 65535, got "x" (from 1.yaml:3)'
+def test_with_several_files_a_mistake_names_the_one_that_won(tmp_path: Path) -> None:
+    second = "\nfrontend:\n  port: x\n  host: y\n"
+    assert problems(tmp_path, MINIMAL + "frontend: {port: y, replicas: z}", second) == [
+        '1.yaml:3: frontend.port: expected an integer from 0 to 65535, got "x"',
+        '0.yaml:6: frontend.replicas: expected an integer of at least 1, got "z"',
     ]
+
+
+def test_what_is_missing_has_the_line_of_what_it_is_missing_in(tmp_path: Path) -> None:
+    assert problems(tmp_path, "engines:\n  - kind: diesel\n  -\n    model: m\n") == [
+        "models: required, but missing",
+        "0.yaml:4: engines[1].kind: required, but missing",
+    ]
+
+
+def test_the_line_is_that_of_the_key(tmp_path: Path) -> None:
+    assert problems(tmp_path, MINIMAL, "fronted:\n\n  port: 1\nlog:\n  level:\n    - info\n") == [
+        '1.yaml:5: log.level: expected one of "debug", "info", "warning", "error", got ["info"]',
+        '1.yaml:1: fronted: unknown key; did you mean "frontend"?',
+    ]
+
+
+def test_values_of_an_anchor_have_its_lines(tmp_path: Path) -> None:
+    text = """
+models: [{name: m, source: package:m}]
+engines:
+  - &first
+    kind: diesel
+    replicas: x
+  - <<: *first
+    name: b
+frontend: &door
+  port: x
+"""
+    assert problems(tmp_path, text) == [
+        '0.yaml:6: engines[0].replicas: expected an integer of at least 1, got "x"',
+        '0.yaml:6: engines[1].replicas: expected an integer of at least 1, got "x"',
+        '0.yaml:10: frontend.port: expected an integer from 0 to 65535, got "x"',
+    ]
+
+
+def test_a_key_that_is_no_step_of_a_path_is_told_all_the_same(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL, '"[": 1')
+    assert line.startswith("[: unknown key")
 
 
 @pytest.mark.parametrize(
@@ -255,14 +295,16 @@ def test_a_raw_secret_is_refused_without_repeating_it(tmp_path: Path) -> None:
 def test_the_model_must_be_said_when_there_are_several(tmp_path: Path) -> None:
     second = "models: [{name: a, source: package:a}, {name: b, source: package:b}]"
     assert problems(tmp_path, MINIMAL, second) == [
-        "engines[0].model: required, because there are 2 models"
+        "0.yaml:5: engines[0].model: required, because there are 2 models"
     ]
 
 
 def test_blocked_plugins_are_not_loaded(tmp_path: Path) -> None:
     blocking = "plugins: {block: [motors]}"
     (line,) = problems(tmp_path, MINIMAL, blocking)
-    assert line.startswith('engines[0].kind: no installed plugin offers the engine "diesel"')
+    assert line.startswith(
+        '0.yaml:5: engines[0].kind: no installed plugin offers the engine "diesel"'
+    )
     assert "motors (test): blocked" in line
     loaded = load(tmp_path, MINIMAL, no_plugins=["warp"])
     assert loaded.config.plugins.block == ("warp",)

@@ -70,4 +70,4 @@ def test_what_workers_exchange_has_one_encoding(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([written(tmp_path, f"{packed}, {{kind: peer}}")])
     (problem,) = caught.value.problems
-    assert problem.startswith("tiers[1].compression: must be the same as in the tier dram")
+    assert ":3: tiers[1].compression: must be the same as in the tier dram" in problem

@@ -16,7 +16,16 @@ from commutator.config.kinds import config_converter
 from commutator.config.model import Config
 from commutator.config.overrides import Override, apply_overrides, from_environment, from_option
 from commutator.config.tiers import tier_problems
-from commutator.config.tree import DEFAULT, Node, find, from_plain, merge, path_steps, plain
+from commutator.config.tree import (
+    DEFAULT,
+    Node,
+    find,
+    from_plain,
+    merge,
+    origin_of,
+    path_steps,
+    plain,
+)
 from commutator.config.yaml_file import read_file
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
@@ -112,7 +121,7 @@ def build_config(
     found += cross_problems(data)
     found += tier_problems(data, host)
     found += disaggregation_problems(data, host)
-    lines = [*problems, *(f"{path}: {text}{_source(tree, path, files)}" for path, text in found)]
+    lines = [*problems, *(_told(tree, path, text) for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")
     return Loaded(config, host, tree)
@@ -137,13 +146,13 @@ def _block(tree: Node, refused: Sequence[str]) -> Node:
     return merge(tree, Node({"plugins": Node({"block": block}, origin)}, origin))
 
 
-def _source(tree: Node, path: str, files: Sequence[str | Path]) -> str:
-    """Where the wrong value was written, unless it can only be the one file."""
+def _told(tree: Node, path: str, text: str) -> str:
+    """One problem in the words of compilers, so that editors find the place."""
     try:
-        node = find(tree, path_steps(path))
-    except ValueError:
-        node = None
-    if node is None or node.origin == DEFAULT:
-        return ""
-    in_file = not node.origin.startswith(("env ", "--"))
-    return "" if in_file and len(files) == 1 else f" (from {node.origin})"
+        origin = origin_of(tree, path_steps(path))
+    except ValueError:  # an odd key
+        origin = None
+    if origin is None:
+        return f"{path}: {text}"
+    in_file = not origin.startswith(("env ", "--"))
+    return f"{origin}: {path}: {text}" if in_file else f"{path}: {text} (from {origin})"

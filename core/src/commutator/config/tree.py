@@ -14,6 +14,7 @@ __all__ = [
     "find",
     "from_plain",
     "merge",
+    "origin_of",
     "path_steps",
     "path_text",
     "plain",
@@ -101,6 +102,18 @@ def find(node: Node, steps: Iterable[str | int]) -> Node | None:
         else:
             return None
     return node
+
+
+def origin_of(node: Node, steps: Sequence[str | int]) -> str | None:
+    """Where the value at ``steps`` was written.
+
+    Of what was not, the innermost part around it that was; None when that is the whole.
+    """
+    for length in range(len(steps), 0, -1):
+        part = find(node, steps[:length])
+        if part is not None and part.origin != DEFAULT:
+            return part.origin
+    return None
 
 
 def path_steps(text: str) -> list[str]:

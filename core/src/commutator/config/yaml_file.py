@@ -1,4 +1,7 @@
-"""Reads YAML into a tree that knows the line of every value. Duplicate keys are refused."""
+"""Reads YAML into a tree that knows the line of every value. Duplicate keys are refused.
+
+The line of a value in a mapping is that of its key.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,8 @@ class _Builder:
         self._problems = problems
         self._checked: set[int] = set()
 
-    def __call__(self, node: yaml.Node) -> Node:
-        origin = self._origin(node.start_mark.line + 1)
+    def __call__(self, node: yaml.Node, key: yaml.Node | None = None) -> Node:
+        origin = self._origin((key or node).start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             return Node(self._mapping(node), origin)
         if isinstance(node, yaml.SequenceNode):
@@ -93,7 +96,7 @@ class _Builder:
             key = self._loader.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 self._problem(key_node, f"the key {_spelling(key)} is not text; put it in quotes")
-            items[str(key)] = self(value_node)
+            items[str(key)] = self(value_node, key_node)
         return items
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
