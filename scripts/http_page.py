@@ -51,7 +51,7 @@ Always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`:
 | 404, 405 | no such model, path or method |
 | 413 | the body is over `frontend.max_body_bytes` |
 | 429 | a queue is full, or every worker stayed busy; `code` says which, `Retry-After` when to try again |
-| 503 | no worker is ready; `Retry-After` |
+| 503 | no worker is ready, or none for the prefill that the others need; `Retry-After` |
 | 504 | the request's time is up |
 
 An error after a stream began is sent as an event with the same `error` object, and the stream ends without

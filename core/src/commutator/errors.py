@@ -10,7 +10,8 @@
     │   ├── EngineUnavailableError   connection refused, lost or silent
     │   ├── EngineOverloadedError    the engine is healthy but full
     │   ├── EngineIncompleteError    the stream ended before the answer did
-    │   └── EngineHandoverError      the prefill worker's KV did not arrive
+    │   ├── EngineHandoverError      the prefill worker's KV did not arrive
+    │   └── EngineNeedsPrefillError  it cannot compute a prompt, and no prefill worker did
     ├── TransferError          NIXL could not move some bytes
     │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
     │       └── TransferCancelledError   nobody waits for it any more; the same holds
@@ -30,6 +31,7 @@ __all__ = [
     "EngineError",
     "EngineHandoverError",
     "EngineIncompleteError",
+    "EngineNeedsPrefillError",
     "EngineOverloadedError",
     "EngineUnavailableError",
     "OverloadedError",
@@ -112,6 +114,10 @@ class EngineIncompleteError(EngineError):
 
 class EngineHandoverError(EngineError):
     """A decode worker did not get the KV from the prefill worker. It can serve it another way."""
+
+
+class EngineNeedsPrefillError(EngineError):
+    """A worker that computes no prompts, or only prompts, was sent a whole request."""
 
 
 class TransferError(CommutatorError):

@@ -21,6 +21,7 @@ from tests.support.front_door import (
 from commutator.errors import (
     CommutatorError,
     EngineError,
+    EngineNeedsPrefillError,
     EngineOverloadedError,
     EngineUnavailableError,
     OverloadedError,
@@ -35,6 +36,7 @@ FAILURES = [
     (EngineOverloadedError("full"), 429, "workers_busy"),
     (RoutingError("no worker is ready"), 503, "no_worker"),
     (EngineUnavailableError("connection reset by 10.0.0.7"), 503, "worker_lost"),
+    (EngineNeedsPrefillError("SGLang at http://10.0.0.7:1"), 503, "no_prefill_worker"),
     (EngineError("CUDA error at /secret/path.py"), 500, "worker_failed"),
     (RuntimeError("a bug in /secret/path.py"), 500, "internal_error"),
 ]

@@ -24,7 +24,11 @@ from commutator import (
 )
 from commutator.config.model import BusyConfig, Config, MigrationConfig, ModelConfig, RouterConfig
 from commutator.engine.handover import HandoverLegs, HandoverStyle
-from commutator.errors import EngineHandoverError, EngineUnavailableError
+from commutator.errors import (
+    EngineHandoverError,
+    EngineNeedsPrefillError,
+    EngineUnavailableError,
+)
 from commutator.plugins import Installed, load_plugins
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
@@ -84,6 +88,8 @@ class Worker(EngineClient):
     info: EngineInfo = INFO
     troubles: list[Exception | None] = field(factory=list)
     holds: asyncio.Event | None = None
+    alone: bool = True
+    """Whether it serves whole requests."""
     asked: list[GenerateRequest] = field(factory=list)
     open: int = 0
     aborted: int = 0
@@ -114,6 +120,8 @@ class Worker(EngineClient):
     ) -> AsyncIterator[TokenDelta]:
         begun, end = request.generated_prefix, request.sampling.max_tokens
         with self._opened():
+            if not (words or self.alone):
+                raise EngineNeedsPrefillError(f"{self.name} computes no prompts")
             if words and trouble is not None:
                 raise trouble
             if "room" in words:

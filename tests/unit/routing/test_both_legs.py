@@ -20,6 +20,7 @@ from commutator import DisaggAnswer
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
+    EngineNeedsPrefillError,
     EngineOverloadedError,
     EngineUnavailableError,
     RoutingError,
@@ -104,6 +105,17 @@ async def test_prefill_workers_alone_serve_nothing() -> None:
     with pytest.raises(RoutingError, match="only prefill workers are ready"):
         await world.run()
     assert not world.dispatcher.ready()
+
+
+async def test_a_worker_that_computes_no_prompts_needs_a_prefill_worker() -> None:
+    world = World()
+    await world.up("d-0", alone=False)
+    with pytest.raises(EngineNeedsPrefillError):
+        await world.run()
+    states = {status.worker_id: status.state for status in world.dispatcher.status()}
+    assert states == {"d-0": "ready"}, "it is not to blame"
+    await world.up("p-0")
+    assert (await world.run())[0] == ANSWER
 
 
 async def test_what_the_policy_is_told() -> None:

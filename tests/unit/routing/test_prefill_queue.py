@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from attrs import evolve
 from tests.unit.routing.apart_world import INFO, World
 
 from commutator.config.model import BusyConfig
+from commutator.errors import OverloadedError, RoutingError
 from commutator.types import Role, WorkerRecord
 
 ONE = BusyConfig(max_active_requests=1)
@@ -57,6 +59,26 @@ async def test_a_full_queue_is_not_joined() -> None:
     assert prefill.holds is not None
     prefill.holds.set()
     await first
+    world.check_closed()
+
+
+async def test_a_decode_worker_that_computes_no_prompts_fails_with_the_prefill_pools_reason() -> (
+    None
+):
+    world = World(busy=evolve(ONE, max_queued_requests=0), on_failure="another_worker")
+    prefill = await world.up("p-0", holds=asyncio.Event())
+    await world.up("d-0", alone=False)
+    first = asyncio.create_task(world.begin_and_read())
+    while not prefill.open:
+        await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="the queue of 0 is full"):
+        await world.begin_and_read()
+    assert prefill.holds is not None
+    prefill.holds.set()
+    await first
+    prefill.troubles.append(RuntimeError("out of memory"))
+    with pytest.raises(RoutingError, match="no prefill worker is ready"):
+        await world.begin_and_read()
     world.check_closed()
 
 

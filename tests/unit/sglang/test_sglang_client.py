@@ -18,6 +18,7 @@ from commutator.errors import (
     EngineError,
     EngineHandoverError,
     EngineIncompleteError,
+    EngineNeedsPrefillError,
     EngineOverloadedError,
     EngineUnavailableError,
     RequestError,
@@ -273,7 +274,7 @@ async def test_a_server_of_one_role_serves_nothing_alone(
 ) -> None:
     sglang.mode = "decode"
     await client.start()
-    with pytest.raises(EngineHandoverError, match="kind: always"):
+    with pytest.raises(EngineNeedsPrefillError, match="kind: always"):
         await collect(client)
     with pytest.raises(EngineHandoverError, match="for prefill"):
         await collect(client, evolve(REQUEST, handover=IN_A_ROOM))

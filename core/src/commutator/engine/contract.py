@@ -96,7 +96,8 @@ class EngineClient(ABC):
         """Begin a request; its deltas come out of the stream, the last with a finish reason.
 
         The stream raises EngineUnavailableError when the worker dies, EngineOverloadedError when
-        it is full, RequestError when it refuses the request itself, and EngineError otherwise.
+        it is full, RequestError when it refuses the request itself, EngineNeedsPrefillError when
+        it serves no request without another worker, and EngineError otherwise.
         """
 
     def forward(

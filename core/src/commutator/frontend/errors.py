@@ -12,6 +12,7 @@ from attrs import field, frozen
 from commutator.errors import (
     CommutatorError,
     DeadlineError,
+    EngineNeedsPrefillError,
     EngineOverloadedError,
     EngineUnavailableError,
     OverloadedError,
@@ -72,19 +73,14 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return HttpError(status, str(error), error.code or "invalid_value", error.param)
         case OverloadedError():
             return _later(429, str(error), error.reason, error.retry_after_s)
-        case EngineOverloadedError():
-            return _later(429, "every worker is busy; try again soon", "workers_busy")
         case RoutingError():
             return _later(503, str(error), "no_worker")
-        case EngineUnavailableError():
-            return _later(503, "the worker was lost; try again", "worker_lost")
         case DeadlineError():
             return HttpError(504, str(error), "deadline_exceeded")
         case web.HTTPException():
             return _from_aiohttp(error)
         case CommutatorError():
-            text = f"the worker failed this request; the log tells more under {request_id}"
-            return HttpError(500, text, "worker_failed")
+            return _from_worker(error, request_id)
         case _:
             text = f"internal error; the log tells more under request id {request_id}"
             return HttpError(500, text, "internal_error")
@@ -114,6 +110,22 @@ def _later(
 ) -> HttpError:
     headers = {"Retry-After": str(max(1, round(retry_after_s)))}
     return HttpError(status, message, code, headers=headers)
+
+
+def _from_worker(error: CommutatorError, request_id: str) -> HttpError:
+    match error:
+        case EngineOverloadedError():
+            return _later(429, "every worker is busy; try again soon", "workers_busy")
+        case EngineUnavailableError():
+            return _later(503, "the worker was lost; try again", "worker_lost")
+        case EngineNeedsPrefillError():
+            text = (
+                "this model's decode workers need a prefill worker, and none took this request; "
+                f"start one, or try again once one is ready; the log tells more under {request_id}"
+            )
+            return _later(503, text, "no_prefill_worker")
+    text = f"the worker failed this request; the log tells more under {request_id}"
+    return HttpError(500, text, "worker_failed")
 
 
 def _from_aiohttp(error: web.HTTPException) -> HttpError:

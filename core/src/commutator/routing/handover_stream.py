@@ -15,6 +15,7 @@ from commutator.engine.contract import TokenStream
 from commutator.engine.handover import HandoverLegs, HandoverStyle
 from commutator.errors import (
     EngineHandoverError,
+    EngineNeedsPrefillError,
     EngineOverloadedError,
     RequestError,
     RoutingError,
@@ -74,6 +75,7 @@ class HandoverStream:
         self._fits = pool.fitting(request, decode.route.worker)
         self._local_prefill_tokens = decode.ticket.prefill_tokens
         self._avoid: set[LiveWorker] = set()
+        self._refusal: RoutingError | None = None
         self._prefill: PrefillLeg | None = None
         self._answer: TokenStream | None = None
         self._closed = False
@@ -121,7 +123,7 @@ class HandoverStream:
         try:
             placed = await pool.place(self._summary, self._hashes, self._fits, self._avoid)
         except RoutingError as error:
-            self.outcome = str(error)
+            self.outcome, self._refusal = str(error), error
             pool.observer.leg_ended(pool.model, "prefill", "refused")
             return None
         self.prefill_worker = placed.route.decision.worker_id
@@ -189,13 +191,21 @@ class HandoverStream:
         return self._decode.route.worker.client.generate(request)
 
     async def _locally(self) -> TokenDelta:
-        """As if nothing had been tried; what had arrived is in the decode worker's cache."""
+        """As if nothing had been tried; what had arrived is in the decode worker's cache.
+
+        A decode worker that computes no prompts fails with the reason why no other one did.
+        """
         pool, worker = self._pool, self._decode.route.worker
         if self.failed:
             self.outcome = "prefilled locally after a failure"
         pool.load.expect(self._decode.ticket, self._local_prefill_tokens)
         self._answer = worker.client.generate(self._request)
-        return await self._answer.__anext__()
+        try:
+            return await self._answer.__anext__()
+        except EngineNeedsPrefillError as error:
+            if self._refusal is None:
+                raise
+            raise self._refusal from error
 
     def _arrived(self, prefill: PrefillLeg) -> None:
         pool, now_s = self._pool, time.perf_counter()

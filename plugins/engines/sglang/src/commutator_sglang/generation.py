@@ -16,6 +16,7 @@ from commutator.errors import (
     EngineError,
     EngineHandoverError,
     EngineIncompleteError,
+    EngineNeedsPrefillError,
 )
 from commutator.types import GenerateRequest
 from commutator_sglang.api import ServerInfo
@@ -132,7 +133,7 @@ class Generation:
         mode, handover = self._server.disaggregation_mode, self._request.handover
         if handover is None:
             if mode != "null":
-                raise EngineHandoverError(
+                raise EngineNeedsPrefillError(
                     f"{self._where} runs with --disaggregation-mode {mode}, so it cannot serve a "
                     "request alone: it needs `disaggregation: {kind: always}` and a prefill "
                     "server that is ready"
