@@ -59,7 +59,6 @@ async def until_routed(url: str, blocks: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.proves("trtllm", "routing by prefix finds what can be found", how="stand-in")
 async def test_attached() -> None:
     (port,) = free_ports("127.0.0.1")
     config = {

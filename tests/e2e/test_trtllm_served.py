@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,30 +11,22 @@ from tests.support.chat import compare_chat
 from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.oracle import SOURCE, greedy
+from tests.support.ten_turns import ten_turns
+from tests.support.trtllm.cluster import SERVE, launched, load_of
 
-from commutator.runtime.lease import Up
-from commutator.runtime.registry_client import RegistryClient
 from commutator.testing import LocalCluster
 from commutator.text import load_text_model
-from commutator_trtllm.client import TrtllmClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SERVE = Path(__file__).resolve().parents[1] / "support" / "trtllm" / "serve.py"
 DEPLOYMENT: dict[str, Any] = {
     "models": [{"name": "m", "source": SOURCE, "max_model_len": 1024}],
-    "engines": [
-        {
-            "kind": "trtllm",
-            "name": "t",
-            "replicas": 2,
-            "command": [sys.executable, str(SERVE)],
-            "checkpoint": SOURCE,
-        }
-    ],
+    "engines": [launched(SOURCE, name="t", replicas=2)],
+    "router": {"kind": "kv"},
     "runtime": {"lease_s": 60, "restart_backoff_s": 0.1},  # a busy machine loses no worker
     "migration": {"wait_s": 300},
 }
+BLOCK = 32
 STORY = "Once upon a time, in a small village by the sea,"
 
 
@@ -65,6 +54,14 @@ def test_completions_are_those_of_transformers(client: openai.OpenAI) -> None:
         assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == expected
 
 
+@pytest.mark.proves("trtllm", "routing by prefix finds what can be found", how="stand-in")
+def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
+    """At least 95 % of the whole blocks that the turn before left, as the server counts them."""
+    found = ten_turns(client, "m", BLOCK)
+    print(f"cached {found.cached} of {found.possible} possible tokens: {found.part:.1%}")
+    assert found.part >= 0.95
+
+
 @pytest.mark.proves("trtllm", "a worker killed: its answers go on elsewhere", how="stand-in")
 def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
     """The stream goes on at the other server, and the lost one comes back with its sidecar."""
@@ -82,23 +79,13 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
     wait_for_workers(pair, 2)
 
 
-async def work(cluster: LocalCluster, worker: str) -> float:
-    """The requests that the server has by its own statistics, which its sidecar reads."""
-    registry = RegistryClient((await asyncio.to_thread(cluster.health))["registry"])
-    watched = registry.watch()
-    assert isinstance(watched, AsyncGenerator)
-    present = [change.record for change in await anext(watched) if isinstance(change, Up)]
-    await watched.aclose()
-    await registry.close()
-    (address,) = (record.address for record in present if record.worker_id == worker)
-    client = TrtllmClient(address, answer_timeout_s=60)
-    load = await client.load()
-    await client.close()
-    return load.running + load.waiting
-
-
 @pytest.mark.proves("trtllm", "a worker drained: nothing fails", how="stand-in")
 async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """By its statistics a drained server computes nothing."""
-    served = await drain_in_turn(pair.url, "m", ("t-0", "t-1"), lambda w: work(pair, w))
+
+    async def work(worker: str) -> float:
+        load = await load_of(pair, worker)
+        return load.running + load.waiting
+
+    served = await drain_in_turn(pair.url, "m", ("t-0", "t-1"), work)
     print(f"streams: {dict(served)}, 0 failed")
