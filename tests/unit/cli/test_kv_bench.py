@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from commutator.cli.bench_tier import Line
+from commutator.cli.kv_bench import _show
 from commutator.cli.main import main
 
 QUICK = ("--total-mib", "1", "--rounds", "1", "--block-kib", "64")
@@ -27,16 +29,17 @@ def lines(*arguments: str) -> list[dict[str, Any]]:
 
 def test_host_memory_and_a_disk(tmp_path: Path) -> None:
     told = lines("--path", str(tmp_path))
-    assert {line["tier"] for line in told} == {"dram", "nvme", "nvme-2"}
+    assert {line["tier"] for line in told} == {"dram", "nvme", "nvme-cached"}
     for line in told:
         assert line["block_bytes"] == 65536
         assert line["gb_per_s"] > 0
         assert line["p99_ms"] > 0
         raw, ratio = line["raw_gb_per_s"], line["ratio"]
-        assert raw.keys() == {"memcpy" if line["tier"] == "dram" else "preadv", "nixl"}
+        file_call = {"store": "pwritev", "load": "preadv"}[line["operation"]]
+        assert raw.keys() == {"memcpy" if line["tier"] == "dram" else file_call, "nixl"}
         for way in raw:
             assert ratio[way] == pytest.approx(line["gb_per_s"] / raw[way], rel=0.05, abs=0.002)
-    cached = {(line["operation"], line["cache"]) for line in told if line["tier"] == "nvme-2"}
+    cached = {(line["operation"], line["cache"]) for line in told if line["tier"] == "nvme-cached"}
     assert cached == {("store", "warm"), ("load", "warm"), ("load", "cold")}
     assert list(tmp_path.iterdir()) == []
 
@@ -58,11 +61,60 @@ def test_the_tiers_of_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file], "the folder was made for this only"
 
 
-def test_a_table_for_people(tmp_path: Path) -> None:
+def test_a_table_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = run("--path", str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert "memcpy" in done.stdout
-    assert "64 KiB" in done.stdout
+    heading, *rows = done.stdout.splitlines()
+    assert "of NIXL" in heading
+    assert [row.split()[:1] for row in rows] == [
+        [name] for name in ("dram", "dram", "nvme", "nvme", *["nvme-cached"] * 3)
+    ], "one line for each result, at 80 columns"
+    assert all("64 KiB" in row for row in rows)
+    assert "memcpy" in rows[0]
+    assert ["pwritev" in row for row in rows[2:]] == [True, False, True, False, False]
+    assert ["preadv" in row for row in rows[2:]] == [False, True, False, True, True]
+
+
+def test_the_widest_table_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    line = Line(
+        tier="nvme-cached",
+        block_bytes=256 << 10,
+        operation="store",
+        cache="warm",
+        gb_per_s=12.34,
+        p99_ms=1234.5,
+        raw_gb_per_s={"pwritev": 12.34, "nixl": 0.123},
+    )
+    _show([line])
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert "…" not in shown[1]
+    assert shown[1].split()[-4:] == ["pwritev", "12.3", "1.00", "100"]
+
+
+@pytest.mark.parametrize("path", ["/nope", "/proc"])
+def test_a_disk_that_cannot_be_measured(path: str) -> None:
+    done = run("--path", path)
+    assert done.exit_code == 2, done.output
+    assert "--path" in done.stderr
+    assert path in done.stderr
+
+
+def test_a_tier_whose_folder_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = tmp_path / "cluster.yaml"
+    config.write_text(
+        "models: [{name: m, source: package:m}]\n"
+        "engines: [{kind: reference}]\n"
+        f"tiers: [{{kind: nvme, path: '{tmp_path}/file/kv', capacity: 1GB}}]\n"
+    )
+    done = run(str(config))
+    assert done.exit_code == 1
+    assert f"no folder can be made in {tmp_path}/file/kv" in done.stderr
 
 
 def test_a_file_without_tiers_is_refused(tmp_path: Path) -> None:

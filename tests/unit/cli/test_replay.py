@@ -120,7 +120,7 @@ def test_more_workers_and_a_slower_trace_ease_the_load(trace: Path) -> None:
 
 
 def test_the_table_and_the_plot(trace: Path, tmp_path: Path) -> None:
-    for name in ("plot.svg", "plot.png"):
+    for name in ("plot.svg", "plot.png", "plot.pdf"):
         done = replay(trace, "--requests", "60", "--compare", "session_affinity,kv,random",
                       "--plot", str(tmp_path / name))  # fmt: skip
         assert done.exit_code == 0, done.output
@@ -131,6 +131,21 @@ def test_the_table_and_the_plot(trace: Path, tmp_path: Path) -> None:
         assert heading in table
     assert "…" not in table, "it fits 80 columns"
     assert {"kv", "random"} <= set(table.split())
+
+
+@pytest.mark.parametrize("name", ["plot.foo", "plot", "missing/plot.svg", "folder.svg"])
+def test_a_plot_that_cannot_be_written_is_told_before_the_replay(
+    trace: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the trace was read")
+
+    monkeypatch.setattr("commutator.cli.replay.read_trace", never)
+    (tmp_path / "folder.svg").mkdir()
+    done = replay(trace, "--plot", str(tmp_path / name))
+    assert done.exit_code == 2, done.output
+    assert "--plot" in done.output
+    assert name in done.output
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from commutator.kv.tier import Slot, StorageTier
 from commutator.transfer.bare import BareNixl
 from commutator.transfer.spans import Direction, Memory, Span
 
-__all__ = ["RawMove", "raw_ways"]
+__all__ = ["RawMove", "raw_ways", "way_name"]
 
 _FILE_THREADS = 8
+_FILES = "files"
+_FILE_CALLS = {Direction.READ: "preadv", Direction.WRITE: "pwritev"}
 
 RawMove = Callable[[Direction, Sequence[int]], None]
 """Moves the blocks of these numbers from the arena (WRITE) or into it (READ)."""
@@ -51,13 +53,18 @@ def raw_ways(
     try:
         if tier.memory is Memory.FILE:
             with ThreadPoolExecutor(_FILE_THREADS) as pool:
-                yield {"preadv": _files(pool, local, remote), "nixl": nixl}
+                yield {_FILES: _files(pool, local, remote), "nixl": nixl}
         elif tier.memory is Memory.DRAM:
             yield {"memcpy": _memcpy(local, remote), "nixl": nixl}
         else:
             yield {"nixl": nixl}
     finally:
         bare.close()
+
+
+def way_name(way: str, direction: Direction) -> str:
+    """What a way is called when it goes in one direction."""
+    return _FILE_CALLS[direction] if way == _FILES else way
 
 
 def _memcpy(local: Sequence[Span], remote: Sequence[Span]) -> RawMove:

@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from commutator.cli.bench_raw import RawMove, raw_ways
+from commutator.cli.bench_raw import RawMove, raw_ways, way_name
 from commutator.errors import CommutatorError, TierError
 from commutator.kv.arena import BlockArena
 from commutator.kv.block_io import IoContext
@@ -36,6 +36,11 @@ __all__ = ["Line", "measure", "needed_bytes"]
 _TIMEOUT_S = 120.0
 _SAMPLES = 100
 _SEED = 7
+_DIRECTIONS = {
+    "store": Direction.WRITE,
+    "load": Direction.READ,
+    "cold load": Direction.READ,
+}
 
 
 @frozen(kw_only=True)
@@ -171,7 +176,7 @@ class _Bench:
                 cache="cold" if name.startswith("cold") else warm,
                 gb_per_s=rates[name, "tier"],
                 p99_ms=p99_ms[name],
-                raw_gb_per_s={way: rates[name, way] for way in raw},
+                raw_gb_per_s={way_name(way, _DIRECTIONS[name]): rates[name, way] for way in raw},
             )
             for name in dict.fromkeys(name for name, _ in rates)
         ]

@@ -23,6 +23,8 @@ __all__ = ["bench"]
 
 _KIB = 1024
 _SIZES_KIB = (64, 256, 1024, 4096)
+_OWN_NAMES = {"dram": "dram", "nvme": "nvme", "nvme-2": "nvme-cached"}
+"""What the tiers are called that are measured without FILE."""
 
 
 @click.command(
@@ -37,8 +39,8 @@ _SIZES_KIB = (64, 256, 1024, 4096)
 )
 @click.option(
     "--path",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Without FILE: the disk to measure; the folder for temporary files by default.",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+    help="Without FILE: a folder on the disk to measure; that for temporary files by default.",
 )
 @click.option(
     "--block-kib",
@@ -63,13 +65,18 @@ def bench(
     sets: tuple[str, ...],
     no_plugins: tuple[str, ...],
 ) -> None:
-    """Measure the tiers of FILE, or host memory and a local disk, with and without page cache.
+    """Measure the tiers of FILE, or host memory and a local disk.
+
+    Without FILE: dram is host memory, nvme the disk past the page cache, nvme-cached through it.
 
     Needs no engine and no deployment. Blocks go the way that they go in an engine: reserved,
     moved by NIXL, checked, committed. Raw limits are measured in the same rounds: memcpy, NIXL
-    alone, preadv and pwritev by 8 threads, boto3. The tiers of FILE are taken as they are, but with
-    the room that is needed, and in a new folder or under a new prefix, removed in the end.
+    alone, preadv and pwritev by 8 threads, boto3; the table has the tier's share of each. The tiers
+    of FILE are taken as they are, but with the room that is needed, and in a new folder or under a
+    new prefix, removed in the end.
     """
+    from attrs import evolve
+
     from commutator.cli.bench_tier import measure, needed_bytes
     from commutator.engine.tiers import make_tiers
 
@@ -82,9 +89,10 @@ def bench(
             capacity = needed_bytes(size, total_bytes)
             tailored = [_tailored(config, capacity, stack) for config in configs]
             for setup in make_tiers(tailored, host, f"kv-bench-{os.getpid()}"):
-                lines += measure(setup, size, total_bytes, rounds)
+                name = setup.name if files else _OWN_NAMES[setup.name]
+                lines += measure(evolve(setup, name=name), size, total_bytes, rounds)
                 if not as_json:
-                    click.echo(f"{setup.name}, {size // _KIB} KiB: measured", err=True)
+                    click.echo(f"{name}, {_size(size)}: measured", err=True)
     if as_json:
         click.echo(json.dumps([line.as_json() for line in lines], indent=2))
     else:
@@ -114,7 +122,10 @@ def _configs(
     if sets:
         raise click.UsageError("--set changes a FILE; give one")
     host = load_plugins(no_plugins)
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-bench-", dir=path))
+    try:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-bench-", dir=path))
+    except OSError as error:
+        raise click.BadParameter(_not_made(path, error), param_hint="--path") from None
     entries: list[dict[str, Any]] = [
         {"kind": "dram", "capacity": 1},
         {"kind": "nvme", "path": folder, "capacity": 1},
@@ -125,8 +136,10 @@ def _configs(
 
 
 def _tailored(config: TierConfig, capacity: int, stack: ExitStack) -> TierConfig:
-    """The same with enough room, in a place of its own."""
+    """The same with enough room, in a place of its own. Raises TierError if there is none."""
     import attrs
+
+    from commutator.errors import TierError
 
     names = {field.name for field in attrs.fields(type(config))}
     changes: dict[str, Any] = {}
@@ -135,13 +148,22 @@ def _tailored(config: TierConfig, capacity: int, stack: ExitStack) -> TierConfig
     if "path" in names:
         parent = Path(config.path.replace("{worker}", f"kv-bench-{os.getpid()}"))  # type: ignore[attr-defined]
         stack.callback(_remove_empty, _missing(parent))
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="kv-bench-", dir=parent)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = tempfile.mkdtemp(prefix="kv-bench-", dir=parent)
+        except OSError as error:
+            raise TierError(f"{config.kind}: path: {_not_made(parent, error)}") from None
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         changes["path"] = folder
     if "prefix" in names:
         changes["prefix"] = f"{config.prefix}/kv-bench-{os.getpid()}"  # type: ignore[attr-defined]
     return attrs.evolve(config, **changes)
+
+
+def _not_made(parent: Path | None, error: OSError) -> str:
+    return (
+        f"no folder can be made in {parent or 'any folder for temporary files'}: {error.strerror}"
+    )
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -156,25 +178,38 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def _show(lines: list[Line]) -> None:
+    """Fits 80 columns; the rates of bare NIXL are in the JSON."""
     from rich.console import Console
 
     from commutator.cli.kv_tables import make_table
 
     table = make_table(
-        "tier", "block>", "operation", "cache", "GB/s>", "p99 ms>", "raw GB/s, ratio"
+        "tier", "block>", "", "cache", "GB/s>", "p99 ms>", "raw GB/s", "ratio>", "of NIXL>"
     )
     for line in lines:
-        raw = ", ".join(
-            f"{way} {rate:.2f} ({line.gb_per_s / rate:.2f})"
-            for way, rate in line.raw_gb_per_s.items()
-        )
+        rates = dict(line.raw_gb_per_s)
+        nixl = rates.pop("nixl", None)
+        raw = next(iter(rates.items()), None)
         table.add_row(
             line.tier,
-            f"{line.block_bytes // _KIB} KiB",
+            _size(line.block_bytes),
             line.operation,
             line.cache,
-            f"{line.gb_per_s:.2f}",
-            f"{line.p99_ms:.2f}",
-            raw,
+            _figure(line.gb_per_s),
+            _figure(line.p99_ms),
+            "" if raw is None else f"{raw[0]} {_figure(raw[1])}",
+            "" if raw is None else _figure(line.gb_per_s / raw[1]),
+            "" if nixl is None else _figure(line.gb_per_s / nixl),
         )
     Console().print(table)
+
+
+def _size(block_bytes: int) -> str:
+    kib = block_bytes // _KIB
+    return f"{kib} KiB" if kib % _KIB else f"{kib // _KIB} MiB"
+
+
+def _figure(value: float) -> str:
+    """In four characters up to 9,999."""
+    decimals = max(0, 3 - len(str(int(value))))
+    return f"{value:.{decimals}f}"

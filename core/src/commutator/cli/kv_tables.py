@@ -111,11 +111,21 @@ def show_why(answers: Answers) -> None:
     console = Console()
     for worker, answer in answers.items():
         blocks, size = answer["blocks"], answer["block_size"]
-        reused = sum(block["reusable"] for block in blocks)
-        rest = answer["prompt_tokens"] - len(blocks) * size
+        tokens = answer["prompt_tokens"]
+        told = f"[bold]{worker}[/]: {_plural(tokens, 'token')}"
+        if not blocks:
+            console.print(
+                f"{told}. Nothing can be reused: blocks are reused whole, a block has "
+                f"{_plural(size, 'token')}, and the last token is always computed, so a prompt "
+                f"must have at least {_plural(size + 1, 'token')}",
+                highlight=False,
+            )
+            continue
+        reused, rest = sum(block["reusable"] for block in blocks), tokens - len(blocks) * size
+        remainder = "last token is" if rest == 1 else f"last {rest} tokens are"
         console.print(
-            f"[bold]{worker}[/]: {answer['prompt_tokens']} tokens, {reused} of {len(blocks)} "
-            f"blocks would be reused; the last {rest} tokens are always computed",
+            f"{told}, {reused} of {_plural(len(blocks), 'block')} would be reused; "
+            f"the {remainder} always computed",
             highlight=False,
         )
         table = make_table("blocks>", "reused", "why", "lies in")
@@ -124,8 +134,11 @@ def show_why(answers: Answers) -> None:
             mark = "[green]yes[/]" if block["reusable"] else "no"
             held = ", ".join(f"{copy['name']}{_state(copy)}" for copy in block["held"])
             table.add_row(numbers, mark, block["reason"], held)
-        if blocks:
-            console.print(table)
+        console.print(table)
+
+
+def _plural(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _runs(blocks: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from commutator.routing.trace_mix import at_rate, with_chats
 
 __all__ = ["replay"]
 
+_PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -31,6 +33,20 @@ class _Rates(click.ParamType[list[float]]):
         if isinstance(value, list):
             return value
         return [_POSITIVE.convert(one, param, ctx) for one in value.split(",")]
+
+
+def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """What could only be told after the whole replay otherwise."""
+    del ctx, param
+    if value is None:
+        return None
+    if value.suffix not in _PLOT_SUFFIXES:
+        expected = ", ".join(_PLOT_SUFFIXES)
+        raise click.BadParameter(f"{value}: expected a name that ends in one of {expected}")
+    if not os.access(value.parent, os.W_OK) or not value.parent.is_dir():
+        raise click.BadParameter(f"{value}: {value.parent} is not a folder that can be written to")
+    plots()
+    return value
 
 
 @click.command(
@@ -81,7 +97,10 @@ class _Rates(click.ParamType[list[float]]):
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG or PNG."
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_checked_plot,
+    help="Write a picture: SVG, PNG or PDF, as FILE ends.",
 )
 @set_option
 def replay(

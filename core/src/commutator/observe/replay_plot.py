@@ -25,7 +25,7 @@ _LINES = (_OTHER, _SECOND, _CHOSEN, "#5a9e6f", "#a05a9e")
 
 
 def draw(reports: Sequence[Report], ideal: float, path: Path) -> None:
-    """Write cached tokens beside the ideal, and times to the first token, as SVG or PNG."""
+    """Write cached tokens beside the ideal, and times to the first token, as an SVG, PNG or PDF."""
     names = [report.policy for report in reports]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     cached = [report.cached_ratio * 100 for report in reports]
@@ -78,6 +78,7 @@ def draw_sweep(sweep: Mapping[float, Sequence[Report]], path: Path) -> None:
 def _save(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    undated = {"Date": None} if path.suffix == ".svg" else None
+    date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+    undated = None if date is None else {date: None}
     figure.savefig(path, metadata=undated)
     plt.close(figure)
