@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from bench.__main__ import SCENARIOS
 from click.testing import CliRunner
 
 from commutator import hookspecs
@@ -94,6 +95,12 @@ def test_every_metric_has_its_line() -> None:
         assert f"| `{metric}` |" in page
     asked = re.findall(r"(commutator_\w+?)(?:_bucket|_sum|_count)?[\[{]", page)
     assert set(asked) <= set(names), "the queries ask for metrics that there are"
+
+
+def test_every_benchmark_has_its_line() -> None:
+    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
+    listed = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert sorted(listed) == sorted(SCENARIOS)
 
 
 def test_every_hook_has_its_heading() -> None:
