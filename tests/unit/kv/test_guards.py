@@ -17,6 +17,7 @@ from commutator.kv.guards import (
     RetryIo,
 )
 from commutator.kv.load_result import LoadResult
+from commutator.kv.offer import Offer
 from commutator.kv.tier import Stored
 from commutator.transfer import Span
 
@@ -37,7 +38,9 @@ def to_load(count: int) -> list[LoadBlock]:
 def to_store(count: int) -> list[StoreBlock]:
     return [
         StoreBlock(
-            key=slot.to_bytes(32, "big"), parent=None, token_ids=(), slot=slot, local=Span(0, 100)
+            offer=Offer(key=slot.to_bytes(32, "big"), parent=None, token_ids=()),
+            slot=slot,
+            local=Span(0, 100),
         )
         for slot in range(count)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from commutator.kv.offer import Offer
 from commutator.kv.service_jobs import part_blocks, store_job
 from commutator.kv.tier_worker import StoreOutcome, TierWorker
-from commutator.transfer import Span
+from commutator.transfer import Memory, Span
 
 KIB = 1 << 10
 
@@ -19,7 +20,8 @@ class Recorder:
 
     is_open = True
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
+        self.setup = SimpleNamespace(tier=SimpleNamespace(memory=memory))
         self.parts: list[int] = []
 
     def store(self, offers: list[Offer], *_: object, **__: object) -> StoreOutcome:
@@ -28,15 +30,24 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "expected"),
-    [(KIB, 256), (64 * KIB, 256), (1024 * KIB, 32), (2048 * KIB, 16), (64 << 20, 16)],
+    ("block_bytes", "on_disk", "in_memory"),
+    [
+        (KIB, 256, 256),
+        (64 * KIB, 256, 256),
+        (1024 * KIB, 32, 64),
+        (2048 * KIB, 16, 32),
+        (64 << 20, 16, 16),
+    ],
 )
-def test_larger_blocks_make_shorter_parts(block_bytes: int, expected: int) -> None:
-    assert part_blocks(block_bytes) == expected
+def test_larger_blocks_and_slower_tiers_make_shorter_parts(
+    block_bytes: int, on_disk: int, in_memory: int
+) -> None:
+    assert part_blocks(block_bytes, Memory.FILE) == on_disk
+    assert part_blocks(block_bytes, Memory.DRAM) == in_memory
 
 
 def test_every_block_is_in_exactly_one_part_and_others_may_go_between() -> None:
-    worker, told = Recorder(), list[Any]()
+    worker, told = Recorder(Memory.FILE), list[Any]()
     offers = [Offer(key=bytes([i]) * 32, parent=None, token_ids=(0,)) for i in range(70)]
     parts = store_job(
         offers,

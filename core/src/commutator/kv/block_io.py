@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
+from commutator.kv.offer import Offer
 from commutator.kv.tier import Slot, Stored
 from commutator.transfer.spans import Span
 
@@ -23,26 +24,27 @@ __all__ = ["BlockIo", "IoContext", "LoadBlock", "StoreBlock", "Unstored"]
 class StoreBlock:
     """A block to write into a reserved slot."""
 
-    key: BlockKey
-    parent: BlockKey | None
-    token_ids: tuple[int, ...]
+    offer: Offer
     slot: Slot
     local: Span
     """Where its bytes are; nobody changes them meanwhile."""
-    lora_name: str | None = None
-    tenant: str | None = None
+
+    @property
+    def key(self) -> BlockKey:
+        return self.offer.key
 
     def stored(self, size_bytes: int, checksum: int) -> Stored:
         """What to commit once so many bytes are in the slot."""
+        offer = self.offer
         return Stored(
-            key=self.key,
+            key=offer.key,
             slot=self.slot,
             size_bytes=size_bytes,
             checksum=checksum,
-            parent=self.parent,
-            token_ids=self.token_ids,
-            lora_name=self.lora_name,
-            tenant=self.tenant,
+            parent=offer.parent,
+            token_ids=offer.token_ids,
+            lora_name=offer.lora_name,
+            tenant=offer.facts.tenant,
         )
 
 

@@ -26,11 +26,13 @@ class DirectIo(BlockIo):
         self._mover = mover
 
     def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
-        sums = [0] * len(blocks)
+        results: list[Stored | Unstored] = [Unstored("")] * len(blocks)
 
         def add_up(moved: Sequence[int]) -> None:
             for index in moved:
-                sums[index] = checksum(bytes_at(blocks[index].local))
+                block = blocks[index]
+                total = checksum(bytes_at(block.local))
+                results[index] = block.stored(block.local.size_bytes, total)
 
         errors = self._mover.move(
             Direction.WRITE,
@@ -38,10 +40,10 @@ class DirectIo(BlockIo):
             context,
             on_moved=add_up,
         )
-        return [
-            block.stored(block.local.size_bytes, total) if error is None else Unstored(str(error))
-            for block, total, error in zip(blocks, sums, errors, strict=True)
-        ]
+        for index, error in enumerate(errors):
+            if error is not None:
+                results[index] = Unstored(str(error))
+        return results
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
         results = [LoadResult.FAILED] * len(blocks)

@@ -12,7 +12,7 @@ from commutator.kv.offer import Offer
 from commutator.kv.tier import Stored
 from commutator.kv.tier_thread import Job
 from commutator.kv.tier_worker import TierWorker
-from commutator.transfer import Span
+from commutator.transfer import Memory, Span
 
 __all__ = [
     "PART_BLOCKS",
@@ -27,16 +27,18 @@ __all__ = [
 PART_BLOCKS = 16
 """After so many blocks a more urgent job may go first."""
 _MOST_BLOCKS = 256
-_STORE_BYTES = 32 << 20
-"""Some 10 ms on a disk, beside which what is done between two parts is little."""
+_STORE_BYTES = {Memory.DRAM: 64 << 20}
+_OTHER_STORE_BYTES = 32 << 20
+"""Some 10 ms each, beside which what is done between two parts is little."""
 
 Stores = Callable[[list[Stored], dict[BlockKey, str]], None]
 """Told what was stored, and why the rest was not; exactly once."""
 
 
-def part_blocks(block_bytes: int) -> int:
-    """The same for stores of small blocks, where more of them take no longer."""
-    return min(_MOST_BLOCKS, max(PART_BLOCKS, _STORE_BYTES // block_bytes))
+def part_blocks(block_bytes: int, memory: Memory) -> int:
+    """The same for stores into a tier, where more of small blocks take no longer."""
+    part_bytes = _STORE_BYTES.get(memory, _OTHER_STORE_BYTES)
+    return min(_MOST_BLOCKS, max(PART_BLOCKS, part_bytes // block_bytes))
 
 
 def load_job(
@@ -87,7 +89,9 @@ def store_job(
         stored: list[Stored] = []
         failed: dict[BlockKey, str] = {}
         try:
-            step = part_blocks(sources[0].size_bytes) if sources else PART_BLOCKS
+            step = PART_BLOCKS
+            if sources and worker is not None:
+                step = part_blocks(sources[0].size_bytes, worker.setup.tier.memory)
             for start in range(0, len(offers), step):
                 end = start + step
                 if worker is None or not worker.is_open:

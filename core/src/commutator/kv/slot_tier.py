@@ -81,9 +81,7 @@ class SlotTier(StorageTier):
 
     def commit(self, blocks: Iterable[Stored]) -> None:
         if blocks := list(blocks):
-            self.table.check_reserved(blocks)
-            self.remember(blocks)
-            self.table.commit(blocks)
+            self.table.commit(blocks, self.remember)
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
         return [self.table.lookup(key) for key in keys]

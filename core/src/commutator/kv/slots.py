@@ -7,7 +7,7 @@ given up, but a reader still pins it. At most one slot is reserved or committed 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Sequence, ValuesView
 
 from commutator.kv.keys import BlockKey
 from commutator.kv.tier import Slot, Stored, TierStatistics
@@ -52,21 +52,22 @@ class SlotTable:
         self._reserved_keys |= given.keys()
         return [given.pop(key, None) for key in keys]
 
-    def check_reserved(self, blocks: Iterable[Stored]) -> None:
-        """Raise ValueError unless each block's slot is reserved for its key, and named once."""
-        seen: set[Slot] = set()
-        for stored in blocks:
-            if self._reserved.get(stored.slot) != stored.key or stored.slot in seen:
-                raise ValueError(f"slot {stored.slot} is not reserved for {stored.key.hex()}")
-            seen.add(stored.slot)
+    def commit(
+        self,
+        blocks: Sequence[Stored],
+        remember: Callable[[Sequence[Stored]], None] = lambda _: None,
+    ) -> None:
+        """Reserved slots hold valid blocks from now on.
 
-    def commit(self, blocks: Sequence[Stored]) -> None:
-        """Reserved slots hold valid blocks from now on."""
-        self.check_reserved(blocks)
+        ``remember`` is called before anything changes, but once it is sure that they can be
+        committed; what it raises keeps them reserved.
+        """
+        self._check_reserved(blocks)
+        remember(blocks)
         for stored in blocks:
             self._drop_reservation(stored.slot)
-            self._committed[stored.key] = stored
-            self._committed_slots.add(stored.slot)
+        self._committed.update({stored.key: stored for stored in blocks})
+        self._committed_slots.update(stored.slot for stored in blocks)
 
     def lookup(self, key: BlockKey) -> Stored | None:
         return self._committed.get(key)
@@ -117,6 +118,14 @@ class SlotTable:
             pinned=len(self._pins),
             damaged=damaged,
         )
+
+    def _check_reserved(self, blocks: Sequence[Stored]) -> None:
+        """Raise ValueError unless each block's slot is reserved for its key, and named once."""
+        seen: set[Slot] = set()
+        for stored in blocks:
+            if self._reserved.get(stored.slot) != stored.key or stored.slot in seen:
+                raise ValueError(f"slot {stored.slot} is not reserved for {stored.key.hex()}")
+            seen.add(stored.slot)
 
     def _take(self, count: int) -> list[Slot]:
         reused = [self._free.pop() for _ in range(min(count, len(self._free)))]

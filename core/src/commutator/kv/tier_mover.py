@@ -11,15 +11,22 @@ from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.block_io import IoContext
 from commutator.kv.scattered_arena import Arena
 from commutator.kv.tier import Peer, Slot, StorageTier
-from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
+from commutator.transfer import (
+    BlockMove,
+    Direction,
+    Memory,
+    Span,
+    TransferAgent,
+    lanes_worth,
+    move_blocks,
+    shares,
+)
 
 __all__ = ["LocalMover", "TierMover"]
 
 LOCAL_BACKEND = "UCX"
-_FILE_BATCH_BYTES = 4 << 20
-_MEMORY_BATCH_BYTES = 8 << 20
-_LANE_BYTES = 2 << 20
-"""Less is moved sooner than another thread wakes up."""
+_BATCH_BYTES = 4 << 20
+"""Small enough that what was just moved is still in a CPU's last cache when it is summed."""
 _MEMORY_TIMEOUT_S = 60.0
 """Copies within a machine's memory are not given up: nothing else could use the memory then."""
 
@@ -27,8 +34,8 @@ _MEMORY_TIMEOUT_S = 60.0
 class TierMover:
     """Belongs to the tier's thread. Remembers which slots NIXL may still touch after a time-out.
 
-    With several agents, each moves its part of the blocks, on a thread of its own but for the
-    first: where a CPU copies, one is slower than memory.
+    With several agents, each moves some of the blocks, on a thread of its own but for the first:
+    where a CPU copies, one is slower than memory.
     """
 
     def __init__(
@@ -63,19 +70,11 @@ class TierMover:
         """
         results: list[TransferError | None] = [None] * len(pieces)
         for peer, positions in self._by_peer(pieces).items():
-
-            def plan(
-                agent: TransferAgent, part: Sequence[int], peer: Peer | None = peer
-            ) -> Callable[[], list[TransferError | None]]:
-                def arrived(done: Sequence[int]) -> None:
-                    on_moved([part[index] for index in done])
-
-                moves = [self._plan(*pieces[position]) for position in part]
-                return lambda: self._move(agent, direction, moves, peer, context, arrived)
-
-            size_bytes = sum(pieces[position][2] for position in positions)
-            moved = self._in_lanes(plan, positions, size_bytes)
-            for position, error in zip(positions, moved, strict=True):
+            errors = self._move_with(
+                peer, direction, [pieces[position] for position in positions], context,
+                _of(positions, on_moved),
+            )  # fmt: skip
+            for position, error in zip(positions, errors, strict=True):
                 results[position] = error
                 if isinstance(error, TransferTimeoutError) and error.token is not None:
                     self._held.setdefault(pieces[position][1], set()).add(error.token)
@@ -92,35 +91,48 @@ class TierMover:
             by_peer.setdefault(self._tier.peer(slot), []).append(position)
         return by_peer
 
-    def _plan(self, local: Span, slot: Slot, needed_bytes: int) -> BlockMove:
-        size_bytes = needed_bytes + -needed_bytes % self._tier.alignment_bytes
-        remote, region = self._tier.place(slot, size_bytes)
-        if size_bytes != local.size_bytes:
-            local = Span(local.address, size_bytes, local.device)
-        return BlockMove(local, remote, region)
-
-    def _in_lanes(
+    def _move_with(
         self,
-        plan: Callable[[TransferAgent, Sequence[int]], Callable[[], list[TransferError | None]]],
-        positions: Sequence[int],
-        size_bytes: int,
+        peer: Peer | None,
+        direction: Direction,
+        pieces: Sequence[tuple[Span, Slot, int]],
+        context: IoContext,
+        on_moved: Callable[[Sequence[int]], None],
     ) -> list[TransferError | None]:
-        """Only moves are made beside each other: what a tier is asked, it is asked here."""
-        lanes = max(1, min(len(self._agents), len(positions), size_bytes // _LANE_BYTES))
-        each = -(-len(positions) // lanes)
-        parts = [positions[number * each : (number + 1) * each] for number in range(lanes)]
-        others = [
-            self._lanes.submit(plan(agent, part))
-            for agent, part in zip(self._agents[1:], parts[1:], strict=False)
-        ]
+        """Each lane takes one part after another. What a tier is asked, it is asked before."""
+        moves = self._plan(pieces)
+        size_bytes = sum(move.local.size_bytes for move in moves)
+        lanes = lanes_worth(len(moves), size_bytes, len(self._agents))
+        parts = 1 if lanes == 1 else max(lanes, size_bytes // _BATCH_BYTES)
+        left = iter(shares(len(moves), parts))  # a list's iterator may serve several threads
+        errors: list[TransferError | None] = [None] * len(moves)
+
+        def work(agent: TransferAgent) -> None:
+            for part in left:
+                errors[part.start : part.stop] = self._move(
+                    agent, direction, moves[part.start : part.stop], peer, context,
+                    _of(part, on_moved),
+                )  # fmt: skip
+
+        others = [self._lanes.submit(work, agent) for agent in self._agents[1:lanes]]
         try:
-            moved = plan(self._agents[0], parts[0])()
+            work(self._agents[0])
         except BaseException:
             wait(others)  # they use the same memory
             raise
         for other in others:
-            moved += other.result()
-        return moved
+            other.result()
+        return errors
+
+    def _plan(self, pieces: Sequence[tuple[Span, Slot, int]]) -> list[BlockMove]:
+        place, step = self._tier.place, self._tier.alignment_bytes
+        moves = []
+        for local, slot, needed_bytes in pieces:
+            size_bytes = needed_bytes + -needed_bytes % step
+            remote, region = place(slot, size_bytes)
+            padded = Span(local.address, size_bytes, local.device)
+            moves.append(BlockMove(padded, remote, region))
+        return moves
 
     def _move(
         self,
@@ -135,7 +147,6 @@ class TierMover:
             name = None if peer is None else agent.add_peer(peer.metadata)
         except TransferError as error:
             return [error] * len(moves)
-        in_memory = self._tier.memory is Memory.DRAM
         errors = move_blocks(
             agent,
             direction,
@@ -145,7 +156,7 @@ class TierMover:
             backend=self._tier.backend,
             timeout_s=context.remaining_s,
             peer=name,
-            batch_bytes=_MEMORY_BATCH_BYTES if in_memory else _FILE_BATCH_BYTES,
+            batch_bytes=_BATCH_BYTES,
             max_in_flight_bytes=self._in_flight_bytes,
             on_done=on_moved,
             cancelled=context.cancelled,
@@ -222,3 +233,10 @@ class LocalMover:
         for position, error in zip(owners, errors, strict=True):
             results[position] = results[position] or error
         return results
+
+
+def _of(
+    positions: Sequence[int], on_moved: Callable[[Sequence[int]], None]
+) -> Callable[[Sequence[int]], None]:
+    """``on_moved`` for whoever counts only what is in ``positions``."""
+    return lambda done: on_moved([positions[index] for index in done])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,15 +19,13 @@ from commutator.kv.staging import Staging
 from commutator.kv.tier import SlotGeometry, Stored
 from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tier_setup import TierSetup, build_io
-from commutator.transfer import Memory, Span, TransferAgent
+from commutator.transfer import Memory, Span, TransferAgent, lane_names
 
 __all__ = ["StoreOutcome", "TierWorker"]
 
 log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
-_LANES = 2
-"""So many threads copy in memory, if there are so many CPUs: one does not use all its bandwidth."""
 _never_freed: list[object] = []
 """Tiers that were closed while NIXL still moved bytes: their memory stays while the process lives.
 """
@@ -117,9 +114,8 @@ class TierWorker:
         local = [region for arena in arenas for region in arena.regions]
         if not all(setup.is_direct(arena) for arena in arenas):
             local.append(self._staging.arena.region)
-        lanes = min(_LANES, len(os.sched_getaffinity(0))) if tier.memory is Memory.DRAM else 1
-        names = [self.agent_name, *(f"{self.agent_name}-{lane}" for lane in range(1, lanes))]
-        for name in names:
+        in_memory = tier.memory is Memory.DRAM
+        for name in lane_names(self.agent_name) if in_memory else [self.agent_name]:
             agent = TransferAgent(name, backends)
             self._agents.append(agent)
             agent.register(tier.regions(), tier.backend)
@@ -150,17 +146,7 @@ class TierWorker:
             if slot is None:
                 outcome.failed[offer.key] = "no free slot"
                 continue
-            blocks.append(
-                StoreBlock(
-                    key=offer.key,
-                    parent=offer.parent,
-                    token_ids=offer.token_ids,
-                    slot=slot,
-                    local=source,
-                    lora_name=offer.lora_name,
-                    tenant=offer.facts.tenant,
-                )
-            )
+            blocks.append(StoreBlock(offer=offer, slot=slot, local=source))
         written: list[Stored] = []
         for block, result in zip(blocks, io.store(blocks, context), strict=True):
             if isinstance(result, Unstored):

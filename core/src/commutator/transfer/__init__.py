@@ -1,6 +1,7 @@
 """How KV bytes move: every one of them through NIXL, from here and nowhere else."""
 
 from commutator.transfer.agent import TransferAgent
+from commutator.transfer.lanes import lane_names, lanes_worth, shares
 from commutator.transfer.move import BlockMoves, move_blocks
 from commutator.transfer.nixl_library import load_nixl
 from commutator.transfer.plan import BlockMove
@@ -16,6 +17,9 @@ __all__ = [
     "Span",
     "Transfer",
     "TransferAgent",
+    "lane_names",
+    "lanes_worth",
     "load_nixl",
     "move_blocks",
+    "shares",
 ]

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from attrs import field, frozen
+from attrs import frozen
 
 from commutator.transfer.spans import Region, Span
 
 __all__ = ["Batch", "BlockMove", "plan_batches"]
 
 
-@frozen
-class BlockMove:
-    """One block to be moved between two places."""
+class BlockMove(NamedTuple):
+    """One block to be moved between two places of the same size."""
 
     local: Span
-    remote: Span = field()
+    remote: Span
     region: Region | None = None
     """What must be registered on the remote side for this block alone."""
-
-    @remote.validator
-    def _same_size(self, _: object, remote: Span) -> None:
-        if remote.size_bytes != self.local.size_bytes:
-            raise ValueError(f"sizes differ: {self.local} and {remote}")
 
 
 @frozen
@@ -46,13 +41,17 @@ def plan_batches(
     """Batches that move these blocks in this order, each of at most so many bytes.
 
     A block is never split: one that is larger than the limit is a batch by itself. Neighbours that
-    are contiguous on both sides become one span; blocks with a region of their own do not.
+    are contiguous on both sides become one span; blocks with a region of their own do not. Raises
+    ValueError when a block's two places differ in size.
     """
     batches: list[Batch] = []
     chosen: list[int] = []
     size_bytes = 0
     for index in indices:
-        block_bytes = moves[index].local.size_bytes
+        local, remote, _ = moves[index]
+        block_bytes = local.size_bytes
+        if remote.size_bytes != block_bytes:
+            raise ValueError(f"sizes differ: {local} and {remote}")
         if chosen and size_bytes + block_bytes > max_batch_bytes:
             batches.append(_batch(moves, chosen, size_bytes))
             chosen, size_bytes = [], 0

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 
+from commutator.engine.handover.geometry import BlockShapes
 from commutator.engine.handover.mover import PromptBlock, Target
 from commutator.engine.handover.pull_words import Source
 from commutator.engine.handover.read_lane import ReadLane
 from commutator.kv.arena import BlockArena
-from commutator.transfer import Memory
+from commutator.transfer import Memory, lane_names, lanes_worth, shares
 
 __all__ = ["NixlMover"]
-
-_LANES = 2
-"""Within a machine a CPU copies what is read, at half to two thirds of what memory can give."""
-_WORTH_BYTES = 2 << 20
-"""For each lane: less is there sooner than another thread wakes up."""
 
 
 class NixlMover:
@@ -42,16 +37,11 @@ class NixlMover:
         """
         if arena.memory is not Memory.DRAM:
             raise ValueError(f"blocks are handed over in host memory only, not in {arena.memory}")
-        names = [agent_name, *(f"{agent_name}-{number}" for number in range(1, _LANES))]
+        self._block_tokens = block_tokens
+        self._runs = runs
         self._lanes = [
-            ReadLane(
-                arena,
-                block_tokens=block_tokens,
-                runs=runs,
-                agent_name=name,
-                parameters=dict(parameters or {}),
-            )
-            for name in names[: len(os.sched_getaffinity(0))]
+            ReadLane(arena, agent_name=name, parameters=dict(parameters or {}))
+            for name in lane_names(agent_name)
         ]
         self._next = 0
 
@@ -62,13 +52,15 @@ class NixlMover:
     async def fetch(
         self, source: Source, blocks: Sequence[PromptBlock], target: Target, timeout_s: float
     ) -> list[str | None]:
-        parts = min(len(self._lanes), max(1, len(blocks) * source.block_bytes // _WORTH_BYTES))
-        each = max(1, -(-len(blocks) // parts))
+        info = source.info
+        shapes = BlockShapes(info.block_size, self._block_tokens, info.token_bytes, self._runs)
+        size_bytes = len(blocks) * source.block_bytes
         fetches = []
-        for first in range(0, len(blocks), each):
+        for part in shares(len(blocks), lanes_worth(len(blocks), size_bytes, len(self._lanes))):
             lane = self._lanes[self._next % len(self._lanes)]
             self._next += 1
-            fetches.append(lane.fetch(source, blocks[first : first + each], target, timeout_s))
+            mine = blocks[part.start : part.stop]
+            fetches.append(lane.fetch(source, mine, shapes, target, timeout_s))
         found = await asyncio.gather(*fetches)
         return [outcome for part in found for outcome in part]
 

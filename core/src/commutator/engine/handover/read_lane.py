@@ -62,17 +62,9 @@ class ReadLane:
     """Has an agent of its own, as an agent belongs to one thread."""
 
     def __init__(
-        self,
-        arena: BlockArena,
-        *,
-        block_tokens: int,
-        runs: int,
-        agent_name: str,
-        parameters: Mapping[str, str],
+        self, arena: BlockArena, *, agent_name: str, parameters: Mapping[str, str]
     ) -> None:
         self._arena = arena
-        self._block_tokens = block_tokens
-        self._runs = runs
         self._agent_name = agent_name
         self._parameters = parameters
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -91,22 +83,18 @@ class ReadLane:
         return self._metadata.result()
 
     async def fetch(
-        self, source: Source, blocks: Sequence[PromptBlock], target: Target, timeout_s: float
+        self,
+        source: Source,
+        blocks: Sequence[PromptBlock],
+        shapes: BlockShapes,
+        target: Target,
+        timeout_s: float,
     ) -> list[str | None]:
-        """As ``BlockMover.fetch``."""
+        """As ``BlockMover.fetch``; ``shapes`` are the source's blocks and ours."""
         loop = asyncio.get_running_loop()
         self._begin()
-        fetch = _Fetch(
-            source,
-            blocks,
-            BlockShapes(
-                source.info.block_size, self._block_tokens, source.info.token_bytes, self._runs
-            ),
-            target,
-            time.monotonic() + timeout_s,
-            loop,
-            loop.create_future(),
-        )
+        deadline_s = time.monotonic() + timeout_s
+        fetch = _Fetch(source, blocks, shapes, target, deadline_s, loop, loop.create_future())
         target.begin()
         self._commands.put(lambda: self._start(fetch))
         try:
