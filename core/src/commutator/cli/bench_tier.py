@@ -182,7 +182,7 @@ class _Bench:
         ]
 
     def store(self, blocks: Sequence[int]) -> None:
-        step = part_blocks(self.arena.block_bytes)
+        step = part_blocks(self.arena.block_bytes, self.setup.tier.memory)
         for start in range(0, len(blocks), step):
             part = blocks[start : start + step]
             outcome = self.worker.store(
