@@ -18,7 +18,7 @@ POLL_S = 100e-6
 """Between two looks at transfers under way: short beside a megabyte's way to a disk, and long
 enough for other threads to run."""
 _LONGEST_POLL_S = 1e-3
-_PART_OF_WAIT = 1 / 10
+_LOOKS_PER_WAIT = 10
 
 
 def poll_pause_s(waited_s: float) -> float:
@@ -27,7 +27,7 @@ def poll_pause_s(waited_s: float) -> float:
     A tenth of the wait so far delays nothing by more than that; looking at an object store's slow
     transfers every 100 us would cost as much CPU as the transfers themselves.
     """
-    return min(_LONGEST_POLL_S, max(POLL_S, waited_s * _PART_OF_WAIT))
+    return min(_LONGEST_POLL_S, max(POLL_S, waited_s / _LOOKS_PER_WAIT))
 
 
 @define(eq=False)
