@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import commutator_dram.memory
+from commutator.cli.main import main
 from commutator.errors import TierError
-from commutator.kv import BlockArena, SlotGeometry
+from commutator.kv import SlotGeometry
+from commutator.kv.medium import Tier, tier_of
 from commutator.testing import TierUser
-from commutator.transfer import Memory
 from commutator_dram import DramConfig, DramTier
 from commutator_dram.memory import HugePages
 from commutator_hbm import HbmConfig, HbmTier
@@ -78,34 +79,49 @@ def may_have_huge_pages(address: int) -> bool:
     raise AssertionError("no such mapping")
 
 
-def test_the_slots_of_an_engine_are_its_blocks() -> None:
-    memory = mmap.mmap(-1, 4 * 5000)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    tier = HbmTier(HbmConfig(kind="hbm"))
-    tier.use(BlockArena(memory=Memory.DRAM, address=address, block_bytes=5000, count=4))
+def test_a_pool_in_the_memory_of_a_device() -> None:
+    tier = HbmTier(HbmConfig(kind="hbm", capacity=4 * 5000 + 4999))
     with TierUser(tier, GEOMETRY) as user:
         assert tier.statistics().capacity == 4
         (slot,) = tier.reserve([b"k" * 32])
         assert slot is not None
         tier.commit([user.write(slot, b"k" * 32, b"engine" * 500)])
-        assert memory[slot * 5000 :][:3000] == b"engine" * 500
-        memory[slot * 5000 : slot * 5000 + 1] = b"X"
+        stored = ctypes.string_at(tier.arena.span(slot).address, 5000)
+        assert stored[:3000] == b"engine" * 500
+        ctypes.memset(tier.arena.span(slot).address, ord("X"), 1)
         with pytest.raises(ValueError, match="other bytes"):
             user.get(b"k" * 32)
 
 
-def test_engine_memory_that_does_not_fit() -> None:
-    tier = HbmTier(HbmConfig(kind="hbm"))
-    with pytest.raises(TierError, match="set capacity to at least 5000"):
-        tier.open(GEOMETRY)
-    tier.use(BlockArena(memory=Memory.DRAM, address=0, block_bytes=4999, count=4))
-    with pytest.raises(TierError, match="cannot hold 5000"):
-        tier.open(GEOMETRY)
+def test_a_pool_is_not_the_memory_of_the_engine() -> None:
+    """In KV events it is another place, so that routers do not mix the two up."""
+    assert tier_of(HbmTier.medium) is Tier.HOST
+
+
+def test_a_pool_too_small_for_a_block() -> None:
+    with pytest.raises(TierError, match="set it to at least 5000"):
+        HbmTier(HbmConfig(kind="hbm", capacity=4999)).open(GEOMETRY)
+
+
+def test_the_memory_of_the_engine_is_no_tier(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "models: [{name: m, source: package:m}]\n"
+        "engines: [{kind: reference}]\n"
+        "tiers: [{kind: hbm}]\n"
+    )
+    done = CliRunner().invoke(main, ["config", "check", str(file)])
+    assert done.exit_code == 1, done.output
+    (problem,) = [line for line in done.output.splitlines() if "tiers[0]" in line]
+    assert ":3: tiers[0].capacity: required" in problem
+    assert "needs no entry here" in problem
+    file.write_text(file.read_text().replace("{kind: hbm}", "{kind: hbm, capacity: 10GB}"))
+    assert CliRunner().invoke(main, ["config", "check", str(file)]).exit_code == 0
 
 
 def test_devices() -> None:
     with pytest.raises(ValueError, match="cuda:NUMBER"):
-        HbmConfig(kind="hbm", device="gpu")
+        HbmConfig(kind="hbm", capacity=50_000, device="gpu")
     with pytest.raises(TierError, match=r"cuda:999 cannot be had"):
         HbmTier(HbmConfig(kind="hbm", capacity=50_000, device="cuda:999")).open(GEOMETRY)
     with pytest.raises(TierError, match="lower capacity"):

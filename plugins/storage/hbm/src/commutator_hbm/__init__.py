@@ -1,4 +1,4 @@
-"""The engine's own block memory as a tier."""
+"""A pool in a device's memory as a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for a tier that stands alone. With an engine, the engine's own is used instead."""
+"""Takes the memory of the pool: from a GPU by torch, or from the host."""
 
 from __future__ import annotations
 

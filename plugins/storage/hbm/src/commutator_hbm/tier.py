@@ -1,4 +1,4 @@
-"""Slots are the blocks of the engine's own KV memory, under the engine's own numbers."""
+"""A pool of slots in a device's memory, beside the engine's own blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,24 @@ def _known_device(config: HbmConfig, attribute: Attribute[Any], value: str) -> N
         raise ValueError(f'{attribute.name}: expected "cpu" or "cuda:NUMBER", got "{value}"')
 
 
+def _given(config: HbmConfig, attribute: Attribute[Any], value: int | None) -> None:
+    del config
+    if value is None:
+        raise ValueError(
+            f"{attribute.name}: required: this is a pool of its own. The engine's KV memory is the "
+            "level above all tiers and needs no entry here: remove the tier, or say how large a "
+            "pool to take beside it"
+        )
+
+
 @frozen(kw_only=True)
 class HbmConfig(TierConfig):
-    """Options of the `hbm` tier; with an engine, all of them are the engine's business."""
+    """Options of the `hbm` tier."""
 
     capacity: Size | None = setting(
-        "Memory that it takes when it stands alone; an engine hands over its own.", None
+        "Required: memory for blocks, taken at once, beside the engine's own.",
+        None,
+        validator=_given,
     )
     device: str = setting(
         "Where to take it: cpu, or cuda:0 and so on.", "cpu", validator=_known_device
@@ -39,19 +51,15 @@ class HbmConfig(TierConfig):
 class HbmTier(SlotTier):
     """One arena, registered as one region. Nothing survives the process."""
 
-    medium = "GPU"
+    # Not "GPU", which is the engine's own memory: a block that leaves this may still be there.
+    medium = "CPU_TIER1"
     memory = Memory.DRAM
     backend = "UCX"
 
     def __init__(self, config: HbmConfig) -> None:
         self._config = config
-        self._engine_arena: BlockArena | None = None
         self._arena: BlockArena | None = None
         self._memory: Any = None
-
-    def use(self, arena: BlockArena) -> None:
-        """Be the tier of an engine's memory, from the next ``open`` on; the engine owns it."""
-        self._engine_arena = arena
 
     @property
     def backend_parameters(self) -> Mapping[str, str]:
@@ -65,14 +73,12 @@ class HbmTier(SlotTier):
         return self._arena
 
     def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
-        arena = self._engine_arena or self._own(geometry)
-        if arena.block_bytes < geometry.slot_bytes:
-            raise TierError(
-                f"hbm: the engine's blocks of {arena.block_bytes} bytes cannot hold "
-                f"{geometry.slot_bytes}; use this tier without compression and encryption"
-            )
-        self._arena, self.memory = arena, arena.memory
-        return OpenedSlots(arena.count)
+        count = (self._config.capacity or 0) // geometry.slot_bytes
+        if not count:
+            raise TierError(f"hbm: capacity: set it to at least {geometry.slot_bytes} bytes")
+        self._arena, self._memory = allocate(self._config.device, geometry.slot_bytes, count)
+        self.memory = self._arena.memory
+        return OpenedSlots(count)
 
     def close_slots(self) -> None:
         self._arena = self._memory = None
@@ -83,13 +89,3 @@ class HbmTier(SlotTier):
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         span = self.arena.span(slot)
         return Span(span.address, size_bytes, span.device), None
-
-    def _own(self, geometry: SlotGeometry) -> BlockArena:
-        count = (self._config.capacity or 0) // geometry.slot_bytes
-        if not count:
-            raise TierError(
-                "hbm: no engine handed over its memory; to use the tier alone, set capacity to at "
-                f"least {geometry.slot_bytes} bytes"
-            )
-        arena, self._memory = allocate(self._config.device, geometry.slot_bytes, count)
-        return arena
