@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from commutator_trtllm.launch import launch_plan, server_command
 from commutator_trtllm.plugin import TrtllmConnector
 from commutator_trtllm.sidecar import SidecarOptions
 
-CONFIG = TrtllmConfig(kind="trtllm")
+CONFIG = TrtllmConfig(kind="trtllm", command=(sys.executable, "serve.py"))
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_the_sidecar_starts_the_server(context: LaunchContext) -> None:
     assert plan.address == "http://127.0.0.1:8123"
     assert plan.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
     options, server = parse(plan.argv[3:])
-    assert server[:2] == ("trtllm-serve", context.model.source)
+    assert server[:3] == (*CONFIG.command, context.model.source)
     assert value_of(server, "--max_seq_len") == "512"
     assert server[-1] == "--tp_size=2"
     assert options.url == f"http://127.0.0.1:{value_of(server, '--port')}"
@@ -85,6 +86,16 @@ def test_what_cannot_be(context: LaunchContext, changes: dict[str, Any], problem
         server_command(evolve(CONFIG, **changes), context, 1)
 
 
+def test_without_tensorrt_llm_nothing_is_started(context: LaunchContext, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no no-such-serve; install TensorRT-LLM"):
+        launch_plan(evolve(CONFIG, command=("no-such-serve",)), context)
+    with pytest.raises(ConfigError, match="there is no trtllm-serve"):
+        launch_plan(TrtllmConfig(kind="trtllm", env={"PATH": str(tmp_path)}), context)
+    program = tmp_path / "trtllm-serve"
+    program.touch(mode=0o755)
+    launch_plan(TrtllmConfig(kind="trtllm", env={"PATH": str(tmp_path)}), context)
+
+
 def test_the_model_must_be_known_and_be_readable(context: LaunchContext, tmp_path: Path) -> None:
     without = evolve(context, model=evolve(context.model, max_model_len=None))
     with pytest.raises(ConfigError, match="needs max_model_len"):
@@ -95,7 +106,7 @@ def test_the_model_must_be_known_and_be_readable(context: LaunchContext, tmp_pat
     with pytest.raises(ConfigError, match="checkpoint"):
         launch_plan(CONFIG, gguf)
     command = server_command(evolve(CONFIG, checkpoint="org/name"), gguf, 1)
-    assert command[1] == "org/name"
+    assert command[2] == "org/name"
     with pytest.raises(ConfigError, match="replicas"):
         launch_plan(TrtllmConfig(kind="trtllm", url="http://h:1", replicas=2), context)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -19,6 +21,7 @@ from commutator.errors import (
 
 __all__ = [
     "HttpAnswer",
+    "connection_error",
     "error_for",
     "errors_told",
     "host_for_us",
@@ -67,8 +70,20 @@ def errors_told(where: str) -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientError as error:
-        what = str(error) or type(error).__name__
-        raise EngineUnavailableError(f"{where}: connection lost ({what})") from error
+        raise connection_error(where, error) from error
+
+
+def connection_error(where: str, error: aiohttp.ClientError | OSError) -> EngineUnavailableError:
+    """What became of a connection, in words for whoever runs the server."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        known = cause.errno in errno.errorcode
+        what = os.strerror(cause.errno) if known and cause.errno else str(cause.strerror or cause)
+        return EngineUnavailableError(f"{where} cannot be reached: {what}")
+    if isinstance(error, TimeoutError):
+        return EngineUnavailableError(f"{where}: no answer")
+    what = str(error) or type(error).__name__
+    return EngineUnavailableError(f"{where}: connection lost ({what})")
 
 
 async def error_for(

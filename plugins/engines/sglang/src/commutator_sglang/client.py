@@ -15,7 +15,7 @@ from attrs import frozen
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import new_session, own_answer, post_forwarded
+from commutator.engine.http import connection_error, new_session, own_answer, post_forwarded
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_sglang.api import Loads, ModelInfo, ModelList, ServerInfo
@@ -164,5 +164,4 @@ class SglangClient(EngineClient):
                     return response.status, await response.text()
         except (aiohttp.ClientError, OSError) as error:
             self._server = None
-            what = "no answer" if isinstance(error, TimeoutError) else str(error)
-            raise EngineUnavailableError(f"{self._where}: {what}") from error
+            raise connection_error(self._where, error) from error

@@ -13,7 +13,13 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import is_alive, new_session, own_answer, post_forwarded
+from commutator.engine.http import (
+    connection_error,
+    is_alive,
+    new_session,
+    own_answer,
+    post_forwarded,
+)
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -145,8 +151,7 @@ class TrtllmClient(EngineClient):
                     status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             self._told = None
-            what = "no answer" if isinstance(error, TimeoutError) else str(error)
-            raise EngineUnavailableError(f"{url}: {what}") from error
+            raise connection_error(url, error) from error
         if status != HTTPStatus.OK:
             self._told = None
             raise EngineUnavailableError(message_of(body) or f"{url} answers {status}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import sys
 
 from commutator import LaunchContext, LaunchPlan
@@ -77,6 +78,7 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
         raise ConfigError(problems, f"engine {config.name or config.kind}")
     if context.tiers:
         check_tiers(config)
+    _check_program(config)
     options = server_options(
         config.role,
         hands_over=config.takes_part_in_handovers,
@@ -91,6 +93,17 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     command += ["--host", context.host, "--port", str(port)]
     command += ["--max_seq_len", str(context.model.max_model_len)]
     return (*command, "--extra_llm_api_options", str(file), *config.args)
+
+
+def _check_program(config: TrtllmConfig) -> None:
+    program = config.command[0]
+    if shutil.which(program, path=config.env.get("PATH")) is None:
+        advice = (
+            "install TensorRT-LLM, which needs an NVIDIA GPU, and give the path of its "
+            "`trtllm-serve`, or attach to a server by its `url`"
+        )
+        where = f"engine {config.name or config.kind}"
+        raise ConfigError([f"command: there is no {program}; {advice}"], where)
 
 
 def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from commutator import EngineClient, ForwardedAnswer
 from commutator.engine import DeltaStream
-from commutator.engine.http import new_session, own_answer, post_forwarded
+from commutator.engine.http import connection_error, new_session, own_answer, post_forwarded
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator_vllm.api import KvEventSource, ModelList, Version
@@ -181,5 +181,4 @@ class VllmClient(EngineClient):
                     return response.status, await response.text()
         except (aiohttp.ClientError, OSError) as error:
             self._info = None
-            what = "no answer" if isinstance(error, TimeoutError) else str(error)
-            raise EngineUnavailableError(f"vLLM at {self.url}: {what}") from error
+            raise connection_error(name_of(self.url), error) from error
