@@ -59,6 +59,16 @@ How much of what tiers had was not used, by reason (`commutator kv stats` tells 
 sum by (tier, reason) (rate(commutator_kv_not_loaded_total[5m]))
 ```
 
+Of which workers the router's view is incomplete or wrong, and why; then those whose events get lost:
+
+```promql
+commutator_router_event_warnings == 1
+```
+
+```promql
+sum by (worker) (increase(commutator_router_event_messages_lost_total[1h])) > 0
+```
+
 Any increase of `commutator_kv_failed_verification_total` means a medium that does not keep what it is given. Metrics named
 `commutator_kv_...` are the workers' own, asked for every 2 s.
 

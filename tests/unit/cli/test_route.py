@@ -12,11 +12,14 @@ from click.testing import CliRunner, Result
 from tests.support.front_door import MODEL, TEXT, FakeDispatch, FakeDispatcher, front_door
 
 from commutator.cli.main import main
+from commutator.config.model import RouterConfig
+from commutator.routing.cache_view import CacheView
 from commutator.routing.load import InFlightLoad
 from commutator.routing.pool import ModelPool
 from commutator.routing.virtual_worker import virtual_live_worker
 from commutator.types import RequestSummary
 from commutator_balance import BalanceConfig, LeastLoaded
+from commutator_kv import KvRouter, KvRouterConfig
 
 
 async def explain(*arguments: str) -> Result:
@@ -34,6 +37,16 @@ def decision(workers: int) -> dict[str, Any]:
     return pool.route(RequestSummary("r", MODEL, 100, 1), (), live).explain()
 
 
+def looked_up() -> dict[str, Any]:
+    """One of a policy that looks at overlaps: worker w-0 has two of the prompt's three blocks."""
+    cache = CacheView(RouterConfig(kind="kv"))
+    cache.index.store("w-0", [1, 2])
+    policy = KvRouter(KvRouterConfig(kind="kv"))
+    pool: ModelPool[Any] = ModelPool(policy, cache, InFlightLoad(), random.Random(1), 16)
+    live = [virtual_live_worker(f"w-{number}") for number in range(2)]
+    return pool.route(RequestSummary("r", MODEL, 50, 1), [1, 2, 3], live).explain()
+
+
 async def test_every_candidate_with_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision(2))
     dispatcher = FakeDispatcher()
@@ -45,10 +58,23 @@ async def test_every_candidate_with_its_scores(monkeypatch: pytest.MonkeyPatch) 
     assert first.startswith("w-1  by least_loaded: least work (0.0 blocks) of 2 workers")
     assert lines[0].startswith("  w-0 ")
     assert "in flight: 1 requests, 320 prefill tokens, 20 blocks" in lines[0]
+    assert "cached: unknown, as the policy does not look; " in lines[0]
     assert lines[1].strip() == "work_blocks 40.00"
     assert lines[2].startswith("* w-1 ")
     assert json.loads(raw.output) == decision(2)
     assert [request.sampling.max_tokens for request in dispatcher.requests] == [1, 1]
+
+
+async def test_nothing_cached_is_not_the_same_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: looked_up())
+    async with front_door(FakeDispatcher()) as door:
+        shown = await explain("Once", "--url", door.url)
+    assert shown.exit_code == 0, shown.output
+    lines = [line for line in shown.output.splitlines() if "cached: " in line]
+    assert "w-0 " in lines[0]
+    assert "cached: device=2; " in lines[0]
+    assert "w-1 " in lines[1]
+    assert "cached: nothing; " in lines[1]
 
 
 async def test_many_candidates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+import pytest
 from attrs import evolve
 
 from commutator.config.model import RouterConfig
 from commutator.kv import BlockStored, EventPublisher
 from commutator.routing.cache_view import CacheView
+from commutator.routing.event_health import Cause
 from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.types import (
     EngineInfo,
@@ -69,6 +72,52 @@ async def test_events_can_be_ignored() -> None:
     assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
     await view.close()
     publisher.close()
+
+
+async def test_a_worker_that_should_publish_events_and_does_not_is_named() -> None:
+    view = CacheView(RouterConfig(kind="kv"))
+    await view.add(worker("w-0"))
+    [warning] = view.warnings()
+    assert (warning.worker_id, warning.cause) == ("w-0", Cause.NO_SOURCE)
+    assert "guessed" in warning.message
+    view.routed(worker("w-0"), view.hashes(request()))
+    assert view.statistics()["w-0"].blocks == (3, 0, 0, 0)
+    await view.remove("w-0")
+    assert view.warnings() == []
+    assert view.statistics() == {}
+    await view.close()
+
+
+async def test_guessing_by_configuration_is_told_and_no_problem(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "commutator.routing")
+    publisher = EventPublisher()
+    view = CacheView(RouterConfig(kind="kv", use_kv_events=False))
+    await view.add(worker("w-0"))
+    await view.add(worker("w-1", publisher.source))
+    assert view.warnings() == []
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all("guessed" in line and "use_kv_events" in line for line in told)
+    await view.close()
+    publisher.close()
+
+
+@pytest.mark.parametrize("use_kv_events", [True, False])
+@pytest.mark.parametrize(("block_size", "named"), [(16, False), (8, False), (24, True), (32, True)])
+async def test_blocks_that_hold_less_than_is_guessed_are_named(
+    block_size: int, named: bool, use_kv_events: bool
+) -> None:
+    view = CacheView(RouterConfig(kind="kv", use_kv_events=use_kv_events))
+    record = worker("w-0")
+    await view.add(evolve(record, info=evolve(record.info, block_size=block_size)))
+    found = {warning.cause: warning.message for warning in view.warnings()}
+    assert (Cause.NO_SOURCE in found) == use_kv_events
+    assert (Cause.BLOCK_SIZE in found) == named
+    if named:
+        assert f"{block_size} tokens where the router counts 16" in found[Cause.BLOCK_SIZE]
+    await view.close()
 
 
 async def test_a_salted_prompt_matches_what_its_own_salt_routed() -> None:

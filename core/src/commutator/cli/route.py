@@ -109,10 +109,9 @@ def show(decision: dict[str, Any]) -> None:
         _show_disaggregation(apart)
     for candidate in decision["candidates"]:
         mark = "*" if candidate["worker_id"] == decision["worker_id"] else " "
-        overlap = " ".join(f"{tier}={n}" for tier, n in candidate["overlap_blocks"].items() if n)
         load = candidate["load"]
         click.echo(
-            f"{mark} {candidate['worker_id']:<16} cached: {overlap or 'nothing'}; "
+            f"{mark} {candidate['worker_id']:<16} cached: {_cached(candidate)}; "
             f"in flight: {load['active_requests']} requests, "
             f"{load['active_prefill_tokens']} prefill tokens, "
             f"{load['active_decode_blocks']} blocks"
@@ -123,6 +122,13 @@ def show(decision: dict[str, Any]) -> None:
             click.echo(f"{'':<19}{scores}")
     if left_out := decision.get("left_out"):
         click.echo(f"  and {left_out} more, whose scores are too long for an answer's header")
+
+
+def _cached(candidate: dict[str, Any]) -> str:
+    overlap = candidate["overlap_blocks"]
+    if overlap is None:
+        return "unknown, as the policy does not look"
+    return " ".join(f"{tier}={blocks}" for tier, blocks in overlap.items() if blocks) or "nothing"
 
 
 def _show_disaggregation(apart: dict[str, Any]) -> None:

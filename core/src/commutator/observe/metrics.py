@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from commutator.observe.event_metrics import EventCollector
 from commutator.observe.handover_metrics import HandoverMetrics
 from commutator.observe.kv_metrics import KvCollector
 from commutator.observe.tallies import Counter, Histogram
@@ -17,6 +18,8 @@ from commutator.observe.worker_handover_metrics import WorkerHandoverCollector
 if TYPE_CHECKING:
     from commutator.engine.handover import HandoverStatistics
     from commutator.kv.counters import KvStatistics
+    from commutator.routing.event_health import EventWarning
+    from commutator.routing.event_subscriber import WorkerEvents
     from commutator.routing.route import RouteFacts
 
 __all__ = ["FrontendMetrics"]
@@ -139,13 +142,15 @@ class FrontendMetrics:
         )
         self.overlap_blocks = Counter(
             "commutator_router_overlap_blocks",
-            "Prompt blocks that the chosen worker was thought to hold.",
+            "Prompt blocks that the chosen worker was thought to hold; absent under policies that "
+            "do not look.",
             ("model",),
             registry=registry,
         )
         self.hit_rate = Histogram(
             "commutator_router_kv_hit_rate",
-            "The part of a prompt's blocks that the chosen worker was thought to hold, 0 to 1.",
+            "The part of a prompt's blocks that the chosen worker was thought to hold, 0 to 1; "
+            "absent under policies that do not look.",
             ("model",),
             buckets=_RATE_BUCKETS,
             registry=registry,
@@ -158,7 +163,8 @@ class FrontendMetrics:
         )
         self.given_up_blocks = Counter(
             "commutator_router_given_up_blocks",
-            "Prompt blocks that another worker held beyond the chosen one's: reuse for balance.",
+            "Prompt blocks that another worker held beyond the chosen one's: reuse for balance; "
+            "absent under policies that do not look.",
             ("model",),
             registry=registry,
         )
@@ -176,10 +182,20 @@ class FrontendMetrics:
             registry=registry,
         )
         self.handovers = HandoverMetrics(registry)
+        self._events = EventCollector()
+        registry.register(self._events)
         self._kv = KvCollector()
         registry.register(self._kv)
         self._worker_handovers = WorkerHandoverCollector()
         registry.register(self._worker_handovers)
+
+    def watch_events(
+        self,
+        statistics: Callable[[], Mapping[str, WorkerEvents]],
+        warnings: Callable[[], Sequence[EventWarning]],
+    ) -> None:
+        """Read what routing knows of the workers' caches whenever it is scraped."""
+        self._events.source, self._events.warnings = statistics, warnings
 
     def watch_kv(self, statistics: Callable[[], Mapping[str, KvStatistics]]) -> None:
         """Read the workers' counters of their storage tiers whenever they are scraped."""
@@ -212,12 +228,12 @@ class FrontendMetrics:
         self.duration_s.observe(duration_s, endpoint, model)
 
     def routed(self, model: str, facts: RouteFacts) -> None:
-        """One decision: its time, and blocks of prompt reused and not reused."""
+        """One decision: its time, and blocks of prompt reused and not reused, if looked up."""
         self.routing_s.observe(facts.routing_s, model)
-        self.overlap_blocks.add(facts.overlap_blocks, model)
-        self.given_up_blocks.add(facts.given_up_blocks, model)
         if (hit_rate := facts.hit_rate) is not None:
             self.hit_rate.observe(hit_rate, model)
+            self.overlap_blocks.add(facts.overlap_blocks, model)
+            self.given_up_blocks.add(facts.given_up_blocks, model)
         if facts.waited_s:
             self.router_queue_s.observe(facts.waited_s, model)
         if facts.fallback:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,12 +10,14 @@ from commutator.config.model import RouterConfig
 from commutator.kv.hashing import sequence_hashes
 from commutator.routing.approximate import ApproximateBlocks
 from commutator.routing.event_health import EventWarning
-from commutator.routing.event_subscriber import EventSubscriber
+from commutator.routing.event_subscriber import EventSubscriber, WorkerEvents
 from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
 from commutator.types import GenerateRequest, WorkerRecord
 
 __all__ = ["CacheView"]
+
+log = logging.getLogger(__name__)
 
 
 class CacheView:
@@ -22,10 +25,9 @@ class CacheView:
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
-        self._use_events = config.use_kv_events
         self._clock = clock
         self.index = PrefixIndex(config.block_size)
-        self._subscriber = EventSubscriber(self.index, clock=clock)
+        self._subscriber = EventSubscriber(self.index, clock=clock, enabled=config.use_kv_events)
         self._approximate = ApproximateBlocks(self.index, config.router_ttl_s)
         self._publishing: set[str] = set()
 
@@ -37,9 +39,15 @@ class CacheView:
     async def add(self, record: WorkerRecord) -> None:
         """A worker is up; one of the same id that was there before is forgotten."""
         await self.remove(record.worker_id)
-        if self._use_events and record.info.kv_events is not None:
+        if not self._config.use_kv_events:
+            log.info(
+                "worker %s: what it has cached is guessed from what it was sent, as "
+                "router.use_kv_events is false",
+                record.worker_id,
+            )
+        elif record.info.kv_events is not None:
             self._publishing.add(record.worker_id)
-            await self._subscriber.add_worker(record.worker_id, record.info)
+        await self._subscriber.add_worker(record.worker_id, record.info)
 
     async def remove(self, worker_id: str) -> None:
         """A worker is gone, and its blocks with it."""
@@ -75,6 +83,11 @@ class CacheView:
     def warnings(self) -> list[EventWarning]:
         """Why some overlap may silently be wrong, by worker."""
         return self._subscriber.warnings()
+
+    def statistics(self) -> dict[str, WorkerEvents]:
+        """What came from each worker, and how much of its cache is known."""
+        self._approximate.expire(self._clock())
+        return self._subscriber.statistics()
 
     async def close(self) -> None:
         await self._subscriber.close()

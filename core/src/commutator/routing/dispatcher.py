@@ -17,6 +17,7 @@ from commutator.routing.contract import candidate_id
 from commutator.routing.disagg_asker import DisaggAsker
 from commutator.routing.dispatch import Dispatch, Surroundings
 from commutator.routing.event_health import EventWarning
+from commutator.routing.event_subscriber import WorkerEvents
 from commutator.routing.forward import Forward, begin_forward
 from commutator.routing.handover_observer import HandoverObserver
 from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
@@ -147,6 +148,14 @@ class Dispatcher:
             for model, pool in self._pools.items()
             if pool.cache is not None
         }
+
+    def worker_events(self) -> dict[str, WorkerEvents]:
+        """By worker: what came of its KV events, for the first router that looks at overlaps."""
+        found: dict[str, WorkerEvents] = {}
+        for model in self._pools:
+            for cache in self._caches(model)[:1]:
+                found |= cache.statistics()
+        return found
 
     def warnings(self) -> list[EventWarning]:
         """Why routing may work on a wrong view of what some worker holds."""

@@ -45,14 +45,17 @@ class EventWarning:
 class EventHealth:
     """Compares what a worker was given to compute with what its events say.
 
-    ``endpoint`` is where it publishes, None when it does not. A prompt counts ``grace_s`` after it
-    was computed, when its events must have come.
+    ``endpoint`` is where it publishes, None when it does not, or when nobody listens: then what
+    it has is guessed. A prompt counts ``grace_s`` after it was computed, when its events must have
+    come.
     """
 
     worker_id: str
     endpoint: str | None
     block_size: int
     grace_s: float = 2.0
+    expects_events: bool = True
+    """False: the guess is what was configured."""
     unreadable: str = ""
     """Why its events cannot be subscribed to at all."""
     messages: int = 0
@@ -111,11 +114,12 @@ class EventHealth:
                 f"publishes KV events where they cannot be read ({self.unreadable}); give it an "
                 "address that can be connected to from here"
             )
-        if self.endpoint is not None:
+        if self.endpoint is not None or not self.expects_events:
             return None
         return Cause.NO_SOURCE, (
-            "publishes no KV events, so what it has cached is not seen here; switch its event "
-            "publisher on, or route approximately"
+            "publishes no KV events, so what it has cached is guessed from what it was sent; "
+            "switch its event publisher on, or set router.use_kv_events to false if guessing is "
+            "meant"
         )
 
     def _silent(self) -> tuple[Cause, str] | None:
@@ -138,6 +142,13 @@ class EventHealth:
         if not others:
             return None
         text = " and ".join(str(size) for size in others)
+        if self.endpoint is None:
+            if self.block_size % announced == 0:
+                return None  # it finds all that is guessed
+            return Cause.BLOCK_SIZE, (
+                f"has blocks of {text} tokens where the router counts {self.block_size}: less of "
+                "a prefix may be found there than is guessed; give both the same size"
+            )
         if all(size % self.block_size == 0 for size in others):
             return Cause.BLOCK_SIZE, (
                 f"has blocks of {text} tokens where the router counts {self.block_size}: prefixes "

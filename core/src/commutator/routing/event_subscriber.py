@@ -14,6 +14,7 @@ import zmq
 from attrs import define, evolve, field, frozen
 
 from commutator.kv.events import EventBatch
+from commutator.kv.medium import Tier
 from commutator.routing.event_health import Cause, EventHealth, EventWarning
 from commutator.routing.event_sequence import Position, SequenceCounters
 from commutator.routing.event_source import SourceReader, SourceTimes
@@ -25,6 +26,7 @@ __all__ = ["EventSubscriber", "WorkerEvents"]
 log = logging.getLogger(__name__)
 
 _REVIEW_INTERVAL_S = 5.0
+_NO_BLOCKS = (0,) * len(Tier)
 
 
 @frozen
@@ -39,6 +41,8 @@ class WorkerEvents:
     """How many of the last of them, in a row, were not found."""
     sources: tuple[SequenceCounters, ...]
     """One for each data-parallel rank that publishes."""
+    blocks: tuple[int, ...]
+    """What is known of the worker's cache, all ranks together: for each tier, fastest first."""
 
 
 @define(eq=False)
@@ -83,10 +87,14 @@ class EventSubscriber:
         index: PrefixIndex,
         times: SourceTimes = SourceTimes(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
+        *,
+        enabled: bool = True,
     ) -> None:
+        """``enabled``: False subscribes to nobody, and finds nothing wrong with that."""
         self.index = index
         self._times = times
         self._clock = clock
+        self._enabled = enabled
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._workers: dict[str, _Worker] = {}
         self._positions: dict[tuple[str, str], Position] = {}
@@ -98,8 +106,12 @@ class EventSubscriber:
         Each data-parallel rank publishes on a port of its own, counted up from the first.
         """
         await self.remove_worker(worker_id)
+        if not self._enabled:
+            info = evolve(info, kv_events=None)
         endpoint = info.kv_events.endpoint if info.kv_events is not None else None
-        health = EventHealth(worker_id, endpoint, self.index.block_size)
+        health = EventHealth(
+            worker_id, endpoint, self.index.block_size, expects_events=self._enabled
+        )
         worker = self._workers[worker_id] = _Worker(info, health)
         try:
             self._subscribe(worker_id, worker)
@@ -110,6 +122,9 @@ class EventSubscriber:
 
     def _subscribe(self, worker_id: str, worker: _Worker) -> None:
         sources = _sources_by_rank(worker.info)
+        if not sources:
+            self.index.reset_worker(worker_id)  # a snapshot's knowledge would never change
+            return
         positions = [self._positions.pop((worker_id, s.endpoint), None) for s in sources]
         if None in positions:
             self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
@@ -151,6 +166,7 @@ class EventSubscriber:
 
     def statistics(self) -> dict[str, WorkerEvents]:
         """By worker."""
+        held = self.index.blocks_by_worker()
         return {
             worker_id: WorkerEvents(
                 messages=worker.health.messages,
@@ -158,6 +174,7 @@ class EventSubscriber:
                 checked_prompts=worker.health.checked,
                 missing_prompts=worker.health.missing,
                 sources=tuple(evolve(reader.sequence.counters) for reader in worker.readers),
+                blocks=held.get(worker_id, _NO_BLOCKS),
             )
             for worker_id, worker in self._workers.items()
         }

@@ -149,5 +149,6 @@ class ModelPool(Generic[CacheT]):
             sequence_hashes=hashes,
             block_size=self.block_size,
             routing_s=time.perf_counter() - started_s,
+            looked_up=self.cache is not None,
             busy=left_out,
         )

@@ -144,6 +144,15 @@ class PrefixIndex:
         orphans = sum(len(blocks.orphans) for blocks in self._ranks.values())
         return IndexStatistics(len(self._map), self._map.distinct_sets, len(self._ranks), orphans)
 
+    def blocks_by_worker(self) -> dict[str, tuple[int, ...]]:
+        """How many blocks all ranks of a worker hold together: for each tier, fastest first."""
+        found: dict[str, tuple[int, ...]] = {}
+        for member, blocks in self._ranks.items():
+            before = found.get(member.worker_id, (0,) * len(Tier))
+            held = zip(before, map(len, blocks.held), strict=True)
+            found[member.worker_id] = tuple(map(sum, held))
+        return found
+
     def rank_statistics(self, worker_id: str) -> dict[int, RankStatistics]:
         """By rank; empty for a worker that no event came from."""
         return {

@@ -53,6 +53,8 @@ class Route:
     sequence_hashes: Sequence[int]
     block_size: int
     routing_s: float
+    looked_up: bool = True
+    """False: the policy does not look at overlaps, so what the workers hold is not known."""
     busy: Sequence[tuple[Candidate, str]] = ()
     """Who was left out, each with the threshold that it had hit."""
     waited_s: float = 0.0
@@ -80,13 +82,16 @@ class Route:
         )
 
     def explain(self) -> dict[str, Any]:
-        """For people: every candidate with its overlap, load and scores, and why one won."""
+        """For people: every candidate with its overlap, load and scores, and why one won.
+
+        Overlaps that nobody looked up are None.
+        """
         return {
             "worker_id": self.decision.worker_id,
             "policy": self.decision.policy,
             "reason": self.decision.reason,
-            "overlap_blocks": self.candidate.overlap.blocks,
-            "best_overlap_blocks": self.best_overlap_blocks,
+            "overlap_blocks": self.candidate.overlap.blocks if self.looked_up else None,
+            "best_overlap_blocks": self.best_overlap_blocks if self.looked_up else None,
             "waited_s": round(self.waited_s, 6),
             "candidates": [
                 *(self._explain(candidate, None) for candidate in self.candidates),
@@ -97,7 +102,7 @@ class Route:
     def _explain(self, candidate: Candidate, busy: str | None) -> dict[str, Any]:
         return {
             "worker_id": candidate.worker_id,
-            "overlap_blocks": asdict(candidate.overlap),
+            "overlap_blocks": asdict(candidate.overlap) if self.looked_up else None,
             "load": asdict(candidate.load),
             "scores": dict(self.decision.scores.get(candidate.worker_id, {})),
             "busy": busy,

@@ -48,6 +48,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     if config.tiers:
         app[SERVICES].metrics.watch_kv(lambda: dispatcher.kv.statistics)
         tasks.append(asyncio.create_task(dispatcher.kv.run()))
+    app[SERVICES].metrics.watch_events(dispatcher.worker_events, dispatcher.warnings)
     app[SERVICES].metrics.watch_handovers(lambda: dispatcher.handovers.statistics)
     tasks.append(asyncio.create_task(dispatcher.handovers.run()))
     if config.router.router_replica_sync and config.frontend.replicas > 1:
