@@ -27,6 +27,7 @@ from commutator.errors import (
 )
 
 ANSWER = [0, 1, 2, 3, 4]
+MOST_TURNS = 10
 STYLES = pytest.mark.parametrize("style", [None, Sequential()], ids=["concurrent", "sequential"])
 
 
@@ -209,6 +210,25 @@ async def test_a_lost_decode_worker_stops_the_prefill_leg_and_it_is_told() -> No
     assert prefill.aborted == 1
     assert world.legs() == [("decode", "failed"), ("prefill", "cancelled")]
     assert ("cancelled", True) in world.told
+    await world.dispatcher.close()
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_the_other_leg_is_stopped_within_a_few_turns_of_the_event_loop(lost: str) -> None:
+    """No timer, no question to anybody lies between a leg's failure and the other one's end."""
+    world, failing = World(), asyncio.Event()
+    prefill = await world.up("p-0", holds=failing, troubles=[LOST])
+    decode = await world.up("d-0", troubles=[] if lost == "prefill" else [LOST])
+    other = decode if lost == "prefill" else prefill
+    running = asyncio.create_task(world.begin_and_read())
+    while not (decode.open if lost == "prefill" else decode.asked):
+        await asyncio.sleep(0)
+    if lost == "prefill":
+        failing.set()
+    for _ in range(MOST_TURNS):
+        await asyncio.sleep(0)
+    assert other.aborted == 1
+    await asyncio.gather(running, return_exceptions=True)
     await world.dispatcher.close()
 
 

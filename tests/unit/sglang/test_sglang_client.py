@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -213,6 +214,28 @@ async def test_an_abort_is_told_until_it_is_heeded(
     async with asyncio.timeout(30):
         await sglang.gone.wait()
     assert set(sglang.aborted) == {sglang.asked[0]["rid"]}
+
+
+async def test_an_abort_is_sent_in_the_next_turn_of_the_event_loop(
+    client: SglangClient, sglang: FakeSglang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything else: the other leg's server hears of it at once."""
+    sglang.body, sglang.hangs, sent = events(FIRST), True, list[str]()
+    await client.start()
+    stream = client.generate(REQUEST)
+    await anext(stream)
+    post = aiohttp.ClientSession.post
+
+    def noted(session: aiohttp.ClientSession, url: str, **options: Any) -> Any:
+        sent.append(url)
+        return post(session, url, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "post", noted)
+    await stream.aclose()
+    await asyncio.sleep(0)
+    assert sent == [f"{sglang.url}/abort_request"]
+    async with asyncio.timeout(30):
+        await sglang.gone.wait()
 
 
 async def test_how_long_a_leg_goes_on_after_its_abort_is_told(
