@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 import zmq
+from attrs import evolve
 from tests.unit.routing.fake_engine import (
     HASHES,
     SIZE,
@@ -25,6 +26,7 @@ from commutator.kv.publisher import EventPublisher
 from commutator.routing.event_health import Cause
 from commutator.routing.event_source import SourceTimes
 from commutator.routing.event_subscriber import EventSubscriber
+from commutator.routing.index_snapshot import WorkerSnapshot
 from commutator.routing.overlap import WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
 from commutator.types import EventSource
@@ -260,6 +262,17 @@ async def test_a_lapsed_worker_is_forgotten_and_may_come_again(
     await known(subscriber, 2)
 
 
+def taken(subscriber: EventSubscriber, worker_id: str) -> WorkerSnapshot:
+    """A snapshot on its way from one front door to another."""
+    packed = msgspec.msgpack.encode(subscriber.snapshot(worker_id))
+    return msgspec.msgpack.decode(packed, type=WorkerSnapshot)
+
+
+def silent(source: EventSource) -> EventSource:
+    """The same without replay: it tells only what is new."""
+    return evolve(source, replay_endpoint=None)
+
+
 async def test_a_new_front_door_starts_warm_from_a_snapshot(
     subscriber: EventSubscriber, engine: FakeEngine
 ) -> None:
@@ -267,15 +280,22 @@ async def test_a_new_front_door_starts_warm_from_a_snapshot(
         await subscriber.add_worker(worker, info(engine.source))
     await engine.publish(stored(0, 2))
     await until(lambda: len(subscriber.index.match(HASHES)) == 2)
-    snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(subscriber.snapshot()))
+    snapshots = [taken(subscriber, worker) for worker in subscriber.workers()]
     await engine.publish(stored(2, 4))
     other = EventSubscriber(PrefixIndex(SIZE), TIMES)
     try:
-        other.restore(snapshot, live=["w0"])
-        assert other.index.match(HASHES) == device(2), "at once, without w1"
+        for snapshot in snapshots:
+            other.restore(snapshot)
+        assert other.index.match(HASHES) == {}, "nobody can be routed to yet"
         await other.add_worker("w0", info(engine.source))
+        assert other.index.match(HASHES) == device(2), "at once, without w1"
         await known(other, 4)
-        assert other.statistics()["w0"].sources[0].applied == 1, "only what is new"
+        events = other.statistics()["w0"]
+        assert events.sources[0].applied == 1, "only what is new"
+        assert events.messages == 2, "so it is not called silent"
+        other.forget_snapshots()
+        await other.add_worker("w1", info(silent(engine.source)))
+        assert set(other.index.match(HASHES)) == {WorkerRank("w0")}, "w1 came too late"
     finally:
         await other.close()
 
@@ -288,7 +308,7 @@ async def test_a_snapshot_of_a_worker_that_restarted_is_not_believed(
     await known(subscriber, 2)
     other = EventSubscriber(PrefixIndex(SIZE), TIMES)
     try:
-        other.restore(subscriber.snapshot(), live=["w0"])
+        other.restore(taken(subscriber, "w0"))
         async with FakeEngine() as elsewhere:
             await other.add_worker("w0", info(elsewhere.source))
             assert other.index.match(HASHES) == {}

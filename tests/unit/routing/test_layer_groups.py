@@ -60,7 +60,7 @@ def test_of_several_that_keep_prefixes_one_is_followed() -> None:
     index.apply("w", stored(2, "full_attention"))
     index.apply("w", stored(3, "mla_attention"))
     restored = PrefixIndex(16)
-    restored.restore(index.snapshot())
+    restored.restore("w", index.snapshot("w"))
     for one in (index, restored):
         one.apply("w", removed(3))
         assert blocks(one) == 2

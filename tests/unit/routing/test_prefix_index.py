@@ -230,7 +230,7 @@ def test_engine_blocks_may_be_a_multiple_of_ours() -> None:
     index.apply("w0", BlockRemoved((8,)))
     assert index.match(HASHES) == {W0: Overlap(device=2)}
     again = PrefixIndex(SIZE)
-    again.restore(index.snapshot())
+    again.restore("w0", index.snapshot("w0"))
     again.apply("w0", BlockRemoved((7, 9)))
     assert again.statistics().blocks == 0
 
@@ -288,10 +288,9 @@ def test_hashes_can_be_stored_without_events() -> None:
     assert index.match(HASHES) == {W0: Overlap(device=3, host=2)}
 
 
-def test_a_snapshot_of_another_block_size_is_refused() -> None:
-    snapshot = PrefixIndex(16).snapshot()
-    with pytest.raises(ValueError, match="block size 16; version 1 and block size 4 are needed"):
-        PrefixIndex(SIZE).restore(snapshot)
+def test_indexes_of_one_block_size_understand_each_other() -> None:
+    assert PrefixIndex(SIZE).format == PrefixIndex(SIZE).format
+    assert PrefixIndex(SIZE).format != PrefixIndex(2 * SIZE).format
 
 
 def test_the_best_rank_holds_the_longest_prefix() -> None:

@@ -116,7 +116,9 @@ def indexed(publisher: Publisher) -> dict[int, int]:
         for event in message:
             index.apply("worker", event, 0)
     assert index.statistics().orphans == 0
-    held = [rank["tiers"][Tier.DEVICE] for _, _, rank in index.snapshot()["ranks"]]
-    return {
-        name: known for names, hashes in held for name, known in zip(names, hashes, strict=True)
-    }
+    found: dict[int, int] = {}
+    for rank in index.snapshot("worker"):
+        for name, known in rank.held.get(Tier.DEVICE, {}).items():
+            assert isinstance(name, int)
+            found[name] = known
+    return found

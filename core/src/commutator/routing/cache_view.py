@@ -11,6 +11,7 @@ from commutator.kv.hashing import sequence_hashes
 from commutator.routing.approximate import ApproximateBlocks
 from commutator.routing.event_health import EventWarning
 from commutator.routing.event_subscriber import EventSubscriber, WorkerEvents
+from commutator.routing.index_snapshot import WorkerSnapshot
 from commutator.routing.overlap import Overlap, WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
 from commutator.types import GenerateRequest, WorkerRecord
@@ -88,6 +89,22 @@ class CacheView:
         """What came from each worker, and how much of its cache is known."""
         self._approximate.expire(self._clock())
         return self._subscriber.statistics()
+
+    def publishing(self) -> list[str]:
+        """The workers whose events are read."""
+        return self._subscriber.workers()
+
+    def snapshot(self, worker_id: str) -> WorkerSnapshot | None:
+        """What one of them is known to hold; see ``restore``."""
+        return self._subscriber.snapshot(worker_id)
+
+    def restore(self, snapshot: WorkerSnapshot) -> None:
+        """Start warm, with what another front door knows of a worker that is not added yet."""
+        self._subscriber.restore(snapshot)
+
+    def forget_snapshots(self) -> None:
+        """Every worker has been added."""
+        self._subscriber.forget_snapshots()
 
     async def close(self) -> None:
         await self._subscriber.close()

@@ -141,6 +141,14 @@ class Dispatcher:
         """Every model of the configuration, whether or not a worker is up for it."""
         return list(self._pools)
 
+    def cache_views(self) -> dict[str, CacheView]:
+        """Each view once; front doors with equal configurations name them alike."""
+        return {
+            f"{model}/{number}": cache
+            for model in self._pools
+            for number, cache in enumerate(self._caches(model))
+        }
+
     def indexed_blocks(self) -> dict[str, int]:
         """By model: distinct KV blocks that some worker is known to hold."""
         return {

@@ -98,6 +98,11 @@ class EventSequence:
     _ahead: dict[int, int] = field(factory=dict)
     """Digests of replayed messages that may still come live, to tell them from a new life's."""
 
+    def __attrs_post_init__(self) -> None:
+        if self.position is not None and not self.can_replay:
+            # No replay can tell another life of the engine; a message that came before can.
+            self.live = self.position.sequence
+
     @property
     def replaying(self) -> bool:
         return self._running

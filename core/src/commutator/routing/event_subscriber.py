@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
@@ -18,6 +17,7 @@ from commutator.kv.medium import Tier
 from commutator.routing.event_health import Cause, EventHealth, EventWarning
 from commutator.routing.event_sequence import Position, SequenceCounters
 from commutator.routing.event_source import SourceReader, SourceTimes
+from commutator.routing.index_snapshot import WorkerSnapshot
 from commutator.routing.prefix_index import PrefixIndex
 from commutator.types import EngineInfo, EventSource
 
@@ -97,7 +97,7 @@ class EventSubscriber:
         self._enabled = enabled
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._workers: dict[str, _Worker] = {}
-        self._positions: dict[tuple[str, str], Position] = {}
+        self._restored: dict[str, WorkerSnapshot] = {}
         self._reviews: asyncio.Task[None] | None = None
 
     async def add_worker(self, worker_id: str, info: EngineInfo) -> None:
@@ -123,12 +123,8 @@ class EventSubscriber:
     def _subscribe(self, worker_id: str, worker: _Worker) -> None:
         sources = _sources_by_rank(worker.info)
         if not sources:
-            self.index.reset_worker(worker_id)  # a snapshot's knowledge would never change
             return
-        positions = [self._positions.pop((worker_id, s.endpoint), None) for s in sources]
-        if None in positions:
-            self.index.reset_worker(worker_id)  # nothing that is known of it can be continued
-            positions = [None] * len(sources)
+        positions = self._go_on(worker_id, worker, sources)
         if self._context is None:
             self._context = zmq.Context()
         for rank, (source, position) in enumerate(zip(sources, positions, strict=True)):
@@ -137,6 +133,23 @@ class EventSubscriber:
             reader = SourceReader(self._context, source, sink, self._times, position)
             reader.start()
             worker.readers.append(reader)
+
+    def _go_on(
+        self, worker_id: str, worker: _Worker, sources: Sequence[EventSource]
+    ) -> list[Position | None]:
+        """Where each source stands in a snapshot, whose knowledge is taken over that far."""
+        snapshot = self._restored.pop(worker_id, None)
+        if snapshot is None:
+            return [None] * len(sources)
+        positions = [snapshot.positions.get(source.endpoint) for source in sources]
+        going_on = {rank for rank, position in enumerate(positions) if position is not None}
+        if going_on:
+            worker.health.messages = snapshot.messages
+            only = len(sources) == 1
+            self.index.restore(
+                worker_id, [rank for rank in snapshot.ranks if only or rank.rank in going_on]
+            )
+        return positions
 
     async def remove_worker(self, worker_id: str) -> None:
         """Unsubscribe, and forget what the worker held. Unknown workers are ignored."""
@@ -179,31 +192,37 @@ class EventSubscriber:
             for worker_id, worker in self._workers.items()
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """The index and where each source stands, as plain values for MessagePack."""
-        positions = [
-            [worker_id, reader.source.endpoint, position.sequence, position.digest]
-            for worker_id, worker in self._workers.items()
-            for reader in worker.readers
-            if (position := reader.sequence.position) is not None
-        ]
-        return {"index": self.index.snapshot(), "positions": positions}
+    def workers(self) -> list[str]:
+        """Those whose events are read."""
+        return [worker_id for worker_id, worker in self._workers.items() if worker.readers]
 
-    def restore(self, snapshot: dict[str, Any], live: Collection[str]) -> None:
-        """Start warm: take over a snapshot's knowledge of the workers in ``live``.
+    def snapshot(self, worker_id: str) -> WorkerSnapshot | None:
+        """What a worker's events have told so far; None when they are not read."""
+        worker = self._workers.get(worker_id)
+        if worker is None or not worker.readers:
+            return None
+        return WorkerSnapshot(
+            worker_id=worker_id,
+            messages=worker.health.messages,
+            positions={
+                reader.source.endpoint: reader.sequence.position
+                for reader in worker.readers
+                if reader.sequence.position is not None
+            },
+            ranks=self.index.snapshot(worker_id),
+        )
 
-        Call it before the workers are added. A source goes on after its last message in the
-        snapshot; if that cannot be had any more, it starts over, as after any loss. Raises
-        ValueError when the snapshot is of another version or block size.
+    def restore(self, snapshot: WorkerSnapshot) -> None:
+        """Start warm: keep a snapshot until its worker is added.
+
+        Its sources then go on after their last messages in the snapshot; one whose next message
+        cannot be had any more starts over, as after any loss.
         """
-        self.index.restore(snapshot["index"])
-        for worker_id in {member.worker_id for member in self.index.ranks()} - set(live):
-            self.index.remove_worker(worker_id)
-        self._positions = {
-            (worker_id, endpoint): Position(sequence, digest)
-            for worker_id, endpoint, sequence, digest in snapshot["positions"]
-            if worker_id in live
-        }
+        self._restored[snapshot.worker_id] = snapshot
+
+    def forget_snapshots(self) -> None:
+        """The workers that were there have been added; other snapshots are of no use."""
+        self._restored.clear()
 
     async def close(self) -> None:
         """Unsubscribe from everything. The index keeps what it knows."""

@@ -1,45 +1,103 @@
-"""A rank's blocks as plain lists and numbers, for MessagePack."""
+"""What one front door's index knows of a worker, for another one that starts. Pure.
+
+Classes of plain values, which MessagePack takes as they are and checks when they come back.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
+from attrs import evolve, frozen
+
+from commutator.kv.hashing import sequence_hashes
 from commutator.kv.medium import Tier
+from commutator.routing.event_sequence import Position
 from commutator.routing.orphans import BlockKey
-from commutator.routing.rank_blocks import RankBlocks
+from commutator.routing.rank_blocks import RankBlocks, RankCounters
 
-__all__ = ["IndexSnapshot", "rank_from_snapshot", "rank_to_snapshot"]
+__all__ = [
+    "IndexFormat",
+    "RankSnapshot",
+    "WorkerSnapshot",
+    "rank_from_snapshot",
+    "rank_to_snapshot",
+]
 
-IndexSnapshot = dict[str, Any]
+_VERSION = 1
 
 
-def rank_to_snapshot(blocks: RankBlocks) -> dict[str, Any]:
-    return {
-        "engine_block_size": blocks.engine_block_size,
-        "group": blocks.group,
-        "tiers": [[[_to_plain(key) for key in held], list(held.values())] for held in blocks.held],
-        "orphans": [
-            [_to_plain(key), _to_plain(orphan.parent), orphan.local_hash, sorted(orphan.tiers)]
+@frozen
+class IndexFormat:
+    """Indexes with equal ones understand each other's snapshots."""
+
+    block_size: int
+    hash_check: int
+    """The sequence hash of a block that everybody knows: tells other hashing apart."""
+    version: int = _VERSION
+
+    @classmethod
+    def of(cls, block_size: int) -> IndexFormat:
+        return cls(block_size, sequence_hashes(range(block_size), block_size)[0])
+
+
+@frozen
+class RankSnapshot:
+    """What one data-parallel rank holds."""
+
+    rank: int
+    engine_block_size: int | None
+    group: int | None
+    unknown_media: list[str]
+    counters: RankCounters
+    held: dict[Tier, dict[BlockKey, int]]
+    """By tier: block name to sequence hash."""
+    orphans: list[tuple[BlockKey, BlockKey, int, list[Tier]]]
+    """Name, parent, local hash and tiers of each, the oldest first."""
+    orphans_dropped: int = 0
+
+
+@frozen
+class WorkerSnapshot:
+    """What is known of a worker, and with which messages that knowledge ends."""
+
+    worker_id: str
+    messages: int
+    """How many have told it."""
+    positions: Mapping[str, Position]
+    """The last message of each source, by its endpoint."""
+    ranks: list[RankSnapshot]
+
+    @property
+    def blocks(self) -> int:
+        """Held blocks, in all ranks and tiers together."""
+        return sum(len(held) for rank in self.ranks for held in rank.held.values())
+
+
+def rank_to_snapshot(rank: int, blocks: RankBlocks) -> RankSnapshot:
+    return RankSnapshot(
+        rank=rank,
+        engine_block_size=blocks.engine_block_size,
+        group=blocks.group,
+        unknown_media=sorted(blocks.unknown_media),
+        counters=evolve(blocks.counters),
+        held={tier: dict(blocks.held[tier]) for tier in Tier if blocks.held[tier]},
+        orphans=[
+            (key, orphan.parent, orphan.local_hash, sorted(orphan.tiers))
             for key, orphan in blocks.orphans
         ],
-    }
+        orphans_dropped=blocks.orphans.dropped,
+    )
 
 
-def rank_from_snapshot(blocks: RankBlocks, state: dict[str, Any]) -> None:
+def rank_from_snapshot(blocks: RankBlocks, state: RankSnapshot) -> None:
     """Fill empty ``blocks``."""
-    blocks.engine_block_size = state["engine_block_size"]
-    blocks.group = state["group"]
-    for tier in Tier:
-        keys, hashes = state["tiers"][tier]
-        blocks.hold(tier, [_from_plain(key) for key in keys], hashes)
-    for key, parent, local_hash, tiers in state["orphans"]:
+    blocks.engine_block_size = state.engine_block_size
+    blocks.group = state.group
+    blocks.unknown_media = set(state.unknown_media)
+    for tier, held in state.held.items():
+        blocks.hold(tier, tuple(held), tuple(held.values()))
+    for key, parent, local_hash, tiers in state.orphans:
         for tier in tiers:
-            blocks.orphans.add(_from_plain(key), _from_plain(parent), local_hash, Tier(tier))
-
-
-def _to_plain(key: BlockKey) -> Any:
-    return list(key) if isinstance(key, tuple) else key
-
-
-def _from_plain(key: Any) -> BlockKey:
-    return tuple(key) if isinstance(key, list) else key
+            blocks.orphans.add(key, parent, local_hash, tier)
+    blocks.orphans.dropped = state.orphans_dropped
+    blocks.counters = evolve(state.counters)

@@ -9,7 +9,12 @@ from attrs import asdict, frozen
 from commutator.kv.events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 from commutator.kv.hashing import hash_root, local_block_hashes
 from commutator.kv.medium import Tier, tier_of
-from commutator.routing.index_snapshot import IndexSnapshot, rank_from_snapshot, rank_to_snapshot
+from commutator.routing.index_snapshot import (
+    IndexFormat,
+    RankSnapshot,
+    rank_from_snapshot,
+    rank_to_snapshot,
+)
 from commutator.routing.orphans import BlockKey, Orphans
 from commutator.routing.overlap import Overlap, WorkerRank, on_device
 from commutator.routing.prefix_map import PrefixMap, slots_of
@@ -59,6 +64,7 @@ class PrefixIndex:
 
     def __init__(self, block_size: int, *, max_orphans: int = 8192) -> None:
         self.block_size = block_size
+        self.format = IndexFormat.of(block_size)
         self._max_orphans = max_orphans
         self._map = PrefixMap()
         self._ranks: dict[WorkerRank, RankBlocks] = {}
@@ -168,32 +174,19 @@ class PrefixIndex:
             if member.worker_id == worker_id
         }
 
-    def snapshot(self) -> IndexSnapshot:
-        """Everything that the index holds, as plain values for MessagePack; see ``restore``."""
-        return {
-            "version": 1,
-            "block_size": self.block_size,
-            "ranks": [
-                [member.worker_id, member.rank, rank_to_snapshot(blocks)]
-                for member, blocks in self._ranks.items()
-            ],
-        }
+    def snapshot(self, worker_id: str) -> list[RankSnapshot]:
+        """What is known of a worker, as plain values for MessagePack; see ``restore``."""
+        return [
+            rank_to_snapshot(member.rank, blocks)
+            for member, blocks in self._ranks.items()
+            if member.worker_id == worker_id
+        ]
 
-    def restore(self, snapshot: IndexSnapshot) -> None:
-        """Replace what is held by a snapshot, also one that was encoded and decoded.
-
-        Raises ValueError when it is of another version or block size.
-        """
-        found = (snapshot.get("version"), snapshot.get("block_size"))
-        if found != (1, self.block_size):
-            raise ValueError(
-                f"the snapshot has version {found[0]} and block size {found[1]}; "
-                f"version 1 and block size {self.block_size} are needed"
-            )
-        for worker_id in {member.worker_id for member in self._ranks}:
-            self.remove_worker(worker_id)
-        for worker_id, rank, state in snapshot["ranks"]:
-            rank_from_snapshot(self._rank(WorkerRank(worker_id, rank)), state)
+    def restore(self, worker_id: str, ranks: Iterable[RankSnapshot]) -> None:
+        """Replace what is known of a worker by a snapshot of an index with an equal ``format``."""
+        self.remove_worker(worker_id)
+        for state in ranks:
+            rank_from_snapshot(self._rank(WorkerRank(worker_id, state.rank)), state)
 
     def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
         if not event.keeps_prefix or not _is_followed(blocks, event.group):

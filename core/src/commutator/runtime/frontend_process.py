@@ -20,6 +20,7 @@ from commutator.frontend.services import SERVICES
 from commutator.observe import tracing
 from commutator.observe.grouped_log import GroupedLog
 from commutator.routing.dispatcher import Dispatcher
+from commutator.runtime.index_sharing import INDEX_SUFFIX, IndexSharing
 from commutator.runtime.load_sharing import LoadSharing
 from commutator.runtime.registry_client import RegistryClient
 from commutator.runtime.worker_follower import WorkerFollower
@@ -42,6 +43,9 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     app[SERVICES].registry_address = registry_address
     calm_garbage_collector()
     registry = RegistryClient(registry_address)
+    index_path = Path(socket_path).with_suffix(INDEX_SUFFIX)
+    indexes = IndexSharing(dispatcher.cache_views(), index_path)
+    await indexes.start_warm()
     follower = WorkerFollower(dispatcher)
     following = asyncio.create_task(follower.run(registry.watch()))
     tasks = [following]
@@ -66,6 +70,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     try:
         # A front door that knows no worker yet would refuse what its siblings could serve.
         await follower.informed.wait()
+        await indexes.serve()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_app(
             app,
@@ -82,6 +87,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await indexes.close()
         await follower.close()
         await dispatcher.close()
         await registry.close()

@@ -44,3 +44,6 @@ class ReferenceConfig(EngineConfig):
         "Parameters of NIXL's backend UCX, by which KV is handed over.", factory=dict
     )
     kv_events: bool = setting("Publish KV events over ZMQ.", True)
+    kv_events_kept: PositiveInt = setting(
+        "Messages of KV events that a front door that missed them can have again.", 10_000
+    )

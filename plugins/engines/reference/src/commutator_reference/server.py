@@ -50,7 +50,9 @@ class ReferenceServer(TokenEngine):
                 [f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold not even one KV block"],
                 _WHERE,
             )
-        self._publisher = EventPublisher() if config.kv_events else None
+        self._publisher = (
+            EventPublisher(keep_messages=config.kv_events_kept) if config.kv_events else None
+        )
         self._engine = ReferenceEngine(
             llama,
             EngineOptions(

@@ -67,6 +67,9 @@ class SimConfig(EngineConfig):
     kv_capacity_blocks: PositiveInt = setting("KV blocks on the device.", 16_384)
     prefix_caching: bool = setting("Reuse the KV blocks of equal prefixes.", True)
     kv_events: bool = setting("Publish KV events over ZMQ.", True)
+    kv_events_kept: PositiveInt = setting(
+        "Messages of KV events that a front door that missed them can have again.", 10_000
+    )
     kv_bytes_per_token: PositiveInt = setting(
         "KV size of one token, for transfers from `tiers` and other workers; by default that of an "
         "8B Llama (2 x 32 layers x 8 heads x 128 x 2 bytes).",

@@ -112,7 +112,7 @@ class SimEngine(TokenEngine):
         self._loop, self._emit = asyncio.get_running_loop(), emit
         self._started_s = self._loop.time()
         if config.kv_events and config.prefix_caching:
-            self._publisher = EventPublisher()
+            self._publisher = EventPublisher(keep_messages=config.kv_events_kept)
             self._feed = EventFeed(
                 self._publisher,
                 config.block_size,
