@@ -16,10 +16,10 @@ from commutator.frontend.app import build_app
 from commutator.frontend.server import serve_app
 from commutator.frontend.services import SERVICES, ForwardedRequest, Services
 from commutator.routing.contract import Decision
-from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
 from commutator.routing.prefill_pool import QueueState
 from commutator.routing.route import RouteFacts
+from commutator.routing.worker_status import WorkerStatus
 from commutator.text.load import load_text_model
 from commutator.text.model import TextModel
 from commutator.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob

@@ -17,12 +17,12 @@ from commutator.errors import RequestError
 from commutator.frontend.limiter import Limiter
 from commutator.frontend.prompt_cache import prompt_cache
 from commutator.observe.metrics import FrontendMetrics
-from commutator.routing.dispatcher import WorkerStatus
 from commutator.routing.event_health import EventWarning
 from commutator.routing.handover_observer import HandoverObserver
 from commutator.routing.moves import MigrationObserver
 from commutator.routing.prefill_pool import QueueState
 from commutator.routing.route import RouteFacts
+from commutator.routing.worker_status import WorkerStatus
 from commutator.text.model import TextModel
 from commutator.text.prefix_cache import PrefixCache
 from commutator.types import GenerateRequest, TokenDelta
