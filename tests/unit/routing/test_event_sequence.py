@@ -193,3 +193,25 @@ def test_a_check_finds_messages_lost_before_a_silence() -> None:
     assert sequence.check() == [], "one at a time"
     assert sequence.on_replayed(1, 2, body(2)) == []
     assert sequence.on_replayed(1, 3, body(3)) == [Apply(body(3))]
+
+
+def test_without_a_replay_endpoint_a_snapshots_position_goes_on_with_the_next() -> None:
+    sequence = EventSequence(can_replay=False, position=started(can_replay=False).position)
+    assert sequence.connected() == []
+    assert sequence.on_live(3, body(3)) == [Apply(body(3))]
+    assert sequence.counters.resyncs == 0
+
+
+def test_without_a_replay_endpoint_a_message_from_before_a_snapshot_is_another_lifes() -> None:
+    sequence = EventSequence(can_replay=False, position=started(can_replay=False).position)
+    reset, apply = sequence.on_live(1, body(1, "b"))
+    assert isinstance(reset, Reset)
+    assert apply == Apply(body(1, "b"))
+    assert sequence.on_live(2, body(2, "b")) == [Apply(body(2, "b"))]
+    assert sequence.counters.restarts == 1
+
+
+def test_without_a_replay_endpoint_what_was_sent_after_a_snapshot_is_lost() -> None:
+    sequence = EventSequence(can_replay=False, position=started(can_replay=False).position)
+    actions = sequence.on_live(4, body(4))
+    assert actions == [Reset("1 messages before 4 are lost"), Apply(body(4))]

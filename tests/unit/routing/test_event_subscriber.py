@@ -300,6 +300,26 @@ async def test_a_new_front_door_starts_warm_from_a_snapshot(
         await other.close()
 
 
+async def test_a_rank_that_never_spoke_costs_the_others_nothing(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    async with FakeEngine() as quiet:
+        both = info(evolve(engine.source, further_ranks=(quiet.source,)), ranks=2)
+        await subscriber.add_worker("w0", both)
+        await engine.publish(stored(0, 2))
+        await known(subscriber, 2)
+        other = EventSubscriber(PrefixIndex(SIZE), TIMES)
+        try:
+            other.restore(taken(subscriber, "w0"))
+            await other.add_worker("w0", both)
+            assert other.index.match(HASHES) == device(2)
+            await quiet.publish(stored(0, 1))
+            await until(lambda: WorkerRank("w0", 1) in other.index.match(HASHES))
+            assert other.statistics()["w0"].sources[0].resyncs == 0
+        finally:
+            await other.close()
+
+
 async def test_a_snapshot_of_a_worker_that_restarted_is_not_believed(
     subscriber: EventSubscriber, engine: FakeEngine
 ) -> None:

@@ -96,6 +96,26 @@ async def test_tiers_that_do_not_match_the_events_are_said(
     assert "self_describing_kv_events" in untraceable.message
 
 
+async def test_blocks_whose_parent_never_comes_are_said(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    await engine.publish(stored(1, 4))
+    await until(lambda: subscriber.index.statistics().orphans == 3)
+    assert subscriber.warnings() == [], "it may still come"
+    now_s = 29.0
+    assert subscriber.warnings() == []
+    now_s = 30.0
+    [warning] = subscriber.warnings()
+    assert warning.cause is Cause.ORPHANS
+    assert "has 3 blocks" in warning.message
+    await engine.publish(stored(0, 1))
+    await known(subscriber, 4)
+    assert subscriber.warnings() == []
+
+
 @pytest.mark.parametrize(
     ("endpoint", "ranks"), [("tcp://*:5557", 1), ("nonsense", 1), ("ipc:///tmp/x", 2)]
 )

@@ -15,6 +15,7 @@ __all__ = ["Cause", "EventHealth", "EventWarning"]
 _SILENT_AFTER = 3
 _MISSING_AFTER = 8
 _LOSS_FADES_S = 300.0
+_ORPHANS_STAY_S = 30.0
 
 
 class Cause(StrEnum):
@@ -29,6 +30,7 @@ class Cause(StrEnum):
     UNTRACEABLE = "untraceable"
     MALFORMED = "malformed"
     OTHER_GROUPS = "other_groups"
+    ORPHANS = "orphans"
     LOST = "lost"
 
 
@@ -67,19 +69,30 @@ class EventHealth:
     """Prompts looked up after the worker had computed them."""
     missing: int = 0
     """How many of the last of them, one after the other, were not in the index."""
+    orphans_stay: bool = False
+    """Blocks have waited for their parents for longer than messages can overtake each other."""
     _loss_fades_s: float = 0.0
+    _orphans_since_s: float | None = None
     _due: deque[tuple[float, int]] = field(factory=lambda: deque(maxlen=64))
 
     def computed(self, first_block: int, now_s: float) -> None:
         """The worker has computed a prompt that begins with this block (a sequence hash)."""
         self._due.append((now_s + self.grace_s, first_block))
 
-    def review(self, now_s: float, holds: Callable[[int], bool], lost: int = 0) -> None:
+    def review(
+        self, now_s: float, holds: Callable[[int], bool], lost: int = 0, orphans: int = 0
+    ) -> None:
         """Look up the prompts that are due.
 
         ``holds`` tells whether the worker has a block; ``lost`` is how many messages were lost in
-        all.
+        all, ``orphans`` how many blocks wait for their parents.
         """
+        if not orphans:
+            self._orphans_since_s = None
+        elif self._orphans_since_s is None:
+            self._orphans_since_s = now_s
+        begun_s = self._orphans_since_s
+        self.orphans_stay = begun_s is not None and now_s - begun_s >= _ORPHANS_STAY_S
         if lost > self.lost:
             self.lost = lost
             self._loss_fades_s = now_s + _LOSS_FADES_S
@@ -103,6 +116,7 @@ class EventHealth:
             self._untraceable(ranks),
             self._malformed(ranks),
             self._other_groups(ranks),
+            self._orphans(ranks),
             self._lost(),
         ]
         return [EventWarning(self.worker_id, cause, f"worker {self.worker_id} {message}")
@@ -206,6 +220,17 @@ class EventHealth:
             f"has layers of several kinds, of which those that keep whole prefixes are followed; "
             f"{blocks} blocks of the others (windows, states) are not, so it may find less of a "
             "prefix than is counted on"
+        )
+
+    def _orphans(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        if not self.orphans_stay:
+            return None
+        orphans = sum(rank.orphans for rank in ranks)
+        dropped = sum(rank.orphans_dropped for rank in ranks)
+        return Cause.ORPHANS, (
+            f"has {orphans} blocks that follow blocks nobody here was told of ({dropped} more were "
+            "given up), so they count for nothing until it stores those again; a longer replay "
+            "buffer lets a front door that starts alone hear of them"
         )
 
     def _lost(self) -> tuple[Cause, str] | None:

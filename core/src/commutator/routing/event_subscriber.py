@@ -170,8 +170,9 @@ class EventSubscriber:
         found: list[EventWarning] = []
         for worker_id, worker in self._workers.items():
             lost = sum(reader.sequence.counters.lost for reader in worker.readers)
-            worker.health.review(now_s, partial(self.index.holds, worker_id), lost)
             ranks = self.index.rank_statistics(worker_id).values()
+            orphans = sum(rank.orphans for rank in ranks)
+            worker.health.review(now_s, partial(self.index.holds, worker_id), lost, orphans)
             warnings = worker.health.warnings(worker.info.block_size, ranks)
             _say(worker, warnings)
             found += warnings
