@@ -146,7 +146,7 @@ async def running_stand_in(
     with closing(EventQueue(max_size=event_buffer)) as events:
         with (
             patch("commutator_reference.server.load_model", load),
-            patch("commutator_reference.server.EventPublisher", lambda: events),
+            patch("commutator_reference.server.EventPublisher", lambda **_: events),
         ):
             engine = await asyncio.to_thread(
                 ReferenceServer, config, EngineStart(model, f"stand-in-{id(events)}")
