@@ -223,9 +223,9 @@ async def test_a_killed_front_door_is_warm_again_under_load(cluster: LocalCluste
             assert last_message(first[worker_id]) >= last_message(snapshot), "it began with less"
         blocks = await equal(victim, survivor, before)
         equal_s = time.monotonic() - begin_s
-        print(
-            f"restarted: back after {back_s:.2f} s, equal after {equal_s:.2f} s ({blocks} blocks)"
-        )
+        spent = psutil.Process(front_doors(cluster)[victim]).cpu_times()
+        print(f"restarted: back after {back_s:.2f} s, equal after {equal_s:.2f} s and "
+              f"{spent.user + spent.system:.2f} s of CPU ({blocks} blocks)")  # fmt: skip
         await served(clients, 3)
         for client in clients:
             assert client.task is not None
