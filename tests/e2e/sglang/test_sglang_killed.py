@@ -170,7 +170,10 @@ async def killed_under_way(
 
 
 async def ended(cluster: LocalCluster, worker: str, legs: int) -> None:
-    """Wait until the log tells of so many legs how long the server went on after their abort."""
+    """Wait until the log tells of so many legs how long the server went on after their abort.
+
+    Of one at least it must tell that it ended, not that it had not by the end of a patient wait.
+    """
     url = server_urls(cluster, PROGRAM)[worker]
     told = re.compile(rf"{re.escape(url)}: leg \S+ (.* ms) after its abort")
 
@@ -178,7 +181,9 @@ async def ended(cluster: LocalCluster, worker: str, legs: int) -> None:
         return len(told.findall(cluster.log())) >= legs
 
     await until(all_told)
-    print(f"legs aborted at {worker}: {told.findall(cluster.log())}")
+    how = told.findall(cluster.log())
+    print(f"legs aborted at {worker}: {how}")
+    assert any(one.startswith("ended") for one in how)
 
 
 @pytest.mark.proves("sglang", "prefill and decode apart: one side killed", how="real engine on CPU")
