@@ -147,3 +147,21 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         admin(rig).answer(what, arguments)
+
+
+def test_a_prompt_that_will_be_asked_for_comes_up(tmp_path: Path) -> None:
+    dram = DRAM | {"capacity": 32 * BLOCK_BYTES, "write": "on_evict"}
+    with KvRig(setups(dram, nvme(tmp_path))) as rig:
+        rig.store(KEYS)
+        assert rig.tier("dram").published == 0
+        question = {"token_ids": [1] * len(KEYS) * BLOCK_TOKENS}
+        admin(rig, on_device=len(KEYS)).answer("prefetch", question)
+        assert rig.tier("dram").prefetched == {}, "all of it is on the device"
+        admin(rig, on_device=2).answer("prefetch", question)
+        wait_for(lambda: rig.tier("dram").prefetched == {"brought": len(KEYS) - 2})
+        rig.settle()
+        assert rig.load(KEYS) == len(KEYS)
+        assert rig.tier("dram").prefetched == {
+            "brought": len(KEYS) - 2,
+            "used": len(KEYS) - 2,
+        }

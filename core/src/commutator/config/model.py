@@ -202,7 +202,8 @@ class TierConfig(TierPolicyConfig):
 
     prefetch: bool = setting(
         "Bring blocks up from slower tiers before they are asked for: those of requests that wait, "
-        "and of conversations that may go on. Only the fastest tier that is written to does.",
+        "in the worker or in the front door, and of conversations that may go on. Only the fastest "
+        "tier that is written to does.",
         True,
     )
     compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")

@@ -3,6 +3,7 @@
 statistics {}                                   everything that is counted
 contents   {}                                   what lies where, in blocks and bytes
 why        {token_ids, cache_salt?, lora_name?} which blocks of a prompt would be reused
+prefetch   {token_ids, cache_salt?, lora_name?} brings a prompt's blocks up from slow tiers
 evict      {tier?}                              removes the blocks of one tier, or of all
 verify     {tier?}                              reads every block again; bad ones are removed
 peers      {addresses}                          where other workers lend blocks now
@@ -92,6 +93,8 @@ class KvAdmin:
                     return self._contents()
                 case "why":
                     return self._why(msgspec.convert(arguments, PromptQuestion))
+                case "prefetch":
+                    return self._prefetch(msgspec.convert(arguments, PromptQuestion))
                 case "evict":
                     return self._evict(msgspec.convert(arguments, _OneTier).tier)
                 case "peers":
@@ -120,13 +123,9 @@ class KvAdmin:
 
     def _why(self, question: PromptQuestion) -> dict[str, Any]:
         prompt = self._locate(question)
-        ask_id = f"why-{uuid.uuid4().hex}"
-        deadline_s = time.monotonic() + _ASK_TIMEOUT_S
-        while self._service.must_ask(ask_id, prompt.keys, prompt.on_device):
-            if time.monotonic() > deadline_s:
-                self._service.drop(ask_id)
-                break
-            time.sleep(_POLL_S)
+        self._until(
+            lambda ask_id: not self._service.must_ask(ask_id, prompt.keys, prompt.on_device)
+        )
         names = [setup.name for setup in self._service.tiers]
         return {
             "prompt_tokens": len(question.token_ids),
@@ -140,6 +139,23 @@ class KvAdmin:
                 for block in self._service.why(prompt.keys, prompt.on_device)
             ],
         }
+
+    def _prefetch(self, question: PromptQuestion) -> None:
+        prompt = self._locate(question)
+        if prompt.on_device < len(prompt.keys):
+            self._until(
+                lambda ask_id: self._service.prefetch(ask_id, prompt.keys, prompt.on_device)
+            )
+
+    def _until(self, is_done: Callable[[str], bool]) -> None:
+        """Ask again, under the same id, while shared tiers are being asked; not for ever."""
+        ask_id = f"admin-{uuid.uuid4().hex}"
+        deadline_s = time.monotonic() + _ASK_TIMEOUT_S
+        while not is_done(ask_id):
+            if time.monotonic() > deadline_s:
+                self._service.drop(ask_id)
+                return
+            time.sleep(_POLL_S)
 
     def _evict(self, tier: str | None) -> dict[str, int]:
         self._numbers(tier)

@@ -21,12 +21,17 @@ Refusal = Callable[[str, str, float], RoutingError]
 """Makes the error of a request that waits no longer: its reason in one word and in a clause, and
 after how many seconds it may try again."""
 
+_NEAR = 32
+"""Whose turn comes soon: as many of the first as a few workers take next."""
+
 
 @define(eq=False)
 class _Waiter(Generic[ResultT]):
     attempt: Attempt[ResultT]
     turn: asyncio.Future[ResultT]
     arrived_s: float
+    when_near: Callable[[], None] | None
+    """To be called once, when its turn comes soon."""
 
 
 class Admission(Generic[ResultT]):
@@ -75,13 +80,20 @@ class Admission(Generic[ResultT]):
         return self._queue.place(priority)
 
     async def admit(
-        self, place: Place, arrived_s: float, attempt: Attempt[ResultT], *, again: bool
+        self,
+        place: Place,
+        arrived_s: float,
+        attempt: Attempt[ResultT],
+        *,
+        again: bool,
+        when_near: Callable[[], None] | None = None,
     ) -> tuple[ResultT, float]:
         """What ``attempt`` found, and seconds of waiting, 0 without any.
 
         ``arrived_s``: when the request was first here, by the loop's clock. ``again``: it was
-        admitted before, but the worker turned out to be dead; a full queue lets it in. Raises a
-        refusal when the queue is full or the time limit passes, and whatever ``attempt`` raises.
+        admitted before, but the worker turned out to be dead; a full queue lets it in.
+        ``when_near`` is called once if it waits and its turn comes soon. Raises a refusal when the
+        queue is full or the time limit passes, and whatever ``attempt`` raises.
         """
         loop = asyncio.get_running_loop()
         # Who would be behind somebody must not be quicker than the wake-up that is on its way.
@@ -92,10 +104,11 @@ class Admission(Generic[ResultT]):
             words = f"the queue of {self.waiting} is full"
             raise self._refusal("router_queue_full", words, self._recent_wait_s)
         turn: asyncio.Future[ResultT] = loop.create_future()
-        self._waiters[place] = _Waiter(attempt, turn, arrived_s)
+        self._waiters[place] = _Waiter(attempt, turn, arrived_s, when_near)
         timer = loop.call_at(arrived_s + self._max_queue_s, self._expire, place)
         self._waits(1)
         try:
+            self._tell_near()
             result = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -117,6 +130,10 @@ class Admission(Generic[ResultT]):
 
     def _serve(self) -> None:
         self._woken = False
+        self._let_through()
+        self._tell_near()
+
+    def _let_through(self) -> None:
         while (place := self._queue.first()) is not None:
             waiter = self._waiters[place]
             if not waiter.turn.done():  # otherwise it was cancelled a moment ago
@@ -129,6 +146,13 @@ class Admission(Generic[ResultT]):
                         return
                     waiter.turn.set_result(result)
             self._queue.leave(place)
+
+    def _tell_near(self) -> None:
+        for place in self._queue.nearest(_NEAR):
+            waiter = self._waiters[place]
+            if (tell := waiter.when_near) is not None:
+                waiter.when_near = None
+                tell()
 
     def _expire(self, place: Place) -> None:
         turn = self._waiters[place].turn

@@ -225,7 +225,7 @@ class Dispatcher:
     ) -> Placed:
         workers = self._models[summary.model]
         hashes = workers.pool.hashes(request) if known is None else known
-        return await workers.placer.place(summary, hashes, may_wait=may_wait)
+        return await workers.placer.place(summary, hashes, request, may_wait=may_wait)
 
     async def _place_again(
         self, summary: RequestSummary, request: GenerateRequest, avoid: Collection[LiveWorker]

@@ -13,12 +13,13 @@ from attrs import evolve, frozen
 from commutator.config.model import BusyConfig
 from commutator.errors import EngineUnavailableError, OverloadedError, RoutingError
 from commutator.routing.admission import Admission
+from commutator.routing.ahead import Ahead
 from commutator.routing.busy import describe_busy
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.pool import ModelPool
 from commutator.routing.route import Route
 from commutator.routing.view import LiveWorker, WorkerView
-from commutator.types import RequestSummary
+from commutator.types import GenerateRequest, RequestSummary
 
 __all__ = ["Placed", "Placer"]
 
@@ -57,6 +58,7 @@ class Placer:
         self._view = view
         self._load = load
         self._busy = busy
+        self._ahead = Ahead()
         self._admission: Admission[Placed] | None = None
         if busy.enabled:
             self._admission = Admission(busy, self._give_back, self._refusal, waits)
@@ -80,6 +82,7 @@ class Placer:
         self,
         summary: RequestSummary,
         hashes: Sequence[int],
+        request: GenerateRequest | None = None,
         *,
         may_wait: bool,
         usable: Callable[[LiveWorker], bool] | None = None,
@@ -89,10 +92,11 @@ class Placer:
         While all are busy the request waits, unless it may not: then it gets a busy one. A worker
         whose connection turns out to be dead is left out and the policy asked again. Raises
         RoutingError when no worker is ready, and its subclass OverloadedError when one has waited
-        too long or too many do. ``usable`` leaves workers out.
+        too long or too many do. ``usable`` leaves workers out. While ``request`` waits, the worker
+        that would get it now may bring its blocks up from slow tiers.
         """
         if self._admission is not None and may_wait:
-            return await self._place_in_turn(self._admission, summary, hashes, usable)
+            return await self._place_in_turn(self._admission, summary, hashes, usable, request)
         while True:
             placed = self._take_any(summary, hashes, usable)
             if await self._reachable(placed):
@@ -104,18 +108,36 @@ class Placer:
         summary: RequestSummary,
         hashes: Sequence[int],
         usable: Callable[[LiveWorker], bool] | None,
+        request: GenerateRequest | None,
     ) -> Placed:
         arrived_s = asyncio.get_running_loop().time()
         place = admission.place(summary.priority)
         attempt = partial(self._take_free, summary, hashes, usable)
+        look = None
+        if request is not None and self._pool.cache is not None:
+            look = partial(self._look_ahead, summary, hashes, usable, request)
         again = False
         while True:
             if not self._workers(usable):
                 raise self._none_ready()
-            placed, waited_s = await admission.admit(place, arrived_s, attempt, again=again)
+            placed, waited_s = await admission.admit(
+                place, arrived_s, attempt, again=again, when_near=look
+            )
             if await self._reachable(placed):
                 return evolve(placed, route=evolve(placed.route, waited_s=waited_s))
             again = True
+
+    def _look_ahead(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Callable[[LiveWorker], bool] | None,
+        request: GenerateRequest,
+    ) -> None:
+        # It may become another by the time that it is free: then what came up serves the next turn.
+        if workers := self._workers(usable):
+            route = self._pool.route(summary, hashes, workers)
+            self._ahead.ask(route.worker, route.candidate.overlap, request)
 
     def _take_any(
         self,

@@ -54,6 +54,10 @@ class RequestQueue:
         del self._waiting[index]
         return True
 
+    def nearest(self, count: int) -> list[Place]:
+        """The first ``count``, in their order."""
+        return self._waiting[:count]
+
     def first(self) -> Place | None:
         """Whose turn is next."""
         return self._waiting[0] if self._waiting else None
