@@ -19,7 +19,7 @@ from tests.support.kv_rig import (
 )
 
 from commutator.errors import EngineError
-from commutator.kv import KvAdmin, LocatedPrompt, PromptQuestion
+from commutator.kv import DeviceBlocks, KvAdmin, LocatedPrompt, PromptQuestion
 
 KEYS = chain(1, 6)
 DRAM = {"kind": "dram", "capacity": 4 * BLOCK_BYTES, "huge_pages": "off"}
@@ -65,6 +65,24 @@ def test_contents_are_told_in_blocks_and_bytes(rig: KvRig) -> None:
         "capacity_blocks": 4,
     }
     assert (nvme["blocks"], nvme["bytes"]) == (6, 6 * BLOCK_BYTES)
+
+
+def test_contents_begin_with_the_device_if_the_engine_tells_of_it(rig: KvRig) -> None:
+    def locate(question: PromptQuestion) -> LocatedPrompt:
+        raise NotImplementedError
+
+    device = DeviceBlocks("GPU", held=2, cached=3, capacity=8, block_bytes=BLOCK_BYTES)
+    first, *tiers = KvAdmin(rig.service, locate, lambda: device).answer("contents", {})
+    assert first == {
+        "tier": "device",
+        "medium": "GPU",
+        "up": True,
+        "blocks": 5,
+        "pinned": 2,
+        "bytes": 5 * BLOCK_BYTES,
+        "capacity_blocks": 8,
+    }
+    assert [tier["tier"] for tier in tiers] == ["dram", "nvme"]
 
 
 def test_statistics_are_plain_values(rig: KvRig) -> None:

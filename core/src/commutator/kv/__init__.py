@@ -14,7 +14,7 @@ Read in this order:
 """
 
 from commutator.kv.actions import Action, Announce, StoreBlocks
-from commutator.kv.admin import KvAdmin, LocatedPrompt, PromptQuestion
+from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt, PromptQuestion
 from commutator.kv.admission import AdmissionRule
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.break_even import PrefillSpeed
@@ -85,6 +85,7 @@ __all__ = [
     "BlocksCleared",
     "Breaker",
     "CacheIdentity",
+    "DeviceBlocks",
     "EventBatch",
     "EventPublisher",
     "ExportOptions",

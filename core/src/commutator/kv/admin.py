@@ -32,7 +32,7 @@ from commutator.kv.tier_thread import JobUrgency
 from commutator.kv.tier_worker import TierWorker
 from commutator.kv.verify import Verification
 
-__all__ = ["KvAdmin", "LocatedPrompt", "PromptQuestion"]
+__all__ = ["DeviceBlocks", "KvAdmin", "LocatedPrompt", "PromptQuestion"]
 
 _COUNT_TIMEOUT_S = 3.0
 _ASK_TIMEOUT_S = 2.0
@@ -61,6 +61,20 @@ class LocatedPrompt:
 
 
 @frozen
+class DeviceBlocks:
+    """The engine's own KV memory."""
+
+    medium: str
+    """As in KV events."""
+    held: int
+    """Blocks that running requests use."""
+    cached: int
+    """Blocks that nobody uses, and that can be reused."""
+    capacity: int
+    block_bytes: int
+
+
+@frozen
 class _OneTier:
     tier: str | None = None
 
@@ -73,14 +87,19 @@ class _Peers:
 class KvAdmin:
     """Methods may be called from any thread but the engine's own and the tiers'.
 
-    ``locate`` is the engine's part of ``why``.
+    ``locate`` is the engine's part of ``why``, ``device`` that of ``contents``: the level above all
+    tiers, for engines that can tell of it.
     """
 
     def __init__(
-        self, service: KvService, locate: Callable[[PromptQuestion], LocatedPrompt]
+        self,
+        service: KvService,
+        locate: Callable[[PromptQuestion], LocatedPrompt],
+        device: Callable[[], DeviceBlocks] | None = None,
     ) -> None:
         self._service = service
         self._locate = locate
+        self._device = device
         self._verifying = threading.Lock()
 
     def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
@@ -108,7 +127,7 @@ class KvAdmin:
 
     def _contents(self) -> list[dict[str, Any]]:
         sizes = [self._ask(number, _stored_bytes) for number in range(len(self._service.tiers))]
-        return [
+        return self._on_device() + [
             {
                 "tier": state.name,
                 "medium": state.medium,
@@ -119,6 +138,23 @@ class KvAdmin:
                 "capacity_blocks": None if state.capacity >= UNBOUNDED else state.capacity,
             }
             for state, size in zip(self._service.statistics().tiers, sizes, strict=True)
+        ]
+
+    def _on_device(self) -> list[dict[str, Any]]:
+        if self._device is None:
+            return []
+        device = self._device()
+        blocks = device.held + device.cached
+        return [
+            {
+                "tier": "device",
+                "medium": device.medium,
+                "up": True,
+                "blocks": blocks,
+                "pinned": device.held,
+                "bytes": blocks * device.block_bytes,
+                "capacity_blocks": device.capacity,
+            }
         ]
 
     def _why(self, question: PromptQuestion) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from commutator.engine import Emit, EngineStart, TokenEngine
 from commutator.errors import ConfigError
-from commutator.kv import EventPublisher, KvAdmin, KvService
+from commutator.kv import DeviceBlocks, EventPublisher, KvAdmin, KvService
 from commutator.text import load_text_model, locate_model
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest
 from commutator_reference.arena import block_bytes
@@ -96,7 +96,7 @@ class ReferenceServer(TokenEngine):
             )
             self._service.start()
             self._engine.use_tiers(self._service, identity)
-            self._admin = KvAdmin(self._service, self._engine.locate)
+            self._admin = KvAdmin(self._service, self._engine.locate, self._device_blocks)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
@@ -130,6 +130,16 @@ class ReferenceServer(TokenEngine):
 
     def load(self) -> EngineLoad:
         return self._engine.load()
+
+    def _device_blocks(self) -> DeviceBlocks:
+        load = self._engine.load()
+        return DeviceBlocks(
+            medium="GPU",
+            held=load.kv_used_blocks,
+            cached=load.kv_cached_blocks,
+            capacity=load.kv_capacity_blocks,
+            block_bytes=self._engine.arena.block_arena.block_bytes,
+        )
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
