@@ -16,16 +16,21 @@ def up(worker_id: str) -> Up:
 
 
 class Sink:
-    """Connecting to a worker called "slow" takes for ever, to "bad" fails."""
+    """Connecting to a worker called "slow" takes for ever, to "bad" fails.
+
+    So it does as often as ``refused`` says of a worker.
+    """
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.refused: dict[str, int] = {}
 
     async def worker_up(self, record: WorkerRecord) -> None:
         self.heard.append(f"up {record.worker_id}")
         if record.worker_id == "slow":
             await asyncio.sleep(600)
-        if record.worker_id == "bad":
+        self.refused[record.worker_id] = self.refused.get(record.worker_id, 0) - 1
+        if record.worker_id == "bad" or self.refused[record.worker_id] >= 0:
             raise ValueError("no")
         await asyncio.sleep(0)
         self.heard.append(f"connected {record.worker_id}")
@@ -76,3 +81,37 @@ async def test_the_first_batch_may_be_empty() -> None:
     await asyncio.wait_for(follower.informed.wait(), 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def seen(sink: Sink, line: str) -> None:
+    async with asyncio.timeout(30):
+        while line not in sink.heard:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_worker_that_cannot_be_taken_in_is_tried_again_until_it_can() -> None:
+    sink, feed = Sink(), Feed()
+    sink.refused["later"] = 3
+    follower = WorkerFollower(sink, retry_s=0.001)
+    running = asyncio.create_task(follower.run(feed.__aiter__()))
+    feed.queue.put_nowait([up("later"), up("a")])
+    await asyncio.wait_for(follower.informed.wait(), 30)
+    await seen(sink, "connected later")
+    assert sink.heard.count("up later") == 4
+    running.cancel()
+    await follower.close()
+
+
+async def test_nothing_is_tried_again_after_something_newer() -> None:
+    sink, feed = Sink(), Feed()
+    follower = WorkerFollower(sink, retry_s=0.001)
+    running = asyncio.create_task(follower.run(feed.__aiter__()))
+    feed.queue.put_nowait([up("bad")])
+    await seen(sink, "up bad")
+    feed.queue.put_nowait([Down("bad", "gone")])
+    await seen(sink, "down bad: gone")
+    sink.heard.clear()
+    await asyncio.sleep(0.05)
+    assert sink.heard == []
+    running.cancel()
+    await follower.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Protocol
 
 from commutator.runtime.lease import Change, Up
@@ -13,6 +13,8 @@ from commutator.types import WorkerRecord
 __all__ = ["WorkerFollower", "WorkerSink"]
 
 log = logging.getLogger(__name__)
+
+_LONGEST_RETRY_S = 30.0
 
 
 class WorkerSink(Protocol):
@@ -26,13 +28,15 @@ class WorkerSink(Protocol):
 class WorkerFollower:
     """Changes of one worker are applied in order; a worker that is slow to reach delays no other.
 
-    A newer change of a worker cuts short the one still being applied.
+    A newer change of a worker cuts short the one still being applied. A worker that cannot be taken
+    in is tried again, after ``retry_s`` and then ever less often, until something newer is known.
     """
 
-    def __init__(self, sink: WorkerSink) -> None:
+    def __init__(self, sink: WorkerSink, *, retry_s: float = 1.0) -> None:
         self.informed = asyncio.Event()
         """Set once everything that was there at the beginning has been applied."""
         self._sink = sink
+        self._retry_s = retry_s
         self._applying: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, batches: AsyncIterator[Sequence[Change]]) -> None:
@@ -51,8 +55,10 @@ class WorkerFollower:
 
     def _begin(self, change: Change) -> asyncio.Task[None]:
         worker_id = change.record.worker_id if isinstance(change, Up) else change.worker_id
-        earlier = self._applying.get(worker_id)
-        task = asyncio.create_task(self._apply(change, earlier))
+        return self._start(worker_id, self._apply(change, self._applying.get(worker_id)))
+
+    def _start(self, worker_id: str, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._applying[worker_id] = task
         task.add_done_callback(lambda done: self._forget(worker_id, done))
         return task
@@ -65,6 +71,22 @@ class WorkerFollower:
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait({earlier})
+        if await self._applied(change) or not isinstance(change, Up):
+            return
+        worker_id = change.record.worker_id
+        if self._applying.get(worker_id) is asyncio.current_task():  # and nothing newer is known
+            # Not here, where somebody may wait: the others are to be served meanwhile.
+            self._start(worker_id, self._try_again(change))
+
+    async def _try_again(self, change: Up) -> None:
+        pause_s = self._retry_s
+        while True:
+            await asyncio.sleep(pause_s)
+            if await self._applied(change):
+                return
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+
+    async def _applied(self, change: Change) -> bool:
         try:
             if isinstance(change, Up):
                 await self._sink.worker_up(change.record)
@@ -72,3 +94,5 @@ class WorkerFollower:
                 await self._sink.worker_down(change.worker_id, change.reason)
         except Exception:
             log.exception("a change of a worker could not be applied: %r", change)
+            return False
+        return True
