@@ -18,13 +18,19 @@ from hypothesis import strategies as st
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups, wait_for
 
 from commutator.kv.block_io import BlockIo
-from commutator.kv.codec import Codec, Zstd
+from commutator.kv.codec import AesGcm, Codec, Lz4, Zstd
 from commutator.kv.guards import Breaker
 from commutator.kv.tier_setup import TierSetup
 from commutator.testing import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 pytestmark = pytest.mark.slow
 
+SECRET = bytes(range(32))
+CODECS = [(), (Zstd(),), (Lz4(),), (AesGcm(SECRET),), (Zstd(), AesGcm(SECRET))]
+IN_MEMORY: list[dict[str, Any]] = [
+    {"kind": "dram", "capacity": 24 * BLOCK_BYTES, "huge_pages": "off"},
+    {"kind": "hbm", "capacity": 24 * BLOCK_BYTES},
+]
 Write = Literal["through", "on_evict"]
 chance = st.sampled_from((0.0, 0.0, 0.1, 0.4))
 io_faults = st.builds(
@@ -60,12 +66,14 @@ class World:
     def __init__(
         self,
         folder: Path,
+        in_memory: dict[str, Any],
         writes: tuple[Write, Write, Write],
         codecs: tuple[Codec, ...],
         faults: tuple[IoFaults, TierFaults],
         seed: int,
     ) -> None:
-        self._folder, self._writes, self._codecs = folder, writes, codecs
+        self._folder, self._in_memory = folder, in_memory
+        self._writes, self._codecs = writes, codecs
         self._io, self._tier = faults
         self._rng = random.Random(seed)
         self.faulty: list[FaultyTier | FaultyIo] = []
@@ -73,7 +81,7 @@ class World:
 
     def _start(self) -> KvRig:
         first, second = setups(
-            {"kind": "dram", "capacity": 24 * BLOCK_BYTES, "huge_pages": "off"},
+            self._in_memory,
             {"kind": "nvme", "path": str(self._folder / "nvme"), "capacity": 64 * BLOCK_BYTES},
         )
         made = [
@@ -148,24 +156,26 @@ class World:
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 @given(
     writes=st.tuples(*[st.sampled_from(("through", "on_evict"))] * 3),
-    codecs=st.sampled_from(((), (Zstd(),))),
+    in_memory=st.sampled_from(IN_MEMORY),
+    codecs=st.sampled_from(CODECS),
     faults=st.tuples(io_faults, tier_faults),
     seed=st.integers(0, 1000),
     history=st.lists(operations, min_size=5, max_size=40),
 )
 def test_whatever_happens_no_wrong_block_is_loaded_and_none_is_lost(
     writes: tuple[Write, Write, Write],
+    in_memory: dict[str, Any],
     codecs: tuple[Codec, ...],
     faults: tuple[IoFaults, TierFaults],
     seed: int,
     history: list[tuple[str, Any]],
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="kv-service-"))
-    world = World(folder, writes, codecs, faults, seed)
+    world = World(folder, in_memory, writes, codecs, faults, seed)
     try:
         for operation, argument in history:
             world.run(operation, argument)
