@@ -76,8 +76,10 @@ def test_what_is_stored_is_listed_explained_verified_and_evicted(cluster: LocalC
     assert {block["tier"] for block in answer["blocks"]} & {"dram", "nvme"}
 
     (tiers,) = told(cluster, "ls").values()
-    assert [tier["tier"] for tier in tiers] == ["dram", "nvme"]
-    assert tiers[1]["blocks"] > len(answer["blocks"])
+    device, _, nvme = tiers
+    assert [tier["tier"] for tier in tiers] == ["device", "dram", "nvme"]
+    assert 0 < device["blocks"] <= device["capacity_blocks"]
+    assert nvme["blocks"] > len(answer["blocks"])
     (checks,) = told(cluster, "verify").values()
     assert all(check["intact"] == check["blocks"] > 0 for check in checks)
 
@@ -100,7 +102,7 @@ def test_what_a_request_asked_to_keep_is_shown(cluster: LocalCluster) -> None:
             break
         assert time.monotonic() < deadline_s, answer
     assert all("pinned" in note and "for 3" in note for notes in copies for note in notes)
-    (tiers,) = told(cluster, "ls").values()
+    ((_, *tiers),) = told(cluster, "ls").values()
     assert sum(tier["pinned"] for tier in tiers) >= len(copies)
 
 
