@@ -18,8 +18,8 @@ __all__ = ["DirectIo"]
 class DirectIo(BlockIo):
     """For local memory that the CPU can read, and a tier whose blocks are stored as they are.
 
-    Blocks are summed while others are moved, and soon after they were: part of what a CPU has
-    copied is still in its caches.
+    Blocks are summed while others are moved, and soon after they were, the last one first: part of
+    what a CPU has copied is still in its caches.
     """
 
     def __init__(self, mover: TierMover) -> None:
@@ -29,7 +29,7 @@ class DirectIo(BlockIo):
         results: list[Stored | Unstored] = [Unstored("")] * len(blocks)
 
         def add_up(moved: Sequence[int]) -> None:
-            for index in moved:
+            for index in reversed(moved):
                 block = blocks[index]
                 total = checksum(bytes_at(block.local))
                 results[index] = block.stored(block.local.size_bytes, total)
@@ -55,7 +55,7 @@ class DirectIo(BlockIo):
                 results[index] = LoadResult.CORRUPT
 
         def verify(moved: Sequence[int]) -> None:
-            for position in moved:
+            for position in reversed(moved):
                 block = blocks[wanted[position]]
                 intact = checksum(bytes_at(block.local)) == block.stored.checksum
                 results[wanted[position]] = LoadResult.LOADED if intact else LoadResult.CORRUPT

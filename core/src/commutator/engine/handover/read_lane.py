@@ -213,7 +213,7 @@ class ReadLane:
         self._running.append(fetch)
 
     def _check(self, fetch: _Fetch, owners: Sequence[int]) -> None:
-        for owner in owners:
+        for owner in reversed(owners):  # the last one is the likeliest to be in a cache still
             spans = fetch.plan.pieces[owner]
             if len(spans) == 1:
                 found = checksum(bytes_at(spans[0]))
