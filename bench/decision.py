@@ -43,6 +43,9 @@ class _Index:
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
         return self.index.match(hashes)
 
+    def guesses(self, worker_id: str) -> bool:
+        return False
+
 
 class Decision:
     """A pool of ``workers`` and one prompt to route again and again."""

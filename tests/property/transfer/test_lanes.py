@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.transfer import lane_names, lanes_worth, shares
+from commutator.transfer import lane_names, lanes_worth, shares, tapering
 
 MIB = 1 << 20
 
@@ -18,6 +18,30 @@ def test_everything_has_its_share_once_and_in_order(count: int, parts: int) -> N
     assert [item for part in found for item in part] == list(range(count))
     assert 1 <= len(found) <= parts
     assert len({len(part) for part in found[:-1]}) <= 1, "only the last is smaller"
+
+
+@given(st.integers(0, 500), st.integers(0, 4 * MIB), st.integers(1, 4))
+def test_parts_become_smaller_and_have_everything_once_and_in_order(
+    count: int, each_bytes: int, lanes: int
+) -> None:
+    size_bytes = count * each_bytes
+    found = tapering(count, size_bytes, lanes)
+    assert [item for part in found for item in part] == list(range(count))
+    sizes = [len(part) for part in found]
+    assert sizes == sorted(sizes, reverse=True)
+    if lanes == 1:
+        assert len(found) == 1
+    for part in found:
+        assert len(part) * each_bytes <= 8 * MIB or len(part) == 1 or lanes == 1
+
+
+@given(st.integers(2, 4), st.integers(1, 500))
+def test_the_last_part_is_small_and_the_first_not_more_than_its_share(
+    lanes: int, count: int
+) -> None:
+    found = tapering(count, count * MIB, lanes)
+    assert len(found[-1]) <= 2
+    assert len(found[0]) <= max(2, -(-count // lanes))
 
 
 @given(st.integers(0, 500), st.integers(0, 1 << 30), st.integers(1, 4))

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from attrs import evolve
 from click.testing import CliRunner, Result
 from tests.support.front_door import MODEL, TEXT, FakeDispatch, FakeDispatcher, front_door
 
@@ -17,7 +18,7 @@ from commutator.routing.cache_view import CacheView
 from commutator.routing.load import InFlightLoad
 from commutator.routing.pool import ModelPool
 from commutator.routing.virtual_worker import virtual_live_worker
-from commutator.types import RequestSummary
+from commutator.types import EventSource, RequestSummary
 from commutator_balance import BalanceConfig, LeastLoaded
 from commutator_kv import KvRouter, KvRouterConfig
 
@@ -37,13 +38,24 @@ def decision(workers: int) -> dict[str, Any]:
     return pool.route(RequestSummary("r", MODEL, 100, 1), (), live).explain()
 
 
-def looked_up() -> dict[str, Any]:
-    """One of a policy that looks at overlaps: worker w-0 has two of the prompt's three blocks."""
+async def looked_up() -> dict[str, Any]:
+    """One of a policy that looks at overlaps.
+
+    Of the prompt's three blocks w-0 tells of two, w-1 of none, and w-2, which tells nothing, was
+    sent all of them before.
+    """
     cache = CacheView(RouterConfig(kind="kv"))
+    live = [virtual_live_worker(f"w-{number}") for number in range(3)]
+    for worker in live[:2]:
+        told = evolve(worker.record.info, kv_events=EventSource("tcp://127.0.0.1:9"))
+        worker.record = evolve(worker.record, info=told)
+    for worker in live:
+        await cache.add(worker.record)
     cache.index.store("w-0", [1, 2])
+    cache.routed(live[2].record, [1, 2, 3])
+    await cache.close()
     policy = KvRouter(KvRouterConfig(kind="kv"))
     pool: ModelPool[Any] = ModelPool(policy, cache, InFlightLoad(), random.Random(1), 16)
-    live = [virtual_live_worker(f"w-{number}") for number in range(2)]
     return pool.route(RequestSummary("r", MODEL, 50, 1), [1, 2, 3], live).explain()
 
 
@@ -66,7 +78,8 @@ async def test_every_candidate_with_its_scores(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_nothing_cached_is_not_the_same_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeDispatch, "explain", lambda _: looked_up())
+    decision = await looked_up()
+    monkeypatch.setattr(FakeDispatch, "explain", lambda _: decision)
     async with front_door(FakeDispatcher()) as door:
         shown = await explain("Once", "--url", door.url)
     assert shown.exit_code == 0, shown.output
@@ -75,6 +88,9 @@ async def test_nothing_cached_is_not_the_same_as_unknown(monkeypatch: pytest.Mon
     assert "cached: device=2; " in lines[0]
     assert "w-1 " in lines[1]
     assert "cached: nothing; " in lines[1]
+    assert "w-2 " in lines[2]
+    assert "cached: device=3 (a guess); " in lines[2]
+    assert [told["guessed"] for told in decision["candidates"]] == [False, False, True]
 
 
 async def test_many_candidates_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

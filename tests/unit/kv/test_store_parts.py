@@ -30,7 +30,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "on_disk", "in_memory"),
+    ("block_bytes", "in_objects", "elsewhere"),
     [
         (KIB, 256, 256),
         (64 * KIB, 256, 256),
@@ -40,14 +40,15 @@ class Recorder:
     ],
 )
 def test_larger_blocks_and_slower_tiers_make_shorter_parts(
-    block_bytes: int, on_disk: int, in_memory: int
+    block_bytes: int, in_objects: int, elsewhere: int
 ) -> None:
-    assert part_blocks(block_bytes, Memory.FILE) == on_disk
-    assert part_blocks(block_bytes, Memory.DRAM) == in_memory
+    assert part_blocks(block_bytes, Memory.OBJ) == in_objects
+    assert part_blocks(block_bytes, Memory.FILE) == elsewhere
+    assert part_blocks(block_bytes, Memory.DRAM) == elsewhere
 
 
 def test_every_block_is_in_exactly_one_part_and_others_may_go_between() -> None:
-    worker, told = Recorder(Memory.FILE), list[Any]()
+    worker, told = Recorder(Memory.OBJ), list[Any]()
     offers = [Offer(key=bytes([i]) * 32, parent=None, token_ids=(0,)) for i in range(70)]
     parts = store_job(
         offers,

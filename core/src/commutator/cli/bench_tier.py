@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import field, frozen
 
@@ -32,6 +32,8 @@ from commutator.kv.tier_worker import TierWorker
 from commutator.transfer.spans import Direction, Memory
 
 __all__ = ["Line", "measure", "needed_bytes"]
+
+ThingT = TypeVar("ThingT")
 
 _TIMEOUT_S = 120.0
 _SAMPLES = 100
@@ -95,6 +97,12 @@ def measure(setup: TierSetup, block_bytes: int, total_bytes: int, rounds: int) -
         return lines
 
 
+def _rotated(things: list[ThingT], by: int) -> list[ThingT]:
+    """Another one first, each time."""
+    first = by % len(things)
+    return things[first:] + things[:first]
+
+
 @contextmanager
 def _opened(setup: TierSetup, block_bytes: int, count: int) -> Iterator[_Bench]:
     bench = _Bench(setup, block_bytes, count)
@@ -149,17 +157,22 @@ class _Bench:
             taken.setdefault((name, way), []).append(time.perf_counter() - started_s)
 
         cached = bool(self._files()) and self.setup.tier.alignment_bytes == 1
+        calls = {
+            name: {
+                **{way: partial(move, direction, everything) for way, move in raw.items()},
+                "tier": partial(self.store if name == "store" else self.load, everything),
+            }
+            for name, direction in _DIRECTIONS.items()
+            if cached or name != "cold load"
+        }
         for number in range(rounds + 1):
-            for way, move in raw.items():
-                timed("store", way, partial(move, Direction.WRITE, everything))
-            self.free()
-            timed("store", "tier", partial(self.store, everything))
-            for name in ("load", "cold load") if cached else ("load",):
-                for way, move in raw.items():
+            for name, ways in calls.items():
+                # Whoever comes behind one that touched the same memory finds it in a cache.
+                for way, call in _rotated(list(ways.items()), number):
                     self._drop_cache(name)
-                    timed(name, way, partial(move, Direction.READ, everything))
-                self._drop_cache(name)
-                timed(name, "tier", partial(self.load, everything))
+                    if (name, way) == ("store", "tier"):
+                        self.free()
+                    timed(name, way, call)
             if not number:
                 taken.clear()  # the first round touches memory and files
         rates = {

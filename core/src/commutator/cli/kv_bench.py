@@ -70,10 +70,10 @@ def bench(
     Without FILE: dram is host memory, nvme the disk past the page cache, nvme-cached through it.
 
     Needs no engine and no deployment. Blocks go the way that they go in an engine: reserved,
-    moved by NIXL, checked, committed. Raw limits are measured in the same rounds: memcpy, NIXL
-    alone, preadv and pwritev by 8 threads, boto3; the table has the tier's share of each. The tiers
-    of FILE are taken as they are, but with the room that is needed, and in a new folder or under a
-    new prefix, removed in the end.
+    moved by NIXL, checked, committed. Raw limits are measured in the same rounds, each of them
+    first in turn: memcpy, NIXL alone, preadv and pwritev by 8 threads, boto3; the table has the
+    tier's share of each. The tiers of FILE are taken as they are, but with the room that is needed,
+    and in a new folder or under a new prefix, removed in the end.
     """
     from attrs import evolve
 

@@ -128,7 +128,8 @@ def _cached(candidate: dict[str, Any]) -> str:
     overlap = candidate["overlap_blocks"]
     if overlap is None:
         return "unknown, as the policy does not look"
-    return " ".join(f"{tier}={blocks}" for tier, blocks in overlap.items() if blocks) or "nothing"
+    found = " ".join(f"{tier}={blocks}" for tier, blocks in overlap.items() if blocks) or "nothing"
+    return f"{found} (a guess)" if candidate["guessed"] else found
 
 
 def _show_disaggregation(apart: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ __all__ = [
 PART_BLOCKS = 16
 """After so many blocks a more urgent job may go first."""
 _MOST_BLOCKS = 256
-_STORE_BYTES = {Memory.DRAM: 64 << 20}
-_OTHER_STORE_BYTES = 32 << 20
-"""Some 10 ms each, beside which what is done between two parts is little."""
+_STORE_BYTES = {Memory.OBJ: 32 << 20}
+_OTHER_STORE_BYTES = 64 << 20
+"""Some 10 ms in memory, 30 on a disk: what is done between two parts is little beside that."""
 
 Stores = Callable[[list[Stored], dict[BlockKey, str]], None]
 """Told what was stored, and why the rest was not; exactly once."""

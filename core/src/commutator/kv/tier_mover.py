@@ -19,7 +19,7 @@ from commutator.transfer import (
     TransferAgent,
     lanes_worth,
     move_blocks,
-    shares,
+    tapering,
 )
 
 __all__ = ["LocalMover", "TierMover"]
@@ -103,8 +103,8 @@ class TierMover:
         moves = self._plan(pieces)
         size_bytes = sum(move.local.size_bytes for move in moves)
         lanes = lanes_worth(len(moves), size_bytes, len(self._agents))
-        parts = 1 if lanes == 1 else max(lanes, size_bytes // _BATCH_BYTES)
-        left = iter(shares(len(moves), parts))  # a list's iterator may serve several threads
+        # A list's iterator may serve several threads.
+        left = iter(tapering(len(moves), size_bytes, lanes))
         errors: list[TransferError | None] = [None] * len(moves)
 
         def work(agent: TransferAgent) -> None:
@@ -130,7 +130,8 @@ class TierMover:
         for local, slot, needed_bytes in pieces:
             size_bytes = needed_bytes + -needed_bytes % step
             remote, region = place(slot, size_bytes)
-            padded = Span(local.address, size_bytes, local.device)
+            fits = local.size_bytes == size_bytes
+            padded = local if fits else Span(local.address, size_bytes, local.device)
             moves.append(BlockMove(padded, remote, region))
         return moves
 

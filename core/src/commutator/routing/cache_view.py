@@ -70,9 +70,13 @@ class CacheView:
         self._approximate.expire(self._clock())
         return self.index.match(hashes)
 
+    def guesses(self, worker_id: str) -> bool:
+        """Whether what the worker holds is guessed from what it was sent."""
+        return worker_id not in self._publishing
+
     def routed(self, record: WorkerRecord, hashes: Sequence[int]) -> None:
         """A prompt was sent to the worker."""
-        if record.worker_id not in self._publishing:
+        if self.guesses(record.worker_id):
             per_block = self.index.block_size / record.info.block_size
             capacity = int(record.info.kv_capacity_blocks / per_block)
             self._approximate.routed(record.worker_id, hashes, capacity, self._clock())

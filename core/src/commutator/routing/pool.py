@@ -34,6 +34,10 @@ class KnownBlocks(Protocol):
 
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]: ...
 
+    def guesses(self, worker_id: str) -> bool:
+        """Whether what the worker holds is guessed from what it was sent."""
+        ...
+
 
 CacheT = TypeVar("CacheT", bound=KnownBlocks)
 
@@ -149,6 +153,6 @@ class ModelPool(Generic[CacheT]):
             sequence_hashes=hashes,
             block_size=self.block_size,
             routing_s=time.perf_counter() - started_s,
-            looked_up=self.cache is not None,
+            guesses=None if self.cache is None else self.cache.guesses,
             busy=left_out,
         )

@@ -1,7 +1,7 @@
 """How KV bytes move: every one of them through NIXL, from here and nowhere else."""
 
 from commutator.transfer.agent import TransferAgent
-from commutator.transfer.lanes import lane_names, lanes_worth, shares
+from commutator.transfer.lanes import lane_names, lanes_worth, shares, tapering
 from commutator.transfer.move import BlockMoves, move_blocks
 from commutator.transfer.nixl_library import load_nixl
 from commutator.transfer.plan import BlockMove
@@ -22,4 +22,5 @@ __all__ = [
     "load_nixl",
     "move_blocks",
     "shares",
+    "tapering",
 ]
