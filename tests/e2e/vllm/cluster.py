@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
+import yaml
 from tests.support import launched_servers
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
 from commutator.testing import LocalCluster
 
-__all__ = ["kill_server", "metric", "model_directory", "server_urls", "wait_for_workers"]
+__all__ = [
+    "apart_config",
+    "kill_server",
+    "metric",
+    "model_directory",
+    "server_urls",
+    "wait_for_workers",
+]
+
+
+def apart_config(root: Path) -> dict[str, Any]:
+    """One server that prefills and one that decodes, so that they have enough on two cores.
+
+    NIXL's progress thread in each server never rests. Where it takes the core that vLLM's worker
+    gives up by ``sched_yield``, again and again, while it waits for work, Linux (6.18) lets the
+    worker stand still for half a minute at a time. So here it sleeps a moment instead.
+    """
+    config: dict[str, Any] = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
+    (server,) = config["engines"]
+    server["replicas"] = 1
+    server["env"]["PYTHONPATH"] = str(Path(__file__).parent / "two_cores")
+    config["engines"] = [{**server, "name": role, "role": role} for role in ("prefill", "decode")]
+    config["runtime"] = {"lease_s": 60}  # a busy machine makes no worker a lost one
+    return config
 
 
 def server_urls(cluster: LocalCluster) -> dict[str, str]:

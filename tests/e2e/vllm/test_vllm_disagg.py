@@ -13,9 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-import yaml
 from attrs import frozen
-from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
+from tests.e2e.vllm.cluster import (
+    apart_config,
+    kill_server,
+    metric,
+    server_urls,
+    wait_for_workers,
+)
 from tests.support.vllm_server import ask_vllm, need_vllm
 
 from commutator.testing import LocalCluster
@@ -47,16 +52,12 @@ class Answer:
 @pytest.fixture(scope="module")
 def apart(root: Path) -> Iterator[LocalCluster]:
     need_vllm()
-    config = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
-    (both,) = config["engines"]
-    both["replicas"] = 1
-    config["engines"] = [{**both, "name": role, "role": role} for role in ("prefill", "decode")]
+    config = apart_config(root)
     config["disaggregation"] = {
         "kind": "always",
         "timeout_s": 120,
         "router": {"kind": "least_loaded"},
     }
-    config["runtime"] = {"lease_s": 60}  # a busy machine makes no worker a lost one
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with LocalCluster(config, env=env, start_timeout_s=600) as running:
         wait_for_workers(running, 2)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import yaml
-from tests.e2e.vllm.cluster import metric, server_urls, wait_for_workers
+from tests.e2e.vllm.cluster import apart_config, metric, server_urls, wait_for_workers
 from tests.e2e.vllm.test_vllm_disagg import (
     Answer,
     aggregated,
@@ -35,13 +34,9 @@ NOTHING_USED = {"prefill-0": 0.0, "decode-0": 0.0}
 @pytest.fixture(scope="module")
 def both(root: Path) -> Iterator[LocalCluster]:
     need_vllm()
-    config = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
-    (server,) = config["engines"]
-    server["replicas"] = 1
-    config["engines"] = [{**server, "name": role, "role": role} for role in ("prefill", "decode")]
+    config = apart_config(root)
     config["disaggregation"] = {"kind": "always", "timeout_s": 120}
     config["tiers"] = [{"kind": "dram", "capacity": "100MB", "huge_pages": "off"}]
-    config["runtime"] = {"lease_s": 60}  # a busy machine makes no worker a lost one
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with LocalCluster(config, env=env, start_timeout_s=600) as running:
         wait_for_workers(running, 2)
