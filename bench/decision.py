@@ -43,8 +43,9 @@ class _Index:
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
         return self.index.match(hashes)
 
-    def guesses(self, worker_id: str) -> bool:
-        return False
+    @property
+    def exact(self) -> frozenset[str]:
+        return frozenset()
 
 
 class Decision:

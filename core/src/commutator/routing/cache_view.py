@@ -30,7 +30,8 @@ class CacheView:
         self.index = PrefixIndex(config.block_size)
         self._subscriber = EventSubscriber(self.index, clock=clock, enabled=config.use_kv_events)
         self._approximate = ApproximateBlocks(self.index, config.router_ttl_s)
-        self._publishing: set[str] = set()
+        self.exact = frozenset[str]()
+        """The workers that tell what they hold. Never changed in place: decisions refer to it."""
 
     def serves(self, config: RouterConfig) -> bool:
         """Whether a pool with this configuration would see the same."""
@@ -47,12 +48,12 @@ class CacheView:
                 record.worker_id,
             )
         elif record.info.kv_events is not None:
-            self._publishing.add(record.worker_id)
+            self.exact |= {record.worker_id}
         await self._subscriber.add_worker(record.worker_id, record.info)
 
     async def remove(self, worker_id: str) -> None:
         """A worker is gone, and its blocks with it."""
-        self._publishing.discard(worker_id)
+        self.exact -= {worker_id}
         await self._subscriber.remove_worker(worker_id)
         self._approximate.forget(worker_id)
 
@@ -70,13 +71,9 @@ class CacheView:
         self._approximate.expire(self._clock())
         return self.index.match(hashes)
 
-    def guesses(self, worker_id: str) -> bool:
-        """Whether what the worker holds is guessed from what it was sent."""
-        return worker_id not in self._publishing
-
     def routed(self, record: WorkerRecord, hashes: Sequence[int]) -> None:
         """A prompt was sent to the worker."""
-        if self.guesses(record.worker_id):
+        if record.worker_id not in self.exact:
             per_block = self.index.block_size / record.info.block_size
             capacity = int(record.info.kv_capacity_blocks / per_block)
             self._approximate.routed(record.worker_id, hashes, capacity, self._clock())

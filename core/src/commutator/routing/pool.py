@@ -34,8 +34,9 @@ class KnownBlocks(Protocol):
 
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]: ...
 
-    def guesses(self, worker_id: str) -> bool:
-        """Whether what the worker holds is guessed from what it was sent."""
+    @property
+    def exact(self) -> frozenset[str]:
+        """The workers that tell what they hold; what others hold is guessed."""
         ...
 
 
@@ -153,6 +154,6 @@ class ModelPool(Generic[CacheT]):
             sequence_hashes=hashes,
             block_size=self.block_size,
             routing_s=time.perf_counter() - started_s,
-            guesses=None if self.cache is None else self.cache.guesses,
+            exact=None if self.cache is None else self.cache.exact,
             busy=left_out,
         )

@@ -47,8 +47,9 @@ class _Cache:
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
         return self._index.match(hashes)
 
-    def guesses(self, worker_id: str) -> bool:
-        return False
+    @property
+    def exact(self) -> frozenset[str]:
+        return frozenset()
 
 
 @define

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -53,9 +53,9 @@ class Route:
     sequence_hashes: Sequence[int]
     block_size: int
     routing_s: float
-    guesses: Callable[[str], bool] | None = None
-    """Whether the overlap of a worker, by its id, is only a guess; None: the policy does not look
-    at overlaps, so what the workers hold is not known."""
+    exact: Collection[str] | None = None
+    """The workers whose overlaps are no guesses; None: the policy does not look at overlaps, so
+    what the workers hold is not known."""
     busy: Sequence[tuple[Candidate, str]] = ()
     """Who was left out, each with the threshold that it had hit."""
     waited_s: float = 0.0
@@ -87,12 +87,13 @@ class Route:
 
         Overlaps that nobody looked up are None.
         """
+        unknown = self.exact is None
         return {
             "worker_id": self.decision.worker_id,
             "policy": self.decision.policy,
             "reason": self.decision.reason,
-            "overlap_blocks": self.candidate.overlap.blocks if self.guesses else None,
-            "best_overlap_blocks": self.best_overlap_blocks if self.guesses else None,
+            "overlap_blocks": None if unknown else self.candidate.overlap.blocks,
+            "best_overlap_blocks": None if unknown else self.best_overlap_blocks,
             "waited_s": round(self.waited_s, 6),
             "candidates": [
                 *(self._explain(candidate, None) for candidate in self.candidates),
@@ -101,11 +102,11 @@ class Route:
         }
 
     def _explain(self, candidate: Candidate, busy: str | None) -> dict[str, Any]:
-        worker_id, guesses = candidate.worker.worker_id, self.guesses
+        exact = self.exact
         return {
             "worker_id": candidate.worker_id,
-            "overlap_blocks": asdict(candidate.overlap) if guesses else None,
-            "guessed": guesses(worker_id) if guesses else None,
+            "overlap_blocks": None if exact is None else asdict(candidate.overlap),
+            "guessed": None if exact is None else candidate.worker.worker_id not in exact,
             "load": asdict(candidate.load),
             "scores": dict(self.decision.scores.get(candidate.worker_id, {})),
             "busy": busy,
