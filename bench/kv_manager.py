@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 
 from bench.result import Figure
@@ -74,8 +75,8 @@ def measure(policy: str, blocks: int) -> dict[str, float]:
     fresh = [chain(prompts + number) for number in range(2 * ROUNDS)]
     found = {
         "match": min(_us(lambda: manager.match(keys)) for _ in range(3 * ROUNDS)),
-        "insert": min(_us(lambda o=o: store(manager, o)) for o in fresh[:ROUNDS]),  # type: ignore[misc]
-        "evict": min(_us(lambda o=o: store(manager, o)) for o in fresh[ROUNDS:]),  # type: ignore[misc]
+        "insert": min(_us(partial(store, manager, offers)) for offers in fresh[:ROUNDS]),
+        "evict": min(_us(partial(store, manager, offers)) for offers in fresh[ROUNDS:]),
     }
     evicted = manager.statistics().tiers[0].removed["evicted"]
     assert evicted == ROUNDS * PROMPT_BLOCKS

@@ -29,7 +29,8 @@ PART_BLOCKS = 16
 _MOST_BLOCKS = 256
 _STORE_BYTES = {Memory.OBJ: 32 << 20}
 _OTHER_STORE_BYTES = 64 << 20
-"""Some 10 ms in memory, 30 on a disk: what is done between two parts is little beside that."""
+"""Some 10 ms in memory, 30 on a disk: what is done between two parts is little beside that. To send
+objects takes far longer, and a more urgent job should not wait for so many."""
 
 Stores = Callable[[list[Stored], dict[BlockKey, str]], None]
 """Told what was stored, and why the rest was not; exactly once."""

@@ -130,8 +130,7 @@ class TierMover:
         for local, slot, needed_bytes in pieces:
             size_bytes = needed_bytes + -needed_bytes % step
             remote, region = place(slot, size_bytes)
-            fits = local.size_bytes == size_bytes
-            padded = local if fits else Span(local.address, size_bytes, local.device)
+            padded = Span(local.address, size_bytes, local.device)
             moves.append(BlockMove(padded, remote, region))
         return moves
 
