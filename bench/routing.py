@@ -25,6 +25,8 @@ BLOCK_SIZE = 16
 TOKENS = 9_000
 WORKERS = (8, 64)
 ROUNDS = 3
+SAME_WORK = {"hash", "match_8", "match_64"}
+"""What the binding does too: its tree walks local hashes, and nothing of it chains them."""
 
 Row = dict[str, Any]
 
@@ -121,6 +123,7 @@ def rows() -> list[Row]:
             "ours_us": ours[name],
             "peer_us": theirs[name],
             "ratio": theirs[name] / ours[name],
+            "aim": "1" if name in SAME_WORK else "",
         }
         for name, text in _names(len(prompt.local)).items()
     ]
@@ -135,7 +138,7 @@ def run() -> list[Figure]:
             other=row["peer_us"],
             unit="us",
             other_name="Dynamo 1.6.1",
-            aim="1" if row["name"].startswith(("hash", "match")) else "",
+            aim=row["aim"],
             higher_is_better=False,
         )
         for row in rows()

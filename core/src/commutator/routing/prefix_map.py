@@ -6,6 +6,7 @@ equal holder sets are one object, a block with the holders of the block before i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -15,8 +16,7 @@ from commutator.routing.holders import NOBODY, Holders, HolderSets
 
 __all__ = ["Ended", "PrefixMap", "slots_of"]
 
-
-_AT_ONCE = 64
+_FEW = 2  # an itemgetter of one key answers no tuple
 
 Ended = tuple[int, int]
 """Slots, as a bit mask, and the length of their prefix in blocks."""
@@ -89,8 +89,6 @@ class PrefixMap:
             if holders is current:
                 depth += blocks
                 continue
-            if holders is None:
-                break
             staying = alive & holders.all if depth else holders.all
             if gone := alive & ~staying:
                 ended.append((gone, depth))
@@ -106,23 +104,37 @@ class PrefixMap:
                 _turn(lower, depth, (current, alive), (NOBODY, 0))
         return ended, lower
 
-    def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[Holders | None, int]]:
-        """Stretches of blocks with the same holders; an ``itemgetter`` looks up many at once."""
+    def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[Holders, int]]:
+        """Stretches of blocks with the same holders, up to the first that nobody holds."""
+        found = self._known_prefix(hashes)
+        if not found:
+            return
+        current, begun = found[0], 0
+        # Counting compares, which is slow for unequal sets; a last one that differs saves it.
+        if found[-1] is not current or found.count(current) < len(found):
+            for number, holders in enumerate(found):
+                if holders is not current:
+                    yield current, number - begun
+                    current, begun = holders, number
+        yield current, len(found) - begun
+
+    def _known_prefix(self, hashes: Sequence[int]) -> tuple[Holders, ...]:
+        """The holders of each block up to the first that nobody holds.
+
+        An ``itemgetter`` looks up many at once, if all are there. Prompts lose their last blocks
+        first, so that bisecting nearly always tells how many are; and never too few.
+        """
         known = self._holders
-        for start in range(0, len(hashes), _AT_ONCE):
-            some = hashes[start : start + _AT_ONCE]
-            try:
-                found = itemgetter(*some)(known) if len(some) > 1 else (known[some[0]],)
-            except KeyError:
-                found = tuple(map(known.get, some))
-            current, begun = found[0], 0
-            # Counting compares, which is slow for unequal sets; a last one that differs saves it.
-            if found[-1] is not current or found.count(current) < len(found):
-                for number, holders in enumerate(found):
-                    if holders is not current:
-                        yield current, number - begun
-                        current, begun = holders, number
-            yield current, len(found) - begun
+        if hashes and hashes[-1] not in known:
+            hashes = hashes[: bisect_left(hashes, True, key=lambda block: block not in known)]
+        if len(hashes) < _FEW:
+            return tuple(known[block] for block in hashes)
+        found: tuple[Holders, ...]
+        try:
+            found = itemgetter(*hashes)(known)
+        except KeyError:  # a block in the middle is gone
+            found = tuple(iter(map(known.get, hashes).__next__, None))
+        return found
 
 
 def slots_of(mask: int) -> Iterator[int]:
