@@ -1,4 +1,7 @@
-"""``python -m bench [SCENARIO ...]``: run scenarios and print one table."""
+"""``python -m bench [SCENARIO ...]``: run scenarios and print one table.
+
+A scenario that needs what is not installed is left out, and told of; exit status 1 if it was named.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from bench.needs import NotInstalledError
 from bench.result import Figure, save
 
 SCENARIOS = {
@@ -35,15 +39,23 @@ def main(names: list[str]) -> int:
         console.print(f"unknown scenario {unknown[0]}; there are: {', '.join(SCENARIOS)}")
         return 2
     figures: list[Figure] = []
+    left_out: dict[str, NotInstalledError] = {}
     for name in names or SCENARIOS:
         console.print(f"[bold]{name}[/]: {SCENARIOS[name]}")
         started_s = time.perf_counter()
-        found: list[Figure] = importlib.import_module(f"bench.{name}").run()
+        try:
+            found: list[Figure] = importlib.import_module(f"bench.{name}").run()
+        except NotInstalledError as missing:
+            left_out[name] = missing
+            continue
         console.print(f"  {time.perf_counter() - started_s:.0f} s")
         save(found, name)
         figures += found
-    console.print(table(figures))
-    return 0
+    if figures:
+        console.print(table(figures))
+    for name, why in left_out.items():
+        console.print(f"{name} is left out: {why}", soft_wrap=True)
+    return 1 if names and left_out else 0
 
 
 def table(figures: list[Figure]) -> Table:

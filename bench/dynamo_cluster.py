@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bench.needs import needs
 from bench.peers import ROOT
 from commutator.runtime.ports import PortPicker
 from commutator.text import load_text_model, locate_model
@@ -27,13 +28,11 @@ _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-pla
 class DynamoCluster:
     """Serves ``source``'s tokenizer and template as model ``name`` while its ``with`` block lasts.
 
-    Raises FileNotFoundError when the peer is not installed, TimeoutError when it does not start.
+    Raises NotInstalledError when the peer is not installed, TimeoutError when it does not start.
     """
 
     def __init__(self, name: str, source: str, *, workers: int, timeout_s: float = 60) -> None:
-        self._python = ROOT / ".venv-dynamo" / "bin" / "python"
-        if not self._python.exists():
-            raise FileNotFoundError(f"{self._python} is missing: install it with `make peers`")
+        self._python = needs(ROOT / ".venv-dynamo" / "bin" / "python", "make peers")
         self._name = name
         self._source = source
         self._workers = workers

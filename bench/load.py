@@ -14,9 +14,10 @@ import attrs
 from attrs import frozen
 
 from bench.dynamo_cluster import DynamoCluster
+from bench.needs import needs_command
 from bench.result import Figure
 from bench.sample import check_chats
-from bench.wrk import ChatLoad, Measured
+from bench.wrk import WRK, ChatLoad, Measured
 from commutator.testing import LocalCluster
 
 MODEL = "smollm2-135m"
@@ -43,11 +44,13 @@ class Run:
 
 
 def run() -> list[Figure]:
+    needs_command(*WRK)
+    dynamo = DynamoCluster(MODEL, SOURCE, workers=WORKERS)
     ours = {}
     for front_doors in FRONT_DOORS:
         with LocalCluster(config(front_doors)) as cluster:
             ours[front_doors] = measure(cluster.url, cluster)
-    with DynamoCluster(MODEL, SOURCE, workers=WORKERS) as peer:
+    with dynamo as peer:
         theirs = measure(peer.url)
     return [
         figure

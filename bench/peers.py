@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.needs import needs
+
 __all__ = ["DynamoPeer"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,13 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 class DynamoPeer:
     """Dynamo's hashes and radix tree, in a process that lives as long as the ``with`` block.
 
-    Raises FileNotFoundError when the peer is not installed.
+    Raises NotInstalledError when the peer is not installed.
     """
 
     def __init__(self) -> None:
-        python = ROOT / ".venv-dynamo" / "bin" / "python"
-        if not python.exists():
-            raise FileNotFoundError(f"{python} is missing: install the peers with `make peers`")
+        python = needs(ROOT / ".venv-dynamo" / "bin" / "python", "make peers")
         self._process = subprocess.Popen(
             [python, ROOT / "bench" / "peer_dynamo.py"],
             stdin=subprocess.PIPE,

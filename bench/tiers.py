@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from bench.needs import needs
 from bench.recall import bucket
 from bench.result import Figure
 
@@ -73,11 +74,9 @@ def _ours(file: Path, rates: Rates) -> None:
 
 
 def _theirs(folder: Path, rates: Rates) -> None:
-    if not LMCACHE.exists():
-        how = "python scripts/install_peers.py --all"
-        raise FileNotFoundError(f"{LMCACHE} is missing: install it with `{how}`")
+    python = needs(LMCACHE, "python scripts/install_peers.py --all")
     folder.mkdir()
-    command = [LMCACHE, ROOT / "bench" / "peer_lmcache.py", folder]
+    command = [python, ROOT / "bench" / "peer_lmcache.py", folder]
     answer = json.loads(_output([*command, BLOCK_KIB, TOTAL_MIB, PEER_ROUNDS]).splitlines()[-1])
     for tier, found in answer.items():
         for operation, rate in found.items():

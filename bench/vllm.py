@@ -20,6 +20,7 @@ import aiohttp
 import psutil
 import yaml
 
+from bench.needs import needs
 from bench.result import Figure
 from bench.vllm_client import ClientRun, bench_serve
 from commutator.testing import LocalCluster
@@ -38,10 +39,7 @@ READY_S = 600.0
 
 
 def run() -> list[Figure]:
-    """Nothing without vLLM, which is large and not for every machine."""
-    if not PYTHON.exists():
-        print("  left out: vLLM is not installed; `make vllm` does it")
-        return []
+    needs(PYTHON, "make vllm")
     config = yaml.safe_load((ROOT / "examples" / "vllm.yaml").read_text())
     config["engines"][0] |= {"replicas": 1, "start_timeout_s": READY_S}
     with ExitStack() as stack:
@@ -100,9 +98,7 @@ def front_door(supervisor: int) -> psutil.Process:
 
 @contextmanager
 def router(words: tuple[str, ...], url: str) -> Iterator[tuple[str, psutil.Process]]:
-    program = ROOT / ".venv-routers" / "bin" / words[0]
-    if not program.exists():
-        raise FileNotFoundError(f"{program} is missing: install the peers with `make peers`")
+    program = needs(ROOT / ".venv-routers" / "bin" / words[0], "make peers")
     port, metrics = free_port(), free_port()
     arguments = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--prometheus-port", str(metrics), "--policy", "round_robin"]

@@ -18,6 +18,7 @@ from typing import Any
 
 from attrs import frozen
 
+from bench.needs import needs
 from bench.recall import bucket
 from bench.result import Figure
 from bench.vllm import PYTHON
@@ -46,10 +47,7 @@ class Times:
 
 
 def run() -> list[Figure]:
-    """Nothing without vLLM, which is large and not for every machine."""
-    if not PYTHON.exists():
-        print("  left out: vLLM is not installed; `make vllm` does it")
-        return []
+    needs(PYTHON, "make vllm")
     with servers() as urls:
         return list(figures(measure(urls)))
 

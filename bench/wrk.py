@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 from attrs import frozen
 
-__all__ = ["ChatLoad", "Measured", "find_wrk"]
+from bench.needs import needs_command
+
+__all__ = ["WRK", "ChatLoad", "Measured"]
 
 SCRIPT = Path(__file__).with_name("chat.lua")
+WRK = ("wrk", "apt-get install wrk")
+"""The command, and what installs it on Debian."""
 VOCABULARY = """
     the of and to in is that for it as was with be by on not he his but at are this have from or
     had an they which one you were all her she there would their we him been has when who will no
@@ -46,10 +49,10 @@ class ChatLoad:
     concurrency: int
 
     def run(self, url: str, duration_s: int) -> Measured:
-        """Raises RuntimeError when a request failed."""
+        """Raises RuntimeError when a request failed, NotInstalledError without wrk."""
         argv = [
-            find_wrk(), "-t1", f"-c{self.concurrency}", f"-d{duration_s}s", "--timeout", "30s",
-            "-s", str(SCRIPT), f"{url}/v1/chat/completions",
+            needs_command(*WRK), "-t1", f"-c{self.concurrency}", f"-d{duration_s}s",
+            "--timeout", "30s", "-s", str(SCRIPT), f"{url}/v1/chat/completions",
         ]  # fmt: skip
         done = subprocess.run(
             argv, env=self._environment(), capture_output=True, text=True, check=False
@@ -74,11 +77,3 @@ class ChatLoad:
             "BENCH_PREFIXES": str(self.prefixes),
             "BENCH_VOCABULARY": " ".join(VOCABULARY.split()),
         }
-
-
-def find_wrk() -> str:
-    """Its path. Raises FileNotFoundError when it is not installed."""
-    path = shutil.which("wrk")
-    if path is None:
-        raise FileNotFoundError("wrk is missing: install it, on Debian with `apt-get install wrk`")
-    return path

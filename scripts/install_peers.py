@@ -1,11 +1,13 @@
 """Installs the public implementations that tests and benchmarks compare with.
 
 Each peer gets an environment of its own beside ``.venv``, as their requirements exclude each other.
-``--all`` installs also those that only ``make bench`` measures.
+``--all`` installs also those that only ``make bench`` measures, and the load generator `wrk`.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -59,10 +61,22 @@ def install(name: str, requirements: list[str], check: str) -> None:
     print(f"{name} is installed")
 
 
+def install_wrk() -> None:
+    """From Debian's packages, if this is Debian and we may; benchmarks tell who misses it."""
+    if shutil.which("wrk"):
+        print("wrk is there")
+    elif shutil.which("apt-get") and os.geteuid() == 0:
+        subprocess.run(["apt-get", "install", "-y", "-q", "wrk"], check=True)
+    else:
+        print("wrk is missing, which `python -m bench load` needs: `sudo apt-get install wrk`")
+
+
 def main() -> int:
-    peers = PEERS | BENCHED if "--all" in sys.argv[1:] else PEERS
-    for name, (requirements, check) in peers.items():
+    every = "--all" in sys.argv[1:]
+    for name, (requirements, check) in (PEERS | BENCHED if every else PEERS).items():
         install(name, requirements, check)
+    if every:
+        install_wrk()
     return 0
 
 
