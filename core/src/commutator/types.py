@@ -205,6 +205,8 @@ class EngineInfo:
     """Whether it takes clients' HTTP requests as they are; see ``EngineClient.forward``."""
     handover: HandoverInfo | None = None
     """None when its prefill and decode cannot be apart."""
+    computes_prompts: bool = True
+    """Whether it can serve a request alone. If not, a prefill worker has to compute the prompt."""
     kv_exchange: KvExchange | None = None
     """None when it shares no KV blocks with other workers."""
 

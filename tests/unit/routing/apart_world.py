@@ -95,7 +95,7 @@ class Worker(EngineClient):
     aborted: int = 0
 
     async def start(self) -> EngineInfo:
-        return self.info
+        return evolve(self.info, computes_prompts=self.alone)
 
     def generate(self, request: GenerateRequest) -> Any:
         self.asked.append(request)

@@ -113,10 +113,12 @@ async def test_a_worker_that_computes_no_prompts_needs_a_prefill_worker() -> Non
     await world.up("d-0", alone=False)
     with pytest.raises(EngineNeedsPrefillError):
         await world.run()
+    assert not world.dispatcher.ready()
     states = {status.worker_id: status.state for status in world.dispatcher.status()}
     assert states == {"d-0": "ready"}, "it is not to blame"
     await world.up("p-0")
     assert (await world.run())[0] == ANSWER
+    assert world.dispatcher.ready()
 
 
 async def test_what_the_policy_is_told() -> None:

@@ -142,6 +142,7 @@ async def collect(client: SglangClient, request: GenerateRequest = REQUEST) -> l
 async def test_learns_what_the_server_is(client: SglangClient, sglang: FakeSglang) -> None:
     info = await client.start()
     assert (info.version, info.model, info.max_model_len) == ("9.9", "m", 64)
+    assert info.computes_prompts
     assert (info.block_size, info.kv_capacity_blocks, info.handover) == (16, 10, None)
     load = await client.load()
     assert (load.running, load.kv_used_blocks, load.kv_capacity_blocks) == (2, 2, 10)
@@ -296,7 +297,7 @@ async def test_a_server_of_one_role_serves_nothing_alone(
     client: SglangClient, sglang: FakeSglang
 ) -> None:
     sglang.mode = "decode"
-    await client.start()
+    assert not (await client.start()).computes_prompts
     with pytest.raises(EngineNeedsPrefillError, match="kind: always"):
         await collect(client)
     with pytest.raises(EngineHandoverError, match="for prefill"):

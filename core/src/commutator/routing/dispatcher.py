@@ -128,8 +128,14 @@ class Dispatcher:
         return [worker_status(worker, self.load) for worker in self._view.all()]
 
     def ready(self) -> bool:
-        """Whether every model has a worker that can be routed to."""
-        return all(self._view.routable(model) for model in self._models)
+        """Whether every model has workers that can be routed to and compute prompts."""
+        return all(map(self._serves, self._models))
+
+    def _serves(self, model: str) -> bool:
+        workers = self._view.routable(model)
+        if any(worker.record.info.computes_prompts for worker in workers):
+            return True
+        return bool(workers and self._view.routable(model, prefill=True))
 
     def max_model_len(self, model: str) -> int | None:
         """What every routable worker can hold, prompt plus answer in tokens; None without any."""

@@ -36,6 +36,7 @@ def engine_info(
         continues_answers=True,
         forwards=True,
         handover=handover_info(url, server, model.served_model_name),
+        computes_prompts=server.disaggregation_mode != "decode",
     )
 
 
