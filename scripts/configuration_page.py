@@ -13,6 +13,7 @@ import attrs
 from commutator.config.model import Config, DisaggregationConfig, RouterConfig, TierConfig
 from commutator.config.secret import Secret
 from commutator.plugins import load_plugins
+from commutator.routing.stages import RouteStage
 from commutator.schema.structure import describe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
@@ -33,8 +34,8 @@ def page() -> str:
         seam = {"engines": host.engines, "router": host.routers, "tiers": host.tiers}
         if field.name == "router":
             parts.append(
-                "Every policy has the options from `block_size` to `busy`; stages of the `pipeline` "
-                "are listed by `commutator plugins`.\n"
+                "Every policy has the options from `block_size` to `busy`; the stages of the "
+                "`pipeline` come after it.\n"
             )
             parts += inner(field.name, RouterConfig)
         if field.name == "tiers":
@@ -48,7 +49,7 @@ def page() -> str:
             parts += kinds(host.disaggs, base=DisaggregationConfig)
         elif field.name in seam:
             base = TierConfig if field.name == "tiers" else None
-            parts += kinds(seam[field.name], base=base)
+            parts += kinds(seam[field.name], base=base, made_of=host.stages)
         elif (cls := class_of(field)) is not None:
             parts.append(table(cls))
             parts += inner(field.name, cls)
@@ -70,15 +71,28 @@ def inner(path: str, cls: Any) -> Iterator[str]:
             yield table(kind)
 
 
-def kinds(register: Any, where: str = "", base: Any = None) -> Iterator[str]:
-    """``base``: its options are told elsewhere."""
+def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None) -> Iterator[str]:
+    """``base``: its options are told elsewhere. ``made_of``: the stages of policies."""
     for name, kind in sorted(register.kinds.items()):
         yield f"### `{where}kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
         yield table(kind.config_class, base)
         for field in attrs.fields(kind.config_class):
+            part = class_of(field)
+            if part is not None and issubclass(part, RouteStage):
+                yield from stages(f"kind: {name}, {field.name}", part, made_of)
             if register.seam == "engine" and (cls := class_of(field)) not in {None, Secret}:
                 yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)
+
+
+def stages(option: str, base: Any, register: Any) -> Iterator[str]:
+    """A section for each stage that an option takes."""
+    for name, kind in sorted(register.kinds.items()):
+        if issubclass(kind.config_class, base):
+            yield f"### `{option}, kind: {name}`\n"
+            what = inspect.getdoc(kind.config_class)
+            yield f"{what} From `{kind.distribution}` ({kind.stability}).\n"
+            yield table(kind.config_class)
 
 
 def table(cls: Any, base: Any = None, *, hides_kind: bool = True) -> str:

@@ -7,7 +7,13 @@ from commutator.testing import RouterContract
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
 from commutator_kv import KvRouter, KvRouterConfig
 from commutator_pipeline import Pipeline, PipelineConfig
-from commutator_pipeline.stages import LoadScorer, MaxRequests, PrefixScorer
+from commutator_pipeline.stages import (
+    DrawPicker,
+    FewestPrefillTokens,
+    LoadScorer,
+    MaxRequests,
+    PrefixScorer,
+)
 from commutator_round_robin import RoundRobin, RoundRobinConfig
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 
@@ -52,3 +58,10 @@ class TestPipeline(RouterContract):
         scorers = (PrefixScorer(kind="prefix", weight=2.0), LoadScorer(kind="load"))
         filters = (MaxRequests(kind="max_requests", limit=20),)
         return Pipeline(PipelineConfig(kind="pipeline", filters=filters, scorers=scorers))
+
+
+class TestDrawingPipeline(RouterContract):
+    def make_policy(self) -> RoutingPolicy:
+        scorers = (PrefixScorer(kind="prefix"), FewestPrefillTokens(kind="prefill_queue"))
+        draw = DrawPicker(kind="draw")
+        return Pipeline(PipelineConfig(kind="pipeline", scorers=scorers, picker=draw))

@@ -196,6 +196,7 @@ class EngineInfo:
     block_size: int
     """Tokens in one KV block."""
     kv_capacity_blocks: int
+    """What the KV memory of all data-parallel ranks together holds; 0 when it is not known."""
     data_parallel_size: int = 1
     kv_events: EventSource | None = None
     pid: int | None = None
@@ -209,6 +210,10 @@ class EngineInfo:
     """Whether it can serve a request alone. If not, a prefill worker has to compute the prompt."""
     kv_exchange: KvExchange | None = None
     """None when it shares no KV blocks with other workers."""
+
+    def rank_capacity_blocks(self, block_size: int) -> int:
+        """One data-parallel rank's, in blocks of ``block_size`` tokens; 0 when it is not known."""
+        return self.kv_capacity_blocks * self.block_size // (self.data_parallel_size * block_size)
 
 
 @frozen

@@ -44,7 +44,8 @@ async def main(config: str) -> None:
                 name = f"waiting {number}, priority {priority}"
                 group.create_task(ask(session, name, priority, 2))
                 await until(session, 4, number + 1)
-            await ask(session, "one too many", 0, 2)
+            await ask(session, "one too many, priority 5", 5, 2)
+            await ask(session, "one more, priority 0", 0, 2)
 
 
 if __name__ == "__main__":

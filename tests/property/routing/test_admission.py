@@ -165,6 +165,40 @@ async def test_a_full_queue_says_how_long_others_waited() -> None:
     first.cancel()
 
 
+@given(priorities=st.lists(st.integers(-2, 2), max_size=12), places=st.integers(0, 4))
+@settings(max_examples=50, deadline=None)
+def test_a_full_queue_keeps_the_most_urgent(priorities: list[int], places: int) -> None:
+    """As many as there are places, of the most urgent; among equals, those who came first."""
+
+    async def run() -> None:
+        workers = Slots(0, max_queued=places)
+        tasks = []
+        for number, priority in enumerate(priorities):
+            tasks.append(asyncio.create_task(workers.request(number, priority)))
+            await asyncio.sleep(0)
+            assert workers.admission.waiting == min(number + 1, places)
+        workers.give_back()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert workers.admitted == sorted(range(len(tasks)), key=priorities.__getitem__)[:places]
+        refused = {i for i, result in enumerate(results) if isinstance(result, OverloadedError)}
+        assert refused == set(range(len(tasks))) - set(workers.admitted)
+        assert workers.waiting == 0
+
+    asyncio.run(run())
+
+
+async def test_who_made_room_for_a_more_urgent_request_is_told_so() -> None:
+    workers = Slots(0, max_queued=1)
+    batch = asyncio.create_task(workers.request(0, 5))
+    await asyncio.sleep(0)
+    urgent = asyncio.create_task(workers.request(1, -1))
+    with pytest.raises(OverloadedError, match="of 1 is full, and more urgent") as refused:
+        await batch
+    assert refused.value.reason == "router_queue_displaced"
+    workers.give_back()
+    await urgent
+
+
 async def test_cancelled_in_the_moment_of_its_turn_it_gives_the_worker_to_the_next() -> None:
     workers = Slots(0)
     tasks = [asyncio.create_task(workers.request(i)) for i in range(3)]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.routing.approximate import ApproximateBlocks
+from commutator.routing.overlap import WorkerRank
 from commutator.routing.prefix_index import PrefixIndex
 
 TTL_S = 10.0
@@ -22,7 +23,7 @@ def test_equals_a_recount(plan: list[tuple[str, list[int], float]], capacity: in
     for worker_id, prompt, wait_s in plan:
         now_s += wait_s
         blocks.expire(now_s)
-        blocks.routed(worker_id, prompt, capacity, now_s)
+        blocks.routed(WorkerRank(worker_id), prompt, capacity, now_s)
         mine = used[worker_id]
         for block in reversed(prompt):
             mine.pop(block, None)

@@ -27,6 +27,19 @@ class Queue(RuleBasedStateMachine):
             self.waiting.append((priority, self.arrivals, place))
         self.arrivals += 1
 
+    @precondition(lambda self: len(self.waiting) >= 4)
+    @rule(priority=st.integers(-1, 1))
+    def the_last_makes_room_for_a_more_urgent_class_only(self, priority: int) -> None:
+        place = self.queue.place(priority)
+        lowest, _, last = max(self.waiting)
+        displaced = self.queue.enter_for_last(place)
+        assert displaced == (last if lowest > priority else None)
+        if displaced is not None:
+            self.waiting.remove(max(self.waiting))
+            self.waiting.append((priority, self.arrivals, place))
+            self.left.append(displaced)
+        self.arrivals += 1
+
     @precondition(lambda self: self.waiting)
     @rule()
     def next_one_leaves_and_comes_back_to_its_place(self) -> None:
@@ -53,6 +66,12 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
+
+
+def test_nobody_waits_in_a_queue_without_places() -> None:
+    queue = RequestQueue(max_length=0)
+    assert queue.enter(queue.place(1), again=True)
+    assert queue.enter_for_last(queue.place(0)) is None
 
 
 def test_a_full_queue_takes_back_who_was_admitted_before() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
@@ -151,7 +152,10 @@ def test_a_plot_that_cannot_be_written_is_told_before_the_replay(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["--policy", "clairvoyant"], 1, "--policy: 1 problem"),
         (["--policy", "clairvoyant"], 1, 'no routing policy "clairvoyant"; there are'),
+        (["--compare", "kv,clairvoyant"], 1, "--compare: 1 problem"),
+        (["--compare", "kv,pipeline"], 1, "pipeline needs options (scorers): make it the router"),
         (["--policy", "kv", "--compare", "kv"], 2, "give one of"),
         (["--speed", "0"], 2, "--speed"),
         (["--set", "engines[0].block_size=100"], 1, "set block_size: 512"),
@@ -166,19 +170,38 @@ def test_what_cannot_work_is_said(
     assert message in done.output
 
 
+def test_every_policy_is_looked_up_before_one_runs(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a policy ran")
+
+    monkeypatch.setattr("commutator.cli.replay_setup.replay", never)
+    for name in ("nonsense", "pipeline"):
+        done = replay(trace, "--compare", f"kv, {name}")
+        assert done.exit_code == 1
+        assert name in done.output
+
+
+def test_names_may_have_spaces_around_them(trace: Path) -> None:
+    found = figures(trace, "--requests", "20", "--compare", "kv, round_robin , random")
+    assert list(found) == ["kv", "round_robin", "random"]
+
+
+def test_a_policy_whose_options_are_required_is_compared_when_it_is_the_files(
+    trace: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load(EXAMPLE.read_text())
+    config["router"] = {"kind": "pipeline", "scorers": [{"kind": "prefix"}]}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(config))
+    found = figures(trace, "--requests", "60", "--compare", "random,pipeline", file=file)
+    assert found["pipeline"]["cached_ratio"] > found["random"]["cached_ratio"]
+
+
 def test_an_engine_without_a_model_in_virtual_time_is_refused(trace: Path, tmp_path: Path) -> None:
     real = tmp_path / "real.yaml"
     real.write_text("models: [{name: m, source: package:m}]\nengines: [{kind: reference}]\n")
     done = CliRunner().invoke(main, ["replay", str(trace), str(real)])
     assert done.exit_code == 1
     assert "use sim" in done.output
-
-
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(
-        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": []}\n{\n'
-    )
-    done = replay(broken)
-    assert done.exit_code == 1
-    assert "line 2" in done.output

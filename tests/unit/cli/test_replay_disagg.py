@@ -6,11 +6,18 @@ import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from attrs import frozen
 from click.testing import CliRunner, Result
 
+from commutator import DisaggregationConfig, setting
 from commutator.cli.main import main
+from commutator.cli.replay_setup import Replays, Targets
+from commutator.config.load import load_config
+from commutator.errors import ConfigError
+from commutator.plugins import Kind
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "replay-disagg.yaml"
@@ -107,6 +114,19 @@ def test_a_queue_of_prompts_is_served_in_the_end(trace: Path) -> None:
     assert (one["requests"], one["separate_ratio"]) == (REQUESTS, 1.0)
 
 
+@frozen(kw_only=True)
+class NeedyConfig(DisaggregationConfig):
+    limit: int = setting("Must be given.")
+
+
+def test_a_policy_whose_options_are_required_is_refused() -> None:
+    loaded = load_config([EXAMPLE])
+    loaded.host.disaggs.kinds["needy"] = Kind("needy", NeedyConfig, Mock(), "alpha", "needy")
+    replays = Replays(loaded, "replay.yaml", "trace.jsonl", Targets(1, 1))
+    with pytest.raises(ConfigError, match=r"needy needs options \(limit\): make it the disagg"):
+        replays.disaggregations("always,needy", "--disagg")
+
+
 def test_rates_and_their_plot(trace: Path, tmp_path: Path) -> None:
     policies = ("--disagg", "aggregated,always", "--chats", "2")
     answer = told(trace, *policies, "--rates", "1,20")
@@ -131,6 +151,7 @@ def test_equal_seeds_give_equal_sweeps(trace: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--disagg", "sometimes"], 1, 'no disaggregation policy "sometimes"; there are'),
+        (["--disagg", "always,sometimes"], 1, "--disagg: 1 problem"),
         (["--disagg", "always", "--policy", "kv"], 2, "give one of"),
         (["--rates", "1", "--speed", "2"], 2, "--rates"),
         (["--rates", "1,none"], 2, "not a valid float"),

@@ -52,7 +52,7 @@ async def looked_up() -> dict[str, Any]:
     for worker in live:
         await cache.add(worker.record)
     cache.index.store("w-0", [1, 2])
-    cache.routed(live[2].record, [1, 2, 3])
+    cache.routed(live[2].record, 0, [1, 2, 3])
     policy = KvRouter(KvRouterConfig(kind="kv"))
     pool: ModelPool[Any] = ModelPool(policy, cache, InFlightLoad(), random.Random(1), 16)
     route = pool.route(RequestSummary("r", MODEL, 50, 1), [1, 2, 3], live)

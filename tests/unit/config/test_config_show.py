@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ import yaml
 from attrs import frozen
 
 from commutator import (
+    Candidate,
+    DisaggregationConfig,
     EngineClient,
     EngineConfig,
     EngineConnector,
+    Filter,
     LaunchContext,
     RouterConfig,
+    RouteRequest,
+    Scorer,
     hookimpl,
     setting,
 )
@@ -25,6 +31,7 @@ from commutator.config.show import effective, show_config
 from commutator.config.tree import from_plain, merge
 from commutator.config.yaml_file import parse_value, read_file
 from commutator.plugins import Installed, PluginHost
+from commutator.schema import PositiveInt
 
 
 @frozen(kw_only=True)
@@ -32,6 +39,28 @@ class SteamConfig(EngineConfig):
     pressure_bar: float = setting("Boiler pressure.", 10.0)
     valves: tuple[str, ...] = setting("Names of valves.", ())
     fireman: str = setting("Never shown.", "joe", secret=True)
+
+
+@frozen(kw_only=True)
+class Whistle(Filter):
+    pitch: PositiveInt = setting("How high.", 1)
+
+    def keep(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return candidates
+
+
+@frozen(kw_only=True)
+class Loudness(Scorer):
+    decibels: float = setting("How loud.", 1.0)
+
+    def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
+        return {}
+
+
+@frozen(kw_only=True)
+class StagedConfig(RouterConfig):
+    filters: tuple[Filter, ...] = setting("Filters.", ())
+    scorers: tuple[Scorer, ...] = setting("Scorers.", ())
 
 
 class NullConnector(EngineConnector[SteamConfig]):
@@ -50,6 +79,16 @@ class Plugin:
     @hookimpl
     def router_register(self, register: Any) -> None:
         register("round_robin", RouterConfig, lambda config: config)
+        register("staged", StagedConfig, lambda config: config)
+
+    @hookimpl
+    def route_stage_register(self, register: Any) -> None:
+        register("whistle", Whistle)
+        register("loudness", Loudness)
+
+    @hookimpl
+    def disagg_register(self, register: Any) -> None:
+        register("conditional", DisaggregationConfig, lambda config: config)
 
 
 def make_host() -> PluginHost:
@@ -130,6 +169,10 @@ def test_the_schema_accepts_a_good_file() -> None:
         {"engines": [{"kind": "steam", "presure_bar": 3}]},
         {"engines": [{"kind": "steam", "replicas": 0}]},
         {"router": {"kind": "round_robin", "pressure_bar": 1}},
+        {"router": {"kind": "staged", "scorers": [{"kind": "whistle"}]}},
+        {"router": {"kind": "staged", "scorers": [{"kind": "loudness", "weigth": 2}]}},
+        {"router": {"kind": "staged", "filters": [{"kind": "loudness"}]}},
+        {"router": {"kind": "staged", "filters": [{"kind": "whistle", "pitch": 0}]}},
         {"frontend": {"api_keys": ["raw"]}},
         {"frontend": {"api_keys": [{"env": "A", "file": "B"}]}},
         {"extra": 1},
@@ -138,6 +181,17 @@ def test_the_schema_accepts_a_good_file() -> None:
 def test_the_schema_refuses_what_loading_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(GOOD | wrong, file_schema(make_host()))
+
+
+def test_the_schema_knows_the_options_of_each_stage() -> None:
+    filters = [{"kind": "whistle", "pitch": 3}, {"kind": "whistle"}]
+    scorers = [{"kind": "loudness", "decibels": 3.5, "weight": 2}]
+    router = {"kind": "staged", "filters": filters, "scorers": scorers}
+    for config in (
+        GOOD | {"router": router},
+        GOOD | {"disaggregation": {"kind": "conditional", "router": router}},
+    ):
+        jsonschema.validate(config, file_schema(make_host()))
 
 
 def test_the_schema_is_plain_data() -> None:

@@ -12,6 +12,7 @@ from attrs import define, field
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
 from commutator.errors import EngineUnavailableError
+from commutator.routing.route import RouteFacts
 from commutator.types import GenerateRequest
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -27,6 +28,10 @@ class FakeForward:
     model: str = "org/model"
     status: int = 201
     content_type: str = "text/event-stream"
+    facts: RouteFacts = RouteFacts(0.001, 3, 4, prompt_blocks=6, fallback=True)
+
+    def explain(self) -> dict[str, Any]:
+        return {"worker_id": self.worker_id, "reason": "told to", "candidates": []}
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> Self:
         if self.dispatcher.dead:
@@ -61,6 +66,7 @@ class ForwardingDispatcher(FakeDispatcher):
     """While it answers."""
     sent: list[tuple[str, Any, dict[str, str]]] = field(factory=list)
     routed_by: list[tuple[Sequence[int], str | None]] = field(factory=list)
+    requests: list[GenerateRequest] = field(factory=list)
 
     def forwards(self, model: str) -> bool:
         return self.takes
@@ -69,6 +75,7 @@ class ForwardingDispatcher(FakeDispatcher):
         self, model: str, request: GenerateRequest, session_id: str | None = None
     ) -> FakeForward:
         self.routed_by.append((request.token_ids, session_id))
+        self.requests.append(request)
         return FakeForward(self)
 
 
@@ -107,6 +114,33 @@ async def test_it_is_routed_by_the_prompt_that_can_be_told() -> None:
     expected = TEXT.encode(TEXT.render_chat(MESSAGES), add_special_tokens=False)
     assert told == (expected, "s")
     assert untold == ([], None)
+
+
+async def test_its_decision_is_told_and_counted_as_any_other() -> None:
+    dispatcher = ForwardingDispatcher(block_size=16)
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    async with front_door(dispatcher) as door:
+        explained = {"X-Commutator-Explain": "1"}
+        url = f"{door.url}/v1/chat/completions"
+        async with door.session.post(url, json=body, headers=explained) as answer:
+            assert json.loads(answer.headers["X-Commutator-Decision"])["reason"] == "told to"
+        async with door.session.post(url, json=body) as answer:
+            assert "X-Commutator-Decision" not in answer.headers
+        async with door.session.get(f"{door.url}/metrics") as answer:
+            page = await answer.text()
+    assert f'commutator_router_fallbacks_total{{model="{MODEL}"}} 2.0' in page
+
+
+async def test_priority_and_salt_are_known_to_routing() -> None:
+    dispatcher = ForwardingDispatcher(block_size=16)
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    async with front_door(dispatcher) as door:
+        url = f"{door.url}/v1/chat/completions"
+        await door.session.post(url, json={**body, "priority": -3, "cache_salt": "tenant"})
+        await door.session.post(url, json={**body, "priority": "high", "cache_salt": 7})
+    told = [(request.priority, request.cache_salt) for request in dispatcher.requests]
+    assert told == [(-3, "tenant"), (0, None)]
+    assert dispatcher.sent[1][1]["priority"] == "high", "the engine has its own opinion"
 
 
 async def test_a_later_turn_of_a_tool_call_goes_the_same_way() -> None:

@@ -55,10 +55,47 @@ async def test_without_events_what_was_routed_is_assumed_for_a_while() -> None:
     view = CacheView(RouterConfig(kind="kv", router_ttl_s=10.0), clock=lambda: now_s)
     await view.add(worker("w-0"))
     hashes = view.hashes(request())
-    view.routed(worker("w-0"), hashes)
+    view.routed(worker("w-0"), 0, hashes)
     assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
     now_s = 11.0
     assert view.match(hashes) == {}
+    await view.close()
+
+
+async def test_each_rank_is_guessed_to_hold_what_it_was_sent() -> None:
+    """Its memory is its own part of the worker's."""
+    view = CacheView(RouterConfig(kind="kv"))
+    record = worker("w-0")
+    record = evolve(record, info=evolve(record.info, data_parallel_size=2, kv_capacity_blocks=4))
+    await view.add(record)
+    hashes = view.hashes(request())
+    view.routed(record, 1, hashes[:1])
+    assert view.match(hashes) == {WorkerRank("w-0", 1): Overlap(device=1)}
+    view.routed(record, 0, hashes)
+    assert view.match(hashes)[WorkerRank("w-0", 0)] == Overlap(device=2)
+    await view.remove("w-0")
+    assert view.match(hashes) == {}
+    await view.close()
+
+
+async def test_guesses_are_kept_where_the_capacity_is_not_known() -> None:
+    view = CacheView(RouterConfig(kind="kv"))
+    record = worker("w-0")
+    record = evolve(record, info=evolve(record.info, kv_capacity_blocks=0))
+    await view.add(record)
+    view.routed(record, 0, view.hashes(request()))
+    assert view.match(view.hashes(request())) == {WorkerRank("w-0"): Overlap(device=3)}
+    await view.close()
+
+
+async def test_a_worker_whose_events_cannot_be_read_is_guessed() -> None:
+    view = CacheView(RouterConfig(kind="kv"))
+    record = worker("w-0", EventSource("no address"))
+    await view.add(record)
+    assert view.exact == frozenset()
+    assert [warning.worker_id for warning in view.warnings()] == ["w-0"]
+    view.routed(record, 0, view.hashes(request()))
+    assert view.match(view.hashes(request())) == {WorkerRank("w-0"): Overlap(device=3)}
     await view.close()
 
 
@@ -68,7 +105,7 @@ async def test_events_can_be_ignored() -> None:
     record = worker("w-0", publisher.source)
     await view.add(record)
     hashes = view.hashes(request())
-    view.routed(record, hashes)
+    view.routed(record, 0, hashes)
     assert view.match(hashes) == {WorkerRank("w-0"): Overlap(device=3)}
     await view.close()
     publisher.close()
@@ -80,7 +117,7 @@ async def test_a_worker_that_should_publish_events_and_does_not_is_named() -> No
     [warning] = view.warnings()
     assert (warning.worker_id, warning.cause) == ("w-0", Cause.NO_SOURCE)
     assert "guessed" in warning.message
-    view.routed(worker("w-0"), view.hashes(request()))
+    view.routed(worker("w-0"), 0, view.hashes(request()))
     assert view.statistics()["w-0"].blocks == (3, 0, 0, 0)
     await view.remove("w-0")
     assert view.warnings() == []
@@ -124,7 +161,7 @@ async def test_a_salted_prompt_matches_what_its_own_salt_routed() -> None:
     view = CacheView(RouterConfig(kind="kv"))
     await view.add(worker("w-0"))
     salted = evolve(request(), cache_salt="tenant-1")
-    view.routed(worker("w-0"), view.hashes(salted))
+    view.routed(worker("w-0"), 0, view.hashes(salted))
     assert view.match(view.hashes(salted)) == {WorkerRank("w-0"): Overlap(device=3)}
     assert view.match(view.hashes(request())) == {}
     assert view.match(view.hashes(evolve(request(), cache_salt="tenant-2"))) == {}

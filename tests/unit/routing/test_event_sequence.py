@@ -32,6 +32,31 @@ def test_without_a_replay_endpoint_nothing_is_asked() -> None:
     assert sequence.on_live(7, body(7)) == [Apply(body(7))]
 
 
+def test_without_a_replay_endpoint_a_new_connection_leaves_nothing_believed() -> None:
+    """Messages 0 to 2 of a new life may have passed unheard, and 3 would seem to follow."""
+    sequence = started(can_replay=False)
+    assert sequence.connected() == [], "the first is told of a little late"
+    [reset] = sequence.connected()
+    assert isinstance(reset, Reset)
+    assert sequence.connected() == [], "there is nothing to forget"
+    assert sequence.on_live(3, body(3, "b")) == [Apply(body(3, "b"))]
+    assert sequence.counters.resyncs == 1
+
+
+def test_without_a_replay_endpoint_a_new_life_outruns_the_word_of_its_connection() -> None:
+    sequence = started(can_replay=False)
+    sequence.connected()
+    sequence.on_live(3, body(3))
+    reset, apply = sequence.on_live(0, body(0, "b"))
+    assert isinstance(reset, Reset)
+    assert apply == Apply(body(0, "b"))
+    assert sequence.connected() == [], "what is known comes from this connection"
+    assert sequence.on_live(1, body(1, "b")) == [Apply(body(1, "b"))]
+    assert len(sequence.connected()) == 1, "the next one is told of in time"
+    assert len(sequence.on_live(0, body(0, "c"))) == 2
+    assert len(sequence.connected()) == 1
+
+
 def test_a_gap_is_noticed_and_filled_in_order() -> None:
     sequence = started()
     assert sequence.on_live(5, body(5)) == [Replay(1, 2)]

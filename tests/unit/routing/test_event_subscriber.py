@@ -130,6 +130,22 @@ async def test_an_engine_restarts_and_its_old_blocks_go(
     assert "worker w0: the engine restarted" in caplog.text
 
 
+async def test_without_a_replay_endpoint_a_restart_is_noticed_though_the_numbers_go_on(
+    subscriber: EventSubscriber,
+) -> None:
+    async with FakeEngine() as first:
+        await subscriber.add_worker("w0", info(silent(first.source)))
+        await asyncio.sleep(0.2)  # the subscription takes effect
+        await first.publish(stored(0, 4))
+        await known(subscriber, 4)
+    async with FakeEngine(first.source) as second:
+        await second.publish(stored(0, 1), lost=True)
+        await known(subscriber, 0)
+        await asyncio.sleep(0.2)
+        await second.publish(stored(0, 2))
+        await known(subscriber, 2)
+
+
 async def test_an_engine_restarts_and_has_sent_more_than_before() -> None:
     """Its sequence goes on beyond the old one, so only the messages themselves tell."""
     subscriber = EventSubscriber(PrefixIndex(SIZE), ONLY_ON_CONNECTING)

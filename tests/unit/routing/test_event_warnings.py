@@ -8,6 +8,7 @@ import pytest
 from tests.unit.routing.fake_engine import (
     HASHES,
     SIZE,
+    TOKENS,
     FakeEngine,
     info,
     known,
@@ -15,7 +16,7 @@ from tests.unit.routing.fake_engine import (
     until,
 )
 
-from commutator.kv.events import BlockStored
+from commutator.kv.events import BlockRemoved, BlockStored
 from commutator.kv.hashing import sequence_hashes
 from commutator.routing.event_health import Cause
 from commutator.routing.event_subscriber import EventSubscriber
@@ -78,8 +79,119 @@ async def test_tokens_that_differ_make_overlap_silently_zero_so_it_is_said(
     assert [warning.cause for warning in subscriber.warnings()] == [Cause.NEVER_MATCHES]
     assert subscriber.statistics()["w0"].missing_prompts == 8
     subscriber.computed("w0", HASHES)
+    await engine.publish(stored(4, 8))
+    await known(subscriber, 8)
     now_s = 20.0
     assert subscriber.warnings() == []
+
+
+def prompt(number: int) -> list[int]:
+    """It begins as the prompt of the events does."""
+    return sequence_hashes((*TOKENS[: 4 * SIZE], *(number,) * SIZE), SIZE)
+
+
+async def test_events_that_stop_are_told_of_though_all_prompts_begin_alike(
+    subscriber: EventSubscriber, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    await engine.publish(stored(0, 4))
+    await known(subscriber, 4)
+    for number in range(20):
+        now_s += 1.0
+        subscriber.computed("w0", prompt(number))
+        subscriber.computed("w0", HASHES[:4])  # an old one, of which nothing has to come
+        subscriber.warnings()
+    now_s = 40.0
+    [warning] = subscriber.warnings()
+    assert warning.cause is Cause.STOPPED
+    assert engine.source.endpoint in warning.message
+    assert "20 prompts" in warning.message
+    [said] = caplog.records
+    assert "since its last KV event" in said.message, "and nothing else before"
+    await engine.publish(stored(4, 8))
+    await known(subscriber, 8)
+    subscriber.computed("w0", HASHES)
+    now_s = 50.0
+    assert subscriber.warnings() == []
+
+
+async def test_prompts_that_part_from_the_events_later_on_are_told_of(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    for number in range(8):
+        now_s = float(number)
+        await engine.publish(stored(0, number + 1))
+        await known(subscriber, number + 1)
+        subscriber.computed("w0", prompt(number))
+    now_s = 20.0
+    assert [warning.cause for warning in subscriber.warnings()] == [Cause.NEVER_MATCHES]
+
+
+async def test_a_prompts_end_that_may_be_evicted_already_says_nothing(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    await engine.publish(stored(0, 8))
+    await known(subscriber, 8)
+    for _ in range(8):
+        subscriber.computed("w0", HASHES)
+    await engine.publish(BlockRemoved((1007,)))
+    await known(subscriber, 7)
+    now_s = 20.0
+    assert subscriber.warnings() == []
+    assert subscriber.statistics()["w0"].missing_prompts == 0
+
+
+async def test_what_fills_no_block_of_the_engine_is_not_expected(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source, block_size=2 * SIZE))
+    event = BlockStored((1, 2), None, TOKENS[: 4 * SIZE], 2 * SIZE)
+    await engine.publish(event)
+    await known(subscriber, 4)
+    for _ in range(8):
+        subscriber.computed("w0", HASHES[:5])
+        subscriber.computed("w0", HASHES[:1])
+    now_s = 20.0
+    assert [warning.cause for warning in subscriber.warnings()] == [Cause.BLOCK_SIZE]
+    assert subscriber.statistics()["w0"].checked_prompts == 8
+
+
+async def test_of_very_many_prompts_some_are_looked_up(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    now_s = 0.0
+    subscriber._clock = lambda: now_s
+    await subscriber.add_worker("w0", info(engine.source))
+    for _ in range(1000):  # fifty a second
+        now_s += 0.02
+        subscriber.computed("w0", HASHES)
+        subscriber.warnings()
+    assert subscriber.statistics()["w0"].checked_prompts > 50
+
+
+async def test_a_replay_endpoint_that_stops_answering_is_told_of(
+    subscriber: EventSubscriber, engine: FakeEngine
+) -> None:
+    await subscriber.add_worker("w0", info(engine.source))
+    await engine.publish(stored(0, 2))
+    await known(subscriber, 2)
+    engine.answers = False
+    await until(lambda: bool(subscriber.warnings()))
+    [warning] = subscriber.warnings()
+    assert warning.cause is Cause.NO_REPLAY
+    assert str(engine.source.replay_endpoint) in warning.message
+    engine.answers = True
+    await until(lambda: not subscriber.warnings())
 
 
 async def test_tiers_that_do_not_match_the_events_are_said(

@@ -207,13 +207,48 @@ async def test_who_waits_outlives_a_short_absence_of_every_worker() -> None:
     await dispatch.aclose()
 
 
-async def test_each_rank_of_a_worker_is_busy_by_itself() -> None:
-    class TwoRanks(FakeClient):
-        async def start(self) -> EngineInfo:
-            return evolve(await super().start(), data_parallel_size=2)
+def told(setup: Setup, name: str, **facts: Any) -> None:
+    """The worker says so of itself, other than the rest."""
 
+    class Telling(FakeClient):
+        async def start(self) -> EngineInfo:
+            return evolve(await super().start(), **facts)
+
+    setup.connector.clients[name] = Telling(name)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+async def test_loads_are_counted_in_the_routers_blocks_whatever_the_workers(
+    block_size: int,
+) -> None:
+    setup = setup_with(active_decode_blocks_threshold=0.04)  # of 1,024 tokens: more than 2 blocks
+    told(setup, "w-0", block_size=block_size, kv_capacity_blocks=1024 // block_size)
+    await setup.up("w-0")
+    running = [await begun(setup, "a")]
+    assert setup.dispatcher.load.of("w-0").active_decode_blocks == 2
+    running.append(await begun(setup, "b"))
+    third = asyncio.create_task(begun(setup, "c"))
+    await until_waiting(setup, 1)
+    await running[0].aclose()
+    await (await third).aclose()
+    await running[1].aclose()
+
+
+async def test_a_rank_is_full_when_its_own_part_of_the_memory_is() -> None:
+    setup = setup_with(active_decode_blocks_threshold=0.05)  # of 32 blocks each: more than 1
+    told(setup, "w-0", data_parallel_size=2)
+    await setup.up("w-0")
+    running = [await begun(setup, "a"), await begun(setup, "b")]
+    third = asyncio.create_task(begun(setup, "c"))
+    await until_waiting(setup, 1)
+    await running[0].aclose()
+    await (await third).aclose()
+    await running[1].aclose()
+
+
+async def test_each_rank_of_a_worker_is_busy_by_itself() -> None:
     setup = setup_with(max_active_requests=1)
-    setup.connector.clients["w-0"] = TwoRanks("w-0")
+    told(setup, "w-0", data_parallel_size=2)
     await setup.up("w-0")
     running = [await begun(setup, "a"), await begun(setup, "b")]
     assert {dispatch.decision.worker_id for dispatch in running} == {"w-0@0", "w-0@1"}

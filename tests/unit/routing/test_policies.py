@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from commutator import Candidate, Overlap, RouteRequest, WorkerLoad
+from commutator import Candidate, Decision, Overlap, RouteRequest, Scorer, WorkerLoad
 from commutator.testing import make_candidate
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
 from commutator_kv import KvRouter, KvRouterConfig
@@ -44,6 +44,17 @@ def test_kv_product_is_new_prefill_times_batch() -> None:
     candidate = make_candidate("w-0", load, Overlap(device=4))
     decision = kv(formula="product").pick(REQUEST, [candidate], rng())
     assert decision.scores["w-0"]["cost"] == (160 - 64) * 4
+
+
+def test_kv_product_prefers_the_idle_one_of_those_that_hold_the_whole_prompt() -> None:
+    candidates = [
+        make_candidate("w-0", WorkerLoad(active_requests=20), Overlap(device=10)),
+        make_candidate("w-1", WorkerLoad(), Overlap(device=10)),
+    ]
+    chance, policy = rng(), kv(formula="product")
+    picked = [policy.pick(REQUEST, candidates, chance) for _ in range(50)]
+    assert {decision.worker_id for decision in picked} == {"w-1"}
+    assert [picked[0].scores[name]["cost"] for name in ("w-0", "w-1")] == [21, 1]
 
 
 def test_kv_goes_where_the_prefix_is_unless_that_worker_is_busy() -> None:
@@ -141,6 +152,46 @@ def test_pipeline_filters_scores_and_explains() -> None:
         "w-1": {"prefix": 1.0, "load": 0.0, "total": 1.0},
         "w-2": {"prefix": 0.0, "load": 1.0, "total": 1.0},
     }
+
+
+def scored(*scorers: Scorer) -> Decision:
+    """What a pipeline of these says of two workers; w-0 holds a quarter of the prompt."""
+    candidates = [
+        make_candidate("w-0", WorkerLoad(1, 0, 10), Overlap(host=5)),
+        make_candidate("w-1"),
+    ]
+    config = PipelineConfig(kind="pipeline", scorers=scorers)
+    return Pipeline(config).pick(REQUEST, candidates, rng())
+
+
+def test_a_scorer_may_be_there_twice() -> None:
+    decision = scored(
+        PrefixScorer(kind="prefix", weight=4.0, host=0.5),
+        LoadScorer(kind="load"),
+        PrefixScorer(kind="prefix", host=1.0),
+    )
+    assert decision.worker_id == "w-0"
+    assert decision.scores == {
+        "w-0": {"prefix": 1.0, "load": 0.0, "prefix#2": 0.5, "total": 1.5},
+        "w-1": {"prefix": 0.0, "load": 1.0, "prefix#2": 0.0, "total": 1.0},
+    }
+
+
+def test_a_scorer_named_total_does_not_replace_the_sum() -> None:
+    decision = scored(LoadScorer(kind="total"), PrefixScorer(kind="prefix", weight=4.0, host=0.5))
+    assert decision.scores["w-1"] == {"total#2": 1.0, "prefix": 0.0, "total": 1.0}
+    assert decision.scores["w-0"]["total"] == 1.0
+
+
+def test_a_pipeline_without_scorers_is_refused() -> None:
+    with pytest.raises(ValueError, match="scorers: without any, every request goes by lot"):
+        PipelineConfig(kind="pipeline", scorers=())
+
+
+def test_nothing_is_held_of_a_prompt_without_tokens() -> None:
+    empty = RouteRequest("r", "model", prompt_tokens=0)
+    candidates = [make_candidate("w-0", None, Overlap(device=3)), make_candidate("w-1")]
+    assert PrefixScorer(kind="prefix").score(empty, candidates) == {"w-0": 0.0, "w-1": 0.0}
 
 
 def test_a_filter_that_would_leave_nobody_is_skipped() -> None:

@@ -226,7 +226,7 @@ def test_engine_blocks_may_be_a_multiple_of_ours() -> None:
     index.apply("w0", stored(0, 4, block_hashes=(7, 8), **large))
     index.apply("w0", stored(4, 6, block_hashes=(9,), parent_block_hash=8, **large))
     assert index.match(HASHES) == {W0: Overlap(device=6)}
-    assert statistics(index).engine_block_size == 8
+    assert statistics(index).block_sizes == (8,)
     index.apply("w0", BlockRemoved((8,)))
     assert index.match(HASHES) == {W0: Overlap(device=2)}
     again = PrefixIndex(SIZE)
@@ -235,14 +235,50 @@ def test_engine_blocks_may_be_a_multiple_of_ours() -> None:
     assert again.statistics().blocks == 0
 
 
-@pytest.mark.parametrize("block_size", [0, 1, 3, 6])
+@pytest.mark.parametrize("block_size", [1, 3, 6])
 def test_engine_blocks_that_do_not_fit_are_counted_not_indexed(block_size: int) -> None:
     index = PrefixIndex(SIZE)
     event = stored(0, 3, block_size=block_size, token_ids=tuple(range(3 * block_size)))
     index.apply("w0", event)
     assert index.statistics().blocks == 0
     assert counters(index) == {"unusable": 3}
-    assert statistics(index).engine_block_size == block_size
+    assert statistics(index).block_sizes == (block_size,)
+
+
+@pytest.mark.parametrize("block_size", [0, SIZE, 2 * SIZE, 3])
+def test_a_lower_tiers_blocks_without_tokens_say_nothing_of_block_sizes(block_size: int) -> None:
+    """The offloading connector of vLLM, unless told to describe itself, has blocks of 0 tokens."""
+    index = PrefixIndex(SIZE)
+    index.apply("w0", stored(0, 4))
+    index.apply("w0", stored(3, 4, token_ids=(), block_size=block_size, medium="CPU"))
+    index.apply("w0", removed(*range(4)))
+    assert index.match(HASHES) == {}
+    assert statistics(index).blocks == (0, 1, 0, 0)
+    assert statistics(index).block_sizes == (SIZE,)
+    assert counters(index) == {"stored": 5, "removed": 4}
+    index.apply("w0", stored(0, 4))
+    assert index.match(HASHES) == {W0: Overlap(device=4)}
+
+
+def test_blocks_of_a_lower_tier_may_be_larger() -> None:
+    index = PrefixIndex(SIZE)
+    index.apply("w0", stored(0, 4, block_hashes=(1, 2, 3, 4)))
+    chunk = {"block_size": 2 * SIZE, "medium": "CPU"}
+    index.apply("w0", stored(0, 2, block_hashes=(2,), **chunk))
+    index.apply("w0", stored(2, 4, block_hashes=(4,), parent_block_hash=2, **chunk))
+    index.apply("w0", BlockRemoved((1, 2, 3, 4), "GPU"))
+    assert index.match(HASHES) == {W0: Overlap(host=4)}
+    index.apply("w0", stored(4, 5, block_hashes=(5,), parent_block_hash=4))
+    assert index.match(HASHES) == {W0: Overlap(device=1, host=4)}
+    again = PrefixIndex(SIZE)
+    again.restore("w0", index.snapshot("w0"))
+    for one in (index, again):
+        one.apply("w0", BlockRemoved((4,), "CPU"))
+        assert one.match(HASHES) == {W0: Overlap(host=2)}
+        one.apply("w0", BlockRemoved((2,), "CPU"))
+        one.apply("w0", BlockRemoved((5,), "GPU"))
+        assert one.statistics().blocks == 0
+    assert statistics(index).block_sizes == (SIZE, 2 * SIZE)
 
 
 def test_tokens_that_do_not_fit_the_blocks_are_counted_not_indexed() -> None:

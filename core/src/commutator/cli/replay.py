@@ -14,6 +14,7 @@ from rich.console import Console
 from commutator.cli.options import set_option
 from commutator.cli.replay_setup import Replays, Targets
 from commutator.cli.replay_tables import by_policy, by_rate
+from commutator.cli.replay_warnings import replay_warnings
 from commutator.config.load import load_config
 from commutator.errors import CommutatorError
 from commutator.observe.replay_report import Report
@@ -128,16 +129,22 @@ def replay(
         raise click.UsageError("give --speed or --rates, not both")
     loaded = load_config([file], sets=sets)
     replays = Replays(
-        loaded, str(file), Targets(target_ttft, target_itl), workers=workers, seed=seed
+        loaded,
+        str(file),
+        str(trace),
+        Targets(target_ttft, target_itl),
+        workers=workers,
+        seed=seed,
     )
+    names = policies(replays, policy, compare, disagg)
+    for warning in replay_warnings(loaded):
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
     recorded = read_trace(trace, requests)
     mixed = with_chats(recorded, chats, seed) if chats else recorded
 
     def run(requests: Sequence[TraceRequest]) -> list[Report]:
-        if disagg is not None:
-            return [replays.by_disaggregation(name, requests) for name in disagg.split(",")]
-        names = compare or policy or loaded.config.router.kind
-        return [replays.by_router(name, requests) for name in names.split(",")]
+        one = replays.by_router if disagg is None else replays.by_disaggregation
+        return [one(name, requests) for name in names]
 
     if rates:
         sweep = {rate: run(at_rate(mixed, rate)) for rate in rates}
@@ -145,6 +152,19 @@ def replay(
     else:
         reports = run([one.sped_up(speed) for one in mixed])
         show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
+
+
+def policies(
+    replays: Replays, policy: str | None, compare: str | None, disagg: str | None
+) -> list[str]:
+    """Those to be run, all of them looked up before the first one runs."""
+    if disagg is not None:
+        return replays.disaggregations(disagg, "--disagg")
+    if compare is not None:
+        return replays.routers(compare, "--compare")
+    if policy is not None:
+        return replays.routers(policy, "--policy")
+    return [replays.config.router.kind]
 
 
 def show(reports: Sequence[Report], ideal: float, plot: Path | None, *, as_json: bool) -> None:

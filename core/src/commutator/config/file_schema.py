@@ -14,6 +14,7 @@ from commutator.config.model import (
 )
 from commutator.config.secret import Secret
 from commutator.plugins import PluginHost, Register
+from commutator.routing.stages import Filter, Picker, Scorer
 from commutator.schema import json_schema
 
 __all__ = ["file_schema"]
@@ -27,16 +28,22 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
         DisaggregationConfig: host.disaggs,
         TierConfig: host.tiers,
         EvictionConfig: host.evictions,
+        Filter: host.stages,
+        Scorer: host.stages,
+        Picker: host.stages,
     }
 
     def special(cls: Any) -> dict[str, Any] | None:
         register = registers.get(cls)
-        if register is None or not register.kinds:
+        kinds = {} if register is None else register.kinds
+        fitting = {  # filters, scorers and pickers share one register
+            name: kind for name, kind in kinds.items() if issubclass(kind.config_class, cls)
+        }
+        if not fitting:
             return _secret(cls)
         return {
             "oneOf": [
-                _of_kind(own(kind.config_class), name)
-                for name, kind in sorted(register.kinds.items())
+                _of_kind(own(kind.config_class), name) for name, kind in sorted(fitting.items())
             ]
         }
 

@@ -105,7 +105,8 @@ class BusyConfig:
     )
     max_queued_requests: NonNegativeInt = setting(
         "Requests of one model that may wait, in each front door, while every worker is busy; one "
-        "more is answered 429. Lower `priority` goes first.",
+        "more is answered 429, or the last of them if its `priority` is less urgent. Lower "
+        "`priority` goes first.",
         1024,
         validator=_needs_threshold,
     )

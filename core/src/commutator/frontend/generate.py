@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from commutator.frontend.chat import ChatShape
 from commutator.frontend.choice import Piece
 from commutator.frontend.completions import CompletionShape
 from commutator.frontend.deadline import TimeLimit, timeout_of
+from commutator.frontend.decision_header import tell_decision
 from commutator.frontend.exchange import EXCHANGE, Exchange
 from commutator.frontend.generation import Generation
 from commutator.frontend.pass_through import pass_through_if
@@ -33,10 +33,6 @@ __all__ = ["chat_completions", "completions"]
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 Planner = Callable[[RequestT, str, TextModel, PrefixCache, int, str], Awaitable[Plan]]
 Shaper = Callable[[RequestT, Plan, str], Shape]
-
-# Proxies and clients refuse longer headers.
-_MAX_HEADER_CHARACTERS = 6_000
-_MAX_REASON_CHARACTERS = 200
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -163,27 +159,7 @@ def _tell_routing(request: web.Request, exchange: Exchange, generation: Generati
     """Put into the headers who serves the request, and why if that was asked for."""
     workers = exchange.workers = generation.worker_ids
     exchange.headers["X-Commutator-Worker"] = ",".join(workers)
-    if request.headers.get("X-Commutator-Explain") == "1":
-        exchange.headers["X-Commutator-Decision"] = _decision_header(generation.explanations)
-
-
-def _decision_header(explanations: list[dict[str, Any]]) -> str:
-    """Compact JSON: an object, or for several answers a list of them, cut to what fits."""
-    text = _compact(explanations)
-    if len(text) > _MAX_HEADER_CHARACTERS:
-        # Of many workers the chosen one matters most, so the others go.
-        for one in explanations:
-            chosen = [c for c in one["candidates"] if c["worker_id"] == one["worker_id"]]
-            one["left_out"] = len(one["candidates"]) - len(chosen)
-            one["candidates"] = chosen
-            one["reason"] = one["reason"][:_MAX_REASON_CHARACTERS]
-        while len(text := _compact(explanations)) > _MAX_HEADER_CHARACTERS:
-            explanations = explanations[: len(explanations) // 2]
-    return text
-
-
-def _compact(shown: list[dict[str, Any]]) -> str:
-    return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
+    tell_decision(request, lambda: generation.explanations)
 
 
 def _account(services: Services, exchange: Exchange, generation: Generation) -> None:

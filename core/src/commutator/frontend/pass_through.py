@@ -16,6 +16,7 @@ from aiohttp import web
 
 from commutator.errors import EngineError, RequestError
 from commutator.frontend.deadline import TimeLimit, timeout_of
+from commutator.frontend.decision_header import tell_decision
 from commutator.frontend.errors import log_failure, to_http_error
 from commutator.frontend.exchange import EXCHANGE
 from commutator.frontend.parse import NOT_SERVED
@@ -67,11 +68,20 @@ async def pass_through(
     """The worker's answer, whatever it is."""
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     token_ids = await _known_tokens(services, model, body)
-    by = GenerateRequest(exchange.request_id, token_ids, SamplingParams(max_tokens=1))
+    priority, salt = body.get("priority"), body.get("cache_salt")
+    by = GenerateRequest(
+        exchange.request_id,
+        token_ids,
+        SamplingParams(max_tokens=1),
+        cache_salt=salt if isinstance(salt, str) else None,
+        priority=priority if isinstance(priority, int) else 0,
+    )
     session_id = body.get("session_id") or body.get("prompt_cache_key")
     async with await services.dispatcher.forward(model, by, session_id) as forward:
         exchange.workers = (forward.worker_id,)
         exchange.headers["X-Commutator-Worker"] = forward.worker_id
+        services.metrics.routed(model, forward.facts)
+        tell_decision(request, lambda: [forward.explain()])
         return await _relay(request, forward, body)
 
 

@@ -93,7 +93,8 @@ class Admission(Generic[ResultT]):
         ``arrived_s``: when the request was first here, by the loop's clock. ``again``: it was
         admitted before, but the worker turned out to be dead; a full queue lets it in.
         ``when_near`` is called once if it waits and its turn comes soon. Raises a refusal when the
-        queue is full or the time limit passes, and whatever ``attempt`` raises.
+        queue is full, then or later, of requests that are at least as urgent, or when the time
+        limit passes, and whatever ``attempt`` raises.
         """
         loop = asyncio.get_running_loop()
         # Who would be behind somebody must not be quicker than the wake-up that is on its way.
@@ -101,8 +102,11 @@ class Admission(Generic[ResultT]):
         if (ahead is None or place < ahead) and (result := attempt()) is not None:
             return result, 0.0
         if not self._queue.enter(place, again=again):
-            words = f"the queue of {self.waiting} is full"
-            raise self._refusal("router_queue_full", words, self._recent_wait_s)
+            last = self._queue.enter_for_last(place)
+            if last is None:
+                words = f"the queue of {self.waiting} is full"
+                raise self._refusal("router_queue_full", words, self._recent_wait_s)
+            self._displace(last)
         turn: asyncio.Future[ResultT] = loop.create_future()
         self._waiters[place] = _Waiter(attempt, turn, arrived_s, when_near)
         timer = loop.call_at(arrived_s + self._max_queue_s, self._expire, place)
@@ -153,6 +157,12 @@ class Admission(Generic[ResultT]):
             if (tell := waiter.when_near) is not None:
                 waiter.when_near = None
                 tell()
+
+    def _displace(self, place: Place) -> None:
+        turn = self._waiters[place].turn
+        if not turn.done():
+            words = f"the queue of {self.waiting} is full, and more urgent requests came"
+            turn.set_exception(self._refusal("router_queue_displaced", words, self._recent_wait_s))
 
     def _expire(self, place: Place) -> None:
         turn = self._waiters[place].turn

@@ -14,8 +14,9 @@ __all__ = ["describe_busy", "threshold_hit"]
 def threshold_hit(config: BusyConfig, load: WorkerLoad, kv_capacity_blocks: int) -> str | None:
     """The option that makes a worker with this load busy; None if it takes another request.
 
-    ``kv_capacity_blocks`` counts blocks of the worker's own size, as ``load`` does. A worker with
-    nothing in flight is never busy, so that every request can be served some time.
+    ``kv_capacity_blocks`` is its own, or one data-parallel rank's, in blocks of the size in which
+    ``load`` counts. A worker with nothing in flight is never busy, so that every request can be
+    served some time.
     """
     requests = config.max_active_requests
     if requests is not None and load.active_requests >= requests:

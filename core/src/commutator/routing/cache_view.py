@@ -47,9 +47,9 @@ class CacheView:
                 "router.use_kv_events is false",
                 record.worker_id,
             )
-        elif record.info.kv_events is not None:
-            self.exact |= {record.worker_id}
         await self._subscriber.add_worker(record.worker_id, record.info)
+        if record.worker_id in self._subscriber.workers():
+            self.exact |= {record.worker_id}
 
     async def remove(self, worker_id: str) -> None:
         """A worker is gone, and its blocks with it."""
@@ -71,12 +71,12 @@ class CacheView:
         self._approximate.expire(self._clock())
         return self.index.match(hashes)
 
-    def routed(self, record: WorkerRecord, hashes: Sequence[int]) -> None:
-        """A prompt was sent to the worker."""
+    def routed(self, record: WorkerRecord, rank: int, hashes: Sequence[int]) -> None:
+        """A prompt was sent to a data-parallel rank of the worker."""
         if record.worker_id not in self.exact:
-            per_block = self.index.block_size / record.info.block_size
-            capacity = int(record.info.kv_capacity_blocks / per_block)
-            self._approximate.routed(record.worker_id, hashes, capacity, self._clock())
+            capacity = record.info.rank_capacity_blocks(self.index.block_size)
+            owner = WorkerRank(record.worker_id, rank)
+            self._approximate.routed(owner, hashes, capacity or None, self._clock())
 
     def computed(self, worker_id: str, hashes: Sequence[int]) -> None:
         """The worker has computed the prompt, so its events must soon tell of it."""

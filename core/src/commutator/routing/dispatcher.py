@@ -218,9 +218,7 @@ class Dispatcher:
         """
         summary, workers = _summary(model, request, session_id), self._models[model]
         hashes = workers.pool.hashes(request)
-        return await begin_forward(
-            summary, hashes, workers.placer, self._view, self.load, self._host
-        )
+        return await begin_forward(summary, hashes, workers.placer, self._surroundings(model))
 
     async def _place(
         self,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 from attrs import define, field, frozen
 
+from commutator.routing.event_prompts import PromptChecks
 from commutator.routing.prefix_index import RankStatistics
 
 __all__ = ["Cause", "EventHealth", "EventWarning"]
 
 _SILENT_AFTER = 3
-_MISSING_AFTER = 8
 _LOSS_FADES_S = 300.0
 _ORPHANS_STAY_S = 30.0
 
@@ -25,6 +24,7 @@ class Cause(StrEnum):
     UNREADABLE = "unreadable"
     SILENT = "silent"
     BLOCK_SIZE = "block_size"
+    STOPPED = "stopped"
     NEVER_MATCHES = "never_matches"
     UNKNOWN_MEDIUM = "unknown_medium"
     UNTRACEABLE = "untraceable"
@@ -32,6 +32,7 @@ class Cause(StrEnum):
     OTHER_GROUPS = "other_groups"
     ORPHANS = "orphans"
     LOST = "lost"
+    NO_REPLAY = "no_replay"
 
 
 @frozen
@@ -48,14 +49,12 @@ class EventHealth:
     """Compares what a worker was given to compute with what its events say.
 
     ``endpoint`` is where it publishes, None when it does not, or when nobody listens: then what
-    it has is guessed. A prompt counts ``grace_s`` after it was computed, when its events must have
-    come.
+    it has is guessed.
     """
 
     worker_id: str
     endpoint: str | None
     block_size: int
-    grace_s: float = 2.0
     expects_events: bool = True
     """False: the guess is what was configured."""
     unreadable: str = ""
@@ -65,28 +64,28 @@ class EventHealth:
     lost: int = 0
     """Messages that no replay could bring back."""
     loss_is_recent: bool = False
-    checked: int = 0
-    """Prompts looked up after the worker had computed them."""
-    missing: int = 0
-    """How many of the last of them, one after the other, were not in the index."""
+    prompts: PromptChecks = field(factory=PromptChecks)
+    unanswered: Sequence[str] = ()
+    """Endpoints whose last replays all failed."""
     orphans_stay: bool = False
     """Blocks have waited for their parents for longer than messages can overtake each other."""
     _loss_fades_s: float = 0.0
     _orphans_since_s: float | None = None
-    _due: deque[tuple[float, int]] = field(factory=lambda: deque(maxlen=64))
-
-    def computed(self, first_block: int, now_s: float) -> None:
-        """The worker has computed a prompt that begins with this block (a sequence hash)."""
-        self._due.append((now_s + self.grace_s, first_block))
 
     def review(
-        self, now_s: float, holds: Callable[[int], bool], lost: int = 0, orphans: int = 0
+        self,
+        now_s: float,
+        holds: Callable[[int], bool],
+        lost: int = 0,
+        orphans: int = 0,
+        unanswered: Sequence[str] = (),
     ) -> None:
         """Look up the prompts that are due.
 
         ``holds`` tells whether the worker has a block; ``lost`` is how many messages were lost in
-        all, ``orphans`` how many blocks wait for their parents.
+        all, ``orphans`` how many blocks wait for their parents; for ``unanswered`` see there.
         """
+        self.unanswered = unanswered
         if not orphans:
             self._orphans_since_s = None
         elif self._orphans_since_s is None:
@@ -97,10 +96,7 @@ class EventHealth:
             self.lost = lost
             self._loss_fades_s = now_s + _LOSS_FADES_S
         self.loss_is_recent = now_s < self._loss_fades_s
-        while self._due and self._due[0][0] <= now_s:
-            _, first_block = self._due.popleft()
-            self.checked += 1
-            self.missing = 0 if holds(first_block) else self.missing + 1
+        self.prompts.review(holds, now_s)
 
     def warnings(
         self, announced_block_size: int, ranks: Iterable[RankStatistics]
@@ -111,6 +107,7 @@ class EventHealth:
             self._no_source(),
             self._silent(),
             self._block_size(announced_block_size, ranks),
+            self._stopped(ranks),
             self._never_matches(ranks),
             self._media(ranks),
             self._untraceable(ranks),
@@ -118,6 +115,7 @@ class EventHealth:
             self._other_groups(ranks),
             self._orphans(ranks),
             self._lost(),
+            self._no_replay(),
         ]
         return [EventWarning(self.worker_id, cause, f"worker {self.worker_id} {message}")
                 for cause, message in filter(None, found)]  # fmt: skip
@@ -141,17 +139,17 @@ class EventHealth:
             self.endpoint is None
             or self.unreadable
             or self.messages
-            or self.checked < _SILENT_AFTER
+            or self.prompts.checked < _SILENT_AFTER
         ):
             return None
         return Cause.SILENT, (
-            f"has computed {self.checked} prompts, but no KV event came from {self.endpoint}; "
-            "check that the engine publishes events (prefix caching on, publisher on) and that "
-            "this address can be reached from here"
+            f"has computed {self.prompts.checked} prompts, but no KV event came from "
+            f"{self.endpoint}; check that the engine publishes events (prefix caching on, "
+            "publisher on) and that this address can be reached from here"
         )
 
     def _block_size(self, announced: int, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
-        sizes = {announced} | {rank.engine_block_size or announced for rank in ranks}
+        sizes = {announced}.union(*(rank.block_sizes for rank in ranks))
         others = sorted(sizes - {self.block_size})
         if not others:
             return None
@@ -173,16 +171,25 @@ class EventHealth:
             "its cache cannot be indexed and its overlap is always zero; give both the same size"
         )
 
+    def _stopped(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
+        if not self.messages or not self.prompts.stopped or _unusable(ranks):
+            return None
+        return Cause.STOPPED, (
+            f"has computed {self.prompts.missing} prompts since its last KV event, and none came "
+            f"of them from {self.endpoint}, so what is known of its cache is old; look whether its "
+            "publisher still runs (the engine's log) and whether something on the way drops quiet "
+            "connections, and start the worker again if nothing comes"
+        )
+
     def _never_matches(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
-        usable = not any(rank.counters["unusable"] for rank in ranks)
-        if not self.messages or self.missing < _MISSING_AFTER or not usable:
+        if not self.messages or not self.prompts.never_match or _unusable(ranks):
             return None
         orphans = sum(rank.orphans for rank in ranks)
         waiting = f", or were published too early ({orphans} blocks wait for theirs)"
         return Cause.NEVER_MATCHES, (
-            f"has computed {self.missing} prompts in a row whose first block is in none of its "
-            "events: its tokens, its adapter's name or its cache salt differ from the router's"
-            + (waiting if orphans else "")
+            f"has computed {self.prompts.missing} prompts in a row whose last full block is in "
+            "none of its events: its tokens, its adapter's name or its cache salt differ from the "
+            "router's" + (waiting if orphans else "")
         )
 
     def _media(self, ranks: list[RankStatistics]) -> tuple[Cause, str] | None:
@@ -240,3 +247,17 @@ class EventHealth:
             f"sent {self.lost} event messages that could not be had again, so what was known of "
             "its cache was dropped; give it a replay endpoint and a longer replay buffer"
         )
+
+    def _no_replay(self) -> tuple[Cause, str] | None:
+        if not self.unanswered:
+            return None
+        return Cause.NO_REPLAY, (
+            f"leaves requests for missed KV events unanswered at {', '.join(self.unanswered)}, so "
+            "every message that is missed costs all that is known of its cache; check that this "
+            "address can be reached from here and that the engine's publisher still runs"
+        )
+
+
+def _unusable(ranks: list[RankStatistics]) -> bool:
+    """Its blocks cannot be indexed, which is a problem of its own."""
+    return any(rank.counters["unusable"] for rank in ranks)

@@ -74,7 +74,9 @@ class EventSequence:
 
     ``can_replay``: the source has a replay endpoint. While a replay runs, at most ``max_held``
     live messages wait for it. Without a replay endpoint, or when it cannot fill a gap, what was
-    known is dropped: a block whose removal was missed would attract requests for ever.
+    known is dropped: a block whose removal was missed would attract requests for ever. Without one
+    that goes for every new connection, too, as most come of an engine that began anew, and the
+    number of its next message may happen to fit.
     """
 
     can_replay: bool
@@ -85,6 +87,8 @@ class EventSequence:
     replayed: int = -1
     """Watermark of the replay that runs or ran last."""
     counters: SequenceCounters = field(factory=SequenceCounters)
+    failed_in_a_row: int = 0
+    """How many of the last replays failed, one after the other."""
     _held: deque[tuple[int, bytes]] = field(factory=deque)
     _replay: int = 0
     _running: bool = False
@@ -95,6 +99,11 @@ class EventSequence:
     """The running replay began with the message at ``position``, so nothing lies between."""
     _unverified: bool = False
     """Since the last connection nothing has shown that the engine is the same."""
+    _connected: bool = False
+    _quiet: bool = False
+    """The last connection has brought nothing yet."""
+    _early: bool = False
+    """A new life was heard before its connection was told of."""
     _ahead: dict[int, int] = field(factory=dict)
     """Digests of replayed messages that may still come live, to tell them from a new life's."""
 
@@ -112,9 +121,17 @@ class EventSequence:
 
         What waited for a replay came from before, so the new replay has it too, if it still counts.
         """
+        again, self._connected = self._connected, True
+        early, self._early = self._early, False
+        self._quiet = True
         self._held.clear()
         self._unverified = self.position is not None
-        return [self._ask()] if self.can_replay else []
+        if self.can_replay:
+            return [self._ask()]
+        if self.position is None or not again or early:
+            return []
+        self.counters.resyncs += 1
+        return [self._forget("after a new connection nothing can tell what was missed")]
 
     def check(self) -> list[Action]:
         """A regular check is due: ask whether anything was missed."""
@@ -122,7 +139,9 @@ class EventSequence:
 
     def on_live(self, sequence: int, body: bytes) -> list[Action]:
         """A message came on the live connection."""
+        quiet, self._quiet = self._quiet, False
         if sequence <= self.live:
+            self._early = not quiet
             return self._restarted(sequence, body)
         self.live = sequence
         if self._running:
@@ -158,6 +177,7 @@ class EventSequence:
         if number != self._replay or not self._running:
             return []
         self._running = False
+        self.failed_in_a_row = 0
         lost = self.position is not None and not self._anchored
         if lost and (self._unverified or not self._held):
             # Not even the last message we applied is kept: another life of the engine.
@@ -171,6 +191,7 @@ class EventSequence:
             return []
         self._running = False
         self.counters.replays_failed += 1
+        self.failed_in_a_row += 1
         if self._unverified and not self._anchored:
             self.counters.resyncs += 1
             reset = self._forget("after a new connection no replay showed what was missed")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import zmq
 from attrs import define, evolve, field, frozen
 
-from commutator.kv.events import EventBatch
+from commutator.kv.events import BlockStored, EventBatch
 from commutator.kv.medium import Tier
 from commutator.routing.event_health import Cause, EventHealth, EventWarning
 from commutator.routing.event_sequence import Position, SequenceCounters
@@ -26,6 +26,7 @@ __all__ = ["EventSubscriber", "WorkerEvents"]
 log = logging.getLogger(__name__)
 
 _REVIEW_INTERVAL_S = 5.0
+_FAILED_AFTER = 3
 _NO_BLOCKS = (0,) * len(Tier)
 
 
@@ -52,6 +53,12 @@ class _Worker:
     readers: list[SourceReader] = field(factory=list)
     said: set[Cause] = field(factory=set)
     """The warnings that were logged and still hold."""
+    block_size: int = field(init=False)
+    """Tokens in one of the engine's blocks, the smallest of its events if they tell another."""
+
+    @block_size.default
+    def _announced_block_size(self) -> int:
+        return self.info.block_size
 
 
 @define(eq=False)
@@ -63,16 +70,21 @@ class _Sink:
     """None: the worker has no other source, so this one speaks for all its ranks."""
     index: PrefixIndex
     health: EventHealth
+    clock: Callable[[], float]
 
     def apply(self, batch: EventBatch) -> None:
         self.health.messages += 1
+        self.health.prompts.last_message_s = self.clock()
         rank = batch.data_parallel_rank or self.rank or 0
         for event in batch.events:
             self.index.apply(self.worker_id, event, rank)
+            if not isinstance(event, BlockStored):
+                self.health.prompts.drops += 1
 
     def reset(self, reason: str) -> None:
         log.warning("worker %s: %s; its blocks are dropped from the index", self.worker_id, reason)
         self.index.reset_worker(self.worker_id, self.rank)
+        self.health.prompts.drops += 1
 
     def undecodable(self, error: Exception) -> None:
         self.health.decode_errors += 1
@@ -129,7 +141,7 @@ class EventSubscriber:
             self._context = zmq.Context()
         for rank, (source, position) in enumerate(zip(sources, positions, strict=True)):
             only = len(sources) == 1
-            sink = _Sink(worker_id, None if only else rank, self.index, worker.health)
+            sink = _Sink(worker_id, None if only else rank, self.index, worker.health, self._clock)
             reader = SourceReader(self._context, source, sink, self._times, position)
             reader.start()
             worker.readers.append(reader)
@@ -145,6 +157,7 @@ class EventSubscriber:
         going_on = {rank for rank, position in enumerate(positions) if position is not None}
         if going_on:
             worker.health.messages = snapshot.messages
+            worker.health.prompts.last_message_s = self._clock()
             only = len(sources) == 1
             self.index.restore(
                 worker_id, [rank for rank in snapshot.ranks if only or rank.rank in going_on]
@@ -161,8 +174,10 @@ class EventSubscriber:
     def computed(self, worker_id: str, sequence_hashes: Sequence[int]) -> None:
         """The worker has computed this prompt: its first token came. Its events must tell soon."""
         worker = self._workers.get(worker_id)
-        if worker is not None and sequence_hashes:
-            worker.health.computed(sequence_hashes[0], self._clock())
+        if worker is not None:
+            told = sequence_hashes[: self._in_whole_blocks(worker, len(sequence_hashes))]
+            holds = partial(self.index.holds, worker_id)
+            worker.health.prompts.computed(told, holds, self._clock())
 
     def warnings(self) -> list[EventWarning]:
         """What is wrong now, by worker; new problems are logged once."""
@@ -172,7 +187,16 @@ class EventSubscriber:
             lost = sum(reader.sequence.counters.lost for reader in worker.readers)
             ranks = self.index.rank_statistics(worker_id).values()
             orphans = sum(rank.orphans for rank in ranks)
-            worker.health.review(now_s, partial(self.index.holds, worker_id), lost, orphans)
+            worker.block_size = min(
+                (size for rank in ranks for size in rank.block_sizes), default=worker.block_size
+            )
+            unanswered = [
+                str(reader.source.replay_endpoint)
+                for reader in worker.readers
+                if reader.sequence.failed_in_a_row >= _FAILED_AFTER
+            ]
+            holds = partial(self.index.holds, worker_id)
+            worker.health.review(now_s, holds, lost, orphans, unanswered)
             warnings = worker.health.warnings(worker.info.block_size, ranks)
             _say(worker, warnings)
             found += warnings
@@ -185,8 +209,8 @@ class EventSubscriber:
             worker_id: WorkerEvents(
                 messages=worker.health.messages,
                 decode_errors=worker.health.decode_errors,
-                checked_prompts=worker.health.checked,
-                missing_prompts=worker.health.missing,
+                checked_prompts=worker.health.prompts.checked,
+                missing_prompts=worker.health.prompts.missing,
                 sources=tuple(evolve(reader.sequence.counters) for reader in worker.readers),
                 blocks=held.get(worker_id, _NO_BLOCKS),
             )
@@ -236,6 +260,11 @@ class EventSubscriber:
         if self._context is not None:
             self._context.term()
             self._context = None
+
+    def _in_whole_blocks(self, worker: _Worker, blocks: int) -> int:
+        """How many of the first so many blocks lie in full blocks of the engine."""
+        parts, rest = divmod(worker.block_size, self.index.block_size)
+        return blocks if rest or not parts else blocks - blocks % parts
 
     async def _review_regularly(self) -> None:
         while True:

@@ -7,28 +7,28 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from commutator.engine.contract import ForwardedAnswer
 from commutator.errors import EngineUnavailableError, RoutingError
-from commutator.plugins import PluginHost
-from commutator.routing.load import InFlightLoad
+from commutator.routing.dispatch import Surroundings
 from commutator.routing.placer import Placed, Placer
-from commutator.routing.view import WorkerView
+from commutator.routing.route import RouteFacts
 from commutator.types import FinishReason, RequestOutcome, RequestSummary
 
-__all__ = ["Forward", "begin_forward"]
+__all__ = ["RANK_HEADER", "Forward", "begin_forward"]
+
+RANK_HEADER = "X-Data-Parallel-Rank"
 
 
 async def begin_forward(
     summary: RequestSummary,
     hashes: Sequence[int],
     placer: Placer,
-    view: WorkerView,
-    load: InFlightLoad,
-    host: PluginHost,
+    around: Surroundings,
 ) -> Forward:
     """Pick one of the workers that take such requests. Raises RoutingError."""
+    host = around.host
     host.request_received(summary)
     try:
         placed = await placer.place(
@@ -38,7 +38,7 @@ async def begin_forward(
         host.request_failed(summary, error)
         raise
     host.request_routed(summary, placed.route.decision)
-    return Forward(summary, placed, view, load, host)
+    return Forward(summary, placed, around)
 
 
 class Forward:
@@ -52,15 +52,17 @@ class Forward:
         self,
         summary: RequestSummary,
         placed: Placed,
-        view: WorkerView,
-        load: InFlightLoad,
-        host: PluginHost,
+        around: Surroundings,
     ) -> None:
         self._summary = summary
         self._placed = placed
-        self._view = view
-        self._load = load
-        self._host = host
+        self._view = around.view
+        self._load = around.load
+        self._host = around.host
+        route = placed.route
+        if around.cache is not None:
+            record = route.worker.record
+            around.cache.routed(record, route.candidate.rank, route.sequence_hashes)
         self._stack = AsyncExitStack()
         self._started_s = time.perf_counter()
         self._answer: ForwardedAnswer | None = None
@@ -75,9 +77,23 @@ class Forward:
         """What the worker calls the model."""
         return self._placed.route.worker.record.info.model
 
+    @property
+    def facts(self) -> RouteFacts:
+        return self._placed.route.facts
+
+    def explain(self) -> dict[str, Any]:
+        """Why this worker: see ``Route.explain``."""
+        return self._placed.route.explain()
+
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> ForwardedAnswer:
-        """The worker's answer, whose body is read with ``chunks``."""
-        client = self._placed.route.worker.client
+        """The worker's answer, whose body is read with ``chunks``.
+
+        A header tells the data-parallel rank, which vLLM and SGLang look for in it.
+        """
+        route = self._placed.route
+        client = route.worker.client
+        if route.worker.record.info.data_parallel_size > 1:
+            headers = {**headers, RANK_HEADER: str(route.candidate.rank)}
         sent = client.forward(path, body, headers)
         self._answer = await self._stack.enter_async_context(sent)
         return self._answer

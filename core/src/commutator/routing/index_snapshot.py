@@ -23,7 +23,7 @@ __all__ = [
     "rank_to_snapshot",
 ]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @frozen
@@ -45,7 +45,8 @@ class RankSnapshot:
     """What one data-parallel rank holds."""
 
     rank: int
-    engine_block_size: int | None
+    block_sizes: list[int]
+    most_parts: int
     group: int | None
     unknown_media: list[str]
     counters: RankCounters
@@ -76,7 +77,8 @@ class WorkerSnapshot:
 def rank_to_snapshot(rank: int, blocks: RankBlocks) -> RankSnapshot:
     return RankSnapshot(
         rank=rank,
-        engine_block_size=blocks.engine_block_size,
+        block_sizes=sorted(blocks.block_sizes),
+        most_parts=blocks.most_parts,
         group=blocks.group,
         unknown_media=sorted(blocks.unknown_media),
         counters=evolve(blocks.counters),
@@ -91,7 +93,8 @@ def rank_to_snapshot(rank: int, blocks: RankBlocks) -> RankSnapshot:
 
 def rank_from_snapshot(blocks: RankBlocks, state: RankSnapshot) -> None:
     """Fill empty ``blocks``."""
-    blocks.engine_block_size = state.engine_block_size
+    blocks.block_sizes = set(state.block_sizes)
+    blocks.most_parts = state.most_parts
     blocks.group = state.group
     blocks.unknown_media = set(state.unknown_media)
     for tier, held in state.held.items():

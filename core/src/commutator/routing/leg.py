@@ -44,7 +44,7 @@ class Leg:
         self._released = False
         record = self.worker.record
         if cache is not None:
-            cache.routed(record, route.sequence_hashes)
+            cache.routed(record, route.candidate.rank, route.sequence_hashes)
         if record.info.data_parallel_size > 1:
             request = evolve(request, data_parallel_rank=route.candidate.rank)
         tokens = self.ticket.prompt_tokens

@@ -59,7 +59,10 @@ class InFlightLoad:
     def dispatch(
         self, worker_id: str, prompt_tokens: int, block_size: int, cached_tokens: int = 0
     ) -> Ticket:
-        """A request was sent; ``cached_tokens`` of its prompt lie in the worker's cache."""
+        """A request was sent; ``cached_tokens`` of its prompt lie in the worker's cache.
+
+        ``block_size``: in tokens, the same for every worker, so that their loads compare.
+        """
         prefill_tokens = max(0, prompt_tokens - cached_tokens)
         ticket = Ticket(worker_id, prompt_tokens, block_size, prefill_tokens)
         totals = self._totals.setdefault(worker_id, _Totals())

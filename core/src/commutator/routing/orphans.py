@@ -36,6 +36,9 @@ class Orphans:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
     def __iter__(self) -> Iterator[tuple[BlockKey, Orphan]]:
         """Oldest first."""
         return iter(self._blocks.items())

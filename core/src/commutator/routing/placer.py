@@ -165,7 +165,7 @@ class Placer:
         ticket = self._load.dispatch(
             route.candidate.worker_id,
             summary.prompt_tokens,
-            route.worker.record.info.block_size,
+            self._pool.block_size,
             cached_tokens=route.overlap_tokens,
         )
         return Placed(route, ticket)

@@ -94,7 +94,7 @@ class ModelPool(Generic[CacheT]):
         left_out: list[tuple[Candidate, str]] = []
         for pair in self._pairs(hashes, workers):
             candidate = pair[0]
-            capacity = candidate.worker.info.kv_capacity_blocks
+            capacity = candidate.worker.info.rank_capacity_blocks(self.block_size)
             hit = threshold_hit(busy, candidate.load, capacity)
             if hit is None:
                 free.append(pair)
@@ -110,8 +110,9 @@ class ModelPool(Generic[CacheT]):
         """For each rank of the workers the threshold that it has hit; None if it is not busy."""
         for worker in workers:
             info = worker.record.info
+            capacity = info.rank_capacity_blocks(self.block_size)
             for _, name in ranks_of(worker.record.worker_id, info.data_parallel_size):
-                yield threshold_hit(busy, self._load.of(name), info.kv_capacity_blocks)
+                yield threshold_hit(busy, self._load.of(name), capacity)
 
     def _pairs(
         self, hashes: Sequence[int], workers: Sequence[LiveWorker]

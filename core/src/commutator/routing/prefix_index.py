@@ -33,8 +33,8 @@ class RankStatistics:
     """For each tier, fastest first."""
     orphans: int
     orphans_dropped: int
-    engine_block_size: int | None
-    """Tokens in one of the engine's blocks; None before its first event."""
+    block_sizes: tuple[int, ...]
+    """Tokens in the engine's blocks, by its events; tiers may differ."""
     unknown_media: tuple[str, ...]
     """Media of its events that are no tier we know; counted as external."""
     counters: dict[str, int]
@@ -78,8 +78,8 @@ class PrefixIndex:
             case BlockStored():
                 self._stored(blocks, event)
             case BlockRemoved() if _is_followed(blocks, event.group):
-                keys = _parts(event.block_hashes, self._parts_of(blocks.engine_block_size))
-                blocks.remove(_tier(blocks, event.medium), keys)
+                tier = _tier(blocks, event.medium)
+                blocks.remove(tier, blocks.keys_of(event.block_hashes, tier))
             case BlocksCleared():
                 blocks.counters.cleared += 1
                 blocks.clear()
@@ -166,7 +166,7 @@ class PrefixIndex:
                 blocks=tuple(len(held) for held in blocks.held),
                 orphans=len(blocks.orphans),
                 orphans_dropped=blocks.orphans.dropped,
-                engine_block_size=blocks.engine_block_size,
+                block_sizes=tuple(sorted(blocks.block_sizes)),
                 unknown_media=tuple(sorted(blocks.unknown_media)),
                 counters=asdict(blocks.counters),
             )
@@ -192,32 +192,26 @@ class PrefixIndex:
         if not event.keeps_prefix or not _is_followed(blocks, event.group):
             blocks.counters.other_groups += len(event.block_hashes)
             return
-        blocks.group = event.group
-        blocks.engine_block_size = event.block_size
-        parts = self._parts_of(event.block_size)
-        if not parts:
+        if event.group is not None:
+            blocks.group = event.group
+        tier = _tier(blocks, event.medium)
+        if not event.token_ids:  # vLLM's offloading connector then tells no block size either
+            blocks.store_known(tier, blocks.keys_of(event.block_hashes, tier))
+            return
+        blocks.block_sizes.add(event.block_size)
+        parts, rest = divmod(event.block_size, self.block_size)
+        if rest or not parts:
             blocks.counters.unusable += len(event.block_hashes)
             return
-        tier = _tier(blocks, event.medium)
+        blocks.most_parts = max(blocks.most_parts, parts)
         keys = _parts(event.block_hashes, parts)
-        if not event.token_ids:
-            blocks.store_known(tier, keys)
-            return
         if len(event.token_ids) != len(keys) * self.block_size:
             blocks.counters.malformed += len(event.block_hashes)
             return
         local = local_block_hashes(event.token_ids, self.block_size, lora_name=event.lora_name)
-        parent: BlockKey | None = event.parent_block_hash
-        if parts > 1 and event.parent_block_hash is not None:
-            parent = (event.parent_block_hash, parts - 1)
+        before = event.parent_block_hash
+        parent = None if before is None else blocks.last_key_of(before, parts)
         blocks.store(tier, keys, local, parent, hash_root(event.cache_salt))
-
-    def _parts_of(self, engine_block_size: int | None) -> int:
-        """How many of our blocks make one of the engine's; 0 when they do not fit."""
-        if engine_block_size is None:
-            return 1
-        parts, rest = divmod(engine_block_size, self.block_size)
-        return 0 if rest else parts
 
     def _rank(self, member: WorkerRank) -> RankBlocks:
         known = self._ranks.get(member)

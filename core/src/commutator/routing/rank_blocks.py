@@ -51,7 +51,10 @@ class RankBlocks:
     held: tuple[dict[BlockKey, int], ...] = field(factory=lambda: tuple({} for _ in Tier))
     """For each tier: block name to sequence hash."""
     counters: RankCounters = field(factory=RankCounters)
-    engine_block_size: int | None = None
+    block_sizes: set[int] = field(factory=set)
+    """Tokens in the engine's own blocks; those in one tier may be larger than those in another."""
+    most_parts: int = 1
+    """How many of our blocks its largest consist of; smaller ones of a name are kept, too."""
     group: int | None = None
     """The group of layers that is followed: the first that keeps whole prefixes."""
     unknown_media: set[str] = field(factory=set)
@@ -64,6 +67,32 @@ class RankBlocks:
             if (found := held.get(key)) is not None:
                 return found
         return None
+
+    def keys_of(self, names: Sequence[int | bytes], tier: Tier) -> Sequence[BlockKey]:
+        """Our blocks in the engine's with these names: those in ``tier``, or else anywhere."""
+        if self.most_parts == 1:
+            return names
+        keys: list[BlockKey] = []
+        for name in names:
+            parts = [(name, part) for part in range(self.most_parts)]
+            if name in self.held[tier]:
+                keys.append(name)
+            elif found := [key for key in parts if key in self.held[tier]]:
+                keys += found
+            else:
+                keys += [key for key in parts if self._knows(key)] or [name]
+        return keys
+
+    def last_key_of(self, name: int | bytes, parts: int) -> BlockKey:
+        """Our last block in the engine's ``name``, which mostly has ``parts`` of them."""
+        expected: BlockKey = name if parts == 1 else (name, parts - 1)
+        if self.most_parts == 1 or self._knows(expected):
+            return expected
+        others = (name, *((name, part) for part in reversed(range(self.most_parts))))
+        return next((key for key in others if self._knows(key)), expected)
+
+    def _knows(self, key: BlockKey) -> bool:
+        return key in self.orphans or self.hash_of(key) is not None
 
     def store(
         self,

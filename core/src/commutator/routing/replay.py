@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from attrs import define
@@ -32,7 +33,15 @@ from commutator.routing.virtual_fleet import VirtualFleet
 from commutator.routing.virtual_worker import VirtualWorker
 from commutator.types import GenerateRequest, RequestSummary, Role
 
-__all__ = ["replay"]
+__all__ = ["DoesNotFitError", "replay"]
+
+
+class DoesNotFitError(ValueError):
+    """A worker can never hold what it was sent. ``request`` is the one of the trace."""
+
+    def __init__(self, request: TraceRequest, problem: Exception) -> None:
+        self.request = request
+        super().__init__(str(problem))
 
 
 class _Cache:
@@ -55,6 +64,7 @@ class _Cache:
 @define
 class _Flight:
     worker_id: str
+    traced: TraceRequest
     request: VirtualRequest
     arrived_ns: int
     ticket: Ticket
@@ -103,14 +113,19 @@ class _Replay:
         if self.outcome.tokens_given_up is not None:
             missed = route.best_overlap_blocks - route.candidate.overlap.blocks
             self.outcome.tokens_given_up += missed * self._block_size
-        self._begin(key, summary, hashes, route)
+        self._begin(key, traced, summary, hashes, route)
 
     def finish(self) -> None:
         """Let everybody end."""
         self._fleet.pass_time(None)
 
     def _begin(
-        self, key: int, summary: RequestSummary, hashes: Sequence[int], route: Route
+        self,
+        key: int,
+        traced: TraceRequest,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        route: Route,
     ) -> None:
         side, now_ns = self._prefill, self._fleet.now_ns
         answer = side.decide(summary, hashes, route, now_ns) if side is not None else None
@@ -119,8 +134,9 @@ class _Replay:
             self.outcome.decisions[answer.separate, answer.reason] += 1
         worker_id, tokens = route.candidate.worker_id, summary.prompt_tokens
         ticket = self._load.dispatch(worker_id, tokens, self._block_size, route.overlap_tokens)
-        flight = self._flights[key] = _Flight(
+        self._flights[key] = _Flight(
             worker_id=worker_id,
+            traced=traced,
             request=VirtualRequest(tokens, max(1, summary.max_tokens), hashes),
             arrived_ns=now_ns,
             ticket=ticket,
@@ -129,7 +145,7 @@ class _Replay:
             separate=separate,
         )
         if side is None or not separate:
-            self._fleet.submit(worker_id, key, flight.request)
+            self._submit(key)
             return
         self._load.expect(ticket, 0)
         if (leg := side.place(summary, hashes, now_ns)) is not None:
@@ -140,10 +156,16 @@ class _Replay:
         else:
             self._prefill_locally(key)
 
+    def _submit(self, key: int) -> None:
+        flight = self._flights[key]
+        with _fitting(flight):
+            self._fleet.submit(flight.worker_id, key, flight.request)
+
     def _hand_over(self, key: int, leg: PrefillLeg) -> None:
         flight = self._flights[key]
         self._prefills[key] = leg
-        self._fleet.hand_over(leg.ticket.worker_id, flight.worker_id, key, flight.request)
+        with _fitting(flight):
+            self._fleet.hand_over(leg.ticket.worker_id, flight.worker_id, key, flight.request)
 
     def _stop_waiting(self, side: PrefillSide, place: Place, key: int) -> None:
         if side.leave(place):
@@ -154,7 +176,7 @@ class _Replay:
         flight = self._flights[key]
         self.outcome.not_taken += 1
         self._load.expect(flight.ticket, flight.uncached_tokens)
-        self._fleet.submit(flight.worker_id, key, flight.request)
+        self._submit(key)
 
     def _apply(self, worker_id: str, event: VirtualEvent) -> None:
         match event:
@@ -229,6 +251,17 @@ class _Replay:
         )
 
 
+@contextmanager
+def _fitting(flight: _Flight) -> Iterator[None]:
+    """Names the request when a worker can never hold it."""
+    try:
+        yield
+    except DoesNotFitError:
+        raise  # of another one, which this one let in
+    except ValueError as error:
+        raise DoesNotFitError(flight.traced, error) from error
+
+
 def replay(
     trace: Iterable[TraceRequest],
     workers: Sequence[VirtualWorker],
@@ -241,7 +274,7 @@ def replay(
 
     With ``disagg``, prompts may be computed by the workers of the role prefill. Deterministic:
     equal arguments give equal outcomes. Raises ValueError when the engines' blocks are not of one
-    size that divides the trace's, or a request is longer than their memory.
+    size that divides the trace's, DoesNotFitError for a request longer than a worker's memory.
     """
     sizes = {worker.engine.block_size for worker in workers}
     if len(sizes) > 1 or TRACE_BLOCK_TOKENS % min(sizes):

@@ -46,6 +46,18 @@ class RequestQueue:
         insort(self._waiting, place)
         return True
 
+    def enter_for_last(self, place: Place) -> Place | None:
+        """Wait although the queue is full: instead of the last of the lowest class.
+
+        Returns whose place it was. None: nobody waits in a lower class than this one.
+        """
+        last = self._waiting[-1] if self._waiting and self.max_length else None
+        if last is None or last.priority <= place.priority:
+            return None
+        del self._waiting[-1]
+        insort(self._waiting, place)
+        return last
+
     def leave(self, place: Place) -> bool:
         """Wait no longer. False when it did not."""
         index = bisect_left(self._waiting, place)

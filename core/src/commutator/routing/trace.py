@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from commutator.errors import ConfigError
 
 __all__ = ["TRACE_BLOCK_TOKENS", "TraceRequest", "ideal_hit_ratio", "read_trace"]
 
 TRACE_BLOCK_TOKENS = 512
+_MAX_PROBLEMS = 20
+"""Of one trace; with another format every line is wrong."""
 
 
 @frozen
@@ -24,6 +26,8 @@ class TraceRequest:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    line: int = field(default=0, eq=False)
+    """Where it stands in its file; 0: it is of no file."""
 
     @property
     def full_blocks(self) -> Sequence[int]:
@@ -41,21 +45,79 @@ class TraceRequest:
         return ids[: self.input_length // block_size]
 
 
+class _Row(msgspec.Struct):
+    """What a line must have; what else it has is not looked at."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    def request(self, line: int) -> TraceRequest:
+        return TraceRequest(
+            self.timestamp, self.input_length, self.output_length, self.hash_ids, line
+        )
+
+
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Every request, in order of time. Raises ConfigError, with the line, for a wrong one."""
-    return sorted(_lines(path, limit), key=lambda request: request.timestamp)
+    """Every request, or the first ``limit``, in order of time.
+
+    Raises ConfigError with each wrong line.
+    """
+    trace: list[TraceRequest] = []
+    problems: list[str] = []
+    for number, found in _lines(path):
+        if len(problems) == _MAX_PROBLEMS or len(trace) + len(problems) == limit:
+            break
+        if isinstance(found, str):
+            problems.append(f"line {number}: {found}")
+        elif problem := _problem(found):
+            problems.append(f"line {number}: {problem}")
+        else:
+            trace.append(found)
+    if not problems and not trace:
+        problems.append("no requests; a trace has one JSON object a line")
+    if problems:
+        raise ConfigError(problems, str(path))
+    return sorted(trace, key=lambda request: request.timestamp)
 
 
-def _lines(path: Path, limit: int | None) -> Iterator[TraceRequest]:
-    decoder = msgspec.json.Decoder(TraceRequest)
+def _lines(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
+    """The request of each line, or what is wrong with it. Blank lines may be at the end only."""
+    decoder = msgspec.json.Decoder(_Row)
+    blank: list[int] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if limit is not None and number > limit:
-                return
+            if not line.strip():
+                blank.append(number)
+                continue
+            yield from ((skipped, "blank, between requests; remove it") for skipped in blank)
+            blank.clear()
             try:
-                yield decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError([f"line {number}: {error}"], str(path)) from error
+                row = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                yield number, f"{error}; expected one JSON object a line, as Mooncake publishes"
+            else:
+                yield number, row.request(number)
+
+
+def _problem(request: TraceRequest) -> str | None:
+    """What is wrong with it, and what to do."""
+    tokens, ids = request.input_length, len(request.hash_ids)
+    needed = -(-tokens // TRACE_BLOCK_TOKENS)
+    with_answer = tokens // TRACE_BLOCK_TOKENS + 1  # the block that the answer begins may be named
+    if request.timestamp < 0:
+        return f"timestamp {request.timestamp} is negative; count milliseconds from the start"
+    if tokens < 1:
+        return f"input_length {tokens}; a prompt has at least 1 token, so leave the line out"
+    if request.output_length < 0:
+        return f"output_length {request.output_length} is negative; give the answer's tokens"
+    if ids not in (needed, with_answer):
+        return (
+            f"input_length {tokens} needs {needed} hash_ids and there are {ids}; give one for each "
+            f"{TRACE_BLOCK_TOKENS} tokens and for what is left of them"
+        )
+    return None
 
 
 def ideal_hit_ratio(trace: Sequence[TraceRequest]) -> float:

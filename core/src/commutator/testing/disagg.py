@@ -25,7 +25,7 @@ _rates = st.none() | st.floats(1e-3, 1e12)
 _speeds = st.builds(MeasuredSpeeds, _rates, _rates, _rates, st.none() | st.floats(0, 1e4))
 _questions = st.builds(
     DisaggQuestion,
-    prompt_tokens=st.integers(1, 1 << 20),
+    prompt_tokens=st.integers(0, 1 << 20),
     cached_tokens=st.integers(0, 1 << 21),
     decode_load=_loads,
     prefill_loads=st.dictionaries(st.uuids().map(str), _loads, min_size=1, max_size=4),

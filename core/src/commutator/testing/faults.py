@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 
 from attrs import frozen
 
-from commutator.engine.contract import EngineClient, TokenStream
+from commutator.engine.contract import EngineClient, ForwardedAnswer, TokenStream
 from commutator.errors import EngineError, EngineOverloadedError, EngineUnavailableError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
@@ -55,6 +56,11 @@ class FaultyClient(EngineClient):
 
     def generate(self, request: GenerateRequest) -> TokenStream:
         return _FaultyStream(self._inner.generate(request), self)
+
+    def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[ForwardedAnswer]:
+        return self._inner.forward(path, body, headers)
 
     async def load(self) -> EngineLoad:
         return await self._inner.load()

@@ -19,8 +19,8 @@ class KvRouterConfig(RouterConfig):
     """Weights of the cost that the `kv` policy minimises."""
 
     formula: Literal["cost", "product"] = setting(
-        "cost: weighted prefill plus decode blocks, as in Dynamo. product: new prefill tokens "
-        "times batch size plus one, which needs no weights.",
+        "cost: weighted prefill plus decode blocks, as in Dynamo. product: new prefill tokens, "
+        "at least one, times batch size plus one, which needs no weights.",
         "cost",
     )
     overlap_score_weight: Weight = setting(

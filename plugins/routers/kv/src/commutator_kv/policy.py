@@ -23,7 +23,8 @@ class KvRouter(RoutingPolicy):
         credit = device + 0.75 host + 0.25 disk + 0.5 shared
         cost   = overlap_score_weight * max(0, raw - credit) + decode_blocks
 
-    With ``formula: product``, the weight-free LMetric: new_prefill_tokens * (batch_size + 1).
+    With ``formula: product``, the weight-free LMetric: new_prefill_tokens * (batch_size + 1), with
+    one new token at least, so that of two workers that hold all of a prompt the idler one wins.
     """
 
     uses_overlap = True
@@ -65,7 +66,7 @@ class KvRouter(RoutingPolicy):
         prefill = raw - credit if raw > credit else 0.0
         decode = float(load.active_decode_blocks)
         if config.formula == "product":
-            cost = prefill * request.block_size * (load.active_requests + 1)
+            cost = max(prefill * request.block_size, 1.0) * (load.active_requests + 1)
         else:
             cost = config.overlap_score_weight * prefill + decode
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from commutator import (
     Candidate,
@@ -22,9 +22,23 @@ from commutator_pipeline.stages import BestPicker
 
 __all__ = ["Pipeline", "PipelineConfig"]
 
+_TOTAL = "total"
+"""The weighted sum, among the terms that explain a decision."""
+
 
 def _best() -> Picker:
     return BestPicker(kind="best")
+
+
+def _at_least_one(
+    config: PipelineConfig, field: Attribute[object], value: Sequence[Scorer]
+) -> None:
+    del config, field
+    if not value:
+        raise ValueError(
+            "scorers: without any, every request goes by lot; give at least one, such as "
+            "{kind: load}"
+        )
 
 
 @frozen(kw_only=True)
@@ -32,7 +46,9 @@ class PipelineConfig(RouterConfig):
     """The stages, each with options of its own."""
 
     filters: tuple[Filter, ...] = setting("Leave candidates out, in this order.", ())
-    scorers: tuple[Scorer, ...] = setting("Say how good each candidate is.")
+    scorers: tuple[Scorer, ...] = setting(
+        "Say how good each candidate is; at least one.", validator=_at_least_one
+    )
     picker: Picker = setting(
         "Chooses by the weighted sums; {kind: best} by default.", factory=_best
     )
@@ -45,20 +61,21 @@ class Pipeline(RoutingPolicy):
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
+        self._terms = _term_names(config.scorers)
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
         kept, notes = self._filter(request, candidates)
         scores: dict[str, dict[str, float]] = {c.worker_id: {} for c in kept}
-        for scorer in self._config.scorers:
+        for term, scorer in zip(self._terms, self._config.scorers, strict=True):
             found = scorer.score(request, kept)
             for worker_id, terms in scores.items():
-                terms[scorer.kind] = scorer.weight * min(max(found[worker_id], 0.0), 1.0)
+                terms[term] = scorer.weight * min(max(found[worker_id], 0.0), 1.0)
         totals = {worker_id: sum(terms.values()) for worker_id, terms in scores.items()}
         chosen = self._config.picker.choose(totals, rng)
         for worker_id, total in totals.items():
-            scores[worker_id]["total"] = total
+            scores[worker_id][_TOTAL] = total
         return Decision(
             worker_id=chosen,
             policy="pipeline",
@@ -78,3 +95,15 @@ class Pipeline(RoutingPolicy):
                 notes += f"; {stage.kind} left {len(kept) - len(left)} out"
                 kept = left
         return kept, notes
+
+
+def _term_names(scorers: Sequence[Scorer]) -> list[str]:
+    """A name for each scorer's part of the sum: its kind, and KIND#2 where that is taken."""
+    names: list[str] = []
+    for scorer in scorers:
+        name, number = scorer.kind, 1
+        while name == _TOTAL or name in names:
+            number += 1
+            name = f"{scorer.kind}#{number}"
+        names.append(name)
+    return names

@@ -41,6 +41,8 @@ class PrefixScorer(Scorer):
     external: Fraction = setting("The same for a block in shared storage.", 0.5)
 
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
+        if not request.prompt_tokens:  # a prompt that only the engine can tokenize
+            return {c.worker_id: 0.0 for c in candidates}
         return {c.worker_id: self._held(c) / request.prompt_blocks for c in candidates}
 
     def _held(self, candidate: Candidate) -> float:

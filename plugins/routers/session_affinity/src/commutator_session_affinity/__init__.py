@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import random
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated
 
 from attrs import frozen
@@ -22,6 +21,7 @@ from commutator import (
     setting,
 )
 from commutator.schema import Bounds, PositiveInt
+from commutator_session_affinity.ring import HashRing
 
 __all__ = ["SessionAffinity", "SessionAffinityConfig"]
 
@@ -47,45 +47,41 @@ class SessionAffinity(RoutingPolicy):
 
     def __init__(self, config: SessionAffinityConfig) -> None:
         self._config = config
-        self._workers: tuple[str, ...] = ()
-        self._ring: list[tuple[int, str]] = []
+        self._ring = HashRing(config.points)
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
-        self._place(tuple(c.worker_id for c in candidates))
         loads = {c.worker_id: c.load.active_requests for c in candidates}
+        self._ring.add(loads.keys())
         limit = math.ceil(self._config.load_factor * (sum(loads.values()) + 1) / len(loads))
-        key = request.session_id or request.request_id
-        home, chosen = self._walk(key, loads, limit)
+        home, chosen = self._walk(request.session_id or request.request_id, loads, limit)
         what = f'session "{request.session_id}"' if request.session_id else "no session"
-        where = "its worker" if chosen == home else f"next after {home}, which is at its limit"
         return Decision(
             worker_id=chosen,
             policy="session_affinity",
-            reason=f"{what}: {where} ({loads[chosen]} of at most {limit} requests)",
+            reason=f"{what}: {_where(home, chosen, loads)} "
+            f"({loads[chosen]} of at most {limit} requests)",
             scores={worker_id: {"requests": load} for worker_id, load in loads.items()},
         )
 
-    def _walk(self, key: str, loads: dict[str, int], limit: int) -> tuple[str, str]:
-        """The session's own worker, and the first from there on that is below the limit."""
-        start = bisect.bisect(self._ring, (_point(key), ""))
-        order = [self._ring[(start + i) % len(self._ring)][1] for i in range(len(self._ring))]
-        free = (worker_id for worker_id in order if loads[worker_id] < limit)
-        return order[0], next(free, order[0])
+    def forget(self, worker_id: str) -> None:
+        self._ring.drop(lambda known: known == worker_id or known.startswith(f"{worker_id}@"))
 
-    def _place(self, workers: tuple[str, ...]) -> None:
-        if workers != self._workers:
-            self._workers = workers
-            self._ring = sorted(
-                (_point(f"{worker_id}#{i}"), worker_id)
-                for worker_id in workers
-                for i in range(self._config.points)
-            )
+    def _walk(self, key: str, loads: Mapping[str, int], limit: int) -> tuple[str, str]:
+        """The session's own worker, and the first from there on that may take the request."""
+        home = next(self._ring.walk(key))
+        there = (worker_id for worker_id in self._ring.walk(key) if worker_id in loads)
+        nearest = next(there)
+        below = (worker_id for worker_id in chain((nearest,), there) if loads[worker_id] < limit)
+        return home, next(below, nearest)
 
 
-def _point(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+def _where(home: str, chosen: str, loads: Mapping[str, int]) -> str:
+    if chosen == home:
+        return "its worker"
+    why = "is at its limit" if home in loads else "is left out for now (busy, or not to be reached)"
+    return f"next after {home}, which {why}"
 
 
 @hookimpl
