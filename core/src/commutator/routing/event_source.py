@@ -30,6 +30,14 @@ log = logging.getLogger(__name__)
 
 _FRAMES = 3
 _HIGH_WATER = 100_000
+# Between two machines something may drop a quiet connection without a word. Then it is noticed
+# within a minute, and opened again.
+_KEEP_ALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
 
 
 @frozen
@@ -82,6 +90,8 @@ class SourceReader:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(_HIGH_WATER)
+        for option, value in _KEEP_ALIVE.items():
+            self._socket.setsockopt(option, value)
         self._socket.subscribe(self.source.topic)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
