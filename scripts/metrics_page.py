@@ -10,7 +10,8 @@ from commutator.observe.metrics import FrontendMetrics
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics` of each front door, for Prometheus; generated from the code (`make docs`).
+`GET /metrics`, for Prometheus; generated from the code (`make docs`). Several front doors share a port, so whichever is asked answers for
+all of them, with one label more, `frontend` (`frontend-0`, `frontend-1`, ...).
 
 """
 TAIL = """

@@ -32,6 +32,7 @@ class Outer:
     inner: Inner = setting("One.")
     many: tuple[Inner, ...] = setting("More.", ())
     share: Annotated[float, Bounds(above=0, maximum=1)] = setting("Part.", 0.5)
+    length_m: float | None = setting("How long.", None)
     label: str | None = setting("Name.", None)
     either: str | list[str] = setting("One or several.", "a")
     table: dict[str, int] = setting("Numbers by name.", factory=dict)
@@ -68,6 +69,21 @@ def test_good_data() -> None:
             {"inner": {"count": 1}, "share": 0},
             "share",
             "expected a number above 0 and at most 1, got 0",
+        ),
+        (
+            {"inner": {"count": 1}, "length_m": float("inf")},
+            "length_m",
+            "expected a number, got Infinity, which is not finite",
+        ),
+        (
+            {"inner": {"count": 1}, "length_m": float("nan")},
+            "length_m",
+            "expected a number, got NaN, which is not finite",
+        ),
+        (
+            {"inner": {"count": 1}, "length_m": 10**400},
+            "length_m",
+            f"expected a number, got 1{'0' * 58}…",
         ),
         ({"inner": {"count": 1}, "label": 4}, "label", "expected a string, got 4"),
         ({"inner": {"count": 1}, "either": ["a", 2]}, "either[1]", "expected a string, got 2"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.actions import Announce
+from commutator.kv.actions import Announce, FreeBlocks
 from commutator.kv.admission import AdmissionRule, MinimumHits, NotLongerThan, PromptOnly
 from commutator.kv.break_even import LoadCost, PrefillSpeed
 from commutator.kv.eviction import EvictionPolicy
@@ -189,6 +189,8 @@ class ManagerMachine(RuleBasedStateMachine):
             for action in actions:
                 if isinstance(action, Announce) and action.what == "stored":
                     self.world.committed[action.tier] |= {block.key for block in action.blocks}
+                if isinstance(action, FreeBlocks) and action.reason == "over capacity":
+                    self.world.committed[action.tier] |= set(action.keys)  # it has slots for them
                 self.world.do([action])
 
     @rule(tier=st.integers(0, 2))

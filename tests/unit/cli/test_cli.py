@@ -82,6 +82,18 @@ def test_check_says_ok(good: str) -> None:
     assert (done.exit_code, done.output) == (0, f"{good}: ok\n")
 
 
+def test_check_reads_the_files_that_are_here(good: str, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{% if %}")
+    done = run("config", "check", good, "--set", f"models[0].chat_template={template}")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        "error: files that it names: 1 problem\n"
+        f"  models[0].chat_template: {template}: its syntax is wrong in line 1: Expected an "
+        "expression, got 'end of statement block'\n"
+    )
+
+
 @pytest.mark.parametrize("command", [["config", "check"], ["config", "show"], ["serve"]])
 def test_mistakes_are_one_block_on_stderr(good: str, command: list[str]) -> None:
     done = run(*command, good, "--set", "engines[0].replicas=two", "--set", "log.levl=info")
@@ -89,7 +101,7 @@ def test_mistakes_are_one_block_on_stderr(good: str, command: list[str]) -> None
     assert done.stdout == ""
     assert done.stderr == (
         f"error: {good}: 2 problems\n"
-        '  engines[0].replicas: expected an integer of at least 1, got "two" '
+        '  engines[0].replicas: expected an integer from 1 to 10000, got "two" '
         "(from --set engines[0].replicas)\n"
         '  log.levl: unknown key; did you mean "level"? (from --set log.levl)\n'
     )

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from commutator.cli.bench_tier import Line
+from commutator.cli import bench_tier
+from commutator.cli.bench_tier import Line, _random_memory
 from commutator.cli.kv_bench import _show
 from commutator.cli.main import main
+from commutator.errors import TierError
+from commutator.kv.tier_setup import TierSetup
 
 QUICK = ("--total-mib", "1", "--rounds", "1", "--block-kib", "64")
 
@@ -59,6 +62,61 @@ def test_the_tiers_of_a_file(tmp_path: Path) -> None:
         ("nvme", "load"),
     ]
     assert list(tmp_path.iterdir()) == [file], "the folder was made for this only"
+
+
+def cluster(folder: Path, tiers: str) -> str:
+    file = folder / "cluster.yaml"
+    file.write_text(
+        "models: [{name: m, source: package:m}]\n"
+        "engines: [{kind: reference}]\n"
+        f"tiers: [{tiers}]\n"
+    )
+    return str(file)
+
+
+def test_tiers_that_are_only_read_from_are_left_out(tmp_path: Path) -> None:
+    done = run(cluster(tmp_path, "{kind: dram, capacity: 1MB}, {kind: peer}"))
+    assert done.exit_code == 0, done.output
+    assert "peer: left out, as nothing can be stored in it" in done.stderr
+    assert [row.split()[0] for row in done.stdout.splitlines()[1:]] == ["dram", "dram"]
+
+
+def test_a_file_of_which_nothing_can_be_measured(tmp_path: Path) -> None:
+    done = run(cluster(tmp_path, "{kind: peer}"))
+    assert done.exit_code == 1
+    assert "there is no tier that blocks can be stored in" in done.stderr
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_tier_that_fails_takes_no_results_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    def measure(setup: TierSetup, *arguments: Any) -> list[Line]:
+        if setup.name == "dram-2":
+            raise TierError("dram-2: it broke")
+        return measured(setup, *arguments)
+
+    measured = bench_tier.measure
+    monkeypatch.setattr(bench_tier, "measure", measure)
+    done = run(cluster(tmp_path, ", ".join(["{kind: dram, capacity: 1MB}"] * 3)), *form)
+    assert done.exit_code == 1
+    assert "  dram-2, 64 KiB: dram-2: it broke" in done.stderr
+    if form:
+        names = [line["tier"] for line in json.loads(done.stdout)]
+    else:
+        names = [row.split()[0] for row in done.stdout.splitlines()[1:]]
+    assert names == ["dram", "dram", "dram-3", "dram-3"], "also those that come after it"
+
+
+def test_as_many_bytes_as_there_is_memory_for() -> None:
+    size = (256 << 20) + 5
+    memory = _random_memory(size)
+    assert len(memory) == size
+    parts = {memory[start : start + 64] for start in range(0, size, 1 << 20)}
+    assert len(parts) == 257, "no two blocks are alike"
+    assert any(memory[-5:])
+    with pytest.raises(TierError, match="no memory for"):
+        _random_memory(1 << 62)
 
 
 def test_a_table_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

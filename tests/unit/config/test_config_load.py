@@ -149,7 +149,7 @@ frontend: {port: 99999}
 tiers: [{kind: dram}]
 """
     assert problems(tmp_path, text) == [
-        '0.yaml:4: engines[0].replicas: expected an integer of at least 1, got "two"',
+        '0.yaml:4: engines[0].replicas: expected an integer from 1 to 10000, got "two"',
         (
             '0.yaml:5: engines[1].kind: no installed plugin offers the engine "deisel"; '
             'did you mean "diesel"?; '
@@ -185,7 +185,7 @@ def test_a_mistake_from_outside_the_file_names_its_source(tmp_path: Path) -> Non
         ),
         'engines.x.replicas: a list takes an index, not "x" (from --set engines.x.replicas)',
         (
-            'engines[0].replicas: expected an integer of at least 1, got "two" '
+            'engines[0].replicas: expected an integer from 1 to 10000, got "two" '
             "(from env COMMUTATOR__ENGINES__0__REPLICAS)"
         ),
         "runtime.lease_s: expected a number above 0, got 0 (from --set runtime.lease_s)",
@@ -196,7 +196,7 @@ def test_with_several_files_a_mistake_names_the_one_that_won(tmp_path: Path) -> 
     second = "\nfrontend:\n  port: x\n  host: y\n"
     assert problems(tmp_path, MINIMAL + "frontend: {port: y, replicas: z}", second) == [
         '1.yaml:3: frontend.port: expected an integer from 0 to 65535, got "x"',
-        '0.yaml:6: frontend.replicas: expected an integer of at least 1, got "z"',
+        '0.yaml:6: frontend.replicas: expected an integer from 1 to 1000, got "z"',
     ]
 
 
@@ -227,8 +227,8 @@ frontend: &door
   port: x
 """
     assert problems(tmp_path, text) == [
-        '0.yaml:6: engines[0].replicas: expected an integer of at least 1, got "x"',
-        '0.yaml:6: engines[1].replicas: expected an integer of at least 1, got "x"',
+        '0.yaml:6: engines[0].replicas: expected an integer from 1 to 10000, got "x"',
+        '0.yaml:6: engines[1].replicas: expected an integer from 1 to 10000, got "x"',
         '0.yaml:10: frontend.port: expected an integer from 0 to 65535, got "x"',
     ]
 
@@ -243,7 +243,14 @@ def test_a_key_that_is_no_step_of_a_path_is_told_all_the_same(tmp_path: Path) ->
     [
         ("models: [", "0.yaml:1: not YAML: while parsing a flow node expected the node content"),
         ("log: {level: info}\nlog: {}", '0.yaml:2: "log" again, first on line 1'),
-        ("- a", "0.yaml:1: expected keys such as `models:` and `engines:` at the top"),
+        (
+            "- models: []",
+            (
+                "0.yaml:1: the top level must be a mapping, with keys such as `models:` and "
+                "`engines:`; it is a list"
+            ),
+        ),
+        ("x", "0.yaml:1: the top level must be a mapping, with keys such as `models:`"),
         ("log: {on: 1}", "0.yaml:1: the key true is not text; put it in quotes"),
         (
             "log:\n  level: info\n format: text",

@@ -86,6 +86,13 @@ def test_what_is_evicted_first_gets_blocks_at_once() -> None:
         assert engine.load(engine.store(prompt(1, 3))) == 3
 
 
+def test_what_is_used_twice_is_kept_where_only_evicted_blocks_are_offered() -> None:
+    with ForeignEngine(dram(write="on_evict", admission={"min_hits": 2})) as engine:
+        assert engine.load(engine.store(prompt(1, 3))) == 0
+        engine.store(prompt(2, 3))
+        assert engine.load(engine.store(prompt(1, 3))) == 3
+
+
 def test_a_reset_forgets_everything() -> None:
     with ForeignEngine(dram()) as engine:
         keys = engine.store(prompt(1, 3))

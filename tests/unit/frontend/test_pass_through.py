@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import pytest
+from aiohttp import ClientPayloadError
 from attrs import define, field
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
@@ -27,8 +32,11 @@ class FakeForward:
     worker_id: str = "w-1"
     model: str = "org/model"
     status: int = 201
-    content_type: str = "text/event-stream"
     facts: RouteFacts = RouteFacts(0.001, 3, 4, prompt_blocks=6, fallback=True)
+
+    @property
+    def content_type(self) -> str:
+        return self.dispatcher.content_type
 
     def explain(self) -> dict[str, Any]:
         return {"worker_id": self.worker_id, "reason": "told to", "candidates": []}
@@ -41,8 +49,9 @@ class FakeForward:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         yield b"data: one\n\n"
-        if self.dispatcher.dies:
-            raise EngineUnavailableError("gone")
+        if self.dispatcher.dies is not None:
+            raise self.dispatcher.dies
+        await asyncio.sleep(self.dispatcher.pause_s)
         yield b"data: two\n\n"
 
     async def __aenter__(self) -> Self:
@@ -56,14 +65,20 @@ class FakeForward:
         trace: TracebackType | None,
     ) -> None:
         self.dispatcher.open -= 1
+        self.dispatcher.seen.append(error)
 
 
 @define
 class ForwardingDispatcher(FakeDispatcher):
     takes: bool = True
     dead: bool = False
-    dies: bool = False
+    dies: Exception | None = None
     """While it answers."""
+    pause_s: float = 0.0
+    """Between the chunks of an answer."""
+    content_type: str = "text/event-stream"
+    seen: list[BaseException | None] = field(factory=list)
+    """What ended the answers."""
     sent: list[tuple[str, Any, dict[str, str]]] = field(factory=list)
     routed_by: list[tuple[Sequence[int], str | None]] = field(factory=list)
     requests: list[GenerateRequest] = field(factory=list)
@@ -198,14 +213,115 @@ async def test_a_worker_that_is_lost() -> None:
     assert dispatcher.open == 0
 
 
-async def test_a_worker_that_is_lost_while_it_answers() -> None:
-    dispatcher = ForwardingDispatcher(dies=True)
+FAILURES = [
+    (EngineUnavailableError("gone"), 503, "worker_lost"),
+    (RuntimeError("a bug"), 500, "internal_error"),
+    (None, 504, "deadline_exceeded"),
+]
+
+
+@pytest.mark.parametrize(("dies", "status", "code"), FAILURES, ids=str)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_what_fails_while_it_answers_ends_the_stream(
+    dies: Exception | None, status: int, code: str, path: str
+) -> None:
+    dispatcher = ForwardingDispatcher(dies=dies, pause_s=9)
     body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
-    async with (
-        front_door(dispatcher) as door,
-        door.session.post(f"{door.url}/v1/chat/completions", json=body) as answer,
-    ):
-        first, last, _ = (await answer.read()).split(b"\n\n")
+    async with front_door(dispatcher, request_timeout_s=0.2) as door:
+        async with door.session.post(f"{door.url}{path}", json=body) as answer:
+            first, last, _ = (await answer.read()).split(b"\n\n")
+        metrics = door.services.metrics.render().decode()
     assert first == b"data: one"
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == code
+    assert f'code="{status}",endpoint="{path}",model="{MODEL}"}} 1.0' in metrics
     assert dispatcher.open == 0
+    assert dispatcher.seen != [None], "routing hears of it"
+
+
+@pytest.mark.parametrize(("dies", "status", "code"), FAILURES, ids=str)
+async def test_what_is_no_stream_ends_without_its_end(
+    dies: Exception | None, status: int, code: str
+) -> None:
+    dispatcher = ForwardingDispatcher(dies=dies, pause_s=9, content_type="application/json")
+    async with front_door(dispatcher, request_timeout_s=0.2) as door:
+        url = f"{door.url}/v1/embeddings"
+        async with door.session.post(url, json={"model": MODEL, "input": "x"}) as answer:
+            with pytest.raises(ClientPayloadError):
+                await answer.read()
+        metrics = door.services.metrics.render().decode()
+    assert f'code="{status}",endpoint="/v1/embeddings",model="{MODEL}"}} 1.0' in metrics
+
+
+BODY = json.dumps({"model": MODEL, "input": "x"}).encode()
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "code"),
+    [
+        (BODY, {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        (b"junk", {**JSON, "Content-Encoding": "gzip"}, 400, "invalid_body"),
+        (b"junk", JSON, 400, "invalid_json"),
+        (b"[]", JSON, 400, "invalid_json"),
+        (b'{"model": ["smol"]}', JSON, 400, "invalid_value"),
+        (b'{"model": "' + b"m" * 70_000 + b'"}', JSON, 413, "body_too_large"),
+    ],
+    ids=["text", "gzip", "junk", "list", "model", "length"],
+)
+async def test_bodies_for_the_engine_are_read_as_all_others(
+    data: bytes,
+    headers: dict[str, str],
+    status: int,
+    code: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    dispatcher = ForwardingDispatcher()
+    async with front_door(dispatcher, max_body_bytes=60_000) as door:
+        url = f"{door.url}/v1/embeddings"
+        async with door.session.post(url, data=data, headers=headers) as answer:
+            body = await answer.json()
+    assert (answer.status, body["error"]["code"]) == (status, code)
+    assert not dispatcher.sent
+    assert not caplog.records
+
+
+async def test_a_slow_body_counts_against_the_deadline() -> None:
+    async with front_door(ForwardingDispatcher(), request_timeout_s=0.1) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        assert b"504" in await asyncio.wait_for(reader.readline(), 2)
+        writer.close()
+
+
+async def test_long_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noting(data: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return msgspec.json.Decoder().decode(data)
+
+    monkeypatch.setattr(msgspec.json, "decode", noting)
+    async with front_door(ForwardingDispatcher()) as door:
+        for length in (10, 100_000):
+            body = {"model": MODEL, "input": "x" * length}
+            await door.session.post(f"{door.url}/v1/embeddings", json=body)
+    short, long = threads
+    assert short is threading.main_thread()
+    assert long is not short
+
+
+async def test_what_routing_cannot_use_of_a_body_is_for_the_engine_alone() -> None:
+    dispatcher = ForwardingDispatcher()
+    wrong = [
+        {"session_id": ["a"], "priority": True},
+        {"session_id": 7, "prompt_cache_key": "key", "priority": 10**40},
+    ]
+    async with front_door(dispatcher) as door:
+        for body in wrong:
+            url = f"{door.url}/v1/embeddings"
+            await door.session.post(url, json={"model": MODEL, "input": "x", **body})
+    assert [session for _, session in dispatcher.routed_by] == [None, "key"]
+    assert [request.priority for request in dispatcher.requests] == [0, 0]
+    assert all(type(request.priority) is int for request in dispatcher.requests)
+    assert dispatcher.sent[0][1]["session_id"] == ["a"], "the engine has its own opinion"

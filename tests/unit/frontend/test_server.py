@@ -71,18 +71,46 @@ async def test_what_runs_is_finished_before_the_end(streaming: bool) -> None:
     assert dispatcher.open == 0
 
 
-async def test_what_takes_too_long_is_cancelled_at_the_end() -> None:
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_what_takes_too_long_is_ended_and_told_so(streaming: bool) -> None:
     dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
     loop = asyncio.get_running_loop()
-    async with front_door(dispatcher, drain_timeout_s=0.1) as door:
-        running = asyncio.create_task(door.chat())
+    async with front_door(dispatcher, drain_timeout_s=0.5) as door:
+        url = f"{door.url}/v1/completions"
+        body = {"model": "smol", "prompt": "x", "stream": streaming, "max_tokens": 3000}
+
+        async def ask() -> tuple[int, str]:
+            async with door.session.post(url, json=body) as response:
+                return response.status, await response.text()
+
+        running = asyncio.create_task(ask())
         while not dispatcher.open:
             await asyncio.sleep(0.001)
         started_s = loop.time()
-    with pytest.raises(Exception, match=r"Server disconnected|Connection|closed"):
-        await running
-    assert loop.time() - started_s < 20, "the whole answer takes 30"
+        door.stop.set()
+        status, text = await running
+        taken_s = loop.time() - started_s
+    assert 0.4 < taken_s < 5, "the whole answer takes 30"
+    assert loop.time() - started_s < taken_s + 3, "nor does the end wait as long again"
+    assert status == (200 if streaming else 504)
+    assert "shutting down" in text
+    assert "[DONE]" not in text
     assert dispatcher.open == 0
+
+
+async def test_a_request_that_comes_late_has_what_is_left_of_the_time() -> None:
+    dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
+    async with front_door(dispatcher, drain_timeout_s=0.6) as door:
+        kept = asyncio.create_task(door.chat(max_tokens=2000))
+        while not dispatcher.open:
+            await asyncio.sleep(0.001)
+        await door.get("/live")  # a connection that stays
+        door.stop.set()
+        await asyncio.sleep(0.2)
+        status, body = await door.chat(max_tokens=2000)
+        assert status == 504
+        assert "shutting down" in body["error"]["message"]
+        assert (await kept)[0] == 504
 
 
 async def test_a_draining_door_is_not_ready() -> None:

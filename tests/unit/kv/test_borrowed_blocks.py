@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from tests.support.kv_rig import KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, faults_of, faulty, nvme
 
@@ -38,6 +39,18 @@ def test_what_lies_in_the_others_memory_is_loaded_again_and_again() -> None:
         assert second.load(keys) == 30, "although what was read was given back"
         assert second.tier("peer").loads == {"loaded": 69}
         assert first.stored("device", "dram") == 30
+
+
+@pytest.mark.parametrize(
+    ("tiers", "warned"),
+    [((PEER,), True), ((PEER, DRAM), False), ((PEER | {"listen": None},), False)],
+)
+def test_nothing_to_lend_is_told_of(
+    caplog: pytest.LogCaptureFixture, tiers: tuple[dict[str, Any], ...], warned: bool
+) -> None:
+    with KvRig(setups(*tiers)):
+        told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["blocks are not lent" in record.getMessage() for record in told] == [True] * warned
 
 
 def test_what_the_other_forgot_meanwhile_is_missing() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator.kv.guards import (
+    Bandwidth,
     BandwidthLimit,
     Breaker,
     BreakerIo,
@@ -209,7 +210,7 @@ def test_a_trial_that_raises_is_a_failed_one() -> None:
 def test_the_bandwidth_limit_spreads_jobs_over_time() -> None:
     clock = Clock()
     script = Script([LOADED] * 10, [WRITTEN] * 5, [LOADED])
-    io = BandwidthLimit(script, 1000, clock=clock, sleep=clock.sleep)
+    io = BandwidthLimit(script, Bandwidth(1000), clock=clock, sleep=clock.sleep)
     io.load(to_load(10), soon())
     io.store(to_store(5), soon())
     io.load(to_load(1), soon())
@@ -220,10 +221,22 @@ def test_the_bandwidth_limit_spreads_jobs_over_time() -> None:
     assert len(clock.slept) == 2, "time that was not used does not add up, nor is it waited for"
 
 
+def test_the_bandwidth_is_shared_by_all_that_moves_to_and_from_one_tier() -> None:
+    clock = Clock()
+    bandwidth = Bandwidth(1000)
+    first, second = (
+        BandwidthLimit(Script([LOADED] * 10), bandwidth, clock=clock, sleep=clock.sleep)
+        for _ in range(2)
+    )
+    first.load(to_load(10), soon())
+    second.load(to_load(10), soon())
+    assert clock.slept == [1.0]
+
+
 def test_what_the_limit_leaves_no_time_for_fails_untried_and_costs_nothing() -> None:
     clock = Clock()
     script = Script([LOADED] * 10, [LOADED])
-    io = BandwidthLimit(script, 100, clock=clock, sleep=clock.sleep)
+    io = BandwidthLimit(script, Bandwidth(100), clock=clock, sleep=clock.sleep)
     io.load(to_load(10), soon())
     assert io.load(to_load(1), soon(5)) == [FAILED]
     assert isinstance(io.store(to_store(1), soon(5))[0], Unstored)

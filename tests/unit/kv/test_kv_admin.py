@@ -183,3 +183,13 @@ def test_a_prompt_that_will_be_asked_for_comes_up(tmp_path: Path) -> None:
             "brought": len(KEYS) - 2,
             "used": len(KEYS) - 2,
         }
+
+
+def test_questions_to_shared_tiers_leave_nothing_behind(tmp_path: Path) -> None:
+    (setup,) = setups(nvme(tmp_path))
+    setup.tier.shared = True
+    with KvRig([setup]) as rig:
+        for what in ("prefetch", "why"):
+            admin(rig).answer(what, {"token_ids": list(range(3 * BLOCK_TOKENS))})
+        assert rig.service._running is not None
+        assert rig.service._running.probes.count == 0

@@ -103,7 +103,7 @@ def test_a_request_that_waits_finds_its_blocks_in_memory(tmp_path: Path) -> None
 
 
 def test_a_conversation_that_was_forgotten_comes_back_when_all_is_quiet(tmp_path: Path) -> None:
-    with engine(tmp_path, running=2, blocks=80) as tiered:
+    with engine(tmp_path, running=2, blocks=160) as tiered:
         tiered.submit(1, prompt(1), 2)  # ends first
         tiered.submit(2, prompt(2), 60)
         tiered.until_ended([1])
@@ -111,6 +111,7 @@ def test_a_conversation_that_was_forgotten_comes_back_when_all_is_quiet(tmp_path
             wait_for(lambda: tiered.service.idle)
             tiered.step()
         wait_for(lambda: tiered.service.idle)
+        tiered.step()  # what was copied can be forgotten now
         tiered.engine.reset_prefix_cache()
         tiered.step()
         assert not tiered.ended(2)

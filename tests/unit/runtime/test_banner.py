@@ -52,6 +52,17 @@ def test_the_banner_names_everything_and_its_command_can_be_pasted() -> None:
     assert "\x1b" not in text
 
 
+def test_names_that_look_like_markup_stand_as_they_are() -> None:
+    for name in ("a[/b]", "[bold]x", ":rocket:", "back\\"):
+        config = Config(
+            models=(ModelConfig(name=name, source="-"),),
+            engines=(EngineConfig(kind="steam", name="north", model=name),),
+        )
+        text = banner(config, "http://h", colour=True)
+        assert f" {name} " in text
+        assert json.loads(shlex.split(text.splitlines()[-1])[-1])["model"] == name
+
+
 def test_a_key_is_named_never_shown() -> None:
     config = make(api_keys=(Secret(env="PATH"),))
     assert '"Authorization: Bearer $PATH"' in banner(config, "http://h", colour=False)

@@ -111,6 +111,18 @@ async def test_a_silent_peer_is_dropped() -> None:
         peer.close()
 
 
+async def test_who_stops_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with server() as address, front_door("a", address) as a:
+        async with front_door("b", address) as b:
+            b.dispatch("w", 16, 16)
+            await until(lambda: a.of("w").active_requests == 1)
+        await until(lambda: a.peers == 0, TIMES.silence_s / 2)
+        assert a.of("w") == WorkerLoad()
+        await asyncio.sleep(TIMES.silence_s * 1.5)
+    assert "silent" not in caplog.text
+
+
 async def test_sharing_that_breaks_leaves_own_load_and_comes_back() -> None:
     async with server() as address:
         port = int(address.rpartition(":")[2])

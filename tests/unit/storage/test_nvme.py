@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,34 @@ def test_a_capacity_beyond_the_disk_leaves_nothing_behind(tmp_path: Path) -> Non
     assert "free some room, or lower capacity" in refusal(tmp_path, capacity=1 << 50)
     assert not list(tmp_path.glob("segment-*"))
     use(tmp_path).close()
+
+
+def test_a_capacity_far_beyond_the_disk_is_refused_at_once(tmp_path: Path) -> None:
+    """It would have a million million segments: even a list of their names is too large."""
+    message = refusal(tmp_path, capacity=1 << 60, segment_size=1 << 20)
+    assert f"needs {1 << 60} bytes more and has " in message
+    assert "lower capacity" in message
+
+
+def test_room_that_is_taken_already_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with use(tmp_path, capacity=5 << 19, segment_size=1 << 20):
+        pass
+    (tmp_path / "segment-00007").write_bytes(b"not needed")
+    (tmp_path / "segment-x").write_bytes(b"no segment")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096))
+    with use(tmp_path, capacity=5 << 19, segment_size=1 << 20):
+        assert not (tmp_path / "segment-00007").exists()
+    assert f"needs {1 << 19} bytes more and has 0" in refusal(
+        tmp_path, capacity=3 << 20, segment_size=1 << 20
+    )
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_a_path_that_names_no_folder(path: str) -> None:
+    with pytest.raises(ValueError, match="path: expected the path of a folder"):
+        NvmeConfig(kind="nvme", path=path, capacity=BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("in_the_way", [".", "index", "segment-00000", "lock"])

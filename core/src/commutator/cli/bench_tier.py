@@ -38,6 +38,7 @@ ThingT = TypeVar("ThingT")
 _TIMEOUT_S = 120.0
 _SAMPLES = 100
 _SEED = 7
+_FILL_BYTES = 1 << 20
 _DIRECTIONS = {
     "store": Direction.WRITE,
     "load": Direction.READ,
@@ -108,17 +109,31 @@ def _opened(setup: TierSetup, block_bytes: int, count: int) -> Iterator[_Bench]:
     bench = _Bench(setup, block_bytes, count)
     try:
         bench.worker.open()
-        yield bench
-        bench.free()
+        try:
+            yield bench
+        finally:
+            bench.free()
     finally:
         bench.worker.close()
+
+
+def _random_memory(size_bytes: int) -> mmap.mmap:
+    """Filled in parts: one call for random bytes gives less than 256 MiB."""
+    try:
+        memory = mmap.mmap(-1, size_bytes)
+    except (OSError, OverflowError) as error:
+        raise TierError(f"no memory for {size_bytes} bytes of blocks: {error}") from error
+    draw = random.Random(_SEED)  # noqa: S311
+    for start in range(0, size_bytes, _FILL_BYTES):
+        end = min(start + _FILL_BYTES, size_bytes)
+        memory[start:end] = draw.randbytes(end - start)
+    return memory
 
 
 class _Bench:
     def __init__(self, setup: TierSetup, block_bytes: int, count: int) -> None:
         self.setup = setup
-        self._memory = mmap.mmap(-1, block_bytes * count)
-        self._memory[:] = random.Random(_SEED).randbytes(len(self._memory))  # noqa: S311
+        self._memory = _random_memory(block_bytes * count)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.arena = BlockArena(
             memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=count

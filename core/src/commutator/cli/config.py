@@ -23,13 +23,16 @@ def config() -> None:
 def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
     """Tell every mistake in FILE at once, or "ok".
 
-    Several files are merged in order, as by serve.
+    Several files are merged in order, as by serve. Models and chat templates that lie on this
+    machine are read, too.
     """
     from commutator.config.load import load_config
-    from commutator.config.tiers import sizing_warnings
+    from commutator.config.tier_warnings import tier_warnings
+    from commutator.runtime.preflight import check_files
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
-    for warning in sizing_warnings(loaded.config, loaded.host):
+    check_files(loaded.config)
+    for warning in tier_warnings(loaded.config, loaded.host):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     click.echo(f"{', '.join(map(str, files))}: ok")
 

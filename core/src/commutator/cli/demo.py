@@ -11,6 +11,7 @@ import click
 from attrs import define
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from commutator.runtime.local_cluster import LocalCluster
 
@@ -50,7 +51,7 @@ class Answer:
 def demo(file: Path) -> None:
     """Start FILE's cluster on a free port, hold a conversation, and show what happened."""
     console = Console()
-    console.print(f"Starting [bold]{file}[/] ...")
+    console.print(Text.assemble("Starting ", (str(file), "bold"), " ..."))
     started_s = time.perf_counter()
     with LocalCluster(file) as cluster:
         console.print(f"Ready after {time.perf_counter() - started_s:.1f} s at {cluster.url}\n")
@@ -105,14 +106,13 @@ def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answ
 
 
 def tell(console: Console, answer: Answer) -> None:
-    console.print(f"     [green]{answer.text.strip()}[/]")
+    """As texts, not as markup: a model may well write ``[/INST]``."""
+    console.print(Text(f"     {answer.text.strip()}", "green"))
     reused = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens reused"
     rate = answer.generated_tokens / max(answer.duration_s - answer.ttft_s, 1e-9)
-    console.print(f"     [dim]{answer.worker}: {answer.reason}[/]")
-    console.print(
-        f"     [dim]{reused}; first token after {answer.ttft_s * 1000:.0f} ms, "
-        f"then {rate:.0f} tokens/s[/]\n"
-    )
+    console.print(Text(f"     {answer.worker}: {answer.reason}", "dim"))
+    times = f"first token after {answer.ttft_s * 1000:.0f} ms, then {rate:.0f} tokens/s"
+    console.print(Text(f"     {reused}; {times}\n", "dim"))
 
 
 def summary(answers: list[tuple[str, Answer]]) -> Table:
@@ -124,7 +124,7 @@ def summary(answers: list[tuple[str, Answer]]) -> Table:
         made.add_row(
             str(number),
             user,
-            answer.worker,
+            Text(answer.worker),
             f"{answer.prompt_tokens} tokens",
             f"{answer.cached_tokens / max(answer.prompt_tokens, 1):.0%}",
             f"{answer.generated_tokens} tokens",

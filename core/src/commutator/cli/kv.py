@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from commutator.cli.kv_bench import bench
-from commutator.cli.options import front_door_options
+from commutator.cli.options import NumberRange, front_door_options
 from commutator.cli.route import call, only_model
 from commutator.errors import CommutatorError
 
@@ -42,7 +42,7 @@ kv.add_command(bench)
 @_common
 def ls(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None:
     """What is where: blocks and bytes, by worker and tier."""
-    answers = _ask(url, api_key, worker, "contents")
+    answers, _ = _ask(url, api_key, worker, "contents")
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
@@ -55,7 +55,7 @@ def ls(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None
 @_common
 def stats(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None:
     """Everything that is counted, by tier and by edge, with each reason."""
-    answers = _ask(url, api_key, worker, "statistics")
+    answers, _ = _ask(url, api_key, worker, "statistics")
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
@@ -92,7 +92,7 @@ def why(
         body["prompt"] = prompt
     _, tokenized = call(f"{url}/tokenize", api_key, body)
     question = {"token_ids": tokenized["tokens"], "cache_salt": cache_salt}
-    answers = _ask(url, api_key, worker, "why", question, model=model)
+    answers, _ = _ask(url, api_key, worker, "why", question, model=model)
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
@@ -113,17 +113,20 @@ def evict(
 ) -> None:
     """Remove the blocks of one tier or all, also durable and shared ones.
 
-    What a load reads leaves once it was read. The engine's own memory is not a tier.
+    What a load reads leaves once it was read. The engine's own memory is not a tier. Exit code 1
+    when a worker that has tiers did not do it.
     """
     if (tier is None) != every:
         raise click.UsageError("give either --tier NAME or --all")
-    answers = _ask(url, api_key, worker, "evict", {"tier": tier})
+    answers, all_did = _ask(url, api_key, worker, "evict", {"tier": tier})
     if as_json:
         click.echo(json.dumps(answers, indent=2))
-        return
-    for worker_id, counts in answers.items():
-        told = ", ".join(f"{blocks} blocks from {name}" for name, blocks in counts.items())
-        click.echo(f"{worker_id}: removed {told}")
+    else:
+        for worker_id, counts in answers.items():
+            told = ", ".join(f"{blocks} blocks from {name}" for name, blocks in counts.items())
+            click.echo(f"{worker_id}: removed {told}")
+    if not all_did:
+        sys.exit(1)
 
 
 @kv.command(
@@ -132,7 +135,12 @@ def evict(
 )
 @_tier
 @click.option(
-    "--timeout", "timeout_s", default=3600.0, show_default=True, help="Wait so many seconds."
+    "--timeout",
+    "timeout_s",
+    type=NumberRange(min=0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    help="Wait so many seconds.",
 )
 @_common
 def verify(
@@ -146,9 +154,9 @@ def verify(
     """Read every stored block again and check it; a bad one is never used again.
 
     Goes on beside the serving, whenever a tier has nothing else to do. Exit code 1 when a block was
-    bad or could not be read.
+    bad or could not be read, or when a worker that has tiers did not do it.
     """
-    answers = _ask(url, api_key, worker, "verify", {"tier": tier}, timeout_s=timeout_s)
+    answers, all_did = _ask(url, api_key, worker, "verify", {"tier": tier}, timeout_s=timeout_s)
     if as_json:
         click.echo(json.dumps(answers, indent=2))
     else:
@@ -156,7 +164,8 @@ def verify(
 
         show_verified(answers)
     checks = [check for checks in answers.values() for check in checks]
-    if any(check["corrupt"] or check["unreadable"] or check["problem"] for check in checks):
+    bad = any(check["corrupt"] or check["unreadable"] or check["problem"] for check in checks)
+    if bad or not all_did:
         sys.exit(1)
 
 
@@ -169,8 +178,10 @@ def _ask(
     *,
     timeout_s: float = 10.0,
     model: str | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], bool]:
+    """The answers by worker, and whether every worker that has tiers gave one."""
     from commutator.cli.kv_workers import ask_tiers, find_workers
+    from commutator.engine.contract import NO_TIERS
 
     workers = find_workers(url, api_key, worker)
     asked = [found for found in workers if model in (None, found.model)]
@@ -179,4 +190,4 @@ def _ask(
     answers, problems = ask_tiers(asked, what, arguments, timeout_s=timeout_s)
     for worker_id, problem in problems.items():
         click.echo(f"{worker_id}: {problem}", err=True)
-    return answers
+    return answers, all(problem == NO_TIERS for problem in problems.values())

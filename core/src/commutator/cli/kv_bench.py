@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from commutator.cli.options import override_options
 if TYPE_CHECKING:
     from commutator.cli.bench_tier import Line
     from commutator.config.model import TierConfig
+    from commutator.kv.tier_setup import TierSetup
     from commutator.plugins import PluginHost
 
 __all__ = ["bench"]
@@ -73,30 +75,79 @@ def bench(
     moved by NIXL, checked, committed. Raw limits are measured in the same rounds, each of them
     first in turn: memcpy, NIXL alone, preadv and pwritev by 8 threads, boto3; the table has the
     tier's share of each. The tiers of FILE are taken as they are, but with the room that is needed,
-    and in a new folder or under a new prefix, removed in the end.
+    and in a new folder or under a new prefix, removed in the end. Those that nothing can be stored
+    in are left out. Exit code 1 when one could not be measured; the others are shown.
+    """
+    from commutator.errors import CommutatorError
+
+    with ExitStack() as stack:
+        host, configs = _configs(files, path, sets, no_plugins, stack)
+        sizes = [size * _KIB for size in sizes_kib or _SIZES_KIB]
+        plan = _plan(configs, host, sizes, total_mib << 20, stack, own_names=not files)
+        lines, problems = _measured(plan, total_mib << 20, rounds, quiet=as_json)
+    if as_json:
+        click.echo(json.dumps([line.as_json() for line in lines], indent=2))
+    elif lines:
+        _show(lines)
+    if problems:
+        raise CommutatorError("\n  ".join(["not everything could be measured:", *problems]))
+
+
+def _plan(
+    configs: Sequence[TierConfig],
+    host: PluginHost,
+    sizes: Sequence[int],
+    total_bytes: int,
+    stack: ExitStack,
+    *,
+    own_names: bool,
+) -> list[tuple[int, TierSetup]]:
+    """(block size, tier) of each measurement. Raises CommutatorError before anything is measured.
+
+    A tier is made for each of them, but not yet opened.
     """
     from attrs import evolve
 
-    from commutator.cli.bench_tier import measure, needed_bytes
+    from commutator.cli.bench_tier import needed_bytes
     from commutator.engine.tiers import make_tiers
+    from commutator.errors import CommutatorError
 
-    total_bytes = total_mib << 20
-    sizes = [size * _KIB for size in sizes_kib or _SIZES_KIB]
+    plan: list[tuple[int, TierSetup]] = []
+    left_out: set[str] = set()
+    for size in sizes:
+        capacity = needed_bytes(size, total_bytes)
+        tailored = [_tailored(config, capacity, stack) for config in configs]
+        for setup in make_tiers(tailored, host, f"kv-bench-{os.getpid()}"):
+            if setup.tier.writable:
+                name = _OWN_NAMES[setup.name] if own_names else setup.name
+                plan.append((size, evolve(setup, name=name)))
+            else:
+                left_out.add(setup.name)
+    for name in sorted(left_out):
+        click.echo(f"{name}: left out, as nothing can be stored in it", err=True)
+    if not plan:
+        raise CommutatorError("there is no tier that blocks can be stored in, so none to measure")
+    return plan
+
+
+def _measured(
+    plan: Sequence[tuple[int, TierSetup]], total_bytes: int, rounds: int, *, quiet: bool
+) -> tuple[list[Line], list[str]]:
+    """The results, and what kept the others from being measured."""
+    from commutator.cli.bench_tier import measure
+    from commutator.errors import CommutatorError
+
     lines: list[Line] = []
-    with ExitStack() as stack:
-        host, configs = _configs(files, path, sets, no_plugins, stack)
-        for size in sizes:
-            capacity = needed_bytes(size, total_bytes)
-            tailored = [_tailored(config, capacity, stack) for config in configs]
-            for setup in make_tiers(tailored, host, f"kv-bench-{os.getpid()}"):
-                name = setup.name if files else _OWN_NAMES[setup.name]
-                lines += measure(evolve(setup, name=name), size, total_bytes, rounds)
-                if not as_json:
-                    click.echo(f"{name}, {_size(size)}: measured", err=True)
-    if as_json:
-        click.echo(json.dumps([line.as_json() for line in lines], indent=2))
-    else:
-        _show(lines)
+    problems: list[str] = []
+    for size, setup in plan:
+        try:
+            lines += measure(setup, size, total_bytes, rounds)
+        except (CommutatorError, OSError) as error:
+            problems.append(f"{setup.name}, {_size(size)}: {error}")
+        else:
+            if not quiet:
+                click.echo(f"{setup.name}, {_size(size)}: measured", err=True)
+    return lines, problems
 
 
 def _configs(
@@ -181,7 +232,7 @@ def _show(lines: list[Line]) -> None:
     """Fits 80 columns; the rates of bare NIXL are in the JSON."""
     from rich.console import Console
 
-    from commutator.cli.kv_tables import make_table
+    from commutator.cli.kv_tables import add_row, make_table
 
     table = make_table(
         "tier", "block>", "", "cache", "GB/s>", "p99 ms>", "raw GB/s", "ratio>", "of NIXL>"
@@ -190,7 +241,8 @@ def _show(lines: list[Line]) -> None:
         rates = dict(line.raw_gb_per_s)
         nixl = rates.pop("nixl", None)
         raw = next(iter(rates.items()), None)
-        table.add_row(
+        add_row(
+            table,
             line.tier,
             _size(line.block_bytes),
             line.operation,

@@ -8,8 +8,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 __all__ = [
+    "add_row",
     "human_bytes",
     "make_table",
     "show_contents",
@@ -32,11 +34,12 @@ def show_contents(answers: Answers) -> None:
     for worker, tiers in answers.items():
         for tier in tiers:
             capacity = tier["capacity_blocks"]
-            table.add_row(
+            add_row(
+                table,
                 worker,
                 tier["tier"],
                 tier["medium"],
-                "up" if tier["up"] else "[red]down[/]",
+                "up" if tier["up"] else Text("down", "red"),
                 str(tier["blocks"]),
                 str(tier["pinned"]),
                 "?" if tier["bytes"] is None else human_bytes(tier["bytes"]),
@@ -54,9 +57,10 @@ def show_statistics(answers: Answers) -> None:
             outcomes = dict(tier["loads"])
             loaded = outcomes.pop("loaded", 0)
             missed = outcomes | tier["not_loaded"]
-            loads.add_row(
+            add_row(
+                loads,
                 worker,
-                tier["name"] if tier["up"] else f"{tier['name']} [red](down)[/]",
+                tier["name"] if tier["up"] else Text.assemble(tier["name"], (" (down)", "red")),
                 _room(tier),
                 str(loaded),
                 _reasons(missed),
@@ -64,7 +68,8 @@ def show_statistics(answers: Answers) -> None:
                 _speed(tier),
             )
         for edge in counts["edges"]:
-            stores.add_row(
+            add_row(
+                stores,
                 worker,
                 edge["source"],
                 edge["target"],
@@ -87,12 +92,13 @@ def show_verified(answers: Answers) -> None:
     for worker, checks in answers.items():
         for check in checks:
             corrupt = check["corrupt"]
-            table.add_row(
+            add_row(
+                table,
                 worker,
                 check["tier"],
                 str(check["blocks"]),
                 str(check["intact"]),
-                f"[red]{corrupt}[/]" if corrupt else "0",
+                Text(str(corrupt), "red") if corrupt else "0",
                 str(check["gone"]),
                 str(check["unreadable"]),
                 human_bytes(check["bytes"]),
@@ -103,7 +109,7 @@ def show_verified(answers: Answers) -> None:
     console = Console()
     console.print(table)
     for problem in problems:
-        console.print(problem, style="red")
+        console.print(Text(problem, "red"))
 
 
 def show_why(answers: Answers) -> None:
@@ -112,28 +118,28 @@ def show_why(answers: Answers) -> None:
     for worker, answer in answers.items():
         blocks, size = answer["blocks"], answer["block_size"]
         tokens = answer["prompt_tokens"]
-        told = f"[bold]{worker}[/]: {_plural(tokens, 'token')}"
+        told = Text.assemble((worker, "bold"), f": {_plural(tokens, 'token')}")
         if not blocks:
-            console.print(
-                f"{told}. Nothing can be reused: blocks are reused whole, a block has "
+            told.append(
+                ". Nothing can be reused: blocks are reused whole, a block has "
                 f"{_plural(size, 'token')}, and the last token is always computed, so a prompt "
-                f"must have at least {_plural(size + 1, 'token')}",
-                highlight=False,
+                f"must have at least {_plural(size + 1, 'token')}"
             )
+            console.print(told)
             continue
         reused, rest = sum(block["reusable"] for block in blocks), tokens - len(blocks) * size
         remainder = "last token is" if rest == 1 else f"last {rest} tokens are"
-        console.print(
-            f"{told}, {reused} of {_plural(len(blocks), 'block')} would be reused; "
-            f"the {remainder} always computed",
-            highlight=False,
+        told.append(
+            f", {reused} of {_plural(len(blocks), 'block')} would be reused; "
+            f"the {remainder} always computed"
         )
+        console.print(told)
         table = make_table("blocks>", "reused", "why", "lies in")
         for first, last, block in _runs(blocks):
             numbers = str(first) if first == last else f"{first}-{last}"
-            mark = "[green]yes[/]" if block["reusable"] else "no"
+            mark = Text("yes", "green") if block["reusable"] else "no"
             held = ", ".join(f"{copy['name']}{_state(copy)}" for copy in block["held"])
-            table.add_row(numbers, mark, block["reason"], held)
+            add_row(table, numbers, mark, block["reason"], held)
         console.print(table)
 
 
@@ -178,6 +184,11 @@ def make_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left")
     return table
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """What workers tell is shown as it is, also where it looks like Rich's markup."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def human_bytes(size: float) -> str:

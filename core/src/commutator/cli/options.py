@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 __all__ = [
+    "NumberRange",
     "files_argument",
     "front_door_options",
     "no_plugin_option",
@@ -17,6 +19,17 @@ __all__ = [
 ]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+class NumberRange(click.FloatRange):
+    """A range that also refuses "nan": as it is neither below nor above, click lets it in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
 
 files_argument = click.argument(
     "files",

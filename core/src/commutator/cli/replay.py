@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from commutator.cli.options import set_option
+from commutator.cli.options import NumberRange, set_option
 from commutator.cli.replay_setup import Replays, Targets
 from commutator.cli.replay_tables import by_policy, by_rate
 from commutator.cli.replay_warnings import replay_warnings
@@ -24,7 +24,7 @@ from commutator.routing.trace_mix import at_rate, with_chats
 __all__ = ["replay"]
 
 _PLOT_SUFFIXES = (".svg", ".png", ".pdf")
-_POSITIVE = click.FloatRange(min=0, min_open=True)
+_POSITIVE = NumberRange(min=0, min_open=True)
 
 
 class _Rates(click.ParamType[list[float]]):
@@ -66,7 +66,7 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
 @click.option("--requests", type=click.IntRange(1), help="Only so many of the trace's requests.")
 @click.option(
     "--chats",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=0.0,
     show_default=True,
     help="Mix so many short chats among the trace, for each of its requests.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from commutator.observe.replay_report import Report
 
@@ -23,7 +24,7 @@ def by_policy(reports: Sequence[Report], ideal: float) -> Table:
     for one in reports:
         separate = "-" if one.separate_ratio is None else f"{one.separate_ratio:.0%}"
         made.add_row(
-            one.policy,
+            Text(one.policy),
             f"{one.cached_ratio:.1%}",
             "-" if one.given_up_ratio is None else f"{one.given_up_ratio:.1%}",
             f"{one.ttft_p50_s:.2f} {one.ttft_p99_s:5.2f} s",
@@ -39,7 +40,7 @@ def by_rate(sweep: Mapping[float, Sequence[Report]]) -> Table:
     made = _table("Goodput and p99 ITL by requests/s")
     made.add_column("rate", justify="right", no_wrap=True)
     for one in next(iter(sweep.values())):
-        made.add_column(one.policy, justify="right", no_wrap=True)
+        made.add_column(Text(one.policy), justify="right", no_wrap=True)
     for rate, reports in sweep.items():
         best = max(one.good_ratio for one in reports)
         made.add_row(

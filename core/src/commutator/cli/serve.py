@@ -57,7 +57,7 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     """Returns the exit code."""
     from rich.console import Console
 
-    from commutator.config.tiers import sizing_warnings
+    from commutator.config.tier_warnings import tier_warnings
     from commutator.runtime.output import Printer, PrinterHandler
     from commutator.runtime.ports import reserved_port
     from commutator.runtime.preflight import check_machine
@@ -77,7 +77,7 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
         for plugin in loaded.host.installed:
             if plugin.problem is not None and plugin.problem != "blocked":
                 log.warning("plugin %s (%s) %s", plugin.name, plugin.distribution, plugin.problem)
-        for warning in sizing_warnings(config, loaded.host):
+        for warning in tier_warnings(config, loaded.host):
             log.warning("%s", warning)
         try:
             return asyncio.run(supervise(port, printer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from commutator.cli.options import front_door_options
+from commutator.cli.options import NumberRange, front_door_options
 from commutator.cli.worker_changes import (
     ask_health,
     change,
@@ -45,7 +45,7 @@ def ls(url: str, api_key: str | None) -> None:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     help="Wait at most so many seconds for its requests to finish.",
 )
 @click.option("--force", is_flag=True, help="Even if no other worker of its model is left.")
@@ -87,7 +87,7 @@ def undrain(worker_id: str, url: str, api_key: str | None) -> None:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=300.0,
     show_default=True,
     help="Wait at most so many seconds for its requests to finish; else nothing changes.",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
 
+from commutator.config.origins import origin_problem
 from commutator.config.secret import Secret
 from commutator.schema import (
     Bounds,
@@ -40,11 +41,20 @@ __all__ = [
 ]
 
 
+_Workers = Annotated[int, Bounds(minimum=1, maximum=10_000)]
+_FrontDoors = Annotated[int, Bounds(minimum=1, maximum=1000)]
+
+
+def _is_a_name(_: ModelConfig, _field: Attribute[Any], value: str) -> None:
+    if not value.strip():
+        raise ValueError("name: it is empty; give the name that clients ask for")
+
+
 @frozen(kw_only=True)
 class ModelConfig:
     """A model that clients can ask for."""
 
-    name: str = setting("The name that clients give in `model`.")
+    name: str = setting("The name that clients give in `model`.", validator=_is_a_name)
     source: str = setting(
         "A .gguf file, a Hugging Face directory, or package:NAME for an installed Python package "
         "that ships one .gguf file."
@@ -66,7 +76,7 @@ class EngineConfig:
     model: str | None = setting(
         "The `models` entry it serves; not needed when there is only one.", None
     )
-    replicas: PositiveInt = setting("How many workers of this kind.", 1)
+    replicas: _Workers = setting("How many workers of this kind.", 1)
     role: Literal["both", "prefill", "decode"] = setting(
         "What the workers are sent: whole requests and decode (both, decode), or only the prefill "
         "of requests that are decoded elsewhere. `commutator worker role` changes it later.",
@@ -270,13 +280,18 @@ class TlsConfig:
     key_file: str = setting("PEM file with the private key.")
 
 
+def _are_origins(_: FrontendConfig, _field: Attribute[Any], value: tuple[str, ...]) -> None:
+    if problems := [problem for origin in value if (problem := origin_problem(origin))]:
+        raise ValueError("; ".join(problems))
+
+
 @frozen(kw_only=True)
 class FrontendConfig:
     """The OpenAI-compatible front door."""
 
     host: str = setting("Address to listen on.", "127.0.0.1")
     port: Port = setting("Port to listen on; 0 chooses a free one.", 8000)
-    replicas: PositiveInt = setting("Front-door processes that share the port.", 1)
+    replicas: _FrontDoors = setting("Front-door processes that share the port.", 1)
     max_concurrent_requests: PositiveInt = setting(
         "Requests served at the same time by one front-door process, which this protects; those "
         "that wait for a worker (`router.busy`) do not count.",
@@ -300,7 +315,9 @@ class FrontendConfig:
         "Clients must send one of these as a bearer token; empty lets everyone in.", ()
     )
     cors_origins: tuple[str, ...] = setting(
-        'Browser origins that may call; "*" allows every one.', ()
+        'Browser origins that may call, such as "https://chat.example"; "*" allows every one.',
+        (),
+        validator=_are_origins,
     )
     tls: TlsConfig | None = setting("Serve HTTPS.", None)
 

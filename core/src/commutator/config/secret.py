@@ -25,18 +25,31 @@ class Secret:
             raise ValueError('expected {"env": NAME} or {"file": PATH}, one of them')
 
     def reveal(self) -> str:
-        """The value. Raises ConfigError when the variable or file is missing or empty."""
+        """The value. Raises ConfigError when the variable or file is missing, empty or no text."""
         if self.env is not None:
             value, place = os.environ.get(self.env, ""), f"environment variable {self.env}"
         else:
             place = f"file {self.file}"
             try:
-                value = Path(str(self.file)).expanduser().read_text().rstrip("\r\n")
-            except OSError as error:
-                raise ConfigError([f"{place}: {error.strerror}"], "secret") from error
+                data = Path(str(self.file)).expanduser().read_bytes()
+            except (OSError, RuntimeError) as error:  # the latter for a ~user that is not known
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise ConfigError([f"{place}: {reason}"], "secret") from error
+            value = data.decode(errors="surrogateescape").rstrip("\r\n")
         if not value:
             raise ConfigError([f"{place} is not set or empty"], "secret")
+        if not _is_utf8(value):
+            raise ConfigError([f"{place} is not UTF-8 text; write the value in UTF-8"], "secret")
         return value
 
     def __str__(self) -> str:
         return f"<secret from {'env ' + self.env if self.env else 'file ' + str(self.file)}>"
+
+
+def _is_utf8(value: str) -> bool:
+    """Bytes of files and of variables that are no UTF-8 stand in ``value`` as lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -12,6 +12,7 @@ import yaml
 from commutator.config.model import Config
 from commutator.config.secret import Secret
 from commutator.config.tree import DEFAULT, Node, find
+from commutator.config.yaml_dialect import Dumper
 
 __all__ = ["effective", "show_config"]
 
@@ -80,7 +81,9 @@ def _entry(
 
 
 def _scalar(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text: str = yaml.dump(
+        value, Dumper=Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True
+    )
     text = text.removesuffix("\n").removesuffix("\n...")
     if "\n" in text:
         text = yaml.safe_dump(value, default_style='"', width=float("inf")).removesuffix("\n")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from commutator.config.model import Config
+from commutator.config.tier_folders import folder_problems
 from commutator.plugins import PluginHost
 from commutator.transfer.spans import Memory
 
-__all__ = ["sizing_warnings", "tier_problems"]
+__all__ = ["tier_problems"]
 
 _ENCODING = ("compression", "encryption_key")
 
@@ -19,6 +19,7 @@ def tier_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[s
     tiers, engines = data.get("tiers"), data.get("engines")
     if not isinstance(tiers, list) or not tiers or not isinstance(engines, list):
         return
+    yield from folder_problems(tiers, engines)
     kinds = {engine.get("kind") for engine in engines if isinstance(engine, Mapping)}
     known = [host.engines.kinds[kind].thing for kind in kinds if kind in host.engines.kinds]
     if known and not any(connector.uses_tiers for connector in known):
@@ -44,28 +45,3 @@ def _encodings(tiers: Sequence[Any], host: PluginHost) -> Iterator[tuple[str, st
                     yield f"tiers[{number}].{option}", message
         elif lent is None and getattr(factory, "memory", None) is Memory.DRAM:
             lent = tier
-
-
-def sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
-    """What is legal but makes little sense: a tier with less room than what lies above it.
-
-    Sizes are those of one worker. A tier or an engine without a size in bytes is passed over.
-    """
-    above = [
-        (f"the KV memory of engine {engine.name}", engine.kv_cache_bytes)
-        for engine in config.engines
-        if host.engines.kinds[engine.kind].thing.uses_tiers and hasattr(engine, "kv_cache_bytes")
-    ]
-    for number, tier in enumerate(config.tiers):
-        size = getattr(tier, "capacity", None)
-        if size is None:
-            continue
-        name = f"tiers[{number}] ({tier.kind})"
-        other, larger = max(above, key=lambda named: named[1], default=("", 0))
-        if size < larger:
-            yield (
-                f"{name}: its {size:,} bytes are {larger - size:,} less than the {larger:,} of "
-                f"{other}, of which it can hold {size / larger:.0%}: it forgets blocks before "
-                f"they are needed from it; set capacity to more than {larger:,}"
-            )
-        above = [*above, (name, size)]

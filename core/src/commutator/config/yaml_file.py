@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from commutator.config.tree import Node
+from commutator.config.yaml_dialect import Loader
 from commutator.errors import ConfigError
 
 __all__ = ["parse_value", "read_file"]
@@ -33,7 +34,11 @@ def read_file(path: str | Path) -> Node:
     if node.value is None:
         node = Node({}, node.origin)
     if not isinstance(node.value, dict):
-        problems.append(f"{path}:1: expected keys such as `models:` and `engines:` at the top")
+        found = "a list" if isinstance(node.value, list) else "a single value"
+        problems.append(
+            f"{path}:1: the top level must be a mapping, with keys such as `models:` and "
+            f"`engines:`; it is {found}"
+        )
     if problems:
         raise ConfigError(problems, str(path))
     return node
@@ -51,7 +56,7 @@ def parse_value(text: str, origin: str) -> Node:
 def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node:
     """Raises ValueError for wrong syntax; other findings are appended to ``problems``."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Loader(text)
         try:
             root = loader.get_single_node()
             return (
@@ -72,9 +77,7 @@ def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node
 class _Builder:
     """Turns PyYAML's nodes, which know their lines, into ours."""
 
-    def __init__(
-        self, loader: yaml.SafeLoader, origin: Callable[[int], str], problems: list[str]
-    ) -> None:
+    def __init__(self, loader: Loader, origin: Callable[[int], str], problems: list[str]) -> None:
         self._loader = loader
         self._origin = origin
         self._problems = problems

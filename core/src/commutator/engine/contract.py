@@ -18,6 +18,7 @@ from commutator.errors import EngineError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
 
 __all__ = [
+    "NO_TIERS",
     "EngineClient",
     "EngineConnector",
     "ForwardedAnswer",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+NO_TIERS = "this engine keeps no blocks in tiers"
+"""What is answered to a question about tiers where there are none; nothing failed then."""
 
 
 @frozen
@@ -134,7 +138,7 @@ class EngineClient(ABC):
         Raises EngineError when it keeps none, EngineUnavailableError when it does not answer.
         """
         del what, arguments, timeout_s
-        raise EngineError("this engine keeps no blocks in tiers")
+        raise EngineError(NO_TIERS)
 
     async def handover_statistics(self, *, timeout_s: float = 5.0) -> HandoverStatistics:
         """What the worker counts of its hand-overs.

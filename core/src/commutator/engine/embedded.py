@@ -41,6 +41,7 @@ from attrs import evolve
 from commutator.engine.embedded_config import TierEntries, read_tiers
 from commutator.engine.embedded_state import Question, TierPlan, Use, load_of, store_of
 from commutator.errors import TierError
+from commutator.kv.admission import count_uses
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.counters import KvStatistics
 from commutator.kv.events import KvEvent
@@ -93,6 +94,9 @@ class EmbeddedTiers:
             )
             if wanted
         ]
+        counts = count_uses(setup.admission for setup in self._service.tiers)
+        self._tells_uses = counts and not self._service.takes_computed
+        """Whether uses have to be told of; to ``offer`` blocks tells of them, too."""
         self._lock = threading.Lock()
         self._questions: list[Question] = []
         self._uses: dict[int, deque[Use]] = {}
@@ -214,6 +218,8 @@ class EmbeddedTiers:
         use, future = store_of(len(offers) * len(self._takers))
         with self._lock:
             self._must_be_open()
+            if self._tells_uses:
+                self._service.used([offer.key for offer in offers])
             for take in self._takers if offers else ():
                 self._hand_over(use, device_blocks)
                 take(offers, device_blocks)

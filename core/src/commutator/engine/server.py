@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from commutator.engine.contract import NO_TIERS
 from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta, unpack_request
 from commutator.errors import CommutatorError, EngineError, EngineOverloadedError, RequestError
 from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
@@ -57,7 +58,7 @@ class TokenEngine(ABC):
         Raises CommutatorError with what to tell who asked.
         """
         del what, arguments
-        raise EngineError("this engine keeps no blocks in tiers")
+        raise EngineError(NO_TIERS)
 
     async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a question about blocks that are handed over; see ``handover.pull_words``.

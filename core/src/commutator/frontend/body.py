@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from commutator.errors import RequestError
 from commutator.frontend.errors import HttpError, error_response
-from commutator.frontend.parse import parse_body
+from commutator.frontend.parse import parse_body, parse_object
 
-__all__ = ["expect", "read_request"]
+__all__ = ["expect", "off_loop", "read_object", "read_request"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,22 @@ async def expect(request: web.Request) -> web.Response | None:
 
 async def read_request(request: web.Request, cls: type[T]) -> T:
     """The body as ``cls``. Raises RequestError, or HttpError for 413 and 415."""
+    body = await _read(request)
+    return await off_loop(len(body), partial(parse_body, body, cls))
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as it came, whatever it holds. Raises as ``read_request`` does."""
+    body = await _read(request)
+    return await off_loop(len(body), partial(parse_object, body))
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """``work`` on a body of ``size`` bytes: in a thread if it would keep others waiting."""
+    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+async def _read(request: web.Request) -> bytes:
     # Browsers send text/plain to any site without asking; requiring JSON keeps such pages out.
     if "Content-Type" in request.headers and not _is_json(request.content_type):
         raise HttpError(
@@ -42,13 +60,17 @@ async def read_request(request: web.Request, cls: type[T]) -> T:
             "unsupported_media_type",
         )
     try:
-        body = await request.read()
+        return await request.read()
     except (HttpProcessingError, web.RequestPayloadError) as error:
-        raise RequestError(f"the body cannot be read: {error}", code="invalid_body") from error
-    if len(body) <= _INLINE_BYTES:
-        return parse_body(body, cls)
-    return await asyncio.to_thread(parse_body, body, cls)
+        text = f"the body cannot be read: {_reason(error)}"
+        raise RequestError(text, code="invalid_body") from error
 
 
 def _is_json(content_type: str) -> bool:
     return content_type == "application/json" or content_type.endswith("+json")
+
+
+def _reason(error: Exception) -> str:
+    """In one line: aiohttp's own text of it has a status code and an indented second line."""
+    cause = error.__cause__ if isinstance(error, web.RequestPayloadError) else error
+    return cause.message if isinstance(cause, HttpProcessingError) else str(error)

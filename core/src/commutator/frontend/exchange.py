@@ -29,8 +29,10 @@ class Exchange:
     model: str = ""
     """Set once it is known to be a model that is served."""
     user: str | None = None
-    failed_code: int | None = None
-    """The status that a stream would have had, if its failure had come before its start."""
+    begun: web.StreamResponse | None = None
+    """The response whose headers are sent: what fails from then on can only end it."""
+    ended: bool = False
+    """Its last bytes are written, though perhaps not sent."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0

@@ -14,7 +14,7 @@ from commutator.frontend.body import read_request
 from commutator.frontend.chat import ChatShape
 from commutator.frontend.choice import Piece
 from commutator.frontend.completions import CompletionShape
-from commutator.frontend.deadline import TimeLimit, timeout_of
+from commutator.frontend.deadline import timeout_of
 from commutator.frontend.decision_header import tell_decision
 from commutator.frontend.exchange import EXCHANGE, Exchange
 from commutator.frontend.generation import Generation
@@ -76,45 +76,39 @@ async def _serve(
     exchange = request[EXCHANGE]
     services = exchange.services
     stream = EventStream(request)
-    try:
-        limit = TimeLimit(timeout_of(request, services.config.request_timeout_s))
-        async with limit:
-            try:
-                body = await read_request(request, cls)
-            except RequestError as refused:
-                if (answer := await pass_through_if(request, refused)) is not None:
-                    return answer
-                raise
-            name, text = services.text_model(body.model)
-            exchange.model = name
-            exchange.user = _label(body)
-            async with services.limiter:
-                longest = services.max_model_len(name)
-                cache = services.prompt_caches[name]
-                plan = await make_plan(body, name, text, cache, longest, exchange.request_id)
-                shape = shaper(body, plan, exchange.request_id)
-                async with Generation(
-                    services.dispatcher,
-                    services.metrics,
-                    plan,
-                    exchange.arrived_s,
-                    limit.deadline_s,
-                ) as generation:
-                    try:
-                        if body.stream:
-                            tell = partial(_tell_routing, request, exchange, generation)
-                            await _stream(generation, shape, stream, tell)
-                            return stream.response
-                        return await _collect(generation, shape)
-                    finally:
-                        if not stream.started:
-                            _tell_routing(request, exchange, generation)
-                        _account(services, exchange, generation)
-    except Exception as error:
-        if not stream.started:
+    limit = services.time_limits.of(timeout_of(request, services.config.request_timeout_s))
+    async with limit:
+        try:
+            body = await read_request(request, cls)
+        except RequestError as refused:
+            if (answer := await pass_through_if(request, refused)) is not None:
+                return answer
             raise
-        await stream.fail(error)
-        return stream.response
+        name, text = services.text_model(body.model)
+        exchange.model = name
+        exchange.user = _label(body)
+        async with services.limiter:
+            longest = services.max_model_len(name)
+            cache = services.prompt_caches[name]
+            plan = await make_plan(body, name, text, cache, longest, exchange.request_id)
+            shape = shaper(body, plan, exchange.request_id)
+            async with Generation(
+                services.dispatcher,
+                services.metrics,
+                plan,
+                exchange.arrived_s,
+                limit.deadline_s,
+            ) as generation:
+                try:
+                    if body.stream:
+                        tell = partial(_tell_routing, request, exchange, generation)
+                        await _stream(generation, shape, stream, tell)
+                        return stream.response
+                    return await _collect(generation, shape)
+                finally:
+                    if not stream.started:
+                        _tell_routing(request, exchange, generation)
+                    _account(services, exchange, generation)
 
 
 async def _collect(generation: Generation, shape: Shape) -> web.Response:

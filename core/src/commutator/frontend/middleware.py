@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from commutator.frontend.ending import end_failed
 from commutator.frontend.errors import HttpError, error_response, log_failure, to_http_error
 from commutator.frontend.exchange import EXCHANGE, Exchange, request_id_of
 from commutator.frontend.services import SERVICES
@@ -25,24 +26,33 @@ _OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/metrics", "/openapi.jso
 
 @web.middleware
 async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: whatever is raised inside becomes an answer in OpenAI's shape."""
+    """Outermost: whatever is raised inside becomes an answer in OpenAI's shape.
+
+    Of a response that has begun it becomes the end.
+    """
     services = request.app[SERVICES]
     known = request[EXCHANGE] = Exchange(services, request_id_of(request), _endpoint(request))
     code = _CLIENT_GONE
     try:
         response = await handler(request)
-        code = known.failed_code or response.status
+        code = response.status
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it must be answered
         answer = to_http_error(error, known.request_id)
         log_failure(error, answer, known.request_id)
         code = answer.status
-        if code == web.HTTPTooManyRequests.status_code and answer.code is not None:
-            services.metrics.request_rejected(known.model, answer.code)
-        response = error_response(answer)
+        if known.begun is not None:
+            response = known.begun
+            await end_failed(request, response, answer)
+        else:
+            if code == web.HTTPTooManyRequests.status_code and answer.code is not None:
+                services.metrics.request_rejected(known.model, answer.code)
+            response = error_response(answer)
     finally:
         _record(request, known, code)
+    if request.content.exception() is not None:
+        _read_no_further(request, response)
     return response
 
 
@@ -68,6 +78,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     """Put on every response, streams too, what was noted for it on the way."""
     known = request.get(EXCHANGE)
     if known is not None:
+        known.begun = response
         response.headers["X-Request-Id"] = known.request_id
         response.headers.update(known.headers)
     services = request.app[SERVICES] if known is None else known.services
@@ -88,6 +99,12 @@ def _has_key(request: web.Request, accepted: Sequence[bytes]) -> bool:
 def _endpoint(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return "other" if resource is None else resource.canonical
+
+
+def _read_no_further(request: web.Request, response: web.StreamResponse) -> None:
+    """The body is broken: aiohttp would read the rest, fail, and log that as its own failure."""
+    request.content.feed_eof()
+    response.force_close()
 
 
 def _record(request: web.Request, known: Exchange, code: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,7 +10,7 @@ from commutator.errors import RequestError
 from commutator.frontend.fields import build_request_converter
 from commutator.schema import StructureError, structure
 
-__all__ = ["NOT_SERVED", "parse_body"]
+__all__ = ["NOT_SERVED", "parse_body", "parse_object"]
 
 NOT_SERVED = "unsupported_parameter"
 """The code of a RequestError for a parameter that is known, but not served here."""
@@ -25,16 +25,22 @@ _SHOWN_CHARACTERS = 200
 
 def parse_body(body: bytes, cls: type[T]) -> T:
     """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
+    data = parse_object(body)
+    try:
+        return _fast.structure(data, cls)
+    except Exception:  # noqa: BLE001 - whatever it is, the thorough converter tells it better
+        return _parse_thoroughly(data, cls)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """``body`` as a JSON object. Raises RequestError."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    try:
-        return _fast.structure(data, cls)
-    except Exception:  # noqa: BLE001 - whatever it is, the thorough converter tells it better
-        return _parse_thoroughly(data, cls)
+    return data
 
 
 def _parse_thoroughly(data: object, cls: type[T]) -> T:

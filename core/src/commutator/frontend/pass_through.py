@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from commutator.errors import EngineError, RequestError
-from commutator.frontend.deadline import TimeLimit, timeout_of
+from commutator.errors import RequestError
+from commutator.frontend.body import off_loop, read_object
+from commutator.frontend.deadline import timeout_of
 from commutator.frontend.decision_header import tell_decision
-from commutator.frontend.errors import log_failure, to_http_error
 from commutator.frontend.exchange import EXCHANGE
+from commutator.frontend.fields import MAX_INT
 from commutator.frontend.parse import NOT_SERVED
 from commutator.frontend.services import SERVICES, ForwardedRequest, Services
-from commutator.frontend.shape import event
 from commutator.text.model import TextModel
 from commutator.types import GenerateRequest, SamplingParams
 
@@ -34,18 +35,21 @@ ENDPOINTS = ("/v1/embeddings", "/v1/responses", "/v1/rerank", "/v1/score")
 async def engine_only(request: web.Request) -> web.StreamResponse:
     """The handler of ``ENDPOINTS``."""
     services = request.app[SERVICES]
-    body = _decode(await request.read())
-    given = body.get("model")
-    name, _ = services.text_model(None if given is None else str(given))
-    request[EXCHANGE].model = name
-    if not services.dispatcher.forwards(name):
-        raise RequestError(
-            f"{request.path} is not served here, and no worker of {name} does it by itself",
-            code="unsupported_endpoint",
-        )
     limit_s = timeout_of(request, services.config.request_timeout_s)
-    async with TimeLimit(limit_s), services.limiter:
-        return await pass_through(request, name, body)
+    async with services.time_limits.of(limit_s):
+        body = await read_object(request)
+        given = body.get("model")
+        if not isinstance(given, str | None):
+            raise RequestError("model: expected a string", "model")
+        name, _ = services.text_model(given)
+        request[EXCHANGE].model = name
+        if not services.dispatcher.forwards(name):
+            raise RequestError(
+                f"{request.path} is not served here, and no worker of {name} does it by itself",
+                code="unsupported_endpoint",
+            )
+        async with services.limiter:
+            return await pass_through(request, name, body)
 
 
 async def pass_through_if(request: web.Request, refused: RequestError) -> web.StreamResponse | None:
@@ -53,7 +57,7 @@ async def pass_through_if(request: web.Request, refused: RequestError) -> web.St
     if refused.code != NOT_SERVED:
         return None
     services = request.app[SERVICES]
-    body = _decode(await request.read())
+    body = await read_object(request)
     name = str(body.get("model"))
     if name not in services.models or not services.dispatcher.forwards(name):
         return None
@@ -68,16 +72,15 @@ async def pass_through(
     """The worker's answer, whatever it is."""
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     token_ids = await _known_tokens(services, model, body)
-    priority, salt = body.get("priority"), body.get("cache_salt")
+    salt = body.get("cache_salt")
     by = GenerateRequest(
         exchange.request_id,
         token_ids,
         SamplingParams(max_tokens=1),
         cache_salt=salt if isinstance(salt, str) else None,
-        priority=priority if isinstance(priority, int) else 0,
+        priority=_priority(body),
     )
-    session_id = body.get("session_id") or body.get("prompt_cache_key")
-    async with await services.dispatcher.forward(model, by, session_id) as forward:
+    async with await services.dispatcher.forward(model, by, _session_id(body)) as forward:
         exchange.workers = (forward.worker_id,)
         exchange.headers["X-Commutator-Worker"] = forward.worker_id
         services.metrics.routed(model, forward.facts)
@@ -88,47 +91,32 @@ async def pass_through(
 async def _relay(
     request: web.Request, forward: ForwardedRequest, body: dict[str, Any]
 ) -> web.StreamResponse:
-    data = await request.read()
+    exchange, data = request[EXCHANGE], await request.read()
     if body.get("model") != forward.model:
-        data = msgspec.json.encode({**body, "model": forward.model})
-    headers = {"X-Request-Id": request[EXCHANGE].request_id}
+        renamed = {**body, "model": forward.model}
+        data = await off_loop(len(data), partial(msgspec.json.encode, renamed))
+    headers = {"X-Request-Id": exchange.request_id}
     answer = await forward.send(request.path, data, headers)
     response = web.StreamResponse(
         status=answer.status, headers={"Content-Type": answer.content_type}
     )
     await response.prepare(request)
-    try:
-        async for chunk in forward.chunks():
-            await response.write(chunk)
-    except EngineError as error:
-        await _break_off(request, response, error)
-    else:
-        await response.write_eof()
+    async for chunk in forward.chunks():
+        await response.write(chunk)
+    exchange.ended = True
+    await response.write_eof()
     return response
 
 
-async def _break_off(
-    request: web.Request, response: web.StreamResponse, error: EngineError
-) -> None:
-    """The status is sent already: a stream ends with an error event, all else without its end."""
-    exchange = request[EXCHANGE]
-    answer = to_http_error(error, exchange.request_id)
-    log_failure(error, answer, exchange.request_id)
-    exchange.failed_code = answer.status
-    if response.headers["Content-Type"].startswith("text/event-stream"):
-        await response.write_eof(event(answer.body()))
-    elif request.transport is not None:
-        request.transport.close()
+def _priority(body: Mapping[str, Any]) -> int:
+    given = body.get("priority")
+    # Not isinstance: True is an int, too.
+    return given if type(given) is int and abs(given) <= MAX_INT else 0
 
 
-def _decode(data: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
-    return body
+def _session_id(body: Mapping[str, Any]) -> str | None:
+    given = (body.get("session_id"), body.get("prompt_cache_key"))
+    return next((name for name in given if name and isinstance(name, str)), None)
 
 
 async def _known_tokens(services: Services, model: str, body: Mapping[str, Any]) -> Sequence[int]:

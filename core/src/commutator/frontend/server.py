@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _BACKLOG = 1024
 _INTERNAL = 500
+_LAST_WORDS_S = 1.0
+"""For what is being written when the last request has ended; aiohttp takes up to twice as long."""
 
 
 async def serve_app(
@@ -43,11 +45,11 @@ async def serve_app(
     ``on_listening`` is given the port, which port 0 lets the system choose. ``socket_path`` is a
     second way in, a Unix socket that no other process shares, opened last. ``settle_s``: what was
     on its way when ``stop`` was set may take this long to arrive. Requests that still run after
-    ``drain_timeout_s`` are cancelled. Raises ConfigError when the address cannot be listened on or
-    the certificate cannot be read.
+    ``drain_timeout_s`` are ended as by their own time limit. Raises ConfigError when the address
+    cannot be listened on or the certificate cannot be read.
     """
     context = None if config.tls is None else tls_context(config.tls)
-    runner = Runner(app, drain_timeout_s)
+    runner = Runner(app)
     await runner.setup()
     try:
         sockets = _listen(config, reuse_port)
@@ -60,6 +62,7 @@ async def serve_app(
         app[SERVICES].draining = True
         turn_away(sockets)
         await asyncio.sleep(settle_s)
+        await app[SERVICES].time_limits.end_within(drain_timeout_s)
     finally:
         await runner.cleanup()
 
@@ -87,9 +90,9 @@ def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
 class Runner(web.AppRunner):
     """Cancels a handler when its client goes away, and answers broken HTTP in OpenAI's shape."""
 
-    def __init__(self, app: web.Application, drain_timeout_s: float) -> None:
+    def __init__(self, app: web.Application) -> None:
         super().__init__(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=drain_timeout_s
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S
         )
 
     async def _make_server(self) -> web.Server:
@@ -128,6 +131,11 @@ class _Protocol(web.RequestHandler):
         response = error_response(HttpError(status, text, "bad_http"))
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **more: Any) -> None:
+        """A body that turns out broken after its answer is the client's affair."""
+        theirs = isinstance(more.get("exc_info"), web.RequestPayloadError)
+        log.log(logging.DEBUG if theirs else logging.ERROR, *args, **more)
 
 
 def tls_context(config: TlsConfig) -> ssl.SSLContext:

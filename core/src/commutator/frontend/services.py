@@ -14,8 +14,10 @@ from attrs import define, field
 from commutator.config.model import FrontendConfig
 from commutator.engine.contract import ForwardedAnswer
 from commutator.errors import RequestError
+from commutator.frontend.deadline import TimeLimits
 from commutator.frontend.limiter import Limiter
 from commutator.frontend.prompt_cache import prompt_cache
+from commutator.frontend.siblings import Siblings
 from commutator.observe.metrics import FrontendMetrics
 from commutator.routing.event_health import EventWarning
 from commutator.routing.handover_observer import HandoverObserver
@@ -139,11 +141,14 @@ class Services:
     models: Mapping[str, TextModel]
     dispatcher: RequestDispatcher
     metrics: FrontendMetrics = field(factory=FrontendMetrics)
+    time_limits: TimeLimits = field(factory=TimeLimits)
     limiter: Limiter = field(init=False)
     prompt_caches: Mapping[str, PrefixCache] = field(init=False)
     """By model."""
     registry_address: str | None = None
     """Where `commutator worker` reaches the registry; None when that is nowhere."""
+    siblings: Siblings | None = None
+    """The other front doors; None: this is the only one."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` says no from then on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from commutator.frontend.errors import log_failure, to_http_error
 from commutator.frontend.exchange import EXCHANGE
 from commutator.frontend.shape import event
 
@@ -23,7 +22,10 @@ class _Response(web.StreamResponse):
 
 
 class EventStream:
-    """Until the first write, a failure can still be answered with its own status."""
+    """Until the first write, a failure can still be answered with its own status.
+
+    What fails later is raised as well, and ended by ``commutator.frontend.middleware``.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -42,20 +44,8 @@ class EventStream:
     async def finish(self, events: bytes) -> None:
         """Send the last events and the end mark, all in one write."""
         await self._start()
+        self._request[EXCHANGE].ended = True
         await self.response.write_eof(events + event(b"[DONE]"))
-
-    async def fail(self, error: Exception) -> None:
-        """End a stream that has begun with an error event instead of the end mark.
-
-        Raises ConnectionError when the client is gone.
-        """
-        if isinstance(error, ConnectionError):
-            raise error
-        exchange = self._request[EXCHANGE]
-        answer = to_http_error(error, exchange.request_id)
-        log_failure(error, answer, exchange.request_id)
-        exchange.failed_code = answer.status
-        await self.response.write_eof(event(answer.body()))
 
     async def _start(self) -> None:
         if not self.started:

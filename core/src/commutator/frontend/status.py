@@ -11,6 +11,7 @@ from commutator.errors import RoutingError
 from commutator.frontend.errors import error_response, to_http_error
 from commutator.frontend.responses import ModelCard, ModelList
 from commutator.frontend.services import SERVICES, Services
+from commutator.frontend.siblings import OWN
 
 __all__ = ["health", "list_models", "live", "metrics", "ready", "retrieve_model"]
 
@@ -61,11 +62,12 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics, in Prometheus' text format."""
-    return web.Response(
-        body=request.app[SERVICES].metrics.render(),
-        headers={"Content-Type": CONTENT_TYPE_LATEST},
-    )
+    """GET /metrics, in Prometheus' text format: of all front doors, as nobody can choose one."""
+    services = request.app[SERVICES]
+    page = services.metrics.render()
+    if services.siblings is not None and OWN not in request.query:
+        page = (await services.siblings.metrics(page.decode())).encode()
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ Read in this order:
 
 from commutator.kv.actions import Action, Announce, StoreBlocks
 from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt, PromptQuestion
-from commutator.kv.admission import AdmissionRule
+from commutator.kv.admission import AdmissionRule, count_uses
 from commutator.kv.arena import BlockArena, bytes_at
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.checksum import checksum
@@ -121,6 +121,7 @@ __all__ = [
     "block_keys",
     "bytes_at",
     "checksum",
+    "count_uses",
     "decode_batch",
     "decode_peer_message",
     "encode_batch",

@@ -8,6 +8,7 @@ from typing import Literal
 from attrs import frozen
 
 from commutator.kv.keys import BlockKey
+from commutator.kv.load_result import LoadResult
 from commutator.kv.offer import Offer
 
 __all__ = [
@@ -71,7 +72,7 @@ class FreeBlocks:
     @property
     def makes_room(self) -> bool:
         """Whether the blocks are sound, and only their slots are needed."""
-        return self.reason in TO_MAKE_ROOM
+        return self.reason in TO_MAKE_ROOM or self.reason == LoadResult.MISSING.value
 
 
 @frozen(kw_only=True)

@@ -187,11 +187,11 @@ class KvAdmin:
         """Ask again, under the same id, while shared tiers are being asked; not for ever."""
         ask_id = f"admin-{uuid.uuid4().hex}"
         deadline_s = time.monotonic() + _ASK_TIMEOUT_S
-        while not is_done(ask_id):
-            if time.monotonic() > deadline_s:
-                self._service.drop(ask_id)
-                return
-            time.sleep(_POLL_S)
+        try:
+            while not is_done(ask_id) and time.monotonic() <= deadline_s:
+                time.sleep(_POLL_S)
+        finally:
+            self._service.drop(ask_id)
 
     def _evict(self, tier: str | None) -> dict[str, int]:
         self._numbers(tier)

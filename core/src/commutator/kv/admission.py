@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from attrs import frozen
 
 from commutator.kv.keys import BlockKey
 from commutator.kv.offer import Offer
 
-__all__ = ["AdmissionRule", "MinimumHits", "NotLongerThan", "PromptOnly", "UseCounts"]
+__all__ = ["AdmissionRule", "MinimumHits", "NotLongerThan", "PromptOnly", "UseCounts", "count_uses"]
 
 
 class AdmissionRule(ABC):
@@ -54,6 +55,11 @@ class PromptOnly(AdmissionRule):
 
     def refusal(self, offer: Offer, uses: int) -> str | None:
         return None if offer.facts.is_prompt else "not part of a prompt"
+
+
+def count_uses(rules: Iterable[Iterable[AdmissionRule]]) -> bool:
+    """Whether any rule of any tier asks how often a block was used."""
+    return any(rule.counts_uses for tier in rules for rule in tier)
 
 
 class UseCounts:

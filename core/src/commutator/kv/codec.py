@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from hashlib import sha256
 from importlib import import_module
 from typing import Any
 
 from commutator.errors import TierError
 
-__all__ = ["AesGcm", "Codec", "CodecError", "Lz4", "Zstd", "chain_name", "decode", "encode"]
+__all__ = [
+    "AesGcm",
+    "Codec",
+    "CodecError",
+    "Lz4",
+    "Zstd",
+    "chain_name",
+    "decode",
+    "encode",
+    "identity_with",
+]
+
+
+_FINGERPRINT_OF = b"commutator: which key encrypts KV blocks"
+"""Nothing else is ever signed with that key."""
 
 
 class CodecError(ValueError):
@@ -22,6 +38,11 @@ class Codec(ABC):
 
     name: str
     """Stored with each block; a block with other codecs than today's is a miss."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for whoever can read what this wrote, and no other. Tells no secret."""
+        return self.name
 
     @abstractmethod
     def encode(self, data: memoryview, key: bytes) -> bytes:
@@ -106,6 +127,11 @@ class AesGcm(Codec):
             self._cipher = aead.AESGCM(secret)
         except ValueError as error:
             raise TierError(f"the encryption key has {len(secret)} bytes: {error}") from None
+        self._fingerprint = hmac.new(secret, _FINGERPRINT_OF, sha256).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name}:{self._fingerprint}"
 
     def encode(self, data: memoryview, key: bytes) -> bytes:
         nonce = os.urandom(self._NONCE_BYTES)
@@ -123,6 +149,17 @@ class AesGcm(Codec):
 def chain_name(codecs: Sequence[Codec]) -> str:
     """What a frame's header says about the codecs that its payload went through, in order."""
     return "+".join(codec.name for codec in codecs)
+
+
+def identity_with(codecs: Sequence[Codec], identity: str) -> str:
+    """``SlotGeometry.identity`` of blocks that go through these codecs.
+
+    Who has others on the same medium, or another key, neither finds these blocks nor removes them.
+    """
+    if not codecs:
+        return identity
+    chain = "+".join(codec.fingerprint for codec in codecs)
+    return sha256(f"{identity} {chain}".encode()).hexdigest()
 
 
 def encode(codecs: Sequence[Codec], data: memoryview, key: bytes) -> memoryview:

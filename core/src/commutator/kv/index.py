@@ -105,14 +105,14 @@ class BlockIndex:
                 return "leaving"
         return "being stored" if key in book.waiting else None
 
-    def take_loaded(self, offers: Iterable[Offer]) -> set[BlockKey]:
-        """The blocks that are offered only because they were loaded: that use is counted."""
+    def take_loaded(self, keys: Iterable[BlockKey]) -> set[BlockKey]:
+        """The blocks that are used only because they were loaded: that use is counted."""
         loaded: set[BlockKey] = set()
-        for offer in offers:
-            node = self.nodes.get(offer.key)
+        for key in keys:
+            node = self.nodes.get(key)
             if node is not None and node.loaded:
                 node.loaded = False
-                loaded.add(offer.key)
+                loaded.add(key)
         return loaded
 
     def unknown(self, book: TierBook, blocks: Iterable[Stored]) -> list[Offer]:

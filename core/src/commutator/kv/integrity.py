@@ -52,6 +52,7 @@ def _check_tier(book: TierBook, index: BlockIndex, stores: StoreSide, loads: Loa
     }
     assert staged == moving, f"{name}: a block is staged that nobody stores"
     assert book.doomed <= staged, f"{name}: a block is doomed that is not staged"
+    assert book.coming.keys() == staged, f"{name}: what is asked for a staged block is not known"
     for key in book.waiting:
         assert key not in staged, f"{name}: a block waits that is being stored"
     assert book.up or not book.waiting, f"{name}: a block waits for a tier that is down"

@@ -13,7 +13,7 @@ class LoadResult(Enum):
     LOADED = "loaded"
     """The bytes are there and verified."""
     MISSING = "missing"
-    """The tier does not have it any more."""
+    """The tier does not have it any more, or has what others can read: theirs stays."""
     CORRUPT = "corrupt"
     """The tier had something else: it must not be read again."""
     FAILED = "failed"

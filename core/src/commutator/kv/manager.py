@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from commutator.kv.actions import DEVICE, Action, FreeBlocks
-from commutator.kv.admission import UseCounts
+from commutator.kv.admission import UseCounts, count_uses
 from commutator.kv.break_even import PrefillSpeed
 from commutator.kv.counters import EdgeStatistics, KvStatistics, TierState
 from commutator.kv.index import BlockIndex
@@ -49,8 +49,8 @@ class KvManager:
         self.tiers = tuple(tiers)
         self._books = [TierBook(number, spec) for number, spec in enumerate(tiers)]
         self._index = BlockIndex(self._books, remembered)
-        counts_uses = any(rule.counts_uses for spec in tiers for rule in spec.admission)
-        self._uses = UseCounts(remembered) if counts_uses else None
+        counts = count_uses(spec.admission for spec in tiers)
+        self._uses = UseCounts(remembered) if counts else None
         self._stores = StoreSide(self._index, self._uses, most_waiting)
         self._loads = LoadSide(self._index, self._uses, probe_interval_s)
 
@@ -85,7 +85,11 @@ class KvManager:
         book = self._books[tier]
         new = self._index.unknown(book, blocks)
         actions = self._stores.make_room_now(book, new, now_s)
-        actions += self._index.publish(book, new[: book.free], now_s)
+        room = book.free
+        actions += self._index.publish(book, new[:room], now_s)
+        if over := tuple(offer.key for offer in new[room:]):
+            # What is read or being stored has the room; the tier has given slots to these, too.
+            actions.append(FreeBlocks(tier=tier, keys=over, reason="over capacity"))
         return self._settled(actions, now_s)
 
     def match(self, keys: Sequence[BlockKey], first: int = 0) -> list[int]:
@@ -142,13 +146,24 @@ class KvManager:
         count as uses, so offer what is reused, too; what was just loaded counts only once. Each
         offer's device block is held until a ``ReleaseSource`` names its key, maybe at once.
         """
-        loaded = self._index.take_loaded(offers)
-        if self._uses is not None:
-            for offer in offers:
-                if offer.key not in loaded:
-                    self._uses.used(offer.key)
+        loaded = self._counted([offer.key for offer in offers])
         targets = [book for book in self._books if book.spec.write == "through"]
         return self._settled(self._stores.from_device(offers, targets, now_s, loaded), now_s)
+
+    def used(self, keys: Iterable[BlockKey]) -> None:
+        """The device has computed these blocks, or used them again, and offers none of them now.
+
+        For engines that offer only what they evict: admission rules may ask how often.
+        """
+        self._counted(list(keys))
+
+    def would_take(self, offers: Sequence[Offer]) -> set[BlockKey]:
+        """Those that no tier has, and that ``device_evicting`` would store. Changes nothing."""
+        stores, below = self._stores, self._stores.below(DEVICE)
+        if below is None:
+            return set()
+        new = (offer for offer in offers if offer.key not in self._index.nodes)
+        return {offer.key for offer in new if stores.refusal(below, offer) is None}
 
     def device_evicting(self, offers: Sequence[Offer], now_s: float) -> list[Action]:
         """The device wants to reuse these blocks; it may as soon as ``ReleaseSource`` names them.
@@ -252,6 +267,15 @@ class KvManager:
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not balance. Linear in the number of blocks."""
         check_integrity(self._index, self._stores, self._loads)
+
+    def _counted(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Count uses, but for those that count already as they were loaded; these are returned."""
+        loaded = self._index.take_loaded(keys)
+        if self._uses is not None:
+            for key in keys:
+                if key not in loaded:
+                    self._uses.used(key)
+        return loaded
 
     def _settled(self, actions: list[Action], now_s: float) -> list[Action]:
         self._stores.settle(now_s, actions)

@@ -15,6 +15,7 @@ __all__ = [
     "BlockFacts",
     "Offer",
     "block_facts",
+    "holds_over",
     "is_stronger",
     "strongest",
 ]
@@ -86,6 +87,11 @@ def strongest(facts: Sequence[BlockFacts]) -> BlockFacts:
 def is_stronger(new: BlockFacts, old: BlockFacts) -> bool:
     """Whether ``new`` asks to keep the block more than ``old`` does: pinned, priority, TTL."""
     return _strength(new) > _strength(old)
+
+
+def holds_over(new: BlockFacts, old: BlockFacts) -> bool:
+    """Whether ``new`` holds from now on for a block for which ``old`` did: something, or more."""
+    return not new.is_plain if old.is_plain else is_stronger(new, old)
 
 
 def _strength(facts: BlockFacts) -> tuple[bool, int, float]:

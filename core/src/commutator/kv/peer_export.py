@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from commutator.errors import CommutatorError
 from commutator.kv.export_options import ExportOptions
-from commutator.kv.peer_leases import LeaseTable
+from commutator.kv.peer_leases import NO_LEASE, LeaseTable
 from commutator.kv.peer_wire import (
     PeerAnswer,
     PeerAsk,
@@ -89,6 +89,11 @@ class PeerExport:
             return bound
         return f"tcp://{self._options.advertise}:{bound.rpartition(':')[2]}"
 
+    @property
+    def leases(self) -> int:
+        """How many have not ended by time."""
+        return self._leases.leases
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop answering and end all leases. Reads under way may fail or see other bytes."""
         if self._loop is not None:
@@ -151,7 +156,7 @@ class PeerExport:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_CHECK_S)
-            if not self._leases.kept:
+            if not self._leases.leases:
                 continue
             with suppress(CommutatorError, TimeoutError):
                 await asyncio.wrap_future(self._on_tier(self._unpin_expired))
@@ -178,7 +183,8 @@ class PeerExport:
                         checksum=stored.checksum,
                     )
                 )
-        lease = self._leases.grant([block.slot for block in blocks], time.monotonic())
+        slots = [block.slot for block in blocks]
+        lease = self._leases.grant(slots, time.monotonic()) if slots else NO_LEASE
         return PeerAnswer(
             number=ask.number,
             agent=self._agent_name,

@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterable
 
 from commutator.kv.tier import Slot
 
-__all__ = ["LeaseTable"]
+__all__ = ["NO_LEASE", "LeaseTable"]
+
+NO_LEASE = 0
+"""The number that no lease has."""
 
 
 class LeaseTable:
@@ -17,7 +20,7 @@ class LeaseTable:
         """``most_slots`` bounds what all leases keep together."""
         self._lease_s = lease_s
         self._most = most_slots
-        self._last = 0
+        self._last = NO_LEASE
         self._kept: dict[int, set[Slot]] = {}
         self._ends: list[tuple[float, int]] = []
         self._count = 0
@@ -30,6 +33,11 @@ class LeaseTable:
     @property
     def kept(self) -> int:
         return self._count
+
+    @property
+    def leases(self) -> int:
+        """How many have not ended by time; of some, all may have come back."""
+        return len(self._ends)
 
     def grant(self, slots: Collection[Slot], now_s: float) -> int:
         """Keep these, at most ``room`` and none twice; the new lease's number."""

@@ -10,7 +10,7 @@ from attrs import define
 
 from commutator.kv.eviction import EvictionPolicy
 from commutator.kv.keys import BlockKey
-from commutator.kv.offer import MAX_PRIORITY, BlockFacts, is_stronger
+from commutator.kv.offer import MAX_PRIORITY, PLAIN, BlockFacts, holds_over
 
 __all__ = ["Retention"]
 
@@ -71,8 +71,7 @@ class Retention:
         """A block that is here was offered again: the stronger of two retentions holds."""
         kept = self._kept.get(key)
         expired = kept is not None and kept.expires_s is not None and kept.expires_s <= now_s
-        stronger = not facts.is_plain if kept is None else is_stronger(facts, kept.facts)
-        if stronger or expired:
+        if holds_over(facts, PLAIN if kept is None else kept.facts) or expired:
             self.removed(key, evicted=False)
             self.added(key, parent, facts, now_s)
         else:

@@ -80,7 +80,7 @@ class KvService:
         agent_name: str,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """``identity`` is the hex digest of what all blocks have in common; see SlotGeometry."""
+        """``identity`` is the hex digest of what all blocks have in common, codecs apart."""
         self._setups = tuple(setups)
         self._arena = arena
         self._block_size = block_size
@@ -183,7 +183,8 @@ class KvService:
     def prefetch(self, ask_id: str, keys: Sequence[BlockKey], first: int) -> bool:
         """Bring a prompt's blocks up from slower tiers: it will be asked for soon, perhaps.
 
-        False: a shared tier is being asked; call again when ``poll`` had something, or ``drop`` it.
+        False: a shared tier is being asked; call again when ``poll`` had something. What it
+        answered is kept for a load under the same id: ``drop`` it if there will be none.
         """
         running = self._started
         with self._outbox:
@@ -217,6 +218,16 @@ class KvService:
     def evicting(self, offers: Sequence[Offer], device_blocks: Sequence[int]) -> None:
         """Blocks that the device wants to reuse; it may once they are released."""
         self._from_device(offers, device_blocks, self._started.manager.device_evicting)
+
+    def used(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks that the device has computed or used again, and does not ``offer``: a count."""
+        with self._outbox:
+            self._started.manager.used(keys)
+
+    def would_take(self, offers: Sequence[Offer]) -> set[BlockKey]:
+        """Those that no tier has or gets, and that one would store now if they were evicted."""
+        with self._outbox:
+            return self._started.manager.would_take(offers)
 
     def poll(self) -> Polled:
         """What happened since the last call."""

@@ -66,6 +66,11 @@ class Probes:
             self._threads[number].submit(JobUrgency.LOAD, job)
         return True
 
+    @property
+    def count(self) -> int:
+        """How many answers are awaited, or kept for their load."""
+        return len(self._probes)
+
     def forget(self, load_id: str) -> None:
         """The load was planned, or nobody wants it any more."""
         self._probes.pop(load_id, None)

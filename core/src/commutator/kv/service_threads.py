@@ -8,6 +8,7 @@ from functools import partial
 
 import zmq
 
+from commutator.kv.codec import identity_with
 from commutator.kv.peer_export import PeerExport
 from commutator.kv.scattered_arena import Arena
 from commutator.kv.staging import PAGE_BYTES, Staging
@@ -50,7 +51,7 @@ def make_threads(
             SlotGeometry(
                 block_bytes=arena.block_bytes,
                 slot_bytes=size_bytes,
-                identity=identity,
+                identity=identity_with(setup.codecs, identity),
                 block_tokens=block_size,
             ),
             arena,
@@ -93,6 +94,7 @@ def lend(threads: Sequence[TierThread]) -> tuple[PeerExport, str] | None:
             return None
         log.info("blocks of tier %s are lent at %s", worker.setup.name, address)
         return export, address
+    log.warning("blocks are not lent: no tier of this worker's own keeps them in host memory")
     return None
 
 

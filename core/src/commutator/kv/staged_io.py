@@ -55,7 +55,10 @@ class StagedIo(BlockIo):
                     results += [Unstored(_NO_SCRATCH)] * (len(blocks) - len(results))
                     break
                 batch = blocks[len(results) : len(results) + len(slots)]
-                results += self._store(batch, slots, context)
+                try:
+                    results += self._store(batch, slots, context)
+                finally:
+                    self._keep_held(slots, [block.slot for block in batch])
         return results
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
@@ -66,7 +69,10 @@ class StagedIo(BlockIo):
                     results += [LoadResult.FAILED] * (len(blocks) - len(results))
                     break
                 batch = blocks[len(results) : len(results) + len(slots)]
-                results += self._load(batch, slots, context)
+                try:
+                    results += self._load(batch, slots, context)
+                finally:
+                    self._keep_held(slots, [block.stored.slot for block in batch])
         return results
 
     def _store(
@@ -94,7 +100,6 @@ class StagedIo(BlockIo):
         for index, error in zip(ready, errors, strict=True):
             if error is not None:
                 results[index] = Unstored(str(error))
-        self._keep_held(slots, [block.slot for block in blocks])
         return results
 
     def _load(
@@ -113,17 +118,15 @@ class StagedIo(BlockIo):
         sound: list[int] = []
         for index, error in zip(fitting, errors, strict=True):
             if error is None:
-                if self._decode(blocks[index], spans[index]):
+                results[index] = self._decode(blocks[index], spans[index])
+                if results[index] is LoadResult.LOADED:
                     sound.append(index)
-                else:
-                    results[index] = LoadResult.CORRUPT
         pushes = [
             (blocks[i].local, _part(spans[i], self._header_bytes, blocks[i].local.size_bytes))
             for i in sound
         ]
         for index, problem in zip(sound, self._local.push(pushes), strict=True):
             results[index] = LoadResult.FAILED if problem else LoadResult.LOADED
-        self._keep_held(slots, [block.stored.slot for block in blocks])
         return results
 
     def _encode(self, block: StoreBlock, span: Span) -> Stored | Unstored:
@@ -152,23 +155,28 @@ class StagedIo(BlockIo):
         whole[size_bytes : size_bytes + padding] = bytes(padding)
         return block.stored(size_bytes, total)
 
-    def _decode(self, block: LoadBlock, span: Span) -> bool:
-        """Put the verified block behind where the header is. False when it is damaged."""
+    def _decode(self, block: LoadBlock, span: Span) -> LoadResult:
+        """Put the verified block behind where the header is; then it is LOADED, so far."""
         whole = bytes_at(span)
         size_bytes = block.local.size_bytes
         if not self._header_bytes:
-            return checksum(whole[:size_bytes]) == block.stored.checksum
+            intact = checksum(whole[:size_bytes]) == block.stored.checksum
+            return LoadResult.LOADED if intact else LoadResult.CORRUPT
         try:
             header = FrameHeader.parse(whole[: block.stored.size_bytes], block.stored.key)
             payload = header.payload(whole)
-            if header.codec != self._codec_name or header.block_bytes != size_bytes:
-                return False
+            if header.codec != self._codec_name:
+                return LoadResult.MISSING  # intact: whoever stored it can read it
+            if header.block_bytes != size_bytes:
+                return LoadResult.CORRUPT
             if self._codecs:
                 plain = decode(self._codecs, payload, block.stored.key, size_bytes)
                 whole[HEADER_BYTES : HEADER_BYTES + size_bytes] = plain
-            return len(payload) == size_bytes or bool(self._codecs)
+            elif len(payload) != size_bytes:
+                return LoadResult.CORRUPT
         except (FrameError, CodecError):
-            return False
+            return LoadResult.CORRUPT
+        return LoadResult.LOADED
 
     def _scratch(self, slot: int) -> Span:
         return self._staging.arena.span(slot)

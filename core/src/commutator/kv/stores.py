@@ -13,7 +13,7 @@ from commutator.kv.admission import UseCounts
 from commutator.kv.counters import EdgeCounts, count
 from commutator.kv.index import BlockIndex
 from commutator.kv.keys import BlockKey
-from commutator.kv.offer import Offer, is_stronger
+from commutator.kv.offer import Offer, holds_over
 from commutator.kv.tier import Stored
 from commutator.kv.tier_book import TierBook, Waiting
 
@@ -56,6 +56,7 @@ class StoreSide:
         actions: list[Action] = []
         for offer in offers:
             self.holds.offered(offer.key)
+            self._ask_meanwhile(offer)
         spared = {offer.key for offer in offers} | {offer.parent for offer in offers}
         for book in targets:
             for offer in self._new(book, offers, now_s, loaded):
@@ -79,8 +80,12 @@ class StoreSide:
         bad: list[BlockKey] = []
         for offer in move.offers:
             key = offer.key
+            coming = book.coming.pop(key)
             if key in written and key not in book.doomed:
-                good.append(offer)
+                good.append(coming)
+                node = self.index.nodes[key]
+                if holds_over(coming.facts, node.offer.facts):
+                    node.offer = coming
                 continue
             if key in written:
                 doomed.append(key)
@@ -164,6 +169,16 @@ class StoreSide:
         keys = self.holds.take_released()
         return [ReleaseSource(keys=keys)] if keys else []
 
+    def _ask_meanwhile(self, offer: Offer) -> None:
+        """What is asked for a block on its way to a tier holds once it is there."""
+        key = offer.key
+        for book in self._books:
+            waiting, coming = book.waiting.get(key), book.coming.get(key)
+            if waiting is not None and holds_over(offer.facts, waiting.offer.facts):
+                book.waiting[key] = Waiting(offer, waiting.source)
+            if coming is not None and holds_over(offer.facts, coming.facts):
+                book.coming[key] = offer
+
     def _new(
         self,
         book: TierBook,
@@ -182,7 +197,7 @@ class StoreSide:
             present[reason] += 1
             if reason == "present" and (offer.key not in loaded or not offer.facts.is_plain):
                 node = self.index.nodes[offer.key]
-                if is_stronger(offer.facts, node.offer.facts):
+                if holds_over(offer.facts, node.offer.facts):
                     node.offer = offer
                 book.retention.asked(offer.key, offer.parent, offer.facts, now_s)
                 book.quota.touched(offer.key)
@@ -202,7 +217,7 @@ class StoreSide:
     ) -> bool:
         """Let a block wait for room; False, and counted, when the tier does not take it."""
         waiting = Waiting(offer, source)
-        if (reason := self._refusal(book, offer)) is not None:
+        if (reason := self.refusal(book, offer)) is not None:
             self._refused(book, waiting, reason)
             return False
         tenant = offer.facts.tenant
@@ -218,7 +233,8 @@ class StoreSide:
             self.holds.needed(offer.key)
         return True
 
-    def _refusal(self, book: TierBook, offer: Offer) -> str | None:
+    def refusal(self, book: TierBook, offer: Offer) -> str | None:
+        """Why the tier does not take the block, or None."""
         if not book.up:
             return "tier is down"
         if (reason := self.index.presence(book, offer.key)) is not None:
@@ -263,6 +279,7 @@ class StoreSide:
             move = Move(source, book.number, tuple(offers))
             self.moves[self._last_move_id] = move
             self.index.stage(book, offers)
+            book.coming.update((offer.key, offer) for offer in offers)
             actions.append(
                 StoreBlocks(
                     move_id=self._last_move_id,

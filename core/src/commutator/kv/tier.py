@@ -52,8 +52,9 @@ class SlotGeometry:
     block_tokens: int = 0
     """Tokens in a full block: the most that ``Stored.token_ids`` will ever hold."""
     identity: str
-    """Hex digest of the deployment's cache identity without adapter and salt: what lies on a shared
-    or persistent medium under another identity is not ours."""
+    """Hex digest of the deployment's cache identity without adapter and salt, and of the codecs
+    that the tier's blocks go through: what lies on a shared or persistent medium under another
+    identity is not ours."""
 
 
 @frozen(kw_only=True)

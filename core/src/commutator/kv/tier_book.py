@@ -74,6 +74,8 @@ class TierBook:
         self.pins: dict[BlockKey, int] = {}
         self.doomed: set[BlockKey] = set()
         """Staged blocks that must not be published any more."""
+        self.coming: dict[BlockKey, Offer] = {}
+        """Staged blocks with the most that was asked for them, also since their store began."""
         self.waiting: dict[BlockKey, Waiting] = {}
         self.retention = Retention(spec.eviction, int(spec.most_pinned * spec.capacity_blocks))
         self.quota = Quota(spec.capacity_blocks, spec.tenant_share, spec.tenant_shares)

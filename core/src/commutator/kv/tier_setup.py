@@ -15,7 +15,15 @@ from commutator.kv.codec import Codec
 from commutator.kv.direct_io import DirectIo
 from commutator.kv.eviction import EvictionPolicy
 from commutator.kv.frame import HEADER_BYTES
-from commutator.kv.guards import BandwidthLimit, Breaker, BreakerIo, RetryBudget, RetryIo
+from commutator.kv.guards import (
+    Bandwidth,
+    BandwidthLimit,
+    Breaker,
+    BreakerIo,
+    LastResort,
+    RetryBudget,
+    RetryIo,
+)
 from commutator.kv.scattered_arena import Arena
 from commutator.kv.staged_io import StagedIo
 from commutator.kv.staging import Staging
@@ -114,10 +122,12 @@ def build_io(
     arena: Arena,
     staging: Staging,
     budget: RetryBudget,
+    bandwidth: Bandwidth | None,
 ) -> tuple[BlockIo, TierMover]:
     """The tier's I/O for blocks of ``arena``, in all its wrappers; ``agents`` share the moves.
 
-    From the inside: the moves, retries, the breaker, the bandwidth limit.
+    From the inside: the moves, retries, the breaker, the bandwidth limit, the last resort.
+    ``budget`` and ``bandwidth`` are the tier's, whatever arena its blocks come from.
     """
     io: BlockIo
     if setup.is_direct(arena):
@@ -134,6 +144,6 @@ def build_io(
         budget=budget,
     )
     io = BreakerIo(io, setup.breaker)
-    if setup.max_bytes_per_s is not None:
-        io = BandwidthLimit(io, setup.max_bytes_per_s)
-    return io, mover
+    if bandwidth is not None:
+        io = BandwidthLimit(io, bandwidth)
+    return LastResort(io, setup.name), mover

@@ -10,13 +10,14 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError, TierError
 from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.guards import RetryBudget
+from commutator.kv.careful_tier import CarefulTier
+from commutator.kv.guards import Bandwidth, RetryBudget
 from commutator.kv.keys import BlockKey
 from commutator.kv.load_result import LoadResult
 from commutator.kv.offer import Offer
 from commutator.kv.scattered_arena import Arena
 from commutator.kv.staging import Staging
-from commutator.kv.tier import SlotGeometry, Stored
+from commutator.kv.tier import Slot, SlotGeometry, Stored
 from commutator.kv.tier_mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tier_setup import TierSetup, build_io
 from commutator.transfer import Memory, Span, TransferAgent, lane_names
@@ -65,9 +66,12 @@ class TierWorker:
         self.agent_name = agent_name
         self._on_open = on_open
         self._budget = RetryBudget()
+        rate = setup.max_bytes_per_s
+        self._bandwidth = None if rate is None else Bandwidth(rate)
         self._agents: list[TransferAgent] = []
         self._engine: tuple[BlockIo, TierMover] | None = None
         self._memory: tuple[BlockIo, TierMover] | None = None
+        self._tier = CarefulTier(setup.tier, setup.name)
         self._unfreed: dict[BlockKey, bool] = {}
         """Blocks that nobody knows any more, but that the tier could not forget yet; True for those
         that are only to make room."""
@@ -123,8 +127,10 @@ class TierWorker:
                 # Storage reaches a GPU's memory by way of staging.
                 fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
                 agent.register(fit, backend)
-        self._engine = build_io(setup, self._agents, self._arena, self._staging, self._budget)
-        self._memory = build_io(setup, self._agents, scratch, self._staging, self._budget)
+        self._engine, self._memory = (
+            build_io(setup, self._agents, arena, self._staging, self._budget, self._bandwidth)
+            for arena in arenas
+        )
 
     def store(
         self,
@@ -135,13 +141,12 @@ class TierWorker:
         from_engine: bool,
     ) -> StoreOutcome:
         """Reserve, write, verify, commit. What is not stored leaves nothing behind."""
-        tier = self.setup.tier
         io, mover = self._stack(from_engine=from_engine)
         if self._unfreed:
             self._free_pending()  # their slots, and perhaps their keys, are needed
         outcome = StoreOutcome([], {})
         blocks: list[StoreBlock] = []
-        slots = tier.reserve([offer.key for offer in offers])
+        slots = self._reserve([offer.key for offer in offers])
         for offer, source, slot in zip(offers, sources, slots, strict=True):
             if slot is None:
                 outcome.failed[offer.key] = "no free slot"
@@ -154,17 +159,19 @@ class TierWorker:
                 self._let_go(mover, block.slot)
             else:
                 written.append(result)
-        try:
-            tier.commit(written)
-        except TierError as error:
-            log.warning("tier %s: %s", self.setup.name, error)
-            outcome.failed.update({stored.key: "not committed" for stored in written})
-            tier.release([stored.slot for stored in written])
-            self._failures += 1
-        else:
+        if self._tier.commit(written):
             outcome.stored.extend(written)
             self._failures = 0 if written else self._failures
+        else:
+            outcome.failed.update({stored.key: "not committed" for stored in written})
+            self._failures += 1
         return outcome
+
+    def _reserve(self, keys: Sequence[BlockKey]) -> Sequence[Slot | None]:
+        slots = self._tier.reserve(keys)
+        if slots is None:
+            self._failures += 1
+        return [None] * len(keys) if slots is None else slots
 
     def load(
         self,
@@ -180,25 +187,22 @@ class TierWorker:
         ``on_let_go`` is told each position once NIXL cannot touch its span any more: mostly before
         this returns.
         """
-        tier = self.setup.tier
         io, mover = self._stack(from_engine=to_engine)
-        results = [LoadResult.MISSING] * len(keys)
-        blocks: list[LoadBlock] = []
-        positions: list[int] = []
-        for position, stored in enumerate(self._located(keys)):
-            if stored is None:
+        known = self._located(keys)
+        results = [LoadResult.FAILED if known is None else LoadResult.MISSING] * len(keys)
+        blocks: dict[int, LoadBlock] = {}
+        for position, stored in enumerate(known or [None] * len(keys)):
+            if stored is not None and self._tier.pin(stored.slot):
+                blocks[position] = LoadBlock(stored=stored, local=spans[position])
+            else:
                 on_let_go(position)
-                continue
-            tier.pin(stored.slot)
-            positions.append(position)
-            blocks.append(LoadBlock(stored=stored, local=spans[position]))
-        outcomes = io.load(blocks, context)
-        for position, block, result in zip(positions, blocks, outcomes, strict=True):
+        outcomes = io.load(list(blocks.values()), context)
+        for (position, block), result in zip(blocks.items(), outcomes, strict=True):
             results[position] = result
             slot = block.stored.slot
 
-            def over(slot: int = slot, position: int = position) -> None:
-                tier.unpin(slot)
+            def over(slot: Slot = slot, position: int = position) -> None:
+                self._tier.unpin(slot)
                 on_let_go(position)
 
             mover.when_let_go(slot, over)
@@ -225,19 +229,15 @@ class TierWorker:
         self._free_pending()
 
     def _free_pending(self) -> None:
-        tier = self.setup.tier
-        for call, makes_room in ((tier.make_room, True), (tier.evict, False)):
+        for makes_room in (True, False):
             those = [key for key, for_room in self._unfreed.items() if for_room is makes_room]
             if not those:
                 continue
-            try:
-                call(those)
-            except TierError as error:
-                log.warning("tier %s: blocks could not be freed: %s", self.setup.name, error)
-                self._failures += 1
-            else:
+            if self._tier.free(those, makes_room=makes_room):
                 for key in those:
                     del self._unfreed[key]
+            else:
+                self._failures += 1
 
     def probe(self, keys: Sequence[BlockKey]) -> list[Stored]:
         """Which of a chain's blocks the medium has, whoever stored them.
@@ -247,10 +247,8 @@ class TierWorker:
         breaker = self.setup.breaker
         if not breaker.allows(time.monotonic()):
             return []
-        try:
-            found = [stored for stored in self.setup.tier.probe(keys) if stored is not None]
-        except TierError as error:
-            log.warning("tier %s cannot be asked: %s", self.setup.name, error)
+        found = self._tier.probe(keys)
+        if found is None:
             breaker.failed(time.monotonic())
             self._probes_fail = True
             return []
@@ -261,13 +259,15 @@ class TierWorker:
         self._probes_fail = False
         return found
 
-    def _located(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
-        """What is to be read. Others may have brought back what a shared tier's books lack."""
-        tier = self.setup.tier
-        known = tier.lookup(keys)
-        if tier.shared and None in known:
+    def _located(self, keys: Sequence[BlockKey]) -> Sequence[Stored | None] | None:
+        """What is to be read; None when the tier cannot tell.
+
+        Others may have brought back what a shared tier's books lack.
+        """
+        known = self._tier.lookup(keys)
+        if known is not None and self.setup.tier.shared and None in known:
             self.probe(keys)
-            known = tier.lookup(keys)
+            known = self._tier.lookup(keys)
         return known
 
     def reap(self) -> None:
@@ -297,7 +297,8 @@ class TierWorker:
             raise TierError("it cannot be closed: transfers that were given up have not ended")
         self._engine = self._memory = None
         while self._agents:
-            self._agents.pop().close()
+            self._agents[-1].close()  # while it cannot be, the tier's memory has to stay
+            self._agents.pop()
         self.setup.tier.close()
 
     def _stack(self, *, from_engine: bool) -> tuple[BlockIo, TierMover]:
@@ -307,8 +308,8 @@ class TierWorker:
 
     def _let_go(self, mover: TierMover, slot: int) -> None:
         """Release a reserved slot once nothing writes there."""
-        tier = self.setup.tier
         if mover.is_held(slot):
-            tier.pin(slot)
-            mover.when_let_go(slot, lambda: tier.unpin(slot))
-        tier.release([slot])
+            if not self._tier.pin(slot):
+                return  # rather lost than written to by two
+            mover.when_let_go(slot, lambda: self._tier.unpin(slot))
+        self._tier.release([slot])

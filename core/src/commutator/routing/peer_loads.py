@@ -37,6 +37,10 @@ class PeerLoads:
         self._heard[peer] = _Heard(number, now_s, loads)
         return True
 
+    def forget(self, peer: str) -> bool:
+        """``peer`` said that it has stopped. False when nothing was known of it."""
+        return self._heard.pop(peer, None) is not None
+
     def expire(self, now_s: float) -> list[str]:
         """Forget who has been silent for too long; returns their names."""
         oldest_s = now_s - self.silence_s

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from commutator.config.model import Config
 
@@ -37,12 +38,14 @@ def banner(config: Config, url: str, *, colour: bool) -> str:
         table.add_column(column, justify="right" if column == "workers" else "left")
     for engine in config.engines:
         name = engine.name or engine.kind
-        table.add_row(name, engine.kind, engine.model or "", str(engine.replicas))
-    content = Group(f"[bold green]Ready:[/] [bold]{url}/v1[/]", "", table)
+        cells = (name, engine.kind, engine.model or "", str(engine.replicas))
+        table.add_row(*map(Text, cells))  # a name may look like markup
+    ready = Text.assemble(("Ready:", "bold green"), " ", (f"{url}/v1", "bold"))
+    content = Group(ready, "", table)
     with console.capture() as captured:
         console.print(Panel(content, title="Commutator", title_align="left", expand=False))
         console.print("Try it:", style="dim")
-        console.print(_curl(config, url), soft_wrap=True, markup=False, highlight=False)
+        console.print(Text(_curl(config, url)), soft_wrap=True)
     return captured.get()
 
 

@@ -1,12 +1,15 @@
-"""Looks after one front-door process: starts it, asks whether it is ready, starts it again."""
+"""Looks after one front-door process: starts it, asks whether it answers, starts it again."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from attrs import frozen
 
 from commutator.config.model import RuntimeConfig
 from commutator.errors import CommutatorError
@@ -14,12 +17,28 @@ from commutator.runtime.backoff import Backoff
 from commutator.runtime.keep_running import Ended, ProcessEndedError, keep_running, while_alive
 from commutator.runtime.process import Launcher
 
-__all__ = ["FrontendAgent"]
+__all__ = ["FrontendAgent", "Patience"]
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_START_TIMEOUT_S = 120.0
 _LAST_WORDS_S = 5.0
 """What a front door may take to exit once its last request is finished."""
+
+
+@frozen
+class Patience:
+    """How long a front door may say nothing before it is started again."""
+
+    start_s: float = 120.0
+    answer_s: float = 10.0
+    """For one question."""
+    between_s: float = 5.0
+    """From one answer to the next question."""
+    misses: int = 3
+    """So many questions in a row that are not answered are too many."""
+    stop_s: float = 5.0
+    """For one that did not answer to end by itself, as nothing can be expected of it."""
 
 
 class FrontendAgent:
@@ -32,6 +51,7 @@ class FrontendAgent:
         launcher: Launcher,
         env: Mapping[str, str],
         config_file: Path,
+        patience: Patience = Patience(),
     ) -> None:
         self.name = name
         self.ready = asyncio.Event()
@@ -45,6 +65,7 @@ class FrontendAgent:
             *(str(config_file), str(self._socket)),
         )
         self._grace_s = runtime.drain_timeout_s + _LAST_WORDS_S
+        self._patience = patience
         self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
 
     async def run(self) -> None:
@@ -53,6 +74,7 @@ class FrontendAgent:
 
     async def _live_once(self) -> Ended:
         alive_s: float | None = None
+        grace_s = self._grace_s
         try:
             process = await self._launcher.start(self.name, self._argv, self._env)
         except OSError as error:
@@ -62,7 +84,8 @@ class FrontendAgent:
             alive_s = time.monotonic()
             await while_alive(process, self._poll("/ready"))
             self.ready.set()
-            reason = await process.wait()
+            await while_alive(process, self._watch())
+            reason, grace_s = "gave no answer for too long", self._patience.stop_s
         except ProcessEndedError as error:
             reason = str(error)
         except CommutatorError as error:
@@ -70,15 +93,24 @@ class FrontendAgent:
         finally:
             self.ready.clear()
             healthy_s = 0.0 if alive_s is None else time.monotonic() - alive_s
-            await self._launcher.stop(process, self._grace_s)
+            await self._launcher.stop(process, grace_s)
         return Ended(reason, healthy_s)
 
     async def _wait_until_it_answers(self) -> None:
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
+            async with asyncio.timeout(self._patience.start_s):
                 await self._poll("/live")
         except TimeoutError:
-            raise CommutatorError(f"no answer within {_START_TIMEOUT_S:g} s") from None
+            raise CommutatorError(f"no answer within {self._patience.start_s:g} s") from None
+
+    async def _watch(self) -> None:
+        """Returns when it has left too many questions in a row unanswered."""
+        missed = 0
+        while missed < self._patience.misses:
+            await asyncio.sleep(self._patience.between_s)
+            missed = 0 if await self._ask("/live") is not None else missed + 1
+            if missed:
+                log.warning("%s does not answer", self.name)
 
     async def _poll(self, path: str) -> None:
         while await self._ask(path) != "200":  # noqa: ASYNC110 - another process decides
@@ -92,8 +124,9 @@ class FrontendAgent:
             return None
         try:
             writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-            words = (await reader.readline()).split()
-        except OSError:
+            async with asyncio.timeout(self._patience.answer_s):
+                words = (await reader.readline()).split()
+        except OSError:  # TimeoutError is one, too
             return None
         finally:
             writer.close()

@@ -17,6 +17,7 @@ from commutator.errors import CommutatorError
 from commutator.frontend.app import build_app
 from commutator.frontend.server import run_with_fast_loop, serve_app
 from commutator.frontend.services import SERVICES
+from commutator.frontend.siblings import Siblings
 from commutator.observe import tracing
 from commutator.observe.grouped_log import GroupedLog
 from commutator.routing.dispatcher import Dispatcher
@@ -41,6 +42,8 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     dispatcher = Dispatcher(config, loaded.host)
     app = build_app(config.frontend, _text_models(config.models), dispatcher)
     app[SERVICES].registry_address = registry_address
+    if config.frontend.replicas > 1:
+        app[SERVICES].siblings = Siblings(Path(socket_path))
     calm_garbage_collector()
     registry = RegistryClient(registry_address)
     index_path = Path(socket_path).with_suffix(INDEX_SUFFIX)

@@ -78,6 +78,12 @@ class LoadSharing:
                 self._peers = PeerLoads(self._times.silence_s)
                 self._apply()
 
+    def _say_goodbye(self) -> None:
+        """Who is told of a stop need not wonder about the silence."""
+        if self._connection is not None:
+            self._number += 1
+            self._connection.send(["share", self._name, self._number, None])
+
     async def _stay_connected(self) -> None:
         backoff = _RECONNECT
         while True:
@@ -91,6 +97,7 @@ class LoadSharing:
                 try:
                     await lost.wait()
                 finally:
+                    self._say_goodbye()
                     self._connection.close()
                     self._connection = None
                 log.warning("the connection that shares load was lost")
@@ -120,6 +127,9 @@ class LoadSharing:
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
+            case ["shared", str(peer), int(), None]:
+                if self._peers.forget(peer):
+                    self._apply()
             case ["shared", str(peer), int(number), packed]:
                 try:
                     loads = msgspec.convert(packed, _Loads)

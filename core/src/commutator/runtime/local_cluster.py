@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
+from commutator.config.yaml_dialect import to_yaml
 
 __all__ = ["LocalCluster"]
 
@@ -41,7 +41,7 @@ class LocalCluster:
         folder = Path(self._folder.name)
         if isinstance(config, Mapping):
             path = folder / "cluster.yaml"
-            path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+            path.write_text(to_yaml(dict(config)))
         else:
             path = Path(config)
         self.log_path = folder / "log.txt"

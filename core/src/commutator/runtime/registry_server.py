@@ -15,6 +15,7 @@ share, as it is. Whatever of it cannot be sent at once is dropped, for the next 
 
 ["share", peer, number, {worker id:           ["shared", peer, number, {...}]
   [requests, prefill tokens, blocks]}]
+["share", peer, number, nil]                  ["shared", peer, number, nil]    it has stopped
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Connection:
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case ["share", str(), int(), dict()]:
+            case ["share", str(), int(), dict() | None]:
                 self.shares = True
                 self._server.pass_on(self, frame)
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from commutator.config.load import Loaded
+from commutator.config.model import Config
 from commutator.config.show import effective
+from commutator.config.yaml_dialect import to_yaml
 from commutator.engine.process import LOG_LEVEL
 from commutator.runtime.banner import banner, front_door_url
 from commutator.runtime.frontend_agent import FrontendAgent
@@ -26,7 +27,7 @@ from commutator.runtime.registry import MemoryRegistry
 from commutator.runtime.registry_server import RegistryServer
 from commutator.runtime.worker_agent import WorkerAgent, WorkerSpec
 
-__all__ = ["Supervisor", "worker_specs"]
+__all__ = ["Supervisor", "hand_on", "worker_specs"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ def worker_specs(loaded: Loaded) -> list[WorkerSpec]:
         for engine in loaded.config.engines
         for replica in range(engine.replicas)
     ]
+
+
+def hand_on(config: Config, port: int, file: Path) -> None:
+    """Write the effective values, with the ``port`` that was found, for the front doors."""
+    values = effective(config)
+    values["frontend"]["port"] = port
+    file.write_text(to_yaml(values))
 
 
 class Supervisor:
@@ -129,10 +137,8 @@ class Supervisor:
             WorkerAgent(spec, runtime, registry, self._launcher, ports, self._folder)
             for spec in worker_specs(self._loaded)
         ]
-        values = effective(self._config)
-        values["frontend"]["port"] = self._port
         config_file = self._folder / "config.yaml"
-        config_file.write_text(json.dumps(values))  # JSON is YAML
+        hand_on(self._config, self._port, config_file)
         env = {"COMMUTATOR_REGISTRY": address}
         self._frontends = [
             FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -49,7 +50,8 @@ class Mismatch(ValueError):  # noqa: N818 - it is a finding about a value, not a
 
     def __init__(self, expected: str, got: Any) -> None:
         self.expected = expected
-        super().__init__(f"expected {expected}, got {show(got)}")
+        hint = ", which is not finite" if isinstance(got, float) and not math.isfinite(got) else ""
+        super().__init__(f"expected {expected}, got {show(got)}{hint}")
 
 
 class StructureError(ValueError):
@@ -103,7 +105,7 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
         members = [matcher(arg) for arg in args]
         return lambda value: any(member(value) for member in members)
     if kind is float:
-        return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+        return _is_number
     if kind is int:
         return lambda value: isinstance(value, int) and not isinstance(value, bool)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -115,6 +117,16 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
     if kind is Any:
         return lambda _: True
     return lambda value: isinstance(value, kind)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold; infinity and NaN are none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 300 digits
+        return False
 
 
 def _is_mapping(value: Any) -> bool:

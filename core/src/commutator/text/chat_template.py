@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
@@ -61,7 +61,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError([f"its syntax is wrong: {error}"], "chat template") from error
+            line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            problem = f"its syntax is wrong{line}: {error.message}"
+            raise ConfigError([problem], "chat template") from error
         # The engine's chain of mappings would be copied key by key for each conversation.
         self._template.globals = dict(self._template.globals)
         self._variables = dict(variables)

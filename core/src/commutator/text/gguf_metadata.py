@@ -30,7 +30,8 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Walk(data).pairs()
     except (struct.error, ValueError, KeyError, IndexError) as error:
-        raise ConfigError([f"not a readable GGUF file: {error}"], str(path)) from error
+        problem = f"not a readable GGUF file: {error}; was it downloaded to the end?"
+        raise ConfigError([problem], str(path)) from error
 
 
 class _Walk:

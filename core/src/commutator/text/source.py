@@ -20,7 +20,10 @@ def locate_model(source: str) -> Path:
     """
     if source.startswith(_PACKAGE_PREFIX):
         return _in_package(source.removeprefix(_PACKAGE_PREFIX))
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # a ~user that is not known
+        raise ConfigError([f'"{source}": {error}'], "model source") from error
     if path.is_file() and path.suffix == ".gguf":
         return path
     if (path / "config.json").is_file():
@@ -33,7 +36,13 @@ def locate_model(source: str) -> Path:
 
 def _in_package(name: str) -> Path:
     # find_spec does not run the package: some model packages import heavy libraries at import.
-    spec = importlib.util.find_spec(name)
+    if not all(part.isidentifier() for part in name.split(".")):
+        problem = f'"{name}" is not the name of a package: expected package:NAME'
+        raise ConfigError([problem], "model source")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:  # the package around it is missing
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             [f'the package "{name}" is not installed; try: pip install --no-deps {name}'],

@@ -140,7 +140,7 @@ class TransferAgent:
         """Wait for what is under way, then let go of peers, lists and regions.
 
         Raises TransferTimeoutError when something is still under way: the memory, files and objects
-        of it must then stay as they are for as long as the process lives.
+        of it must then stay as they are until it was called again, and did not raise.
         """
         deadline_s = time.monotonic() + timeout_s
         for transfer in self._under_way.values():
@@ -149,7 +149,8 @@ class TransferAgent:
             self.reap()
             time.sleep(POLL_S)
         if self._under_way:
-            _still_writing.append(self)
+            if self not in _still_writing:
+                _still_writing.append(self)
             raise TransferTimeoutError(
                 f"agent {self.name}: {len(self._under_way)} transfers did not end within "
                 f"{timeout_s} s; their memory stays pinned",
@@ -158,6 +159,8 @@ class TransferAgent:
         self._lists.remove_all()
         self._peers.remove_all()
         self._registrations.remove_all()
+        if self in _still_writing:
+            _still_writing.remove(self)
 
     def _is_busy(self, peer: str) -> bool:
         return any(transfer.request.peer == peer for transfer in self._under_way.values())

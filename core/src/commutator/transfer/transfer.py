@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from commutator.transfer.nixl_library import nixl_errors
 from commutator.transfer.request import Request
 
 __all__ = ["POLL_S", "Transfer", "poll_pause_s"]
+
+log = logging.getLogger(__name__)
 
 POLL_S = 100e-6
 """Between two looks at transfers under way: short beside a megabyte's way to a disk, and long
@@ -46,7 +49,7 @@ class Transfer:
     _handle: Any = field(repr=False)
     _on_end: Callable[[Transfer], None] = field(repr=False)
     moved_bytes: int = 0
-    """What NIXL's telemetry says it moved; set when it has succeeded."""
+    """What NIXL's telemetry says it moved; set when it has succeeded and telemetry knows."""
     abandoned: bool = False
     """Nobody waits for it; the memory is pinned until it is reaped."""
     _ended: bool = False
@@ -99,8 +102,17 @@ class Transfer:
             self._error = error
         self._ended = True
         if self._error is None:
-            with nixl_errors("count a transfer's bytes"):
-                self.moved_bytes = self._nixl.get_xfer_telemetry(self._handle).totalBytes
-        with nixl_errors("release a transfer"):
-            self._handle.release()
-        self._on_end(self)
+            self.moved_bytes = self._counted()
+        try:
+            with nixl_errors("release a transfer"):
+                self._handle.release()
+        finally:
+            self._on_end(self)
+
+    def _counted(self) -> int:
+        try:
+            return int(self._nixl.get_xfer_telemetry(self._handle).totalBytes)
+        except Exception:
+            # The bytes are there all the same; only the count of them is too low.
+            log.debug("NIXL cannot count the bytes that it moved", exc_info=True)
+            return 0

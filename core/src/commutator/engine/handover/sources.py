@@ -92,7 +92,8 @@ class Sources:
         """Workers come and go: keep nothing of those whose connection is gone."""
         for address, peer in list(self._peers.items()):
             idle = not peer.client.connected and not peer.connecting.locked()
-            if peer.source is not None and idle:
+            # While another was being closed, this one may have gone, and come again.
+            if peer.source is not None and idle and self._peers.get(address) is peer:
                 del self._peers[address]
                 self._forget(peer.source)
                 await peer.client.close()

@@ -38,6 +38,10 @@ class BlockPool:
     ) -> None:
         self.on_registered: Callable[[int, BlockIdentity], None] = lambda *_: None
         """Told of each block whose content became reusable."""
+        self.on_reused: Callable[[int, BlockIdentity], None] = lambda *_: None
+        """Told of each block that another request uses."""
+        self.taken = 0
+        """How many blocks were ever given by ``allocate``."""
         self.has_tiers = False
         """Whether blocks that are forgotten here may still be elsewhere."""
         self.num_blocks = num_blocks
@@ -94,6 +98,13 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
+    def reuse(self, block: int) -> None:
+        """A request holds a registered block instead of computing it."""
+        self.acquire(block)
+        identity = self._identities[block]
+        assert identity is not None
+        self.on_reused(block, identity)
+
     def register(self, block: int, identity: BlockIdentity, facts: BlockFacts = PLAIN) -> int:
         """Make a held, fully computed block reusable; its parent must be registered.
 
@@ -107,7 +118,7 @@ class BlockPool:
             if twin is None or twin == block:
                 return block
             self.keep(twin, facts)
-            self.acquire(twin)
+            self.reuse(twin)
             self.release([block])
             return twin
         self._identities[block], self._facts[block] = identity, facts
@@ -162,9 +173,10 @@ class BlockPool:
         return events + self.take_events()
 
     def oldest_cached(self, count: int) -> list[tuple[int, BlockIdentity]]:
-        """Up to ``count`` cached blocks, those first that are given away first."""
+        """Up to ``count`` cached blocks that are not lent, in the order they are given away in."""
         oldest = []
-        for block in islice(self._cached, count):
+        unlent = (block for block in self._cached if block not in self._lent)
+        for block in islice(unlent, count):
             identity = self._identities[block]
             assert identity is not None
             oldest.append((block, identity))
@@ -195,6 +207,7 @@ class BlockPool:
         return events
 
     def _take(self) -> int:
+        self.taken += 1
         if self._free:
             return self._free.pop()
         block = next(block for block in self._cached if block not in self._lent)

@@ -183,7 +183,7 @@ class Scheduler:
             del self._waiting[position]
             self._running[sequence.key] = sequence
             for index, block in enumerate(hits):
-                self.pool.acquire(block)
+                self.pool.reuse(block)
                 if sequence.request.retention:
                     self.pool.keep(block, sequence.facts(index, self.pool.block_size))
             sequence.blocks = hits

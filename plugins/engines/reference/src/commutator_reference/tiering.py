@@ -5,22 +5,21 @@ On the engine's thread, all of it. The bytes are moved on the tiers' own threads
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Many
 
 from attrs import define, field
 
-from commutator.kv import FinishedLoad, KvEvent, KvService, Offer, PrefillSpeed
+from commutator.kv import FinishedLoad, KvEvent, KvService, PrefillSpeed, count_uses
 from commutator_reference.block_identity import BlockIdentity
 from commutator_reference.blocks import BlockPool
 from commutator_reference.look_ahead import LookAhead
 from commutator_reference.sequence import Sequence
+from commutator_reference.way_out import Offered, WayOut, offer_of
 
 __all__ = ["Tiering"]
 
 _LENT_SHARE = 0.25
 """Blocks of the arena that may be on their way to a tier at a time; others wait."""
-_EVICTING_AT_A_TIME = 32
 _SPEED_FORGETTING = 0.8
 
 
@@ -45,18 +44,20 @@ class Tiering:
         self._pool = pool
         self._on_evict = service.takes_evicted
         self._write_through = service.takes_computed
+        self._counts_uses = count_uses(setup.admission for setup in service.tiers)
         self._loads: dict[int, _Load] = {}
         self._loading_blocks: dict[int, int] = {}
         """Device block to the key of the request that it is loaded for."""
         self._offers: dict[int, BlockIdentity] = {}
-        """Computed blocks that no tier was offered yet, and what was in them."""
-        self._asked: OrderedDict[bytes, None] = OrderedDict()
-        """Keys that were offered on their way out."""
+        """Blocks computed or used of which no tier was told yet, and what was in them."""
+        self._way_out = WayOut(service, pool)
         self._lent = 0
         self._tokens_per_s: float | None = None
         self.look_ahead = LookAhead(service, pool)
         pool.has_tiers = True
         pool.on_registered = self._registered
+        if self._counts_uses:
+            pool.on_reused = self._used
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
         """Whether the request can be admitted; begins to load what is worth it."""
@@ -124,6 +125,7 @@ class Tiering:
                 self._loads[key].returned.add(block)
             else:
                 self._pool.take_back(block)
+                self._way_out.came_back(block)
                 self._lent -= 1
         for finished in polled.loads:
             self._finish(finished)
@@ -131,7 +133,7 @@ class Tiering:
             self._give_back(key)
         self._offer()
         if self._on_evict:
-            self._offer_oldest()
+            self._lend(self._way_out.take(self._room()), evicting=True)
         return polled.events
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -154,10 +156,13 @@ class Tiering:
                 self._pool.acquire(twin)
                 load.hits.append(twin)
                 continue
-            if self._on_evict:
-                self._asked[identity.digest] = None
-            facts = load.sequence.facts(load.first + index, block_size)
-            self._pool.register(load.blocks[index], identity, facts)
+            block, facts = load.blocks[index], load.sequence.facts(load.first + index, block_size)
+            self._pool.register(block, identity, facts)
+            if facts.is_plain:
+                self._way_out.is_kept(identity.digest)
+            if self._counts_uses:
+                # The load counted; what the request tells as it is admitted is the same use.
+                self._offers.pop(block, None)
         load.sequence.tiers_asked = True
 
     def give_up(self) -> None:
@@ -195,42 +200,38 @@ class Tiering:
             del self._loads[key]
 
     def _registered(self, block: int, identity: BlockIdentity) -> None:
-        if self._write_through:
-            self._offers.pop(block, None)
-            self._offers[block] = identity
-        if not self._pool.facts(block).is_plain:
-            self._asked.pop(identity.digest, None)  # that is news for the tier below
+        self._way_out.is_new(identity.digest)
+        if self._write_through or self._counts_uses:
+            self._used(block, identity)
+
+    def _used(self, block: int, identity: BlockIdentity) -> None:
+        self._offers.pop(block, None)
+        self._offers[block] = identity
 
     def _offer(self) -> None:
+        if not self._write_through:
+            self._tell_uses()
+            return
         room = self._room()
-        chosen: list[tuple[Offer, int]] = []
+        chosen: list[Offered] = []
         while self._offers and len(chosen) < room:
             block = next(iter(self._offers))
             identity = self._offers.pop(block)
             if self._pool.find(identity) == block:  # it may be gone by now
-                chosen.append((self._offer_of(block, identity), block))
+                chosen.append((offer_of(self._pool, block, identity), block))
         self._lend(chosen, evicting=False)
+
+    def _tell_uses(self) -> None:
+        """Nothing is offered before it goes, but how often it was used may decide then."""
+        if self._offers:
+            self._service.used([identity.digest for identity in self._offers.values()])
+            self._offers.clear()
 
     def _room(self) -> int:
         """How many more blocks may be on their way to a tier."""
         return max(1, int(self._pool.num_blocks * _LENT_SHARE)) - self._lent
 
-    def _offer_oldest(self) -> None:
-        """Copy the blocks that will be given away next, before that happens."""
-        room = self._room()
-        if room <= 0 or self._pool.free > self._pool.num_blocks * _LENT_SHARE:
-            return
-        oldest = self._pool.oldest_cached(min(room, _EVICTING_AT_A_TIME))
-        chosen = []
-        for block, identity in oldest:
-            if identity.digest not in self._asked:
-                self._asked[identity.digest] = None
-                chosen.append((self._offer_of(block, identity), block))
-        while len(self._asked) > 4 * self._pool.num_blocks:
-            self._asked.popitem(last=False)
-        self._lend(chosen, evicting=True)
-
-    def _lend(self, chosen: Many[tuple[Offer, int]], *, evicting: bool) -> None:
+    def _lend(self, chosen: Many[Offered], *, evicting: bool) -> None:
         if not chosen:
             return
         offers = [offer for offer, _ in chosen]
@@ -239,12 +240,3 @@ class Tiering:
             self._pool.lend(block)
         self._lent += len(blocks)
         (self._service.evicting if evicting else self._service.offer)(offers, blocks)
-
-    def _offer_of(self, block: int, identity: BlockIdentity) -> Offer:
-        return Offer(
-            key=identity.digest,
-            parent=None if identity.is_first else identity.parent_digest,
-            token_ids=identity.token_ids,
-            facts=self._pool.facts(block),
-            lora_name=identity.namespace.lora_name,
-        )

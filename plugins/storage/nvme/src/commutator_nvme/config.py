@@ -21,13 +21,20 @@ def _only_for_posix(config: NvmeConfig, attribute: Attribute[Any], value: str) -
         raise ValueError(f"{attribute.name}: has no effect with backend {config.backend}")
 
 
+def _names_a_folder(_: NvmeConfig, attribute: Attribute[Any], value: str) -> None:
+    """An empty one would be the current directory, which nobody means by it."""
+    if not value.strip() or "\0" in value:
+        raise ValueError(f"{attribute.name}: expected the path of a folder, got {value!r}")
+
+
 @frozen(kw_only=True)
 class NvmeConfig(TierConfig):
     """Where blocks are kept on disk, and how carefully."""
 
     path: str = setting(
         "Folder for the blocks; made when it is missing. {worker} stands for the worker's id, "
-        "since no two processes may share one."
+        "since no two processes may share one.",
+        validator=_names_a_folder,
     )
     capacity: Size = setting("Room for blocks, taken at once; the index comes on top.")
     segment_size: Annotated[int, ByteSize(minimum=1 << 20)] = setting("Size of one file.", 16 << 30)

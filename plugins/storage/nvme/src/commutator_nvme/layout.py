@@ -50,6 +50,11 @@ class Layout:
             )
         return layout
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all files together."""
+        return self.slots * self.slot_bytes
+
     def segment_of(self, slot: int) -> int:
         """Which file has the slot."""
         return slot // self.segment_slots
@@ -66,7 +71,7 @@ class Layout:
     def difference(self, other: Layout) -> str | None:
         """In words, what keeps the blocks of ``other`` from being used here."""
         if other.identity != self.identity:
-            return "belong to another model, tokenizer, dtype or parallel layout"
+            return "belong to another model, tokenizer, dtype, parallel layout or codec"
         if other != self:
             return (
                 f"have {other.block_bytes} bytes and {other.block_tokens} tokens in slots of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,41 @@ from commutator.transfer import Memory, Region, Span
 from commutator_nvme.files import Files, disk_errors
 from commutator_nvme.layout import Layout
 
-__all__ = ["Segments"]
+__all__ = ["Segments", "check_room"]
+
+_NAME = "segment-"
+
+
+def check_room(folder: Path, layout: Layout) -> None:
+    """Raise TierError when the disk is too small, before anything is changed.
+
+    Looks only at the files that are there: a capacity given by mistake may mean millions of them.
+    """
+    full_bytes = layout.segment_slots * layout.slot_bytes
+    there_bytes = 0
+    with disk_errors(f"look at {folder}"):
+        for number, size in _existing(folder):
+            needed = min(full_bytes, layout.total_bytes - number * full_bytes)
+            there_bytes += max(0, min(size, needed))
+        room = os.statvfs(folder)
+    missing_bytes, free_bytes = layout.total_bytes - there_bytes, room.f_bavail * room.f_frsize
+    if missing_bytes > free_bytes:
+        raise TierError(
+            f"nvme: {folder} needs {missing_bytes} bytes more and has {free_bytes}; free some "
+            "room, or lower capacity"
+        )
+
+
+def _existing(folder: Path) -> Iterator[tuple[int, int]]:
+    """(number, bytes) of each segment in the folder. Raises OSError."""
+    for path in folder.iterdir():
+        digits = path.name.removeprefix(_NAME)
+        if digits.isdecimal() and path.name == _file_name(int(digits)):
+            yield int(digits), _size(path)
+
+
+def _file_name(number: int) -> str:
+    return f"{_NAME}{number:05}"
 
 
 class Segments:
@@ -26,24 +60,13 @@ class Segments:
         self._layout = layout
         self._folder = folder
         self._sizes = layout.segment_bytes()
-        self._paths = [folder / f"segment-{number:05}" for number in range(len(self._sizes))]
+        self._paths = [folder / _file_name(number) for number in range(len(self._sizes))]
         with disk_errors(f"look at the files in {folder}"):
             self._found = [_size(path) for path in self._paths]
         self._descriptors: list[int] = []
         self._missing_bytes = sum(
             max(0, size - found) for size, found in zip(self._sizes, self._found, strict=True)
         )
-
-    def check_room(self) -> None:
-        """Raise TierError when the disk is too small, before anything is changed."""
-        with disk_errors(f"look at {self._folder}"):
-            room = os.statvfs(self._folder)
-        free_bytes = room.f_bavail * room.f_frsize
-        if self._missing_bytes > free_bytes:
-            raise TierError(
-                f"nvme: {self._folder} needs {self._missing_bytes} bytes more and has "
-                f"{free_bytes}; free some room, or lower capacity"
-            )
 
     def lost(self, slots: Iterable[Slot]) -> npt.NDArray[np.bool_]:
         """Which slots lay in a file that was missing, or had become too short."""
@@ -98,7 +121,7 @@ class Segments:
 
     def _remove_others(self) -> None:
         with disk_errors(f"remove files in {self._folder} that are not needed any more"):
-            for path in set(self._folder.glob("segment-*")) - set(self._paths):
+            for path in set(self._folder.glob(f"{_NAME}*")) - set(self._paths):
                 path.unlink()
 
 

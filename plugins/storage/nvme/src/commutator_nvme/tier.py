@@ -15,7 +15,7 @@ from commutator_nvme.files import Files, disk_errors, lock_folder
 from commutator_nvme.index import Index
 from commutator_nvme.layout import PAGE_BYTES, Layout
 from commutator_nvme.probe import Access, find_access
-from commutator_nvme.segments import Segments
+from commutator_nvme.segments import Segments, check_room
 
 __all__ = ["NvmeTier"]
 
@@ -60,8 +60,8 @@ class NvmeTier(SlotTier):
         try:
             lock_folder(files, folder)
             direct = self._use_direct(geometry)
+            check_room(folder, layout)
             self._segments = Segments(folder, layout)
-            self._segments.check_room()
             self._index = Index(folder, layout, files)
             self._index.open(self._config.on_mismatch)
             self._segments.allocate(files, direct=direct)

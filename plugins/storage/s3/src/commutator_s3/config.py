@@ -26,11 +26,16 @@ def _with_a_key(config: S3TierConfig, field: Attribute[Any], value: Secret | Non
         raise ValueError(f"{field.name}: give access_key and secret_key, too")
 
 
+def _is_name(_: S3TierConfig, field: Attribute[Any], value: str) -> None:
+    if not value.strip():
+        raise ValueError(f"{field.name}: expected the bucket's name, got {value!r}")
+
+
 @frozen(kw_only=True)
 class S3TierConfig(TierConfig):
     """Where the bucket is, and how it is used."""
 
-    bucket: str = setting("The bucket.")
+    bucket: str = setting("The bucket.", validator=_is_name)
     prefix: str = setting("First part of every object's key.", "commutator")
     endpoint: str | None = setting(
         "URL of the store, such as http://127.0.0.1:9000; Amazon's own when not given.",

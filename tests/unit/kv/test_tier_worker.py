@@ -1,0 +1,82 @@
+"""What a tier's worker has one of, and the order in which it lets go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.kv_rig import BLOCK_BYTES, BLOCK_TOKENS, IDENTITY, setups
+from tests.support.kv_tiers import DRAM
+
+from commutator.errors import TransferTimeoutError
+from commutator.kv import SlotGeometry, tier_worker
+from commutator.kv.guards import Bandwidth
+from commutator.kv.staging import Staging
+from commutator.kv.tier_setup import build_io
+from commutator.kv.tier_worker import TierWorker
+from commutator.transfer import TransferAgent
+
+
+def worker_of(**options: Any) -> TierWorker:
+    (setup,) = setups({**DRAM, **options})
+    staging = [Staging(BLOCK_BYTES, 4) for _ in range(3)]
+    return TierWorker(
+        setup,
+        SlotGeometry(
+            block_bytes=BLOCK_BYTES,
+            slot_bytes=BLOCK_BYTES,
+            block_tokens=BLOCK_TOKENS,
+            identity=IDENTITY,
+        ),
+        staging[0].arena,
+        staging[1],
+        staging[2],
+        agent_name="worker",
+        on_open=lambda _: None,
+    )
+
+
+def test_a_tier_is_not_closed_while_nixl_still_moves_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = worker_of()
+    worker.open()
+    tier, close = worker.setup.tier, TransferAgent.close
+    closed: list[str] = []
+
+    def still_moving(agent: TransferAgent, timeout_s: float = 5.0) -> None:
+        raise TransferTimeoutError("transfers did not end", 1)
+
+    def closes(agent: TransferAgent, timeout_s: float = 5.0) -> None:
+        closed.append("agent")
+        close(agent, timeout_s)
+
+    monkeypatch.setattr(TransferAgent, "close", still_moving)
+    for _ in range(3):
+        with pytest.raises(TransferTimeoutError):
+            worker.open()
+        assert not worker.is_open
+        assert tier.statistics().capacity, "the tier is open as before"
+    monkeypatch.setattr(TransferAgent, "close", closes)
+    worker.open()
+    assert "agent" in closed
+    assert worker.is_open
+    worker.close()
+
+
+def test_the_limit_of_bytes_per_second_is_one_for_the_engine_and_for_other_tiers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[object] = []
+
+    def noted(*arguments: Any) -> Any:
+        limits.append(arguments[-1])
+        return build_io(*arguments)
+
+    monkeypatch.setattr(tier_worker, "build_io", noted)
+    worker = worker_of(max_bytes_per_s="1MB")
+    worker.open()
+    worker.close()
+    assert len(limits) == 2
+    assert isinstance(limits[0], Bandwidth)
+    assert limits[0] is limits[1]
