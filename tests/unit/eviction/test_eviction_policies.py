@@ -39,6 +39,14 @@ def test_lru_forgets_what_was_not_used_for_longest() -> None:
     assert evict(policy, 2) == [2, 3]
 
 
+def test_s3_fifo_finds_room_where_every_block_moves_to_the_main_queue_first() -> None:
+    policy = S3Fifo(CAPACITY)
+    add(policy, 1)
+    for _ in range(2):
+        policy.touched(key(1), 1.0)
+    assert evict(policy) == [1]
+
+
 @pytest.mark.parametrize("make", [Arc, S3Fifo, TinyLfu])
 def test_what_is_used_again_survives_a_scan(make: Callable[[int], EvictionPolicy]) -> None:
     """Many blocks that are used once do not push out those that are used often; in LRU they do."""

@@ -59,8 +59,10 @@ class S3Fifo(EvictionPolicy):
                 queues = [self._main, self._small]
                 if len(self._small) > self._small_blocks:
                     queues.reverse()
-                key = self._oldest(queues[0], evictable, aside)
-                if key is None and (key := self._oldest(queues[1], evictable, aside)) is None:
+                # The main queue once more: blocks of the small one may have moved there meanwhile.
+                tries = (self._oldest(one, evictable, aside) for one in (*queues, self._main))
+                key = next((key for key in tries if key is not None), None)
+                if key is None:
                     break
                 found.append(key)
         return found
