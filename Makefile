@@ -8,6 +8,7 @@
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
 # make docs     regenerate the generated pages
+# make walks    regenerate docs/reference/walks.md from running clusters
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -16,11 +17,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PACKAGES := core $(wildcard plugins/*/*)
 PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
+# For plugin authors and for planning: nothing that serves needs them.
+TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
-TIERS := $(shell grep -ls 'commutator.nixl' $(PROJECTS))
-SERVED := $(filter-out $(TIERS),$(PROJECTS))
+TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
+SERVED := $(filter-out $(TIERS) $(TOOLS),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed peers lint bench docs clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed peers lint bench docs walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -68,6 +71,9 @@ bench: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python scripts/generate_docs.py
 
+walks: $(VENV)/.test
+	$(BIN)/python scripts/walks_page.py
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -87,6 +93,7 @@ $(VENV)/.tiers: $(VENV)/.serve $(TIERS)
 	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TIERS)))
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.tiers requirements-dev.txt
+$(VENV)/.test: $(VENV)/.tiers $(TOOLS) requirements-dev.txt
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
+	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TOOLS)))
 	@touch $@

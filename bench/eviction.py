@@ -26,14 +26,12 @@ from rich.table import Table
 
 from bench.kv_manager import POLICIES
 from bench.result import Figure
-from commutator.kv.actions import Action, StoreBlocks
-from commutator.kv.break_even import PrefillSpeed
-from commutator.kv.keys import BlockKey
-from commutator.kv.load_result import LoadResult
-from commutator.kv.manager import KvManager
-from commutator.kv.offer import BlockFacts, Offer
-from commutator.kv.tier import Stored
-from commutator.kv.tier_book import TierSpec
+from commutator.contract.block import BlockDescriptor, BlockKey, RetentionHints
+from commutator.contract.tier import StoredBlock
+from commutator.kv.block_manager.actions import Action, LoadResult, StoreBlocks
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.break_even import PrefillSpeed
+from commutator.kv.block_manager.manager import BlockManager
 
 BLOCK_TOKENS = 512
 PARTS = (0.01, 0.05, 0.2)
@@ -88,36 +86,38 @@ def made_up_trace(requests: int = 4000, seed: int = 1) -> list[Prompt]:
 
 def replay(prompts: Sequence[Prompt], tiers: Sequence[TierSpec]) -> float:
     """Part of the prompt tokens that the tiers had."""
-    manager = KvManager(tiers, most_waiting=sys.maxsize)
+    manager = BlockManager(tiers, most_waiting=sys.maxsize)
     keys: dict[int, BlockKey] = {}
-    offers: dict[int, Offer] = {}
+    offers: dict[int, BlockDescriptor] = {}
     hit_tokens = 0
     for number, prompt in enumerate(prompts):
         now_s = prompt.time_s
         for depth, block in enumerate(prompt.blocks):
             if block not in offers:
                 keys[block] = block.to_bytes(32, "little")
-                offers[block] = Offer(
+                offers[block] = BlockDescriptor(
                     key=keys[block],
                     parent=keys[prompt.blocks[depth - 1]] if depth else None,
                     token_ids=(),
-                    facts=BlockFacts(depth=depth),
+                    facts=RetentionHints(depth=depth),
                 )
         wanted = [keys[block] for block in prompt.blocks]
-        plan = manager.begin_load(str(number), wanted, 0, now_s, prefill=_KNOWN)
+        plan = manager.begin_onboard(str(number), wanted, 0, now_s, prefill=_KNOWN)
         if plan.blocks:
             loaded = {key: LoadResult.LOADED for key, _ in plan.blocks}
-            _carry_out(manager, manager.finish_load(str(number), loaded, now_s), now_s)
+            _carry_out(manager, manager.finish_onboard(str(number), loaded, now_s), now_s)
         hit_tokens += min(prompt.tokens, len(plan.blocks) * BLOCK_TOKENS)
         offered = [offers[block] for block in prompt.blocks]
         _carry_out(manager, manager.offer(offered, now_s), now_s)
     return hit_tokens / sum(prompt.tokens for prompt in prompts)
 
 
-def _carry_out(manager: KvManager, actions: Iterable[Action], now_s: float) -> None:
+def _carry_out(manager: BlockManager, actions: Iterable[Action], now_s: float) -> None:
     for action in actions:
         if isinstance(action, StoreBlocks):
-            written = [Stored(key=key, slot=0, size_bytes=1, checksum=0) for key in action.keys]
+            written = [
+                StoredBlock(key=key, slot=0, size_bytes=1, checksum=0) for key in action.keys
+            ]
             _carry_out(manager, manager.finish_store(action.move_id, written, {}, now_s), now_s)
 
 
@@ -148,8 +148,9 @@ def belady(prompts: Sequence[Prompt], capacity: int) -> float:
 
 
 def one_tier(policy: str, capacity: int) -> list[TierSpec]:
-    eviction = POLICIES[policy](capacity)
-    return [TierSpec(name="dram", medium="CPU", capacity_blocks=capacity, eviction=eviction)]
+    return [
+        TierSpec(name="dram", medium="CPU", capacity_blocks=capacity, eviction=POLICIES[policy])
+    ]
 
 
 def two_tiers(policy: str, capacity: int) -> list[TierSpec]:
@@ -159,7 +160,7 @@ def two_tiers(policy: str, capacity: int) -> list[TierSpec]:
         name="nvme",
         medium="NVME",
         capacity_blocks=capacity - upper,
-        eviction=POLICIES[policy](capacity - upper),
+        eviction=POLICIES[policy],
         write="on_evict",
     )
     return [*one_tier(policy, upper), lower]

@@ -11,9 +11,9 @@ from contextlib import aclosing
 import aiohttp
 
 from bench.result import Figure
-from commutator.engine import TokenApiClient
-from commutator.testing import LocalCluster
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.engine.client import TokenApiClient
+from commutator.supervisor.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
 TOKENS = 32
@@ -45,7 +45,11 @@ async def measure(cluster: LocalCluster) -> list[Figure]:
 
         async def direct() -> None:
             number = next(turn)
-            request = GenerateRequest(str(number), token_ids, SamplingParams(max_tokens=TOKENS))
+            request = GenerateRequest(
+                request_id=str(number),
+                token_ids=token_ids,
+                sampling=SamplingParams(max_tokens=TOKENS),
+            )
             async with aclosing(workers[number % len(workers)].generate(request)) as stream:
                 async for _ in stream:
                     pass

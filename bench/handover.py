@@ -18,16 +18,21 @@ from unittest.mock import patch
 from attrs import evolve, frozen
 
 from bench.result import Figure
-from commutator import LaunchContext, ModelConfig
-from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
-from commutator.engine.handover import HandoverLegs, PullHandover
-from commutator.engine.handover.read_plan import ReadPlan, plan_reads
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.engine import LaunchContext, ModelConfig
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.tier import Direction
+from commutator.contract.worker import PullStatistics, WorkerRecord
+from commutator.engine.client import TokenApiClient
+from commutator.engine.process import EngineStart
+from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineUnavailableError
-from commutator.text import load_text_model
-from commutator.transfer import BlockMove, Direction
-from commutator.transfer.nixl_library import make_agent
-from commutator.transfer.plan import plan_batches
-from commutator.types import GenerateRequest, SamplingParams, WorkerRecord
+from commutator.kv.transfer.protocol import ExportedMemory, PullHandover
+from commutator.kv.transfer.reader import ReadPlan, plan_reads
+from commutator.kv.transfer.sources import Sources
+from commutator.nixl.library import make_agent
+from commutator.nixl.moves import BlockMove, plan_batches
+from commutator.tokenizer.load import load_text_model
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.plugin import ReferenceConnector
 from commutator_reference.server import ReferenceServer
@@ -94,17 +99,17 @@ async def bandwidths(pair: Pair, prompt: Sequence[int]) -> tuple[float, float]:
     await first_token(pair.prefill, asked)  # from now on it is cached there
     raw = await RawNixl.connected(pair)
     ours_s, raw_s, size_bytes = list[float](), list[float](), 0
-    with patch("commutator.engine.handover.read_lane.plan_reads", plan_and_record):
+    with patch("commutator.kv.transfer.reader.plan_reads", plan_and_record):
         for number in range(ROUNDS + 1):
             await forget(pair.decode)
             recorded.clear()
             before = await counted(pair.decode)
             await handed_over(pair, asked)
             after = await counted(pair.decode)
-            size_bytes = after["pulled_bytes"] - before["pulled_bytes"]
+            size_bytes = after.pulled_bytes - before.pulled_bytes
             taken_s = await asyncio.to_thread(raw.read, list(recorded))
             if number:  # the first one connects
-                ours_s.append(after["pull_s"] - before["pull_s"])
+                ours_s.append(after.pull_s - before.pull_s)
                 raw_s.append(taken_s)
     return size_bytes / min(ours_s), size_bytes / min(raw_s)
 
@@ -112,20 +117,21 @@ async def bandwidths(pair: Pair, prompt: Sequence[int]) -> tuple[float, float]:
 class RawNixl:
     """One request for everything, asked after without a pause: the least that NIXL can be given."""
 
-    def __init__(self, own: dict[str, Any], metadata: bytes) -> None:
+    def __init__(self, own: ExportedMemory, metadata: bytes) -> None:
         self._name = f"raw-{uuid.uuid4().hex}"
         self._nixl = make_agent(self._name)
         self._nixl.create_backend("UCX", {})
-        arena = (own["address"], own["block_bytes"] * own["blocks"], 0, "")
+        arena = (own.address, own.block_bytes * own.blocks, 0, "")
         self._nixl.register_memory([arena], "DRAM", ["UCX"])
         peer = self._nixl.add_remote_agent(metadata)
         self._peer = peer.decode() if isinstance(peer, bytes) else peer
 
     @classmethod
     async def connected(cls, pair: Pair) -> RawNixl:
-        own = await pair.decode.handover("hello", {}, timeout_s=60)
-        peer = await pair.prefill.handover("hello", {}, timeout_s=60)
-        return await asyncio.to_thread(cls, own, peer["metadata"])
+        sources = Sources()
+        own, peer = [await sources.memory(arena_address(each)) for each in pair.records[::-1]]
+        await sources.close()
+        return await asyncio.to_thread(cls, own, peer.metadata)
 
     def read(self, moves: Sequence[BlockMove]) -> float:
         """Seconds, from making the request to its end."""
@@ -150,14 +156,16 @@ class RawNixl:
 async def handed_over(pair: Pair, asked: GenerateRequest) -> tuple[float, float]:
     """Seconds to the decode worker's first token, and what of them came after the prefill."""
     style, (prefill, decode) = PullHandover(), pair.records
-    legs = HandoverLegs(uuid.uuid4().hex, asked, prefill, decode, timeout_s=600)
+    handover = HandoverRequest(
+        handover_id=uuid.uuid4().hex, request=asked, prefill=prefill, decode=decode, timeout_s=600
+    )
 
     async def prefilled_s() -> float:
-        await first_token(pair.prefill, style.prefill_request(legs))
+        await first_token(pair.prefill, style.prefill_request(handover))
         return time.perf_counter()
 
     prefilling = asyncio.create_task(prefilled_s())
-    taken_s = await first_token(pair.decode, style.decode_request(legs, None))
+    taken_s = await first_token(pair.decode, style.decode_request(handover, None))
     return taken_s, max(0.0, time.perf_counter() - await prefilling)
 
 
@@ -183,15 +191,23 @@ async def first_token(client: TokenApiClient, asked: GenerateRequest) -> float:
 
 
 def request(prompt: Sequence[int]) -> GenerateRequest:
-    """A prompt that nobody has cached."""
+    """A prompt that is cached nowhere."""
     name = uuid.uuid4().hex
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(name, list(prompt), sampling, cache_salt=name)
+    return GenerateRequest(
+        request_id=name, token_ids=list(prompt), sampling=sampling, cache_salt=name
+    )
 
 
-async def counted(client: TokenApiClient) -> dict[str, Any]:
-    pulls: dict[str, Any] = (await client.handover("statistics", {}))["pulls"]
-    return pulls
+async def counted(client: TokenApiClient) -> PullStatistics:
+    return (await client.handover_statistics()).pulls
+
+
+def arena_address(record: WorkerRecord) -> str:
+    """Of the worker's exporter."""
+    if record.info.handover is None or record.info.handover.address is None:
+        raise RuntimeError(f"{record.worker_id} hands no KV over")
+    return record.info.handover.address
 
 
 @contextmanager
@@ -200,7 +216,9 @@ def prefill_process() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
-        context = LaunchContext("prefill", MODEL, "127.0.0.1", port, Path(folder))
+        context = LaunchContext(
+            worker_id="prefill", model=MODEL, host="127.0.0.1", port=port, state_dir=Path(folder)
+        )
         launched = ReferenceConnector().launch_plan(evolve(CONFIG, role="prefill"), context)
         env = {**os.environ, **launched.env, "COMMUTATOR_LOG_LEVEL": "WARNING"}
         with subprocess.Popen(launched.argv, env=env) as process:
@@ -240,4 +258,11 @@ async def connected(address: str) -> TokenApiClient:
 
 async def record_of(client: TokenApiClient) -> WorkerRecord:
     address = client.address
-    return WorkerRecord(address, "e", "reference", MODEL.name, address, await client.start())
+    return WorkerRecord(
+        worker_id=address,
+        engine="e",
+        kind="reference",
+        model=MODEL.name,
+        address=address,
+        info=await client.start(),
+    )

@@ -14,14 +14,17 @@ from functools import partial
 from hashlib import sha256
 
 from bench.result import Figure
-from commutator.kv.actions import StoreBlocks
-from commutator.kv.eviction import EvictionPolicy
-from commutator.kv.keys import BlockKey
-from commutator.kv.manager import KvManager
-from commutator.kv.offer import BlockFacts, Offer
-from commutator.kv.tier import Stored
-from commutator.kv.tier_book import TierSpec
-from commutator_eviction import Arc, LeafFirst, Lru, S3Fifo, TinyLfu
+from commutator.contract.block import BlockDescriptor, BlockKey, RetentionHints
+from commutator.contract.eviction import EvictionPolicy
+from commutator.contract.tier import StoredBlock
+from commutator.kv.block_manager.actions import StoreBlocks
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.manager import BlockManager
+from commutator_eviction.arc import Arc
+from commutator_eviction.leaf_first import LeafFirst
+from commutator_eviction.lru import Lru
+from commutator_eviction.s3fifo import S3Fifo
+from commutator_eviction.tinylfu import TinyLfu
 
 SIZES = (10_000, 100_000, 1_000_000)
 PROMPT_BLOCKS = 512
@@ -35,23 +38,28 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 }
 
 
-def chain(number: int, blocks: int = PROMPT_BLOCKS) -> list[Offer]:
+def chain(number: int, blocks: int = PROMPT_BLOCKS) -> list[BlockDescriptor]:
     """A prompt that shares nothing with others."""
     keys = [sha256(f"{number}:{depth}".encode()).digest() for depth in range(blocks)]
     parents: list[BlockKey | None] = [None, *keys]
     return [
-        Offer(
-            key=key, parent=parents[depth], token_ids=(depth,) * 16, facts=BlockFacts(depth=depth)
+        BlockDescriptor(
+            key=key,
+            parent=parents[depth],
+            token_ids=(depth,) * 16,
+            facts=RetentionHints(depth=depth),
         )
         for depth, key in enumerate(keys)
     ]
 
 
-def store(manager: KvManager, offers: list[Offer]) -> None:
+def store(manager: BlockManager, offers: list[BlockDescriptor]) -> None:
     """Offer blocks and let their stores succeed."""
     for action in manager.offer(offers, 0.0):
         if isinstance(action, StoreBlocks):
-            written = [Stored(key=key, slot=0, size_bytes=1, checksum=0) for key in action.keys]
+            written = [
+                StoredBlock(key=key, slot=0, size_bytes=1, checksum=0) for key in action.keys
+            ]
             manager.finish_store(action.move_id, written, {}, 0.0)
 
 
@@ -63,10 +71,10 @@ def measure(policy: str, blocks: int) -> dict[str, float]:
         name="dram",
         medium="CPU",
         capacity_blocks=capacity,
-        eviction=POLICIES[policy](capacity),
+        eviction=POLICIES[policy],
     )
-    manager = KvManager([tier])
-    last: list[Offer] = []
+    manager = BlockManager([tier])
+    last: list[BlockDescriptor] = []
     for number in range(prompts):
         last = chain(number)
         store(manager, last)

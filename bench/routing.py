@@ -17,9 +17,10 @@ from attrs import frozen
 
 from bench.peers import DynamoPeer
 from bench.result import Figure
-from commutator.kv.events import BlockRemoved, BlockStored, EventBatch, decode_batch, encode_batch
-from commutator.kv.hashing import local_block_hashes, sequence_hashes
-from commutator.routing.prefix_index import PrefixIndex
+from commutator.contract.block import BlockRemoved, BlockStored, EventBatch
+from commutator.kv_events.codec import decode_batch, encode_batch
+from commutator.routing.prefix_index.hashing import local_block_hashes, sequence_hashes
+from commutator.routing.prefix_index.index import PrefixIndex
 
 BLOCK_SIZE = 16
 TOKENS = 9_000
@@ -52,11 +53,16 @@ class Prompt:
     @property
     def stored(self) -> BlockStored:
         tokens = tuple(self.token_ids[: len(self.local) * BLOCK_SIZE])
-        return BlockStored(tuple(self.names), None, tokens, BLOCK_SIZE)
+        return BlockStored(
+            block_hashes=tuple(self.names),
+            parent_block_hash=None,
+            token_ids=tokens,
+            block_size=BLOCK_SIZE,
+        )
 
     @property
     def removed(self) -> BlockRemoved:
-        return BlockRemoved(tuple(self.names))
+        return BlockRemoved(block_hashes=tuple(self.names))
 
     def index(self, workers: int) -> PrefixIndex:
         """So many workers hold the whole prompt."""
@@ -76,7 +82,10 @@ def hashing(prompt: Prompt) -> dict[str, float]:
 def applying(prompt: Prompt) -> dict[str, float]:
     """Events that store and remove the prompt's blocks, while another worker holds them."""
     index = prompt.index(1)
-    bodies = [encode_batch(EventBatch(0.0, (event,))) for event in (prompt.stored, prompt.removed)]
+    bodies = [
+        encode_batch(EventBatch(timestamp_s=0.0, events=(event,)))
+        for event in (prompt.stored, prompt.removed)
+    ]
 
     def from_the_wire() -> None:
         for body in bodies:

@@ -64,9 +64,9 @@ def _deployment(folder: Path, s3: dict[str, Any]) -> Path:
 
 
 def _ours(file: Path, rates: Rates) -> None:
-    command = [Path(sys.executable).with_name("commutator"), "kv", "bench", file, "--json"]
     size = ["--block-kib", BLOCK_KIB, "--total-mib", TOTAL_MIB, "--rounds", ROUNDS]
-    for line in json.loads(_output([*command, *size])):
+    output = _output([sys.executable, "-m", "bench.tier_speed", file, *size])
+    for line in map(json.loads, output.splitlines()):
         tier, operation = line["tier"], line["operation"]
         rates[tier, operation, "ours"].append(line["gb_per_s"])
         for way, rate in line["raw_gb_per_s"].items():
@@ -89,6 +89,7 @@ def _output(command: list[Any]) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        cwd=ROOT,
         timeout=TIMEOUT_S,
     )
     return done.stdout

@@ -17,18 +17,11 @@ from typing import Any
 from attrs import frozen
 
 from bench.result import Figure
-from commutator.kv.arena import BlockArena, bytes_at
-from commutator.kv.checksum import checksum
-from commutator.transfer import (
-    BlockMove,
-    Direction,
-    Memory,
-    Region,
-    Span,
-    TransferAgent,
-    move_blocks,
-)
-from commutator.transfer.nixl_library import make_agent
+from commutator.contract.tier import Direction, Memory, Region, Span
+from commutator.kv.arena import BlockArena, bytes_at, checksum
+from commutator.nixl.agent import TransferAgent
+from commutator.nixl.library import make_agent
+from commutator.nixl.moves import BlockMove, move_blocks
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64
@@ -60,8 +53,8 @@ def run() -> list[Figure]:
         descriptor = os.open(Path(folder) / "segment", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
             os.posix_fallocate(descriptor, 0, TOTAL_BYTES)
-            file = Region(Memory.FILE, Span(0, TOTAL_BYTES, descriptor))
-            dram = Region(Memory.DRAM, theirs)
+            file = Region(memory=Memory.FILE, span=Span(0, TOTAL_BYTES, descriptor))
+            dram = Region(memory=Memory.DRAM, span=theirs)
             cases = [
                 Case("DRAM to DRAM", Direction.READ, dram, "UCX"),
                 Case("DRAM to file, O_DIRECT", Direction.WRITE, file, "POSIX"),

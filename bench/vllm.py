@@ -23,7 +23,7 @@ import yaml
 from bench.needs import needs
 from bench.result import Figure
 from bench.vllm_client import ClientRun, bench_serve
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUTERS = {
@@ -91,7 +91,7 @@ def front_door(supervisor: int) -> psutil.Process:
     (found,) = (
         process
         for process in psutil.Process(supervisor).children(recursive=True)
-        if "commutator.runtime.frontend_process" in process.cmdline()
+        if "commutator.frontend.process" in process.cmdline()
     )
     return found
 

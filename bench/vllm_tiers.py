@@ -23,10 +23,10 @@ from bench.recall import bucket
 from bench.result import Figure
 from bench.vllm import PYTHON
 from commutator.config.kinds import config_converter
-from commutator.config.model import TierConfig
+from commutator.contract.tier import TierConfig
 from commutator.plugins import load_plugins
-from commutator.schema import structure
-from commutator.text import load_text_model
+from commutator.schema.structure import structure
+from commutator.tokenizer.load import load_text_model
 
 LENGTHS = (128, 512, 1024)
 ROUNDS = 3
@@ -55,7 +55,7 @@ def run() -> list[Figure]:
 @contextmanager
 def servers() -> Iterator[dict[str, str]]:
     """The URL of each, by what lies below it."""
-    from tests.support.vllm_server import running_vllm  # noqa: PLC0415 - brings the test tools
+    from tests.support.vllm_server import running_vllm
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

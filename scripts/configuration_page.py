@@ -10,10 +10,13 @@ from typing import Any, get_args
 
 import attrs
 
-from commutator.config.model import Config, DisaggregationConfig, RouterConfig, TierConfig
-from commutator.config.secret import Secret
+from commutator.config.model import Config
+from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.frontend import FrontendConfig
+from commutator.contract.routing import RouterConfig, RouteStage
+from commutator.contract.settings import Secret
+from commutator.contract.tier import TierConfig
 from commutator.plugins import load_plugins
-from commutator.routing.stages import RouteStage
 from commutator.schema.structure import describe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "configuration.md"
@@ -31,7 +34,13 @@ def page() -> str:
     attrs.resolve_types(Config, include_extras=True)
     for field in attrs.fields(Config):
         parts.append(f"## `{field.name}`\n\n{field.metadata['doc']}\n")
-        seam = {"engines": host.engines, "router": host.routers, "tiers": host.tiers}
+        seam = {
+            "engines": host.engines,
+            "router": host.routers,
+            "tiers": host.tiers,
+            "registry": host.registries,
+            "launcher": host.launchers,
+        }
         if field.name == "router":
             parts.append(
                 "Every policy has the options from `block_size` to `busy`; the stages of the "
@@ -43,7 +52,15 @@ def page() -> str:
             parts.append(table(TierConfig))
             parts += inner("tiers[]", TierConfig)
             parts += kinds(host.evictions, "tiers[].eviction, ")
-        if field.name == "disaggregation":
+        if field.name == "frontend":
+            parts.append("Of every kind:\n")
+            parts.append(table(FrontendConfig))
+            parts += kinds(host.frontends, base=FrontendConfig)
+            for kind in host.frontends.kinds.values():
+                parts += inner("frontend", kind.config_class)
+        elif field.name == "observers":
+            parts.append("No observer is installed; see [an example](../examples/csv_observer/).\n")
+        elif field.name == "disaggregation":
             parts.append("Of every kind:\n")
             parts.append(table(DisaggregationConfig))
             parts += kinds(host.disaggs, base=DisaggregationConfig)
@@ -72,9 +89,9 @@ def inner(path: str, cls: Any) -> Iterator[str]:
 
 
 def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None) -> Iterator[str]:
-    """``base``: its options are told elsewhere. ``made_of``: the stages of policies."""
+    """``base``: its options are listed elsewhere. ``made_of``: the stages of policies."""
     for name, kind in sorted(register.kinds.items()):
-        yield f"### `{where}kind: {name}`\n\nFrom `{kind.distribution}` ({kind.stability}).\n"
+        yield f"### `{where}kind: {name}`\n\nFrom `{kind.origin.distribution}` ({kind.stability}).\n"
         yield table(kind.config_class, base)
         for field in attrs.fields(kind.config_class):
             part = class_of(field)
@@ -91,7 +108,7 @@ def stages(option: str, base: Any, register: Any) -> Iterator[str]:
         if issubclass(kind.config_class, base):
             yield f"### `{option}, kind: {name}`\n"
             what = inspect.getdoc(kind.config_class)
-            yield f"{what} From `{kind.distribution}` ({kind.stability}).\n"
+            yield f"{what} From `{kind.origin.distribution}` ({kind.stability}).\n"
             yield table(kind.config_class)
 
 

@@ -6,6 +6,7 @@ import sys
 
 import cli_page
 import configuration_page
+import contract_page
 import docs_console
 import engines_page
 import http_page
@@ -14,6 +15,7 @@ import metrics_page
 if __name__ == "__main__":
     cli_page.write()
     configuration_page.write()
+    contract_page.write()
     engines_page.write()
     http_page.write()
     metrics_page.write()

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from commutator.frontend.requests import (
+from commutator_openai.protocol.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -34,8 +34,8 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | request header | meaning |
 |---|---|
 | `Authorization: Bearer KEY` | needed when `frontend.api_keys` is set |
-| `X-Request-Id` | your id for the request; one is made otherwise. It comes back in the answer |
-| `X-Request-Timeout-S` | give up after so many seconds, if less than `frontend.request_timeout_s` |
+| `X-Request-Id` | your id for the request; a random one by default. The answer repeats it |
+| `X-Request-Timeout-S` | give up after this many seconds, if less than `frontend.request_timeout_s` |
 | `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON |
 
 Every answer names its worker in `X-Commutator-Worker`.
@@ -46,7 +46,7 @@ Always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`:
 
 | status | when |
 |---|---|
-| 400 | a wrong value or an unknown field (`param` names it); a prompt that is too long (both lengths are told) |
+| 400 | a wrong value or an unknown field (`param` names it); a prompt that is too long (the message has both lengths) |
 | 401 | no or a wrong API key |
 | 404, 405 | no such model, path or method |
 | 413 | the body is over `frontend.max_body_bytes` |
@@ -59,10 +59,10 @@ An error after a stream began is sent as an event with the same `error` object, 
 
 ## What only the engine does
 
-Tools, JSON schemas, images and `suffix` are not served by the front door. Where a model's workers take OpenAI
-requests themselves (`vllm`, `sglang`, `trtllm`), such a request goes to one of them as it came, and its answer comes
-back as it is; it is routed like every other, by its prefix where the prompt can be rendered here, but it does not go
-on at another worker when its own is lost. Everywhere else it is refused with 400, never ignored.
+The front door does not serve tools, JSON schemas, images and `suffix`. Where a model's workers take OpenAI
+requests themselves (`vllm`, `sglang`, `trtllm`), it passes such a request to one of them and returns the answer unchanged.
+The request is routed like every other, by its prefix if the prompt can be rendered here, but no other worker continues
+it when its own is lost. Other models refuse it with 400; it is never ignored.
 """
 
 

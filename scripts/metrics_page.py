@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from commutator.observe.metrics import FrontendMetrics
+from commutator.metrics.frontend import FrontendMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
@@ -54,7 +54,7 @@ How long one routing decision takes, at the 99th percentile:
 histogram_quantile(0.99, sum by (le) (rate(commutator_router_decision_seconds_bucket[5m])))
 ```
 
-How much of what tiers had was not used, by reason (`commutator kv stats` tells the same of one moment):
+How much of what tiers had was not used, by reason (`commutator kv stats` shows the same):
 
 ```promql
 sum by (tier, reason) (rate(commutator_kv_not_loaded_total[5m]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from commutator import DisaggPolicy
-from commutator.testing import DisaggContract
+from commutator.contract.disagg import DisaggPolicy
 from commutator_disagg import (
     Always,
     Conditional,
@@ -13,6 +12,7 @@ from commutator_disagg import (
     FixedConfig,
     Never,
 )
+from commutator_testing.disagg import DisaggContract
 
 
 class TestAlways(DisaggContract):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from commutator import EvictionPolicy
-from commutator.testing import EvictionContract
-from commutator_eviction import Arc, LeafFirst, Lru, S3Fifo, TinyLfu
+from commutator.contract.eviction import EvictionPolicy
+from commutator_eviction.arc import Arc
+from commutator_eviction.leaf_first import LeafFirst
+from commutator_eviction.lru import Lru
+from commutator_eviction.s3fifo import S3Fifo
+from commutator_eviction.tinylfu import TinyLfu
+from commutator_testing.eviction import EvictionContract
 
 
 class TestLru(EvictionContract):

@@ -11,14 +11,17 @@ from unittest.mock import patch
 import pytest
 from tests.support.oracle import SOURCE, greedy
 
-from commutator import EngineClient, ModelConfig
-from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
-from commutator.engine.handover import HandoverStyle, PullHandover
-from commutator.testing import EngineContract
-from commutator.text import load_text_model
+from commutator.contract.disagg import HandoverStyle
+from commutator.contract.engine import EngineClient, ModelConfig
+from commutator.engine.client import TokenApiClient
+from commutator.engine.process import EngineStart
+from commutator.engine.server import TokenApiServer
+from commutator.kv.transfer.protocol import PullHandover
+from commutator.tokenizer.load import load_text_model
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.loading import load_model
+from commutator_reference.model import load_model
 from commutator_reference.server import ReferenceServer
+from commutator_testing.engines import EngineContract
 
 pytestmark = pytest.mark.slow
 

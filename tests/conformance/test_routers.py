@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from commutator import RoutingPolicy
-from commutator.testing import RouterContract
+from commutator.contract.routing import RoutingPolicy
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo, RandomChoice
-from commutator_kv import KvRouter, KvRouterConfig
-from commutator_pipeline import Pipeline, PipelineConfig
+from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import (
     DrawPicker,
     FewestPrefillTokens,
@@ -16,6 +15,7 @@ from commutator_pipeline.stages import (
 )
 from commutator_round_robin import RoundRobin, RoundRobinConfig
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
+from commutator_testing.routers import RouterContract
 
 
 class TestRoundRobin(RouterContract):

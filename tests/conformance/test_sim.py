@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from commutator import EngineClient
-from commutator.engine import TokenApiClient, TokenApiServer
-from commutator.engine.handover import HandoverStyle, PullHandover
-from commutator.testing import EngineContract
-from commutator_sim import SimConfig, SimTier
+from commutator.contract.disagg import HandoverStyle
+from commutator.contract.engine import EngineClient
+from commutator.engine.client import TokenApiClient
+from commutator.engine.server import TokenApiServer
+from commutator.kv.transfer.protocol import PullHandover
+from commutator_sim.config import SimConfig, SimTier
 from commutator_sim.engine import SimEngine
+from commutator_testing.engines import EngineContract
 
 
 class SimContract(EngineContract):

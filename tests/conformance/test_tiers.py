@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from commutator.kv import StorageTier
-from commutator.testing import TierContract
-from commutator_dram import DramConfig, DramTier
-from commutator_hbm import HbmConfig, HbmTier
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator.contract.tier import StorageTier
+from commutator_dram.tier import DramConfig, DramTier
+from commutator_hbm.tier import HbmConfig, HbmTier
+from commutator_nvme.config import NvmeConfig
+from commutator_nvme.tier import NvmeTier
+from commutator_testing.tiers import TierContract
 
 
 class TestDram(TierContract):

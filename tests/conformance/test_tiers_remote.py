@@ -9,11 +9,12 @@ from typing import ClassVar
 import pytest
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
-from commutator import Secret
-from commutator.kv import HEADER_BYTES, StorageTier
-from commutator.testing import TierContract
+from commutator.contract.settings import Secret
+from commutator.contract.tier import StorageTier
+from commutator.kv.tiers.codecs import HEADER_BYTES
 from commutator_s3.config import S3TierConfig
 from commutator_s3.tier import S3Tier
+from commutator_testing.tiers import TierContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

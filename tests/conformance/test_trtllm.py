@@ -15,13 +15,13 @@ from tests.support.tiny_llama import tiny_model
 from tests.support.trtllm.fake_source import until_ready
 from tests.support.trtllm.reference_source import ReferenceSource, running_stand_in
 
-from commutator import EngineClient, ModelConfig
-from commutator.engine.handover import HandoverStyle
-from commutator.testing import EngineContract
-from commutator.types import EngineInfo, WorkerRecord
+from commutator.contract.disagg import HandoverStyle
+from commutator.contract.engine import EngineClient, ModelConfig
+from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.model import LlamaModel
 from commutator_reference.server import ReferenceServer
+from commutator_testing.engines import EngineContract
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.handover import ContextFirst
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
@@ -71,7 +71,14 @@ class TestTrtllm(EngineContract):
     def worker_record(self, client: EngineClient, info: EngineInfo) -> WorkerRecord:
         assert isinstance(client, TrtllmClient)
         name = client.address
-        return WorkerRecord(name, "trtllm", info.kind, info.model, name, info)
+        return WorkerRecord(
+            worker_id=name,
+            engine="trtllm",
+            kind=info.kind,
+            model=info.model,
+            address=name,
+            info=info,
+        )
 
     async def spoil_kv(self, client: EngineClient) -> None:
         assert isinstance(client, TrtllmClient)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from commutator import Candidate, Overlap, RouteRequest
 from commutator.config.load import load_config
-from commutator.testing import make_candidate
+from commutator.contract.routing import Candidate, Overlap, RouteRequest
+from commutator_testing.routers import make_candidate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "prefer_local"
@@ -54,7 +54,8 @@ def test_what_it_quotes_is_what_there_is() -> None:
 def test_every_stage_that_comes_along_is_described(found: list[EntryPoint], tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(REST)
     kinds = load_config([tmp_path / "c.yaml"], found=found).host.stages.kinds
-    ours = [name for name, kind in kinds.items() if kind.distribution == "commutator-pipeline"]
+    origin = "commutator-pipeline"
+    ours = [name for name, kind in kinds.items() if kind.origin.distribution == origin]
     assert len(ours) == 6
     assert all(f"| `{name}` |" in PAGE for name in ours)
 
@@ -81,4 +82,4 @@ def test_the_third_party_scorer(found: list[EntryPoint], tmp_path: Path) -> None
 
 
 def request() -> RouteRequest:
-    return RouteRequest("r", "m", prompt_tokens=160, block_size=16)
+    return RouteRequest(request_id="r", model="m", prompt_tokens=160, block_size=16)

@@ -12,14 +12,16 @@ import yaml
 from bench.__main__ import SCENARIOS
 from click.testing import CliRunner
 
+import commutator
 from commutator import hookspecs
 from commutator.cli.main import COMMANDS, main
-from commutator.observe.metrics import FrontendMetrics
+from commutator.metrics.frontend import FrontendMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import cli_page  # noqa: E402 - these lie in scripts/
 import configuration_page  # noqa: E402
+import contract_page  # noqa: E402
 import docs_console  # noqa: E402
 import engines_page  # noqa: E402
 import http_page  # noqa: E402
@@ -27,7 +29,7 @@ import metrics_page  # noqa: E402
 
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OF_EXAMPLES = ("shortest_queue", "prefer_local", "deepest_first")
+OF_EXAMPLES = ("shortest_queue", "prefer_local", "deepest_first", "kind: csv")
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
 
 
@@ -65,9 +67,27 @@ def test_examples_are_valid(example: Path) -> None:
 def test_generated_pages_are_up_to_date() -> None:
     assert cli_page.PAGE.read_text() == cli_page.page(), "run `make docs`"
     assert configuration_page.PAGE.read_text() == configuration_page.page(), "run `make docs`"
+    assert contract_page.PAGE.read_text() == contract_page.page(), "run `make docs`"
     assert engines_page.PAGE.read_text() == engines_page.page(), "run `make docs`"
     assert http_page.PAGE.read_text() == http_page.page(), "run `make docs`"
     assert metrics_page.PAGE.read_text() == metrics_page.page(), "run `make docs`"
+
+
+def test_every_name_of_the_contract_has_a_docstring() -> None:
+    assert contract_page.undocumented() == []
+    described = {name for file in contract_page.MODULES for name in contract_page.read(file)[1]}
+    assert set(commutator.__all__) <= described
+
+
+def test_a_name_without_a_docstring_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = '"""M."""\n__all__ = ["A", "b"]\nclass A:\n    x: int\n    def f(self): ...\nb = 1\n'
+    (tmp_path / "m.py").write_text(source)
+    monkeypatch.setattr(contract_page, "MODULES", [tmp_path / "m.py"])
+    assert contract_page.undocumented() == ["m.A", "m.A.x", "m.A.f", "m.b"]
+    with pytest.raises(contract_page.UndocumentedError, match=r"m\.A, m\.A\.x, m\.A\.f, m\.b"):
+        contract_page.page()
 
 
 def test_every_command_that_a_help_lists_has_its_own() -> None:
@@ -105,10 +125,13 @@ def test_every_benchmark_has_its_line() -> None:
 
 def test_every_hook_has_its_heading() -> None:
     page = (ROOT / "docs" / "reference" / "hooks.md").read_text()
-    for hook, function in vars(hookspecs).items():
-        if hasattr(function, f"{hookspecs.PROJECT}_spec"):
-            arguments = ", ".join(inspect.signature(function).parameters)
-            assert f"### `{hook}({arguments})`" in page
+    headings = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    hooks = [
+        f"{hook}({', '.join(inspect.signature(function).parameters)})"
+        for hook, function in vars(hookspecs).items()
+        if hasattr(function, f"{hookspecs.PROJECT}_spec")
+    ]
+    assert sorted(headings) == sorted(hooks)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

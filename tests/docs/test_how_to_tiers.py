@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "tiers.md").read_text()
@@ -37,9 +37,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def kv(cluster: LocalCluster, *words: str) -> subprocess.CompletedProcess[str]:
-    url = [] if words[0] == "bench" else ["--url", cluster.url]
     return subprocess.run(
-        [sys.executable, "-m", "commutator", "kv", *words, *url],
+        [sys.executable, "-m", "commutator", "kv", *words, "--url", cluster.url],
         capture_output=True,
         text=True,
         check=False,

@@ -16,10 +16,10 @@ from tests.e2e.identity_prompts import PARAGRAPH, PROMPTS
 from tests.support.oracle import SOURCE
 
 from commutator.cli.main import main
-from commutator.engine import TokenApiClient
-from commutator.engine.handover import HandoverStatistics
-from commutator.testing import LocalCluster
-from commutator.text import load_text_model
+from commutator.contract.worker import TransferStatistics
+from commutator.engine.client import TokenApiClient
+from commutator.supervisor.local_cluster import LocalCluster
+from commutator.tokenizer.load import load_text_model
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ async def compare(lengths: Sequence[int]) -> None:
         assert all(each.nixl_bytes for each in pulled), "NIXL's own count, at both decode workers"
 
 
-async def handovers(cluster: LocalCluster) -> list[HandoverStatistics]:
+async def handovers(cluster: LocalCluster) -> list[TransferStatistics]:
     """What each decode worker counted."""
     counted = []
     for worker in cluster.health()["workers"]:

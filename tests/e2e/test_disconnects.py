@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from tests.e2e.conftest import MODEL
 
-from commutator.engine import TokenApiClient
-from commutator.testing import LocalCluster
-from commutator.types import EngineLoad
+from commutator.contract.worker import EngineLoad
+from commutator.engine.client import TokenApiClient
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

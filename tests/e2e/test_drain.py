@@ -14,8 +14,8 @@ from tests.support.draining import drain_in_turn
 from tests.support.streams import stream
 
 from commutator.cli.main import main
-from commutator.engine import TokenApiClient
-from commutator.testing import LocalCluster
+from commutator.engine.client import TokenApiClient
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ async def drained_in_turn(seconds: float) -> None:
         while time.monotonic() - began_s < seconds:
             worker = f"w-{turns % 3}"
             said = await asyncio.to_thread(command, "drain", worker, "--url", url, "--wait", "20")
-            assert said == f"{worker} gets nothing new, and has nothing left to do\n"
+            assert said == f"{worker} gets no new requests and has none left\n"
             listed = await asyncio.to_thread(command, "ls", "--url", url)
             assert f"{worker}  m  sim  draining" in listed
             await asyncio.sleep(0.3)

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.launched_servers import wait_for_workers
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def metrics(cluster: LocalCluster) -> dict[tuple[str, ...], float]:
 def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline_s, "it never came to pass"
+        assert time.monotonic() < deadline_s, "still not true after 60 s"
         time.sleep(0.05)
 
 
@@ -71,7 +71,7 @@ def test_a_worker_without_events_is_named_where_people_look() -> None:
     with LocalCluster(config()) as cluster:
         wait_for_workers(cluster, 2)
         until(lambda: causes(cluster) == {("mute-0", "no_source"), ("mute-0", "block_size")})
-        cluster.wait_for_log("worker mute-0 publishes no KV events, so what it has cached is guess")
+        cluster.wait_for_log("worker mute-0 publishes no KV events, so its cached blocks are")
         cluster.wait_for_log("worker mute-0 has blocks of 32 tokens where the router counts 16")
         read = metrics(cluster)
         assert read["commutator_router_event_warnings", "mute-0", "no_source"] == 1
@@ -94,11 +94,11 @@ def test_a_worker_without_events_is_named_where_people_look() -> None:
         assert read["commutator_router_event_messages_lost_total", "loud-0"] == 0
 
 
-def test_guessing_by_configuration_is_told_and_no_problem() -> None:
+def test_guessing_by_configuration_is_shown_and_no_problem() -> None:
     with LocalCluster(config(use_kv_events=False, block_size=32)) as cluster:
         wait_for_workers(cluster, 2)
         for worker in ("loud-0", "mute-0"):
-            cluster.wait_for_log(f"worker {worker}: what it has cached is guessed")
+            cluster.wait_for_log(f"worker {worker}: its cached blocks are guessed")
         assert causes(cluster) == set()
         assert ask(cluster)["overlap_blocks"] == 0
         assert ask(cluster)["overlap_blocks"] > 0

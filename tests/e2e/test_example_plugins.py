@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +29,16 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["shortest_queue", "parrot", "prefer_local", "deepest_first", "folder_tier"]
+    "name",
+    ["shortest_queue", "parrot", "prefer_local", "deepest_first", "folder_tier", "csv_observer"],
 )
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
     env = install(root, name, tmp_path / "site")
     tests = root / "docs" / "examples" / name / "tests"
+    empty = tmp_path / "pytest.ini"  # a third party's pytest has no configuration of ours
+    empty.write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", str(root / "pyproject.toml"), str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-c", str(empty), str(tests)],
         env={**os.environ, **env}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,3 +91,21 @@ def test_the_third_party_engine_answers(root: Path, tmp_path: Path) -> None:
             model="parrot", prompt="polly wants a cracker", max_tokens=4
         )
         assert answer.choices[0].text.strip().startswith("polly wants")
+
+
+def test_the_third_party_observer_writes_its_file(root: Path, tmp_path: Path) -> None:
+    env = install(root, "csv_observer", tmp_path / "site")
+    config = tmp_path / "cluster.yaml"
+    config.write_text(
+        (root / "examples" / "quickstart.yaml").read_text()
+        + f"\nobservers: [{{kind: csv, path: '{tmp_path}/requests-{{pid}}.csv'}}]\n"
+    )
+    with (
+        LocalCluster(config, env=env) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
+    ):
+        model = client.models.list().data[0].id
+        client.completions.create(model=model, prompt="Hello", max_tokens=2)
+    (written,) = tmp_path.glob("requests-*.csv")
+    (line,) = written.read_text().splitlines()
+    assert ",ok,2," in line

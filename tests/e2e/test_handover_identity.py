@@ -1,4 +1,4 @@
-"""Two real workers with tiers: greedy answers are the same whoever computes the prompt."""
+"""Two real workers with tiers: greedy answers are the same whichever computes the prompt."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tests.support.handover_rig import Worker, hand_over
 from tests.support.kv_rig import host
 from tests.support.oracle import SOURCE
 
-from commutator import LaunchContext, ModelConfig
 from commutator.config.kinds import config_converter
-from commutator.config.model import TierConfig
-from commutator.engine import TokenApiClient
+from commutator.contract.engine import LaunchContext, ModelConfig
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.tier import TierConfig
+from commutator.contract.worker import WorkerRecord
+from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineUnavailableError
-from commutator.schema import structure
-from commutator.text import load_text_model
-from commutator.types import GenerateRequest, SamplingParams, WorkerRecord
+from commutator.schema.structure import structure
+from commutator.tokenizer.load import load_text_model
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.plugin import ReferenceConnector
 
@@ -39,7 +40,9 @@ TIER = {"kind": "dram", "capacity": "300MB", "huge_pages": "off"}
 
 def greedy(token_ids: Sequence[int], salt: str | None = None) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(uuid.uuid4().hex, list(token_ids), sampling, cache_salt=salt)
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex, token_ids=list(token_ids), sampling=sampling, cache_salt=salt
+    )
 
 
 @asynccontextmanager
@@ -49,7 +52,9 @@ async def worker(folder: Path, name: str, **options: Any) -> AsyncIterator[Worke
     tier = structure(config_converter(host()), TIER, TierConfig)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    context = LaunchContext(name, MODEL, "127.0.0.1", port, folder, (tier,))
+    context = LaunchContext(
+        worker_id=name, model=MODEL, host="127.0.0.1", port=port, state_dir=folder, tiers=(tier,)
+    )
     launched = ReferenceConnector().launch_plan(config, context)
     process = await asyncio.create_subprocess_exec(
         sys.executable, *launched.argv[1:], env={**os.environ, **launched.env}
@@ -64,7 +69,14 @@ async def worker(folder: Path, name: str, **options: Any) -> AsyncIterator[Worke
                     break
                 except EngineUnavailableError:
                     await asyncio.sleep(0.1)
-        record = WorkerRecord(name, "reference", "reference", "smollm2", launched.address, info)
+        record = WorkerRecord(
+            worker_id=name,
+            engine="reference",
+            kind="reference",
+            model="smollm2",
+            address=launched.address,
+            info=info,
+        )
         yield Worker(client, record)
         await client.close()
     finally:
@@ -98,9 +110,9 @@ async def test_greedy_answers_are_those_of_one_worker(tmp_path: Path) -> None:
                 assert [token for delta in deltas for token in delta.token_ids] == answer
             for side in (prefill, decode):
                 await side.until_idle()
-        pulls = (await decode.client.handover("statistics", {}))["pulls"]
+        pulls = (await decode.client.handover_statistics()).pulls
         assert decode.record.info.handover is not None
         largest = max(map(len, prompts)) * decode.record.info.handover.token_bytes
-        assert pulls["nixl_bytes"] >= pulls["pulled_bytes"] > largest
-        assert pulls["pull_s"] > 0
-        assert not pulls["failed"]
+        assert pulls.nixl_bytes >= pulls.pulled_bytes > largest
+        assert pulls.pull_s > 0
+        assert not pulls.failed

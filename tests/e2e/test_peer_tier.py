@@ -9,16 +9,20 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.support.exporter import exporter, plain_geometry
 from tests.support.tier_mover import block_of, random_keys
 
-from commutator.kv import BlockArena, BlockKey, bytes_at, checksum
-from commutator.kv.block_io import IoContext
-from commutator.kv.tier_mover import TierMover
-from commutator.transfer import Direction, Memory, TransferAgent
-from commutator_peer import PeerTier, PeerTierConfig
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import Direction, Memory
+from commutator.kv.arena import BlockArena, bytes_at, checksum
+from commutator.kv.tiers.block_io import IoContext
+from commutator.kv.tiers.mover import TierMover
+from commutator.nixl.agent import TransferAgent
+from commutator_peer.config import PeerTierConfig
+from commutator_peer.tier import PeerTier
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -166,6 +170,12 @@ def test_a_killed_peer_costs_little_and_comes_back() -> None:
             assert mine.load(keys) == blocks_of(keys)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of the process has stopped; a signal reaches them one by one."""
+    states = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
+
+
 def test_a_peer_that_hangs_is_not_waited_for_and_recovers() -> None:
     keys = random_keys(4)
     with (
@@ -175,6 +185,7 @@ def test_a_peer_that_hangs_is_not_waited_for_and_recovers() -> None:
         assert None not in mine.tier.probe(keys[:1])
         mine.load(keys[:1])
         worker.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: is_stopped(worker.process.pid))
         for _ in range(3):
             started = time.monotonic()
             assert mine.tier.probe(keys) == [None] * 4
@@ -211,7 +222,7 @@ def test_nothing_can_be_stored() -> None:
     with reader() as mine:
         assert mine.tier.reserve(random_keys(2)) == [None, None]
         assert mine.tier.probe(random_keys(2)) == [None, None]
-        with pytest.raises(ValueError, match="only read"):
+        with pytest.raises(ValueError, match="read-only"):
             mine.tier.release([0])
 
 

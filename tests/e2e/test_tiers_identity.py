@@ -17,13 +17,11 @@ from tests.support.oracle import SOURCE
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.tiered_engine import TieredEngine
 
-from commutator.text import load_text_model, locate_model
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.tokenizer.load import load_text_model, locate_model
 from commutator_reference.arena import block_bytes
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.loading import load_model
-from commutator_reference.model import LlamaModel
-from commutator_reference.options import EngineOptions
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.model import LlamaModel, load_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -58,7 +56,7 @@ def expected(model: LlamaModel, prompts: list[list[int]]) -> list[list[int]]:
     made: dict[int, list[int]] = {key: [] for key in range(len(prompts))}
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     for key, prompt in enumerate(prompts):
-        engine.submit(key, GenerateRequest(str(key), prompt, greedy))
+        engine.submit(key, GenerateRequest(request_id=str(key), token_ids=prompt, sampling=greedy))
     while engine.load().running + engine.load().waiting:
         for key, delta in engine.step():
             made[key] += delta.token_ids
@@ -118,7 +116,7 @@ def test_memory_disk_and_s3_together(
         loaded = engine.loaded()
         print(f"\narena {num_blocks} blocks, prompts {total} blocks, loaded {loaded}")
         assert all(loaded.values()), loaded
-        for tier in engine.service.statistics().tiers:
+        for tier in engine.connector.statistics().tiers:
             assert set(tier.loads) <= {"loaded"}, tier
 
 
@@ -145,4 +143,4 @@ def test_one_tier(
         said = engine.answers(chosen, NEW_TOKENS, first_key=100, at_once=AT_ONCE)
         assert said == wanted
         engine.until_settled(120)
-        assert engine.loaded()[kind] > 100, engine.service.statistics()
+        assert engine.loaded()[kind] > 100, engine.connector.statistics()

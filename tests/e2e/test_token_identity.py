@@ -13,13 +13,10 @@ import pytest
 from tests.e2e.identity_prompts import PROMPTS
 from tests.support.oracle import SOURCE, greedy
 
-from commutator.text import load_text_model, locate_model
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.loading import load_model
-from commutator_reference.model import LlamaModel
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.tokenizer.load import load_text_model, locate_model
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.model import LlamaModel, load_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]  # prompts of 3,000 tokens, on a CPU
 
@@ -53,7 +50,9 @@ def run(
     while waiting or running:
         while waiting and len(running) < at_once:
             key = waiting.pop(0)
-            engine.submit(key, GenerateRequest(str(key), prompts[key], GREEDY))
+            engine.submit(
+                key, GenerateRequest(request_id=str(key), token_ids=prompts[key], sampling=GREEDY)
+            )
             running.add(key)
         for key, delta in engine.step():
             assert delta.error is None
@@ -86,8 +85,9 @@ def test_batched(model: LlamaModel, prompts: list[list[int]], expected: list[lis
 def test_chunked_prefill(
     model: LlamaModel, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    limits = SchedulerLimits(max_running_requests=8, max_tokens_per_step=37)
-    engine = make_engine(model, prefix_caching=False, limits=limits)
+    engine = make_engine(
+        model, prefix_caching=False, max_running_requests=8, max_tokens_per_step=37
+    )
     assert run(engine, prompts, at_once=8) == (expected, 0)
 
 

@@ -15,9 +15,9 @@ from tests.support.trtllm.fake_source import BLOCK, FakeSource
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
 
-from commutator.engine import free_ports
-from commutator.kv import BlockStored
-from commutator.testing import LocalCluster
+from commutator.contract.block import BlockStored
+from commutator.launcher.ports import free_ports
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,12 @@ async def test_attached() -> None:
         "engines": [{"kind": "trtllm", "url": f"http://127.0.0.1:{port}"}],
         "router": {"kind": "kv", "block_size": BLOCK},
     }
-    stored = BlockStored((7, 8), None, tuple(PROMPT[: 2 * BLOCK]), BLOCK)
+    stored = BlockStored(
+        block_hashes=(7, 8),
+        parent_block_hash=None,
+        token_ids=tuple(PROMPT[: 2 * BLOCK]),
+        block_size=BLOCK,
+    )
     cluster = LocalCluster(config, start_timeout_s=300)
     try:
         async with server(port) as (_, events):

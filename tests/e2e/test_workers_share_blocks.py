@@ -1,4 +1,4 @@
-"""The second worker reuses what lies in the first one's memory, and what it stored in S3."""
+"""The second worker reuses blocks from the first one's memory, and those it stored in S3."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.support.oracle import SOURCE
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.shared_workers import WorkerProbe, cluster_of, introduce
 
-from commutator.testing import LocalCluster
-from commutator.text import load_text_model
+from commutator.supervisor.local_cluster import LocalCluster
+from commutator.tokenizer.load import load_text_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -15,7 +15,8 @@ import os, pathlib, signal, subprocess, sys, threading, time
 from attrs import frozen
 from commutator import EngineClient, EngineConfig, EngineConnector, LaunchPlan, hookimpl, setting
 from commutator.engine import TokenApiClient, TokenEngine, engine_command, run_engine_process
-from commutator.types import EngineInfo, EngineLoad, FinishReason, TokenDelta
+from commutator.contract.request import FinishReason, TokenDelta
+from commutator.contract.worker import EngineInfo, EngineLoad
 
 
 @frozen(kw_only=True)
@@ -53,7 +54,14 @@ class Engine(TokenEngine):
     def start(self, emit):
         self.emit = emit
         threading.Thread(target=self.run, daemon=True).start()
-        return EngineInfo("stand_in", "1", self.model, 4096, 16, 256)
+        return EngineInfo(
+            kind="stand_in",
+            version="1",
+            model=self.model,
+            max_model_len=4096,
+            block_size=16,
+            kv_capacity_blocks=256,
+        )
 
     def run(self):
         while not self.stopping.wait(self.delay_s):
@@ -63,7 +71,7 @@ class Engine(TokenEngine):
                 reason = FinishReason.LENGTH if left == 1 else None
                 if reason:
                     self.requests.pop(key, None)
-                deltas.append((key, TokenDelta((token,), finish_reason=reason)))
+                deltas.append((key, TokenDelta(token_ids=(token,), finish_reason=reason)))
             self.emit(deltas)
 
     def submit(self, key, request):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import pytest
 from tests.support.streams import Answer, engine_processes, stream
 from tests.support.tiny_plugin import install
 
-from commutator.engine import TokenApiClient
+from commutator.contract.worker import TransferStatistics
+from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -97,17 +98,17 @@ class World:
         if self._paused is not None:
             os.kill(self._paused, signal.SIGCONT)
 
-    async def until(self, worker_id: str, what: Callable[[Mapping[str, Any]], bool]) -> None:
+    async def until(self, worker_id: str, what: Callable[[TransferStatistics], bool]) -> None:
         """Wait until the worker's own counters of hand-overs fit."""
         client = TokenApiClient((await self.addresses())[worker_id], answer_timeout_s=WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while not what(await client.handover("statistics", {})):
+            while not what(await client.handover_statistics()):
                 await asyncio.sleep(0.01)
         await client.close()
 
     async def transferring(self) -> str:
         """Wait until some blocks have been computed and are read; returns the decode worker."""
-        await self.until("p-0", lambda said: said["exports"]["held_blocks"] >= 8)
+        await self.until("p-0", lambda counted: counted.exports.held_blocks >= 8)
         health = await asyncio.to_thread(self.cluster.health)
         (busy,) = (
             w["worker_id"]
@@ -142,12 +143,12 @@ async def _left(address: str) -> bool:
     client = TokenApiClient(address, answer_timeout_s=WAIT_S)
     try:
         load = await client.load()
-        said = await client.handover("statistics", {})
+        counted = await client.handover_statistics()
     except CommutatorError:
         return True
     finally:
         await client.close()
-    held = (said["exports"]["active"], said["exports"]["held_blocks"], said["pulls"]["active"])
+    held = (counted.exports.active, counted.exports.held_blocks, counted.pulls.active)
     return any((load.running, load.waiting, load.kv_used_blocks, *held))
 
 
@@ -163,7 +164,7 @@ async def world(folder: Path, **disaggregation: Any) -> AsyncIterator[World]:
 
 
 async def check_whole(here: World, disturbed: Answer) -> None:
-    """Complete, and equal to an answer that nobody disturbs."""
+    """Complete, and equal to an undisturbed answer."""
     assert disturbed.outcome == "complete", disturbed
     assert disturbed.usage["completion_tokens"] == NEW_TOKENS
     await here.nothing_left()
@@ -177,7 +178,7 @@ async def check_whole(here: World, disturbed: Answer) -> None:
 )
 async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
-        await here.send("p-0", signal.SIGKILL)  # nobody may have noticed
+        await here.send("p-0", signal.SIGKILL)  # perhaps not noticed yet
         await check_whole(here, await here.begin("before"))
 
         answering = here.begin("during")
@@ -185,7 +186,7 @@ async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -
         await here.send("p-0", signal.SIGKILL)
         await check_whole(here, await answering)
         assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
-        await asyncio.to_thread(here.cluster.wait_for_log, "both legs stopped after")
+        await asyncio.to_thread(here.cluster.wait_for_log, "both sides stopped after")
 
         failed = await here.metric("commutator_handover_cancel_seconds_count")
         begun = asyncio.Event()
@@ -279,7 +280,7 @@ async def test_a_front_door_dies_and_a_client_leaves(tmp_path: Path) -> None:
 
         asking = here.begin("killed")
         await here.transferring()
-        (front_door,) = engine_processes(here.cluster, "commutator.runtime.frontend_process")
+        (front_door,) = engine_processes(here.cluster, "commutator.frontend.process")
         os.kill(front_door, signal.SIGKILL)
         with pytest.raises(aiohttp.ClientError):
             await asking

@@ -16,10 +16,17 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from tests.support.handover_rig import Worker, connect, hand_over, legs, request, tiny_worker
+from tests.support.handover_rig import (
+    Worker,
+    connect,
+    hand_over,
+    phases,
+    request,
+    tiny_worker,
+)
 
+from commutator.contract.request import TokenDelta
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
-from commutator.types import TokenDelta
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +108,7 @@ SLOWER = {"max_tokens_per_step": STEP_TOKENS, "step_pause_s": 0.3}
 async def test_the_prefill_worker_is_killed(when: str, expected: list[int]) -> None:
     async with process(silence_s=5.0) as decode:
         async with process(**SLOW, hangs_after_steps=6 if when == "during" else None) as prefill:
-            first, second = legs(request(prompt(1)), prefill.worker, decode.worker)
+            first, second = phases(request(prompt(1)), prefill.worker, decode.worker)
             prefilling = asyncio.create_task(prefill.worker.tokens(first))
             if when == "before":
                 prefill.send(signal.SIGKILL)
@@ -128,7 +135,7 @@ async def test_the_prefill_worker_is_killed(when: str, expected: list[int]) -> N
 async def test_the_decode_worker_is_killed(when: str, expected: list[int]) -> None:
     async with process(**SLOW) as prefill:
         async with process() as decode:
-            first, second = legs(request(prompt(1)), prefill.worker, decode.worker, lease_s=3.0)
+            first, second = phases(request(prompt(1)), prefill.worker, decode.worker, lease_s=3.0)
             prefilling = asyncio.create_task(prefill.worker.tokens(first))
             if when != "before":
                 decoding = asyncio.create_task(decode.worker.tokens(second))
@@ -141,7 +148,7 @@ async def test_the_decode_worker_is_killed(when: str, expected: list[int]) -> No
             else:
                 decode.send(signal.SIGKILL)
             await prefilling
-        # Nobody released anything but "after": the lease does.
+        # Only "after" was released; the lease releases the rest.
         await prefill.worker.until_idle()
         async with process() as other:
             deltas = await hand_over(request(prompt(1)), prefill.worker, other.worker)
@@ -152,7 +159,7 @@ async def test_the_decode_worker_is_killed(when: str, expected: list[int]) -> No
 
 async def test_the_prefill_worker_is_paused(expected: list[int]) -> None:
     async with process(silence_s=3.0) as decode, process(**SLOWER) as prefill:
-        first, second = legs(request(prompt(1)), prefill.worker, decode.worker, lease_s=3.0)
+        first, second = phases(request(prompt(1)), prefill.worker, decode.worker, lease_s=3.0)
         prefilling = asyncio.create_task(prefill.worker.tokens(first))
         decoding = asyncio.create_task(decode.worker.tokens(second))
         await asyncio.sleep(2 * SLOWER["step_pause_s"])
@@ -174,11 +181,10 @@ async def test_the_prefill_worker_is_paused(expected: list[int]) -> None:
 async def test_a_release_that_is_lost_costs_a_lease(expected: list[int]) -> None:
     """The decode leg never comes; it is as if its connection were cut before it could release."""
     async with process(**SLOW) as prefill, process() as decode:
-        first, _ = legs(request(prompt(1)), prefill.worker, decode.worker, lease_s=2.0)
+        first, _ = phases(request(prompt(1)), prefill.worker, decode.worker, lease_s=2.0)
         await prefill.worker.tokens(first)
         await prefill.worker.until_idle()
-        said = await prefill.worker.client.handover("statistics", {})
-        assert said["exports"]["lapsed"] == 1
+        assert (await prefill.worker.client.handover_statistics()).exports.lapsed == 1
         deltas = await hand_over(request(prompt(1)), prefill.worker, decode.worker)
         assert tokens(deltas) == expected
 
@@ -191,7 +197,7 @@ async def test_a_full_decode_arena_waits_and_then_gives_up(expected: list[int]) 
         patient = asyncio.create_task(
             hand_over(request(prompt(1)), prefill.worker, decode.worker, lease_s=3.0)
         )
-        with pytest.raises(EngineHandoverError, match="not there after"):
+        with pytest.raises(EngineHandoverError, match="did not arrive within"):
             await hand_over(
                 request(prompt(8)), prefill.worker, decode.worker, lease_s=3.0, timeout_s=0.3
             )

@@ -48,8 +48,10 @@ async def process(place: Namespace, **options: Any) -> AsyncIterator[Worker]:
         async with asyncio.timeout(120):
             port = json.loads(await started.stdout.readline())["port"]
         worker = await connect(f"{place.host}:{port}")
-        yield worker
-        await worker.client.close()
+        try:
+            yield worker
+        finally:
+            await worker.client.close()
     finally:
         if started.returncode is None:
             started.kill()
@@ -72,7 +74,7 @@ async def test_kv_by_a_slow_link_arrives_late_or_is_given_up(link: SlowLink) -> 
 
         await decode.client.reset_prefix_cache()
         link.limit(size_bytes // 100)
-        with pytest.raises(EngineHandoverError, match="not there after"):
+        with pytest.raises(EngineHandoverError, match=r"not there after|did not arrive"):
             await hand_over(request(PROMPT), prefill, decode, lease_s=2.0, timeout_s=1.0)
         # The decode worker computes it itself, while what was asked for may still come.
         assert await decode.tokens(request(PROMPT)) == expected

@@ -1,4 +1,4 @@
-"""kill -9 of a worker at a random token: its streams go on elsewhere, and nobody can tell."""
+"""kill -9 of a worker at a random token: its streams continue elsewhere, and no client notices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import random
 import re
 import signal
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from tests.support.streams import Answer, engine_processes, stream
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +73,21 @@ async def run_all(url: str, asked: Sequence[dict[str, Any]]) -> list[Answer]:
 async def run_and_kill(
     cluster: LocalCluster, module: str, asked: Sequence[dict[str, Any]], rng: random.Random
 ) -> list[Answer]:
-    """All streams at once; some worker is killed at some event of some stream.
+    """All streams at once; some worker is killed at some event of some stream."""
+    victim = rng.choice(sorted(engine_processes(cluster, module)))
+    return await run_and_strike(cluster, asked, rng, lambda: os.kill(victim, signal.SIGKILL))
+
+
+async def run_and_strike(
+    cluster: LocalCluster,
+    asked: Sequence[dict[str, Any]],
+    rng: random.Random,
+    strike: Callable[[], object],
+) -> list[Answer]:
+    """All streams at once; ``strike`` is called at some event of some stream.
 
     A busy machine sends several tokens in one event, so the stream may end before that one comes.
     """
-    victim = rng.choice(sorted(engine_processes(cluster, module)))
     witness, moment = rng.randrange(len(asked)), rng.randrange(1, asked[0]["max_tokens"] - 4)
     now = asyncio.Event()
     timeout = aiohttp.ClientTimeout(total=180)
@@ -96,7 +107,7 @@ async def run_and_kill(
         heard_enough = asyncio.create_task(now.wait())
         await asyncio.wait({heard_enough, tasks[witness]}, return_when=asyncio.FIRST_COMPLETED)
         heard_enough.cancel()
-        os.kill(victim, signal.SIGKILL)
+        strike()
         return await asyncio.gather(*tasks)
 
 
@@ -149,6 +160,48 @@ async def test_a_hundred_times() -> None:
 )
 async def test_a_real_model_goes_on_with_equal_tokens_greedy_and_seeded() -> None:
     await killed_rounds(REFERENCE, "commutator_reference", rounds=2, max_tokens=24, seed=3)
+
+
+CORRUPT = """
+import sys
+from pathlib import Path
+
+if "commutator_reference" in sys.orig_argv:
+    from commutator_reference.scheduler import Scheduler
+
+    complete = Scheduler.complete
+
+    def corrupt(self, step):
+        complete(self, step)
+        try:
+            Path(__file__).with_name("corrupt").unlink()
+        except FileNotFoundError:
+            return
+        raise AssertionError("a block is held by no request")
+
+    Scheduler.complete = corrupt
+"""
+
+
+async def test_a_worker_whose_accounting_is_corrupt_is_restarted_and_its_streams_migrate(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CORRUPT)
+    asked = bodies(24)
+    with LocalCluster(deployment(REFERENCE), env={"PYTHONPATH": str(tmp_path)}) as cluster:
+        expected = await run_all(cluster.url, asked)
+        before = set(engine_processes(cluster, "commutator_reference"))
+        corrupt = (tmp_path / "corrupt").touch
+        got = await run_and_strike(cluster, asked, random.Random(6), corrupt)
+        if (tmp_path / "corrupt").exists():  # the streams had just ended
+            got = await run_all(cluster.url, asked)
+        compare(got, expected)
+        assert metric(cluster, "commutator_migrations_total") > 0
+        assert "block accounting failed; the process ends" in cluster.log()
+        assert "AssertionError: a block is held by no request" in cluster.log()
+        await until_ready(cluster, 3)
+        after = set(engine_processes(cluster, "commutator_reference"))
+        assert len(before - after) == len(after - before) == 1
 
 
 async def test_without_migration_the_streams_end_cleanly_with_an_error() -> None:

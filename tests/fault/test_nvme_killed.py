@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from commutator.kv import SlotGeometry
-from commutator.testing import TierUser
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator.contract.tier import SlotGeometry
+from commutator_nvme.config import NvmeConfig
+from commutator_nvme.tier import NvmeTier
+from commutator_testing.tier_user import TierUser
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, setups
 
-from commutator.kv import BlockStored
+from commutator.contract.block import BlockStored
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +35,8 @@ def start(folder: Path) -> KvRig:
 
 def store_and_die(folder: Path) -> None:
     rig = start(folder)
-    rig.offer(OF_ALICE, tenant="alice")
-    rig.offer(OF_BOB, tenant="bob", lora_name="sql")
+    rig.offload(OF_ALICE, tenant="alice")
+    rig.offload(OF_BOB, tenant="bob", lora_name="sql")
     rig.settle()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +56,7 @@ def test_shares_and_events_are_as_before(tmp_path: Path) -> None:
         }
         assert told == {("alice", None): 4, ("bob", "sql"): 3}
         more = chain(3, 2)
-        rig.offer(more, tenant="alice")
+        rig.offload(more, tenant="alice")
         rig.settle()
         assert rig.tier("nvme").published == 7, "Alice makes room with her own blocks"
         assert rig.tier("nvme").removed == {"evicted": 2}

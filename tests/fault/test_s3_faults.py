@@ -12,9 +12,9 @@ from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.tier_mover import TierMover, block_of, geometry_of, random_keys
 
-from commutator import Secret
+from commutator.contract.settings import Secret
+from commutator.contract.tier import Direction
 from commutator.errors import ConfigError, TierError, TransferTimeoutError
-from commutator.transfer import Direction
 from commutator_s3.config import S3TierConfig
 from commutator_s3.tier import S3Tier
 
@@ -68,7 +68,9 @@ def test_open_fails_in_time_and_works_once_the_server_does(
         check_works(mover, seed=0)
 
 
-def test_mistakes_are_told_at_open(make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_at_open(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     geometry = geometry_of(BLOCK_BYTES)
     with pytest.raises(TierError, match="no such bucket; create it, or set create_bucket"):
         make_tier(bucket="nobody-made-this").open(geometry)

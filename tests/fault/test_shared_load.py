@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from tests.fault.test_two_front_doors import front_doors, health
 
-from commutator.runtime.load_sharing import ShareTimes
-from commutator.testing import LocalCluster
+from commutator.routing.replica_sync import ShareTimes
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -56,15 +56,15 @@ async def ask(socket: str, tokens: int) -> dict[str, Any]:
 async def in_flight(socket: str) -> tuple[int, int]:
     """Requests in flight: from this front door, and from both."""
     workers = (await health(socket))["workers"]
-    own, everybody = ("active_requests", "active_requests_of_all")
-    return sum(w[own] for w in workers), sum(w[everybody] for w in workers)
+    own, total = ("active_requests", "active_requests_of_all")
+    return sum(w[own] for w in workers), sum(w[total] for w in workers)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> float:
     """Seconds that it took."""
     started_s = time.monotonic()
     while not await condition():
-        assert time.monotonic() - started_s < timeout_s, "it never came to pass"
+        assert time.monotonic() - started_s < timeout_s, f"still not true after {timeout_s} s"
         await asyncio.sleep(0.01)
     return time.monotonic() - started_s
 

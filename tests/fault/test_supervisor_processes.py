@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tests.fault.stand_in_plugin import deployment, install, write
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def workers(cluster: LocalCluster) -> list[psutil.Process]:
 
 
 def frontends(cluster: LocalCluster) -> list[psutil.Process]:
-    return with_word(cluster, "frontend_process")
+    return with_word(cluster, "commutator.frontend.process")
 
 
 def guards(cluster: LocalCluster) -> list[psutil.Process]:
@@ -229,7 +229,7 @@ async def test_a_second_sigint_stops_at_once(env: dict[str, str]) -> None:
         assert await endless != "complete"
 
 
-def test_a_worker_that_cannot_start_is_tried_again_and_told(env: dict[str, str]) -> None:
+def test_a_worker_that_cannot_start_is_tried_again_and_reported(env: dict[str, str]) -> None:
     engines = [
         {"kind": "stand_in", "name": "good"},
         {"kind": "stand_in", "name": "bad", "crash": True},
@@ -263,7 +263,7 @@ def test_a_port_in_use_is_one_clear_error(env: dict[str, str], tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_machine_lacks_is_told_at_once(env: dict[str, str], tmp_path: Path) -> None:
+def test_what_the_machine_lacks_is_reported_at_once(env: dict[str, str], tmp_path: Path) -> None:
     config = deployment(
         models=[{"name": "m", "source": "/nowhere/m.gguf", "chat_template": "/nowhere/t.jinja"}],
         frontend={

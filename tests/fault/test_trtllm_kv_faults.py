@@ -14,11 +14,10 @@ from attrs import evolve
 from tests.support.trtllm.kv_executor import KvExecutor
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS
 
-from commutator.kv.block_io import BlockIo
-from commutator.kv.tier_setup import TierSetup
-from commutator.testing import FaultyIo, IoFaults
-from commutator_trtllm.kv_ranks import Ear, Ranks
-from commutator_trtllm.kv_words import Stage, Staged
+from commutator.kv.tiers.block_io import BlockIo
+from commutator.kv.tiers.setup import TierSetup
+from commutator_testing.faults import FaultyIo, IoFaults
+from commutator_trtllm.kv_staging import Ranks, Stage, Staged, StageServer
 
 DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off"}
 PROMPT = [1] * 4 * BLOCK_TOKENS + [2]
@@ -82,7 +81,7 @@ def test_a_rank_that_is_stuck_is_waited_for_once() -> None:
         go_on.wait(TIMEOUT_S)
         return Staged(wanted.number, 7)
 
-    ears = [Ear(lambda wanted: Staged(wanted.number, 5)), Ear(stuck)]
+    ears = [StageServer(lambda wanted: Staged(wanted.number, 5)), StageServer(stuck)]
     ranks = Ranks([ear.address for ear in ears])
     try:
         assert [ranks.stage(stage(number)) for number in (1, 2, 3)] == [0, 0, 0]
@@ -104,7 +103,7 @@ def test_an_ear_survives_what_it_hears() -> None:
             raise RuntimeError("a bug")
         return Staged(wanted.number, 2)
 
-    ear = Ear(answer)
+    ear = StageServer(answer)
     ranks = Ranks([ear.address])
     try:
         stranger: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)

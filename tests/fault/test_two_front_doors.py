@@ -18,9 +18,9 @@ import psutil
 import pytest
 from attrs import define, field
 
-from commutator.routing.index_snapshot import WorkerSnapshot
-from commutator.runtime.index_sharing import INDEX_SUFFIX, index_frames
-from commutator.testing import LocalCluster
+from commutator.routing.prefix_index.indexer import WorkerSnapshot
+from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, index_frames
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def front_doors(cluster: LocalCluster) -> dict[str, int]:
             command = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        if "commutator.runtime.frontend_process" in command:
+        if "commutator.frontend.process" in command:
             found[command[-1]] = process.pid
     return found
 
@@ -169,7 +169,7 @@ async def some_on_each(
 
 
 async def served(clients: list[Client], more: int) -> None:
-    """Wait until each client has had so many more answers."""
+    """Wait until each client has had that many more answers."""
     goals = [(client, len(client.statuses) + more) for client in clients]
     while any(len(client.statuses) < goal for client, goal in goals):
         await asyncio.sleep(0.01)
@@ -230,7 +230,7 @@ async def test_a_killed_front_door_is_warm_again_under_load(cluster: LocalCluste
         for client in clients:
             assert client.task is not None
             client.task.cancel()
-    cluster.wait_for_log("frontend-1 told of 4 workers' caches")
+    cluster.wait_for_log("frontend-1 sent the prefix index of 4 workers")
     lost = [port for client in clients for port in client.lost]
     assert set(lost) <= on_the_victim, "a request failed on another connection"
     assert len(lost) == len(set(lost)), "one request for each connection that was cut"
@@ -262,4 +262,4 @@ async def test_it_knows_what_the_workers_cannot_repeat() -> None:
             await restarted(cluster, victim, pids[victim])
             await back(victim)
             assert await equal(victim, survivor, before) > 12
-        cluster.wait_for_log("frontend-1 told of 2 workers' caches")
+        cluster.wait_for_log("frontend-1 sent the prefix index of 2 workers")

@@ -26,7 +26,7 @@ async def drain_in_turn(
     clients: int = 4,
     new_tokens: int = 8,
 ) -> Counter[str]:
-    """Streams of so many clients without pause; how many each worker has served.
+    """Let ``clients`` stream without pause; how many answers each worker has served.
 
     Every one must be complete. ``work`` is a number that a worker tells of itself and that stays
     as it is while it rests.
@@ -47,7 +47,7 @@ async def drain_in_turn(
             served[answer.worker] += 1
             turns[number] += 1
 
-    async def everybody_was_answered() -> None:
+    async def all_were_answered() -> None:
         """What was begun before has been read to its end."""
         before = turns.copy()
         while any(turns[number] == before[number] for number in range(clients)):
@@ -61,8 +61,8 @@ async def drain_in_turn(
     async def drained(worker: str, other: str) -> None:
         await until(worker, 3)
         said = await _command("drain", worker, "--url", url, "--wait", "300")
-        assert said == f"{worker} gets nothing new, and has nothing left to do\n"
-        await everybody_was_answered()
+        assert said == f"{worker} gets no new requests and has none left\n"
+        await all_were_answered()
         before = served[worker], await work(worker)
         await until(other, 2 * clients)
         after = served[worker], await work(worker)

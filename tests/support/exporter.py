@@ -19,18 +19,12 @@ from pathlib import Path
 
 from tests.support.tier_mover import block_of, random_keys
 
-from commutator.kv import (
-    BlockKey,
-    ExportOptions,
-    PeerExport,
-    SlotGeometry,
-    StorageTier,
-    Stored,
-    bytes_at,
-    checksum,
-)
-from commutator.transfer import TransferAgent
-from commutator_dram import DramConfig, DramTier
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import ExportOptions, SlotGeometry, StorageTier, StoredBlock
+from commutator.kv.arena import bytes_at, checksum
+from commutator.kv.lending import TierExporter
+from commutator.nixl.agent import TransferAgent
+from commutator_dram.tier import DramConfig, DramTier
 
 __all__ = ["Exporter", "exporter", "plain_geometry"]
 
@@ -92,7 +86,7 @@ def store(tier: StorageTier, keys: list[BlockKey], blocks: list[bytes]) -> None:
             span, _ = tier.place(slot, len(block))
             bytes_at(span)[:] = block
             total = checksum(block)
-            stored.append(Stored(key=key, slot=slot, size_bytes=len(block), checksum=total))
+            stored.append(StoredBlock(key=key, slot=slot, size_bytes=len(block), checksum=total))
     tier.commit(stored)
 
 
@@ -107,7 +101,7 @@ def main() -> None:
     agent = TransferAgent(f"exporter-{uuid.uuid4().hex}", {tier.backend: {}})
     agent.register(tier.regions(), tier.backend)
     with ThreadPoolExecutor(1) as thread:
-        export = PeerExport(
+        export = TierExporter(
             tier,
             geometry,
             agent_name=agent.name,

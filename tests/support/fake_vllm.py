@@ -57,9 +57,10 @@ class FakeVllm:
                 *tiers,
                 blocks=blocks,
                 identity=evolve(IDENTITY, parallel_rank=str(rank)),
-                on_news=news.set,
+                wake=news.set,
+                own_thread=False,
             ).__enter__()
-            side = TierWorkerSide(engine.tiers, news, lambda: lambda: True)
+            side = TierWorkerSide(engine.connector, news, lambda: lambda: True)
             self._workers.append((engine, side))
         self.scheduler = TierScheduler(
             block_size=BLOCK_TOKENS, num_blocks=blocks, workers=workers, lag=0
@@ -75,7 +76,7 @@ class FakeVllm:
     def hold(self, blocks: Sequence[int]) -> None:
         self.users.update(blocks)
 
-    def let_go(self, blocks: Sequence[int]) -> None:
+    def released(self, blocks: Sequence[int]) -> None:
         self.users.subtract(blocks)
         assert min(self.users.values(), default=0) >= 0
         self.users = +self.users
@@ -88,7 +89,7 @@ class FakeVllm:
         return request
 
     def finish(self, request: FakeRequest) -> None:
-        """It ends, or is aborted; a load that runs keeps its blocks."""
+        """The request ends or is aborted; a running load keeps its blocks."""
         loading = request.status == "loading"
         self.scheduler.finished(request, request.blocks, 0.0)
         if request.status == "running":
@@ -108,7 +109,7 @@ class FakeVllm:
         return [request for request in self.requests if request.status == "running"]
 
     def step(self) -> None:
-        """Schedule, carry out, take in what the workers report."""
+        """Schedule, carry out the orders, and pass on the workers' reports."""
         for request in self.running():
             if not self._get_blocks(request):
                 self.preempt(request)
@@ -137,19 +138,19 @@ class FakeVllm:
         self._loads_over()
 
     def run(self, request: FakeRequest) -> FakeRequest:
-        """Until it has been computed."""
+        """Step until the request has been computed."""
         self._until(lambda: request.status == "running")
         return request
 
     def settle(self) -> None:
-        """End everything; nothing is held then."""
+        """End all requests; then no block may be held."""
         for request in list(self.requests):
             if request.status != "finished":
                 self.finish(request)
         self._until(lambda: not self.requests and not self.scheduler.busy)
         assert not self.users
         for engine, _ in self._workers:
-            engine.tiers.service.check_integrity()
+            engine.connector.check_integrity()
 
     def close(self) -> None:
         for engine, _ in self._workers:
@@ -187,7 +188,7 @@ class FakeVllm:
         request.status = "loading" if external else "running"
 
     def _get_blocks(self, request: FakeRequest) -> bool:
-        """Enough for its tokens and the next one; False when there are not so many."""
+        """Allocate blocks for its tokens and the next one; False when there are too few."""
         wanted = max(0, -(-(request.num_tokens + 1) // BLOCK_TOKENS) - len(request.blocks))
         free = [block for block in range(self._blocks) if not self.users[block]]
         if wanted > len(free):
@@ -214,7 +215,7 @@ class FakeVllm:
                 assert engine.holds(block, key), f"{request.request_id}: wrong KV"
 
     def _keys(self, engine: ForeignEngine, request: FakeRequest) -> list[bytes]:
-        return engine.tiers.keys(request.all_token_ids, cache_salt=request.cache_salt)
+        return engine.connector.keys(request.all_token_ids, cache_salt=request.cache_salt)
 
     def _failed(self, blocks: set[int]) -> None:
         for request in self.requests:
@@ -241,5 +242,5 @@ class FakeVllm:
                     self._free(request)
 
     def _free(self, request: FakeRequest) -> None:
-        self.let_go(request.blocks)
+        self.released(request.blocks)
         request.blocks = []

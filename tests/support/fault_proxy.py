@@ -33,7 +33,7 @@ class Fault:
     refuse: bool = False
     """Accept and close at once."""
     cut_after_bytes: int | None = None
-    """Close a connection after so many bytes of answers."""
+    """Close a connection after this many bytes of answers."""
     corrupt: bool = False
     """Flip one bit in each longer piece of an answer."""
 
@@ -78,8 +78,7 @@ class FaultProxy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loop.call_soon_threadsafe(self._server.close)
-        self.set(Fault(refuse=True))
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -90,6 +89,13 @@ class FaultProxy:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _end(self) -> None:
+        self._server.close()
+        await self._set(Fault(refuse=True))
+        # A connection accepted just now is not among the open ones yet.
+        while pending := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(pending)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -120,10 +126,11 @@ class FaultProxy:
             try:
                 await asyncio.wait((asking, answering), return_when=asyncio.FIRST_COMPLETED)
             finally:
+                # First, since a change of fault may cancel this task once more while it waits.
+                to_server.transport.abort()
                 asking.cancel()
                 answering.cancel()
                 await asyncio.gather(asking, answering, return_exceptions=True)
-                to_server.transport.abort()
 
 
 async def _pass_on(
@@ -147,7 +154,7 @@ async def _pass_on(
 async def _answer(status: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-    # A client that expects to be told to go on does not send the body after any other answer.
+    # A client that expects "100 Continue" does not send the body after any other answer.
     if length is not None and b"100-continue" not in head.lower():
         await reader.readexactly(int(length[1]))
     writer.write(b"HTTP/1.1 %d Fault\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)

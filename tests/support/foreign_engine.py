@@ -9,9 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from commutator.engine import EmbeddedTiers, TierPlan
-from commutator.kv import BlockKey, BlockPart, CacheIdentity, ScatteredArena
-from commutator.transfer import Memory
+from commutator.contract.block import BlockKey, CacheIdentity, KvEvent
+from commutator.contract.tier import Memory
+from commutator.kv.arena import BlockPart, ScatteredArena
+from commutator.kv.connector import KvConnector, OnboardTicket
 
 __all__ = ["IDENTITY", "LAYERS", "PART_BYTES", "TIMEOUT_S", "ForeignEngine", "dram", "prompt"]
 
@@ -46,7 +47,8 @@ class ForeignEngine:
         blocks: int = 16,
         identity: CacheIdentity = IDENTITY,
         file: Path | None = None,
-        on_news: Callable[[], None] = lambda: None,
+        wake: Callable[[], None] = lambda: None,
+        own_thread: bool = True,
     ) -> None:
         self._layers = [mmap.mmap(-1, 2 * blocks * PART_BYTES) for _ in range(LAYERS)]
         bases = [ctypes.addressof(ctypes.c_char.from_buffer(layer)) for layer in self._layers]
@@ -63,9 +65,11 @@ class ForeignEngine:
             ),
             count=blocks,
         )
-        self.tiers = EmbeddedTiers(
-            file or tiers, arena, identity, worker_id="foreign-0", on_news=on_news
+        self.connector = KvConnector(
+            file or tiers, arena, identity, worker_id="foreign-0", wake=wake
         )
+        self.events: list[KvEvent] = []
+        self._own_thread = own_thread
         self._blocks = blocks
 
     def compute(self, block: int, key: BlockKey) -> None:
@@ -83,14 +87,15 @@ class ForeignEngine:
 
     def store(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute a prompt into the first blocks, and keep it."""
-        keys = self.tiers.keys(token_ids)
+        keys = self.connector.keys(token_ids)
         for block, key in enumerate(keys):
             self.compute(block, key)
-        self.tiers.store(self.tiers.offers(keys, token_ids), range(len(keys))).result(TIMEOUT_S)
+        blocks = self.connector.descriptors(keys, token_ids)
+        self.connector.offload(blocks, range(len(keys))).result(TIMEOUT_S)
         return keys
 
-    def plan(self, keys: Sequence[BlockKey], first: int = 0) -> TierPlan:
-        return self.tiers.plan(keys, first=first).result(TIMEOUT_S)
+    def plan(self, keys: Sequence[BlockKey], first: int = 0) -> OnboardTicket:
+        return self.connector.plan(keys, first=first).result(TIMEOUT_S)
 
     def load(self, keys: Sequence[BlockKey]) -> int:
         """How many of a chain's first blocks come back, each with the right bytes."""
@@ -100,17 +105,19 @@ class ForeignEngine:
         blocks = range(plan.blocks)
         for block in blocks:
             self.scribble(block)
-        good = self.tiers.load(plan, blocks).result(TIMEOUT_S)
+        good = self.connector.onboard(plan, blocks).result(TIMEOUT_S)
         for block, key, loaded in zip(blocks, keys, good, strict=False):
             assert not loaded or self.holds(block, key)
         return sum(good)
 
     def __enter__(self) -> Self:
-        self.tiers.start()
+        self.connector.start()
+        if self._own_thread:
+            self.connector.poll_on_own_thread(self.events.extend)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tiers.close()
+        self.connector.close()
 
     def _part(self, block: int, part: int) -> memoryview:
         layer, side = divmod(part, 2)

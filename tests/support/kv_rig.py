@@ -1,4 +1,4 @@
-"""A small engine around the real KV service: an arena, the bytes that each block must have."""
+"""A small engine around the real KV connector: an arena, the bytes that each block must have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import mmap
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -19,16 +18,16 @@ from typing import Any, Self
 from attrs import evolve
 
 from commutator.config.kinds import config_converter
-from commutator.config.model import TierConfig
-from commutator.engine.tiers import make_tiers
-from commutator.kv import BlockFacts, KvEvent, KvService, Offer, PrefillSpeed
+from commutator.contract.block import BlockDescriptor, CacheIdentity, KvEvent, RetentionHints
+from commutator.contract.tier import Memory, TierConfig
+from commutator.contract.worker import TierState
 from commutator.kv.arena import BlockArena
-from commutator.kv.counters import TierState
-from commutator.kv.frame import HEADER_BYTES
-from commutator.kv.tier_setup import TierSetup
+from commutator.kv.block_manager.break_even import PrefillSpeed
+from commutator.kv.connector import KvConnector, OnboardTicket
+from commutator.kv.tiers.codecs import HEADER_BYTES
+from commutator.kv.tiers.setup import TierSetup, make_tiers
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema import structure
-from commutator.transfer import Memory
+from commutator.schema.structure import structure
 
 __all__ = [
     "BLOCK_BYTES",
@@ -47,7 +46,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 BLOCK_BYTES = 4096
 BLOCK_TOKENS = 4
-IDENTITY = "ab" * 32
+IDENTITY = CacheIdentity(
+    model="m",
+    weights="w",
+    tokenizer="t",
+    dtype="float32",
+    layout="bytes that follow from the key",
+    block_size=BLOCK_TOKENS,
+)
 UNKNOWN_SPEED = PrefillSpeed(tokens_per_s=None, block_size=BLOCK_TOKENS)
 
 
@@ -98,7 +104,7 @@ def wait_for(what: Callable[[], object], timeout_s: float = 20.0) -> None:
 
 
 class KvRig:
-    """Every device block is either here or the service's; what is loaded is compared."""
+    """Every device block is either here or the connector's; what is onboarded is compared."""
 
     def __init__(
         self,
@@ -112,24 +118,23 @@ class KvRig:
         self.block_bytes = block_bytes
         self._memory = mmap.mmap(-1, block_bytes * blocks)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.service = KvService(
+        self.connector = KvConnector(
             tiers,
             BlockArena(memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=blocks),
-            block_size=BLOCK_TOKENS,
-            identity=IDENTITY,
-            agent_name=f"rig-{uuid.uuid4().hex}",
+            IDENTITY,
+            worker_id="rig",
+            reports_evictions=True,
             wake=wake,
         )
         self.free = list(range(blocks))
         self.lent: Counter[int] = Counter()
-        self.loads: dict[str, tuple[list[bytes], list[int]]] = {}
+        self.loads: dict[str, tuple[OnboardTicket, list[bytes], list[int]]] = {}
         self.finished: dict[str, int] = {}
         self.events: list[KvEvent] = []
-        self._numbers = 0
         if start:
-            self.service.start()
+            self.connector.start()
 
-    def offer(
+    def offload(
         self,
         keys: Sequence[bytes],
         *,
@@ -137,7 +142,7 @@ class KvRig:
         tenant: str | None = None,
         lora_name: str | None = None,
     ) -> None:
-        """Compute a chain and offer it."""
+        """Compute a chain and offload it."""
         blocks = [self._take() for _ in keys]
         for key, block in zip(keys, blocks, strict=True):
             self._memory[block * self.block_bytes : (block + 1) * self.block_bytes] = content(
@@ -145,48 +150,42 @@ class KvRig:
             )
         self.lent.update(blocks)
         offers = [
-            Offer(
+            BlockDescriptor(
                 key=key,
                 parent=keys[index - 1] if index else None,
                 token_ids=tuple(key[:BLOCK_TOKENS]),
-                facts=BlockFacts(tenant=tenant),
+                facts=RetentionHints(tenant=tenant),
                 lora_name=lora_name,
             )
             for index, key in enumerate(keys)
         ]
-        (self.service.evicting if evicting else self.service.offer)(offers, blocks)
+        connector = self.connector
+        (connector.offload_evicted if evicting else connector.offload)(offers, blocks)
 
-    def plan(self, keys: Sequence[bytes]) -> tuple[str, int]:
-        """A load's id, and how many blocks it has; asks as long as the service does."""
-        self._numbers += 1
-        load_id = f"load-{self._numbers}"
-        planned: list[int] = []
-
-        def answered() -> bool:
-            self.poll()
-            count = self.service.plan(load_id, keys, 0, UNKNOWN_SPEED)
-            planned.extend([] if count is None else [count])
-            return bool(planned)
-
-        wait_for(answered)
-        return load_id, planned[0]
+    def plan(self, keys: Sequence[bytes]) -> OnboardTicket:
+        """Which of a chain's first blocks can be loaded."""
+        planned = self.connector.plan(keys)
+        self.wait_for(planned.done)
+        return planned.result()
 
     def begin(self, keys: Sequence[bytes]) -> str | None:
-        """Begin to load what is there of a chain."""
-        load_id, count = self.plan(keys)
-        if not count:
-            return None
-        if count > len(self.free):
-            self.service.drop(load_id)
+        """Begin to load what is there of a chain; None: nothing is."""
+        ticket = self.plan(keys)
+        count = ticket.blocks
+        if not count or count > len(self.free):
+            self.connector.cancel(ticket)
             return None
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
             start = block * self.block_bytes
             self._memory[start : start + self.block_bytes] = b"\xee" * self.block_bytes
         self.lent.update(blocks)
-        self.loads[load_id] = list(keys[:count]), blocks
-        self.service.start_load(load_id, blocks)
-        return load_id
+        self.loads[ticket.id] = ticket, list(keys[:count]), blocks
+        self.connector.onboard(ticket, blocks)
+        return ticket.id
+
+    def cancel(self, load_id: str) -> None:
+        self.connector.cancel(self.loads[load_id][0])
 
     def load(self, keys: Sequence[bytes], timeout_s: float = 20.0) -> int:
         """How many of the first blocks of a chain came back, and are what they were."""
@@ -197,13 +196,13 @@ class KvRig:
         return self.finished[load_id]
 
     def poll(self) -> None:
-        """Take what the service has, and compare what it loaded."""
-        polled = self.service.poll()
+        """Take what the connector has, and compare what it loaded."""
+        polled = self.connector.poll()
         self.events += polled.events
-        for load in polled.loads:
-            keys, blocks = self.loads.pop(load.load_id)
-            self.finished[load.load_id] = load.blocks
-            for key, block in zip(keys[: load.blocks], blocks, strict=False):
+        for onboard in polled.onboards:
+            ticket, keys, blocks = self.loads.pop(onboard.ticket.id)
+            self.finished[ticket.id] = onboard.blocks
+            for key, block in zip(keys[: onboard.blocks], blocks, strict=False):
                 assert self.bytes_of(block) == content(key, self.block_bytes), "another block"
         for block in polled.released:
             self.lent[block] -= 1
@@ -228,29 +227,29 @@ class KvRig:
 
         def settled() -> bool:
             self.poll()
-            return self.service.idle and not self.loads
+            return self.connector.idle and not self.loads
 
         wait_for(settled, timeout_s)
         self.wait_for(lambda: not +self.lent, timeout_s)
-        self.service.check_integrity()
+        self.connector.check_integrity()
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Offer a chain, and wait."""
-        self.offer(keys)
+        """Offload a chain, and wait."""
+        self.offload(keys)
         self.settle()
 
     def tier(self, name: str) -> TierState:
         """A tier's state and counters."""
-        return next(tier for tier in self.service.statistics().tiers if tier.name == name)
+        return next(tier for tier in self.connector.statistics().tiers if tier.name == name)
 
     def stored(self, source: str, target: str) -> int:
-        return self.service.statistics().edge(source, target).stored
+        return self.connector.statistics().edge(source, target).stored
 
     def failed(self, source: str, target: str) -> Mapping[str, int]:
-        return self.service.statistics().edge(source, target).failed
+        return self.connector.statistics().edge(source, target).failed
 
     def close(self) -> None:
-        self.service.close()
+        self.connector.close()
 
     def __enter__(self) -> Self:
         return self

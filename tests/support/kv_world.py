@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from commutator.kv.actions import (
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import StoredBlock
+from commutator.kv.block_manager.actions import (
     DEVICE,
     Action,
     Announce,
@@ -13,24 +15,22 @@ from commutator.kv.actions import (
     ReleaseSource,
     StoreBlocks,
 )
-from commutator.kv.keys import BlockKey
-from commutator.kv.loads import LoadPlan
-from commutator.kv.manager import KvManager
-from commutator.kv.tier import Stored
-from commutator.kv.tier_book import TierSpec
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.manager import BlockManager
+from commutator.kv.block_manager.onboard import OnboardPlan
 
 __all__ = ["KvWorld", "stored"]
 
 
-def stored(key: BlockKey, parent: BlockKey | None = None) -> Stored:
-    return Stored(key=key, slot=0, size_bytes=1, checksum=0, parent=parent)
+def stored(key: BlockKey, parent: BlockKey | None = None) -> StoredBlock:
+    return StoredBlock(key=key, slot=0, size_bytes=1, checksum=0, parent=parent)
 
 
 class KvWorld:
     """The device, and tiers that are sets of keys."""
 
     def __init__(self, specs: Sequence[TierSpec], **options: float) -> None:
-        self.manager = KvManager(specs, **options)  # type: ignore[arg-type]
+        self.manager = BlockManager(specs, **options)  # type: ignore[arg-type]
         self.capacities = [spec.capacity_blocks for spec in specs]
         self.down: set[int] = set()
         self.committed: list[set[BlockKey]] = [set() for _ in specs]
@@ -39,7 +39,7 @@ class KvWorld:
         self.held: Counter[BlockKey] = Counter()
         """Offers of each block that were not answered with ReleaseSource."""
         self.moves: dict[int, StoreBlocks] = {}
-        self.loads: dict[str, LoadPlan] = {}
+        self.loads: dict[str, OnboardPlan] = {}
         self.seen_moves: set[int] = set()
 
     def do(self, actions: Iterable[Action]) -> None:
@@ -54,7 +54,7 @@ class KvWorld:
                 case Announce():
                     self._announce(action)
 
-    def written(self, move: StoreBlocks, keys: Sequence[BlockKey]) -> list[Stored]:
+    def written(self, move: StoreBlocks, keys: Sequence[BlockKey]) -> list[StoredBlock]:
         """A move ended: these of its blocks are in the target."""
         del self.moves[move.move_id]
         self.reserved[move.target] -= set(move.keys)

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 __all__ = ["kill_server_at", "kill_servers_of", "server_urls", "wait_for_workers"]
 

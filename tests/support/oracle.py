@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commutator.text import locate_model
+from commutator.tokenizer.load import locate_model
 
 __all__ = ["SOURCE", "greedy"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.seaweed import ACCESS_KEY, READER_KEY, SECRET_KEY, SeaweedServer
 
-from commutator import Secret
+from commutator.contract.settings import Secret
 from commutator_s3.config import S3TierConfig
 from commutator_s3.tier import S3Tier
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from commutator.runtime import guard
-from commutator.runtime.ports import PortPicker
+from commutator.launcher import guard
+from commutator.launcher.ports import PortPicker
 
 __all__ = ["ACCESS_KEY", "READER_KEY", "SECRET_KEY", "SeaweedServer", "s3_client", "seaweed"]
 
@@ -33,7 +33,7 @@ SECRET_KEY = "test-secret"
 _HOST = "127.0.0.1"
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port")
 _MORE_PORTS = ("volume.port.grpc", "filer.port", "filer.port.grpc")
-# Every bucket takes several volumes, hence so many; a volume takes no room before it is written.
+# Each bucket takes several volumes, hence 400; a volume takes no room before it is written.
 # The other flags leave out what S3 does not need, some of which would listen on a fixed port.
 _FLAGS = (
     f"-ip={_HOST}",

@@ -7,7 +7,7 @@ from pathlib import Path
 from attrs import frozen
 from tests.support.seaweed import SeaweedServer
 
-from commutator import Secret
+from commutator.contract.settings import Secret
 from commutator_s3.config import S3TierConfig
 
 __all__ = ["S3_KEY", "S3_SECRET", "Stores"]
@@ -39,7 +39,7 @@ class Stores:
         )
 
     def damage_disk(self, every_bytes: int) -> None:
-        """One byte in so many is wrong."""
+        """One byte in this many is wrong."""
         files = [file for file in self.folder.iterdir() if file.stat().st_size > _DATA_BYTES]
         assert files
         for file in files:

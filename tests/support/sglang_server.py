@@ -15,8 +15,9 @@ from typing import Literal
 import pytest
 from attrs import evolve
 
-from commutator import LaunchContext, ModelConfig, TierConfig
-from commutator.engine import free_ports
+from commutator.contract.engine import LaunchContext, ModelConfig
+from commutator.contract.tier import TierConfig
+from commutator.launcher.ports import free_ports
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.plugin import SglangConnector
 
@@ -47,7 +48,14 @@ class SglangServer:
         self, config: SglangConfig, folder: Path, tiers: tuple[TierConfig, ...] = ()
     ) -> None:
         (port,) = free_ports("127.0.0.1")
-        context = LaunchContext("sglang-0", MODEL, "127.0.0.1", port, folder, tiers)
+        context = LaunchContext(
+            worker_id="sglang-0",
+            model=MODEL,
+            host="127.0.0.1",
+            port=port,
+            state_dir=folder,
+            tiers=tiers,
+        )
         plan = SglangConnector().launch_plan(config, context)
         assert plan is not None
         self.url = plan.address

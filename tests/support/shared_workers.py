@@ -6,20 +6,23 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from commutator.engine import TokenApiClient
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.worker import EngineInfo, KvPrompt, TierState
+from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineError
-from commutator.testing import LocalCluster
-from commutator.types import EngineInfo, GenerateRequest, SamplingParams
+from commutator.supervisor.local_cluster import LocalCluster
 
 __all__ = ["WorkerProbe", "cluster_of", "introduce", "worker_processes"]
 
 _numbers = itertools.count()
+
+AnswerT = TypeVar("AnswerT")
 
 
 def cluster_of(workers: int, tiers: Sequence[Mapping[str, Any]], **options: Any) -> LocalCluster:
@@ -58,8 +61,7 @@ class WorkerProbe:
 
     def loads(self, tier: str) -> dict[str, int]:
         """How a tier's loads ended, in blocks."""
-        found: dict[str, int] = self._tier(tier)["loads"]
-        return found
+        return dict(self._tier(tier).loads)
 
     def answer_stored(
         self, prompt: Sequence[int], tier: str = "dram", timeout_s: float = 60.0
@@ -74,22 +76,26 @@ class WorkerProbe:
 
     def held_in(self, prompt: Sequence[int]) -> list[set[str]]:
         """The tiers that have each block of a prompt; peers and S3 are asked."""
-        blocks = asyncio.run(self._ask("why", {"token_ids": list(prompt)}))["blocks"]
+        wanted = KvPrompt(token_ids=list(prompt))
+        explained = self._ask(lambda client: client.kv_explain(wanted, timeout_s=30.0))
         return [
-            {held["name"] for held in block["held"] if held["state"] == "published"}
-            for block in blocks
+            {held.name for held in block.held if held.state == "published"}
+            for block in explained.blocks
         ]
 
-    def _tier(self, name: str) -> dict[str, Any]:
-        tiers = asyncio.run(self._ask("statistics"))["tiers"]
-        return next(tier for tier in tiers if tier["name"] == name)
+    def _tier(self, name: str) -> TierState:
+        statistics = self._ask(lambda client: client.kv_statistics(timeout_s=30.0))
+        return next(tier for tier in statistics.tiers if tier.name == name)
 
-    async def _ask(self, what: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        client = TokenApiClient(self.address, answer_timeout_s=30.0)
-        try:
-            return await client.kv_admin(what, arguments, timeout_s=30.0)
-        finally:
-            await client.close()
+    def _ask(self, question: Callable[[TokenApiClient], Awaitable[AnswerT]]) -> AnswerT:
+        async def asked() -> AnswerT:
+            client = TokenApiClient(self.address, answer_timeout_s=30.0)
+            try:
+                return await question(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(asked())
 
     async def _info(self) -> EngineInfo:
         client = TokenApiClient(self.address, answer_timeout_s=30.0)
@@ -103,7 +109,9 @@ class WorkerProbe:
         sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         try:
             await client.start()
-            request = GenerateRequest(f"shared-{next(_numbers)}", list(prompt), sampling)
+            request = GenerateRequest(
+                request_id=f"shared-{next(_numbers)}", token_ids=list(prompt), sampling=sampling
+            )
             tokens: list[int] = []
             cached = 0
             async with asyncio.timeout(120):

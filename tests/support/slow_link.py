@@ -12,7 +12,7 @@ from attrs import frozen
 
 __all__ = ["ONLY_TCP", "Namespace", "SlowLink", "slow_link"]
 
-ONLY_TCP: Mapping[str, str] = {"UCX_TLS": "tcp,self"}
+ONLY_TCP: Mapping[str, str] = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth"}
 """Otherwise UCX sees that both processes are on one machine, and reads memory past the network."""
 
 

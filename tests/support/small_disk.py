@@ -21,7 +21,7 @@ def run_on_small_disk(folder: Path, code: str, options: str = "size=4m") -> str:
     folder.mkdir(exist_ok=True)
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system of his own")
+        pytest.skip("this machine does not let users mount file systems")
     done = subprocess.run(
         [
             *unshare, "sh", "-c", _MOUNT_AND_RUN, "sh", options, str(folder),

@@ -1,4 +1,4 @@
-"""The sim engine's model again, written to be obvious: every step and every token by itself.
+"""A second model of the sim engine, written to be obvious: every step and token by itself.
 
 Only the tiers behind the device are the same: they have tests of their own.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 from attrs import astuple, define, field
 
-from commutator_sim import (
+from commutator_sim.config import SimParameters
+from commutator_sim.events import (
     Event,
     Finished,
     FirstToken,
@@ -20,11 +21,10 @@ from commutator_sim import (
     Pulling,
     Ready,
     Removed,
-    SimParameters,
-    SimRequest,
     Steps,
     Stored,
 )
+from commutator_sim.request import SimRequest
 from commutator_sim.tiers import OffloadTiers
 
 __all__ = ["StepByStep", "Told", "told"]
@@ -67,11 +67,11 @@ class Job:
     order: tuple[int, int]
     state: str = "waiting"
     tokens: int = 0
-    """Answer so far."""
+    """Tokens of the answer so far."""
     kv: int = 0
     """Tokens with KV."""
     blocks: list[int | None] = field(factory=list)
-    """What is in each block: a key, or None while nobody else can find it."""
+    """The key of each block; None while no other request can find it."""
     ready_ns: int = 0
     cached: tuple[int, int] | None = None
     chunk: int = 0
@@ -82,7 +82,7 @@ class Job:
 
 
 class StepByStep:
-    """Lists, one step at a time, everything recounted when it is needed."""
+    """Uses lists, makes one step at a time, and counts everything anew when it is needed."""
 
     def __init__(self, parameters: SimParameters) -> None:
         self.p = parameters
@@ -180,7 +180,7 @@ class StepByStep:
                     self.out.append(("preempted", self.clock, victim.key))
 
     def hand_out(self, budget: int) -> int:
-        """Prefill chunks for this step: who is in the batch first, then newcomers."""
+        """Prefill chunks of this step: first of the batch, then of newly admitted requests."""
         for job in self.admitted:
             job.chunk = 0
             if job.state == "prefill":

@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 from attrs import define, field
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 __all__ = ["Answer", "engine_processes", "stream"]
 

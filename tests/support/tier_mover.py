@@ -10,20 +10,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import Direction, Memory, SlotGeometry, Span, StorageTier, StoredBlock
 from commutator.errors import TransferError, TransferTimeoutError
-from commutator.kv import (
-    HEADER_BYTES,
-    BlockArena,
-    BlockKey,
-    FrameHeader,
-    SlotGeometry,
-    StorageTier,
-    Stored,
-    bytes_at,
-    checksum,
-)
-from commutator.kv.frame import FrameError
-from commutator.transfer import BlockMove, Direction, Memory, Span, TransferAgent, move_blocks
+from commutator.kv.arena import BlockArena, bytes_at, checksum
+from commutator.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+from commutator.nixl.agent import TransferAgent
+from commutator.nixl.moves import BlockMove, move_blocks
 
 __all__ = ["TierMover", "block_of", "geometry_of", "random_keys"]
 
@@ -91,7 +84,7 @@ class TierMover:
         results = self.move(Direction.WRITE, slots, [self.arena.block_bytes] * len(slots))
         written = [result is None for result in results]
         self.tier.commit(
-            Stored(key=key, slot=slot, size_bytes=self.arena.block_bytes, checksum=0)
+            StoredBlock(key=key, slot=slot, size_bytes=self.arena.block_bytes, checksum=0)
             for key, slot, done in zip(keys, slots, written, strict=True)
             if done
         )
@@ -148,7 +141,7 @@ class TierMover:
             timeout_s=self.timeout_s,
         )
 
-    def _read(self, number: int, block: Stored) -> Outcome:
+    def _read(self, number: int, block: StoredBlock) -> Outcome:
         frame = bytes_at(self.arena.span(number))[: block.size_bytes]
         try:
             return bytes(FrameHeader.parse(frame, block.key).payload(frame))

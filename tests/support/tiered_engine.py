@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Self
 
 from attrs import evolve
 
-from commutator.kv import CacheIdentity, KvEvent, KvService
-from commutator.kv.tier_setup import TierSetup
-from commutator.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from commutator_reference.engine import ReferenceEngine
+from commutator.contract.block import CacheIdentity, KvEvent
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.kv.connector import KvConnector
+from commutator.kv.tiers.setup import TierSetup
+from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import LlamaModel
-from commutator_reference.options import EngineOptions
 
 __all__ = ["TieredEngine"]
 
@@ -24,7 +23,7 @@ IDENTITY = CacheIdentity(
 
 
 class TieredEngine:
-    """Checks all books at every step."""
+    """Checks the block accounting at every step."""
 
     def __init__(
         self, model: LlamaModel, tiers: Sequence[TierSetup], options: EngineOptions
@@ -33,27 +32,28 @@ class TieredEngine:
         self.engine = ReferenceEngine(model, options, on_kv_events=self.events.extend)
         self.said: dict[int, list[TokenDelta]] = {}
         identity = evolve(IDENTITY, block_size=options.block_size)
-        self.service = KvService(
+        self.connector = KvConnector(
             tiers,
             self.engine.arena.block_arena,
-            block_size=options.block_size,
-            identity=identity.digest.hex(),
-            agent_name=f"engine-{uuid.uuid4().hex}",
+            identity,
+            worker_id="engine",
+            reports_evictions=True,
             wake=self.engine.wake,
         )
-        self.service.start()
-        self.engine.use_tiers(self.service, identity)
+        self.connector.start()
+        self.engine.use_tiers(self.connector)
 
     def submit(self, key: int, prompt: Sequence[int], new_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        self.engine.submit(key, GenerateRequest(str(key), list(prompt), sampling))
+        self.engine.submit(
+            key, GenerateRequest(request_id=str(key), token_ids=list(prompt), sampling=sampling)
+        )
 
     def step(self) -> None:
         for key, delta in self.engine.step():
             self.said.setdefault(key, []).append(delta)
-        if not self.engine._books.broken:
-            self.engine.check_integrity()
-        self.service.check_integrity()
+        self.engine.check_integrity()
+        self.connector.check_integrity()
         if not self.engine.computes:
             time.sleep(0.001)
 
@@ -65,9 +65,9 @@ class TieredEngine:
             self.step()
 
     def until_settled(self, timeout_s: float = 20.0) -> None:
-        """Step until no block is held, nor on its way."""
+        """Step until no block is held or being transferred."""
         deadline_s = time.monotonic() + timeout_s
-        while not (self.service.idle and not self.engine.load().kv_used_blocks):
+        while not (self.connector.idle and not self.engine.load().kv_used_blocks):
             assert time.monotonic() < deadline_s, "blocks do not come back"
             self.step()
         self.step()
@@ -94,18 +94,18 @@ class TieredEngine:
         return bool(deltas) and deltas[-1].finish_reason is not None  # type: ignore[index]
 
     def tokens(self, key: int) -> list[int]:
-        """What was answered. Raises AssertionError when the request failed."""
+        """The tokens of the answer. Raises AssertionError when the request failed."""
         deltas = self.said[key]
         assert deltas[-1].finish_reason is not FinishReason.ERROR, deltas[-1].error
         return [token for delta in deltas for token in delta.token_ids]
 
     def loaded(self) -> dict[str, int]:
-        """Blocks that came back from each tier."""
-        tiers = self.service.statistics().tiers
+        """Number of blocks loaded from each tier."""
+        tiers = self.connector.statistics().tiers
         return {tier.name: tier.loads.get("loaded", 0) for tier in tiers}
 
     def close(self) -> None:
-        self.service.close()
+        self.connector.close()
 
     def __enter__(self) -> Self:
         return self

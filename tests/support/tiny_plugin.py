@@ -15,21 +15,17 @@ from commutator import (
     EngineClient,
     EngineConfig,
     EngineConnector,
+    EngineInfo,
     EngineRegister,
     LaunchContext,
     LaunchPlan,
     hookimpl,
     setting,
 )
-from commutator.engine import (
-    Emit,
-    EngineStart,
-    TokenApiClient,
-    engine_command,
-    run_engine_process,
-)
-from commutator.engine.handover import PullHandover
-from commutator.types import EngineInfo
+from commutator.engine.client import TokenApiClient
+from commutator.engine.process import EngineStart, engine_command, run_engine_process
+from commutator.engine.server import Emit
+from commutator.kv.transfer.protocol import PullHandover
 
 __all__ = ["TinyConfig", "TinyConnector", "engine_register", "install"]
 

@@ -20,7 +20,7 @@ from tokenizers import (
     trainers,
 )
 
-from commutator.text.load import load_text_model
+from commutator.tokenizer.load import load_text_model
 
 __all__ = ["LLAMA3", "O200K", "QWEN2", "REAL", "SPECIAL", "tokenizers_by_name", "trained"]
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-from commutator.transfer import BlockMove, Memory, Region, Span
+from commutator.contract.tier import Memory, Region, Span
+from commutator.nixl.moves import BlockMove
 
 PEER_PROGRAM = Path(__file__).with_name("transfer_peer.py")
 
@@ -41,7 +42,7 @@ class Buffer:
 
     @property
     def region(self) -> Region:
-        return Region(Memory.DRAM, self.span)
+        return Region(memory=Memory.DRAM, span=self.span)
 
     def blocks(self, block_bytes: int) -> list[Span]:
         return blocks_of(self.span, block_bytes)
@@ -60,7 +61,7 @@ def moves_between(local: Sequence[Span], remote: Sequence[Span]) -> list[BlockMo
 
 @contextmanager
 def open_file(path: Path, size_bytes: int, *, direct: bool = False) -> Iterator[Span]:
-    """A file with space for so many bytes, as the span that NIXL is to be told of."""
+    """A file with space for that many bytes, as a span for NIXL."""
     flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
     descriptor = os.open(path, flags)
     try:

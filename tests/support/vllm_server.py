@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from commutator import LaunchContext, ModelConfig, TierConfig
-from commutator.engine import free_ports
+from commutator.contract.engine import LaunchContext, ModelConfig
+from commutator.contract.tier import TierConfig
+from commutator.launcher.ports import free_ports
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.plugin import VllmConnector
 
@@ -37,12 +38,12 @@ CONFIG = VllmConfig(
         "VLLM_SERVER_DEV_MODE": "1",
     },
 )
-"""Small: some 5,800 tokens of KV cache, and nothing compiled."""
+"""Small: some 5,800 tokens of KV cache, and no compilation."""
 _READY_S = 600.0
 
 
 def need_vllm() -> None:
-    """The tests that are asked for are not left out."""
+    """Fail, instead of skipping tests that were asked for."""
     if not Path(CONFIG.python).exists():
         pytest.fail(f"{CONFIG.python} is missing: install vLLM with `make vllm`", pytrace=False)
 
@@ -61,7 +62,9 @@ def running_vllm(
     need_vllm()
     config = evolve(CONFIG, args=(*CONFIG.args, *args), env={**CONFIG.env, **(env or {})})
     (port,) = free_ports("127.0.0.1")
-    context = LaunchContext("vllm-0", MODEL, "127.0.0.1", port, folder, tiers)
+    context = LaunchContext(
+        worker_id="vllm-0", model=MODEL, host="127.0.0.1", port=port, state_dir=folder, tiers=tiers
+    )
     plan = VllmConnector().launch_plan(config, context)
     assert plan is not None
     with (folder / "vllm.log").open("wb") as log:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
+import subprocess
+import sys
 import types
 from collections.abc import Callable
+from importlib import metadata
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commutator import EngineConfig, RouterConfig, RoutingPolicy, Scorer, hookimpl
+import commutator
+from commutator import hookspecs
+from commutator.contract import CONTRACT_VERSION
+from commutator.contract.engine import EngineConfig
+from commutator.contract.observer import OBSERVING_HOOKS, Observer
+from commutator.contract.routing import RouterConfig, RoutingPolicy, Scorer
+from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import PluginError
-from commutator.plugins import Installed, Offer, PluginHost, load_plugins
-from commutator.types import EngineInfo, WorkerRecord
+from commutator.hookspecs import hookimpl
+from commutator.plugins import Installed, PluginHost, load_plugins
 
-WORKER = WorkerRecord("w-0", "w", "fake", "m", "127.0.0.1:1", EngineInfo("fake", "1", "m", 1, 1, 1))
+WORKER = WorkerRecord(
+    worker_id="w-0",
+    engine="w",
+    kind="fake",
+    model="m",
+    address="127.0.0.1:1",
+    info=EngineInfo(
+        kind="fake", version="1", model="m", max_model_len=1, block_size=1, kv_capacity_blocks=1
+    ),
+)
 
 
 def module(**functions: Callable[..., Any]) -> types.ModuleType:
@@ -37,9 +59,9 @@ def router_register(register: Any) -> None:
 def test_registered_kinds_and_hooks_are_listed() -> None:
     host = PluginHost()
     installed = add(host, module(router_register=router_register))
-    assert installed.kinds == [Offer("router", "turns", "beta")]
+    assert [str(kind) for kind in installed.kinds] == ["router turns (beta)"]
     assert installed.hooks == ("router_register",)
-    assert host.routers.kinds["turns"].distribution == "dist-mine"
+    assert host.routers.kinds["turns"].origin.distribution == "dist-mine"
 
 
 def refused(plugin: object, host: PluginHost | None = None) -> str:
@@ -78,7 +100,10 @@ def test_a_config_class_of_the_wrong_family() -> None:
 
 
 def test_an_unknown_hook_name() -> None:
-    assert "unknown hook worker_upp" in refused(module(worker_upp=lambda worker: None))
+    text = refused(module(worker_upp=lambda worker: None))
+    assert 'unknown hook worker_upp; did you mean "worker_up"?' in text
+    text = refused(module(tier_registered=lambda register: None))
+    assert 'unknown hook tier_registered; did you mean "tier_register"?' in text
 
 
 def test_a_hook_with_a_wrong_argument() -> None:
@@ -101,6 +126,31 @@ def test_a_stage_that_is_not_finished() -> None:
     assert 'stage "half": Half does not define score' in text
 
 
+def test_a_hook_wrapper_is_refused() -> None:
+    plugin = types.ModuleType("plugin")
+    plugin.worker_up = hookimpl(lambda worker: (yield), wrapper=True)  # type: ignore[attr-defined]
+    assert "worker_up: hooks have no wrappers" in refused(plugin)
+
+
+def test_a_plugin_that_raises_while_registering_leaves_nothing_behind() -> None:
+    seen: list[WorkerRecord] = []
+
+    def bad(register: Any) -> None:
+        router_register(register)
+        raise KeyError("no such table")
+
+    def watch(worker: WorkerRecord) -> None:
+        seen.append(worker)
+
+    host = PluginHost()
+    text = refused(module(router_register=bad, worker_up=watch), host)
+    assert "dist-mine: router_register raised KeyError: 'no such table'" in text
+    assert not host.routers.kinds
+    host.worker_up(WORKER)
+    assert seen == []
+    assert add(host, module(router_register=router_register)).kinds
+
+
 def test_a_duplicate_kind_names_both_distributions() -> None:
     host = PluginHost()
     add(host, module(router_register=router_register), "first")
@@ -116,21 +166,74 @@ def test_an_unknown_stability() -> None:
     assert "alpha, beta, stable" in refused(module(router_register=router))
 
 
-def test_observers_are_called_and_cannot_do_harm(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("bad_first", [True, False])
+def test_every_plugin_is_called_even_when_one_raises(
+    caplog: pytest.LogCaptureFixture, bad_first: bool
+) -> None:
     seen: list[str] = []
 
-    def worker_up(worker: WorkerRecord) -> None:
-        seen.append(worker.worker_id)
+    def good(worker: WorkerRecord, reason: str) -> None:
+        seen.append(f"{worker.worker_id} {reason}")
 
-    def worker_down(reason: str) -> None:
+    def bad(reason: str) -> None:
         raise RuntimeError(reason)
 
     host = PluginHost()
-    add(host, module(worker_up=worker_up, worker_down=worker_down))
-    host.worker_up(WORKER)
+    plugins = {"good": module(worker_down=good), "bad": module(worker_down=bad)}
+    for name in sorted(plugins, reverse=not bad_first):
+        add(host, plugins[name], name)
     host.worker_down(WORKER, "stopped")
-    assert seen == ["w-0"]
-    assert "a plugin failed in worker_down" in caplog.text
+    assert seen == ["w-0 stopped"]
+    assert "plugin bad failed in worker_down" in caplog.text
+    assert "plugin good" not in caplog.text
+
+
+def test_every_observing_hook_reaches_plugins_and_observers_with_its_arguments() -> None:
+    """The host, ``Observer`` and the hooks of the contract name the same arguments."""
+    seen: list[tuple[str, str, dict[str, Any]]] = []
+
+    def recording(who: str, hook: str) -> Callable[..., None]:
+        signature = inspect.signature(getattr(hookspecs, hook))
+        source = f"lambda {', '.join(signature.parameters)}: note({who!r}, {hook!r}, locals())"
+        function: Callable[..., None] = eval(source, {"note": note})
+        return function
+
+    def note(who: str, hook: str, arguments: dict[str, Any]) -> None:
+        seen.append((who, hook, arguments))
+
+    host = PluginHost()
+    add(host, module(**{hook: recording("plugin", hook) for hook in OBSERVING_HOOKS}))
+    methods = {hook: staticmethod(recording("observer", hook)) for hook in OBSERVING_HOOKS}
+    host.add_observer("watcher", type("Watcher", (Observer,), methods)())
+    for hook in OBSERVING_HOOKS:
+        given = {name: object() for name in inspect.signature(getattr(host, hook)).parameters}
+        getattr(host, hook)(**given)
+        assert seen[-2:] == [("plugin", hook, given), ("observer", hook, given)]
+
+
+async def test_an_observer_is_started_and_stopped_and_may_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[str] = []
+
+    class Watcher(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def start(self) -> None:
+            seen.append(f"{self.name} starts")
+
+        async def stop(self) -> None:
+            seen.append(f"{self.name} stops")
+            raise RuntimeError("disk full")
+
+    host = PluginHost()
+    host.add_observer("first", Watcher("first"))
+    host.add_observer("second", Watcher("second"))
+    await host.start()
+    await host.stop()
+    assert seen == ["first starts", "second starts", "second stops", "first stops"]
+    assert "observer first failed to stop" in caplog.text
 
 
 def test_plugins_are_loaded_blocked_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,5 +260,54 @@ def test_hook_calls_can_be_traced(
     add(host, module(worker_up=lambda worker: None), "watcher")
     host.worker_up(WORKER)
     trace = capsys.readouterr().err
-    assert "hook worker_up(worker=WorkerRecord(worker_id='w-0'" in trace
-    assert "hook worker_up answered by watcher: []" in trace
+    assert "watcher: worker_up(worker=WorkerRecord(worker_id='w-0'" in trace
+
+
+@pytest.mark.slow
+def test_a_plugin_built_for_another_contract_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """Three distributions, really built and installed: for an older, this and a newer contract."""
+    builds = {"older": ">=0.0.3,<0.1", "fitting": ">=0.1,<0.2", "newer": ">=0.2,<0.3"}
+    for name, wanted in builds.items():
+        folder = tmp_path / name
+        (folder / f"plugin_{name}").mkdir(parents=True)
+        (folder / f"plugin_{name}" / "__init__.py").write_text(
+            "from commutator import RouterConfig, hookimpl\n"
+            "@hookimpl\n"
+            "def router_register(register):\n"
+            f"    register({name!r}, RouterConfig, print)\n"
+        )
+        (folder / "pyproject.toml").write_text(
+            "[build-system]\nrequires = ['hatchling']\nbuild-backend = 'hatchling.build'\n"
+            f"[project]\nname = 'plugin-{name}'\nversion = '7.0'\n"
+            f"dependencies = ['commutator{wanted}']\n"
+            f"[project.entry-points.commutator]\n{name} = 'plugin_{name}'\n"
+        )
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps",
+            "--no-build-isolation", "--disable-pip-version-check",
+            "--target", str(tmp_path / "site"),
+            *(str(tmp_path / name) for name in builds),
+        ],
+        check=True,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "commutator", "plugins", "--json"],
+        capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    problems = {plugin["name"]: plugin["problem"] for plugin in json.loads(done.stdout)}
+    ours = f"{'.'.join(map(str, CONTRACT_VERSION))}, that of commutator {commutator.__version__}"
+    assert problems["fitting"] is None
+    assert problems["older"] == (
+        f"built for an older contract (commutator <0.1,>=0.0.3) than {ours}; upgrade plugin-older"
+    )
+    assert problems["newer"] == (
+        f"built for a newer contract (commutator <0.3,>=0.2) than {ours}; upgrade commutator"
+    )
+
+
+def test_the_contract_version_begins_the_version() -> None:
+    numbers = commutator.__version__.split(".")[: len(CONTRACT_VERSION)]
+    assert tuple(map(int, numbers)) == CONTRACT_VERSION
+    assert metadata.version("commutator") == commutator.__version__

@@ -1,4 +1,4 @@
-"""Strict structuring: nothing is converted silently, and every mistake is told with its path."""
+"""Strict structuring: nothing is converted silently; every mistake is reported with its path."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import pytest
 from attrs import Attribute, frozen
 from jsonschema import Draft202012Validator
 
-from commutator.schema import (
-    Bounds,
-    ByteSize,
-    PositiveInt,
-    Size,
-    StructureError,
-    build_converter,
-    json_schema,
-    setting,
-    structure,
-)
+from commutator.contract.settings import Bounds, ByteSize, PositiveInt, Size, setting
+from commutator.schema.json_schema import json_schema
+from commutator.schema.structure import StructureError, build_converter, structure
 
 
 @frozen(kw_only=True)

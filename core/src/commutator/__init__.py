@@ -1,9 +1,10 @@
 """Commutator: a plugin framework for distributed LLM inference.
 
-What a plugin may import is what stands here, ``commutator.types``, ``commutator.errors``, what
-``commutator.engine``, ``commutator.kv``, ``commutator.transfer`` and ``commutator.text`` export,
-and ``commutator.testing`` for its tests. Each name is imported when it is first used, so that the
-command line answers quickly.
+All names that a plugin needs are here: the contract. A plugin may also import
+``commutator.errors``, and what the faces of ``commutator.engine``, ``commutator.kv``,
+``commutator.kv_events``, ``commutator.nixl``, ``commutator.tokenizer``, ``commutator.frontend`` and
+``commutator.schema`` export; its tests also ``commutator_testing``. Each module is imported when
+one of its names is first used.
 """
 
 from __future__ import annotations
@@ -12,54 +13,125 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.config.model import (
-        DisaggregationConfig,
-        EngineConfig,
-        EvictionConfig,
-        ModelConfig,
-        RouterConfig,
-        TierConfig,
-        TierPolicyConfig,
+    from commutator.contract import (
+        CONTRACT_VERSION,
     )
-    from commutator.config.secret import Secret
-    from commutator.engine.contract import (
+    from commutator.contract.block import (
+        KEY_BYTES,
+        BlockKey,
+        RetentionHints,
+    )
+    from commutator.contract.disagg import (
+        DisaggAnswer,
+        DisaggPolicy,
+        DisaggQuestion,
+        DisaggregationConfig,
+        HandoverOutcome,
+        HandoverRequest,
+        HandoverStyle,
+        MeasuredSpeeds,
+    )
+    from commutator.contract.engine import (
         EngineClient,
+        EngineConfig,
         EngineConnector,
         ForwardedAnswer,
         LaunchContext,
-        LaunchPlan,
+        ModelConfig,
         TokenStream,
     )
-    from commutator.hookspecs import hookimpl
-    from commutator.kv.eviction import EvictionPolicy
-    from commutator.plugins import (
+    from commutator.contract.eviction import (
+        EvictionConfig,
+        EvictionPolicy,
+    )
+    from commutator.contract.frontend import (
+        Frontend,
+        FrontendAddress,
+        FrontendConfig,
+        OpenFrontend,
+    )
+    from commutator.contract.launcher import (
+        LaunchPlan,
+    )
+    from commutator.contract.observer import (
+        Observer,
+        ObserverConfig,
+    )
+    from commutator.contract.registration import (
         DisaggRegister,
         EngineRegister,
         EvictionRegister,
+        FrontendRegister,
+        ObserverRegister,
         RouterRegister,
         StageRegister,
         TierRegister,
     )
-    from commutator.routing.contract import (
+    from commutator.contract.request import (
+        FinishReason,
+        GenerateRequest,
+        KvRetention,
+        RequestOutcome,
+        RequestSummary,
+        SamplingParams,
+        TokenDelta,
+        TokenLogprob,
+    )
+    from commutator.contract.routing import (
         Candidate,
         Decision,
+        Filter,
         Overlap,
+        Picker,
+        RouterConfig,
         RouteRequest,
         RoutingPolicy,
+        Scorer,
         WorkerLoad,
     )
-    from commutator.routing.disagg import (
-        DisaggAnswer,
-        DisaggPolicy,
-        DisaggQuestion,
-        MeasuredSpeeds,
+    from commutator.contract.settings import (
+        Bounds,
+        Fraction,
+        NonNegativeInt,
+        PositiveInt,
+        PositiveSeconds,
+        Seconds,
+        Secret,
+        Size,
+        setting,
     )
-    from commutator.routing.stages import Filter, Picker, Scorer
-    from commutator.schema import setting
+    from commutator.contract.tier import (
+        UNBOUNDED,
+        Memory,
+        Region,
+        Slot,
+        SlotGeometry,
+        Span,
+        StorageTier,
+        StoredBlock,
+        TierConfig,
+        TierStatistics,
+    )
+    from commutator.contract.worker import (
+        EngineInfo,
+        EngineLoad,
+        EventSource,
+        KvPrompt,
+        KvTransferInfo,
+        WorkerRecord,
+    )
+    from commutator.hookspecs import (
+        hookimpl,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CONTRACT_VERSION",
+    "KEY_BYTES",
+    "UNBOUNDED",
+    "BlockKey",
+    "Bounds",
     "Candidate",
     "Decision",
     "DisaggAnswer",
@@ -70,45 +142,89 @@ __all__ = [
     "EngineClient",
     "EngineConfig",
     "EngineConnector",
+    "EngineInfo",
+    "EngineLoad",
     "EngineRegister",
+    "EventSource",
     "EvictionConfig",
     "EvictionPolicy",
     "EvictionRegister",
     "Filter",
+    "FinishReason",
     "ForwardedAnswer",
+    "Fraction",
+    "Frontend",
+    "FrontendAddress",
+    "FrontendConfig",
+    "FrontendRegister",
+    "GenerateRequest",
+    "HandoverOutcome",
+    "HandoverRequest",
+    "HandoverStyle",
+    "KvPrompt",
+    "KvRetention",
+    "KvTransferInfo",
     "LaunchContext",
     "LaunchPlan",
     "MeasuredSpeeds",
+    "Memory",
     "ModelConfig",
+    "NonNegativeInt",
+    "Observer",
+    "ObserverConfig",
+    "ObserverRegister",
+    "OpenFrontend",
     "Overlap",
     "Picker",
+    "PositiveInt",
+    "PositiveSeconds",
+    "Region",
+    "RequestOutcome",
+    "RequestSummary",
+    "RetentionHints",
     "RouteRequest",
     "RouterConfig",
     "RouterRegister",
     "RoutingPolicy",
+    "SamplingParams",
     "Scorer",
+    "Seconds",
     "Secret",
+    "Size",
+    "Slot",
+    "SlotGeometry",
+    "Span",
     "StageRegister",
+    "StorageTier",
+    "StoredBlock",
     "TierConfig",
-    "TierPolicyConfig",
     "TierRegister",
+    "TierStatistics",
+    "TokenDelta",
+    "TokenLogprob",
     "TokenStream",
     "WorkerLoad",
+    "WorkerRecord",
     "hookimpl",
     "setting",
 ]
 
 _HOMES = (
-    "commutator.config.model",
-    "commutator.config.secret",
-    "commutator.engine.contract",
+    "commutator.contract",
     "commutator.hookspecs",
-    "commutator.kv.eviction",
-    "commutator.plugins",
-    "commutator.routing.contract",
-    "commutator.routing.disagg",
-    "commutator.routing.stages",
-    "commutator.schema",
+    "commutator.contract.engine",
+    "commutator.contract.routing",
+    "commutator.contract.disagg",
+    "commutator.contract.tier",
+    "commutator.contract.block",
+    "commutator.contract.eviction",
+    "commutator.contract.frontend",
+    "commutator.contract.observer",
+    "commutator.contract.registration",
+    "commutator.contract.request",
+    "commutator.contract.worker",
+    "commutator.contract.launcher",
+    "commutator.contract.settings",
 )
 
 
@@ -118,3 +234,7 @@ def __getattr__(name: str) -> Any:
             if name in home.__all__:
                 return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -11,10 +11,11 @@
     │   ├── EngineOverloadedError    the engine is healthy but full
     │   ├── EngineIncompleteError    the stream ended before the answer did
     │   ├── EngineHandoverError      the prefill worker's KV did not arrive
-    │   └── EngineNeedsPrefillError  it cannot compute a prompt, and no prefill worker did
+    │   ├── EngineNeedsPrefillError  it needs a prefill worker for the prompt
+    │   └── EngineWithoutTiersError  a question about storage tiers, without tiers
     ├── TransferError          NIXL could not move some bytes
-    │   └── TransferTimeoutError     not in time; NIXL may still touch the memory
-    │       └── TransferCancelledError   nobody waits for it any more; the same holds
+    │   └── TransferTimeoutError     not in time; NIXL may still access the memory
+    │       └── TransferCancelledError   cancelled; NIXL may still access the memory
     ├── TierError              a storage tier cannot be used
     ├── RegistryError          the registry of workers cannot be reached
     └── DeadlineError          the request's time limit passed
@@ -34,6 +35,7 @@ __all__ = [
     "EngineNeedsPrefillError",
     "EngineOverloadedError",
     "EngineUnavailableError",
+    "EngineWithoutTiersError",
     "OverloadedError",
     "PluginError",
     "RegistryError",
@@ -66,6 +68,7 @@ class PluginError(CommutatorError):
 
     def __init__(self, distribution: str, message: str) -> None:
         self.distribution = distribution
+        self.message = message
         super().__init__(f"plugin {distribution}: {message}")
 
 
@@ -109,7 +112,7 @@ class EngineOverloadedError(EngineError):
 
 
 class EngineIncompleteError(EngineError):
-    """The worker stopped sending before the answer was complete, and did not say why."""
+    """The worker stopped sending before the answer was complete, without a reason."""
 
 
 class EngineHandoverError(EngineError):
@@ -120,15 +123,22 @@ class EngineNeedsPrefillError(EngineError):
     """A worker that computes no prompts, or only prompts, was sent a whole request."""
 
 
+class EngineWithoutTiersError(EngineError):
+    """A worker was asked about its storage tiers, and has none. Nothing failed."""
+
+    def __init__(self, message: str = "this worker has no storage tiers") -> None:
+        super().__init__(message)
+
+
 class TransferError(CommutatorError):
-    """NIXL could not move some bytes. What was at the destination may be overwritten in part."""
+    """NIXL could not move some bytes. The destination may be partly overwritten."""
 
 
 class TransferTimeoutError(TransferError):
-    """A move did not end in time. NIXL may still touch the memory until it lets go of it.
+    """A transfer did not end in time. NIXL may still access its memory.
 
-    ``token`` names the move: both its sides stay pinned until the agent's ``reap`` returns it. None
-    when the move was never begun.
+    ``token`` identifies the transfer: its memory is pinned until the agent's ``reap`` returns it.
+    None when the transfer never began.
     """
 
     def __init__(self, message: str, token: int | None = None) -> None:
@@ -137,7 +147,7 @@ class TransferTimeoutError(TransferError):
 
 
 class TransferCancelledError(TransferTimeoutError):
-    """A move was given up because nobody waits for it any more: no fault of the tier or peer."""
+    """A transfer was cancelled, not by a fault of the tier or peer."""
 
 
 class TierError(CommutatorError):

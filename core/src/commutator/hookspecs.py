@@ -1,44 +1,55 @@
-"""The contract: every hook of Commutator, in the order in which a deployment meets them.
+"""Every hook of Commutator, in the order in which a deployment calls them.
 
 A plugin is a module (or an object) named by an entry point in the group ``commutator``. It marks
-its functions with ``commutator.hookimpl`` and names only the arguments it needs: arguments may be
-added here, never reordered or removed within a major version.
+its functions with ``commutator.hookimpl`` and names only the arguments it needs: within one
+contract version arguments may be added here, never removed or reordered.
 
     registration   once, at start          engine_register, router_register,
                                            route_stage_register, disagg_register,
-                                           tier_register, eviction_register
+                                           tier_register, eviction_register, observer_register,
+                                           frontend_register, registry_register,
+                                           launcher_register
     workers        as they come and go     worker_up, worker_down
-    a request      in this order           request_received, request_routed, request_first_token,
+    a request      in this order           request_received, request_queued, request_routed,
+                                           disagg_decided, kv_handed_over, request_first_token,
                                            request_migrated, request_finished or request_failed
 
 Hooks are called in the process and event loop where the event happens, so they must not block.
-An exception in an observing hook is logged and dropped: it never fails a request.
+Observing hooks are called one after another. An exception is logged with the plugin's name: the
+request and the other plugins are not affected.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import pluggy
 
-if TYPE_CHECKING:
-    from commutator.plugins import (
-        DisaggRegister,
-        EngineRegister,
-        EvictionRegister,
-        RouterRegister,
-        StageRegister,
-        TierRegister,
-    )
-    from commutator.routing.contract import Decision
-    from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
+from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
+from commutator.contract.registration import (
+    DisaggRegister,
+    EngineRegister,
+    EvictionRegister,
+    FrontendRegister,
+    LauncherRegister,
+    ObserverRegister,
+    RegistryRegister,
+    RouterRegister,
+    StageRegister,
+    TierRegister,
+)
+from commutator.contract.request import RequestOutcome, RequestSummary
+from commutator.contract.routing import Decision
+from commutator.contract.worker import WorkerRecord
 
 __all__ = ["PROJECT", "hookimpl"]
 
 PROJECT = "commutator"
+"""The name of the entry point group and of the pluggy project."""
 
 _hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's function as the hook of the same name. Hook wrappers are refused."""
 
 
 # ---------------------------------------------------------------- registration
@@ -76,7 +87,7 @@ def route_stage_register(register: StageRegister) -> None:
 
 @_hookspec
 def disagg_register(register: DisaggRegister) -> None:
-    """Called once at start, in every process. Offer policies of prefill and decode apart.
+    """Called once at start, in every process. Offer disaggregation policies.
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``DisaggregationConfig``; ``factory(config)`` makes one ``DisaggPolicy`` for each model.
@@ -103,19 +114,63 @@ def eviction_register(register: EvictionRegister) -> None:
     """
 
 
+@_hookspec
+def observer_register(register: ObserverRegister) -> None:
+    """Called once at start, in every process. Offer observers: metrics, audit logs, traces.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``ObserverConfig``; ``factory(config)`` makes one ``Observer`` for each `observers` entry in
+    each front-door process. Collect-all; must not block. A plugin without options needs none: it
+    may implement the observing hooks below itself.
+    """
+
+
+@_hookspec
+def registry_register(register: RegistryRegister) -> None:
+    """Called once at start, in every process. Offer registries, where workers are announced.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``RegistryConfig``; ``factory(config)`` makes the ``Registry`` of a deployment. Collect-all;
+    must not block.
+    """
+
+
+@_hookspec
+def launcher_register(register: LauncherRegister) -> None:
+    """Called once at start, in every process. Offer launchers, which start processes.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``LauncherConfig``; ``factory(config, context)`` makes the ``Launcher`` of one run of a
+    deployment, whose ``LauncherContext`` it gets. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def frontend_register(register: FrontendRegister) -> None:
+    """Called once at start, in every process. Offer front doors: protocols that clients speak.
+
+    ``register(kind, config_class, frontend, stability="alpha")``: ``config_class`` subclasses
+    ``FrontendConfig``; ``frontend`` is an instance of ``Frontend``. Import server libraries inside
+    its methods, not here. Collect-all; must not block.
+    """
+
+
 # --------------------------------------------------------------------- workers
 
 
 @_hookspec
 def worker_up(worker: WorkerRecord) -> None:
-    """Called in each front door when a worker can be routed to. Observing; must not block."""
+    """Called in each front door when a worker can be routed to. Observing; must not block.
+
+    Called again when a worker that was draining takes requests again.
+    """
 
 
 @_hookspec
 def worker_down(worker: WorkerRecord, reason: str) -> None:
     """Called in each front door when a worker leaves routing. Observing; must not block.
 
-    ``reason`` is one of the registry's words: "lease expired", "stopped", "draining", "failed".
+    ``reason``: "lease expired", "stopped", "draining" or "failed".
     """
 
 
@@ -124,20 +179,54 @@ def worker_down(worker: WorkerRecord, reason: str) -> None:
 
 @_hookspec
 def request_received(request: RequestSummary) -> None:
-    """Called in the front door once a request was validated and tokenized. Observing."""
+    """Called in the front door once a request was validated and tokenized. Observing.
+
+    Every request that was received ends in exactly one ``request_finished`` or ``request_failed``.
+    """
+
+
+@_hookspec
+def request_queued(
+    request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
+) -> None:
+    """Called in the front door when a request that had to wait for a worker has one. Observing.
+
+    ``queue``: "router" where every worker was busy, "prefill" where every prefill worker was.
+    ``waited_s`` is the time in that queue, in seconds. Not called for a request that did not wait.
+    """
 
 
 @_hookspec
 def request_routed(request: RequestSummary, decision: Decision) -> None:
-    """Called in the front door when a worker was chosen, before it is asked. Observing.
+    """Called in the front door when a worker was chosen, before it gets the request. Observing.
 
     Called again for each further worker, after ``request_migrated``.
     """
 
 
 @_hookspec
+def disagg_decided(request: RequestSummary, answer: DisaggAnswer) -> None:
+    """Called in the front door when the disaggregation policy has answered. Observing.
+
+    Only for models with a disaggregation policy and a prefill worker; once for each worker that
+    ``request_routed`` names.
+    """
+
+
+@_hookspec
+def kv_handed_over(request: RequestSummary, handover: HandoverOutcome) -> None:
+    """Called in the front door when both sides of a hand-over have ended. Observing.
+
+    Once for each try to prefill the request at another worker, successful or not.
+    """
+
+
+@_hookspec
 def request_first_token(request: RequestSummary, worker_id: str, ttft_s: float) -> None:
-    """Called in the front door with the first token; seconds count from its arrival. Observing."""
+    """Called in the front door with the first token of the answer. Observing.
+
+    ``ttft_s``: seconds since the request arrived at routing; time in queues counts.
+    """
 
 
 @_hookspec
@@ -148,10 +237,10 @@ def request_migrated(
     reason: str,
     generated_tokens: int,
 ) -> None:
-    """Called in the front door when a request goes on at another worker. Observing.
+    """Called in the front door when another worker continues a request. Observing.
 
-    ``reason``: "connection_lost", "incomplete_stream", "lease_expired" or, when the worker did not
-    take the request, "overloaded". ``generated_tokens`` were answered before; it may be none.
+    ``reason``: "connection_lost", "incomplete_stream", "lease_expired" or, when the worker
+    refused the request, "overloaded". ``generated_tokens``: length of the answer so far, 0 or more.
     """
 
 
@@ -161,8 +250,9 @@ def request_finished(request: RequestSummary, outcome: RequestOutcome) -> None:
 
 
 @_hookspec
-def request_failed(request: RequestSummary, error: BaseException) -> None:
-    """Called in the front door when the request ended without an answer. Observing.
+def request_failed(request: RequestSummary, error: BaseException, worker_id: str | None) -> None:
+    """Called in the front door when the request ended without a complete answer. Observing.
 
-    ``error`` is ``asyncio.CancelledError`` when the client went away.
+    ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is the
+    worker that served it last, None when no worker was chosen.
     """

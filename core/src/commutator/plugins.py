@@ -6,74 +6,50 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from typing import Any
 
 import pluggy
-from attrs import define, field, frozen
+from attrs import define, frozen
+from packaging.requirements import Requirement
+from packaging.version import Version
 
-from commutator import hookspecs
-from commutator.config.model import (
+from commutator import __version__, hookspecs
+from commutator.contract import CONTRACT_VERSION
+from commutator.contract.disagg import (
+    DisaggPolicy,
     DisaggregationConfig,
-    EngineConfig,
-    EvictionConfig,
-    RouterConfig,
-    TierConfig,
 )
-from commutator.engine.contract import EngineConnector
+from commutator.contract.engine import EngineConfig, EngineConnector
+from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+from commutator.contract.frontend import Frontend, FrontendConfig
+from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
+from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
+from commutator.contract.registration import (
+    Catalog,
+    Kind,
+    Origin,
+    Register,
+    StageRegister,
+)
+from commutator.contract.registry import Registry, RegistryConfig
+from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
+from commutator.contract.tier import StorageTier, TierConfig
 from commutator.errors import PluginError
-from commutator.kv.eviction import EvictionPolicy
-from commutator.routing.contract import Decision, RoutingPolicy
-from commutator.routing.disagg import DisaggPolicy
-from commutator.routing.stages import RouteStage
-from commutator.types import RequestOutcome, RequestSummary, WorkerRecord
+from commutator.hookspecs import PROJECT
+from commutator.schema.structure import nearest
 
-__all__ = [
-    "DisaggRegister",
-    "EngineRegister",
-    "EvictionRegister",
-    "Installed",
-    "Kind",
-    "Offer",
-    "PluginHost",
-    "RouterRegister",
-    "Stability",
-    "StageRegister",
-    "TierRegister",
-    "load_plugins",
-]
+__all__ = ["BLOCKED_PLUGINS", "Installed", "PluginHost", "installed_plugins", "load_plugins"]
 
 log = logging.getLogger(__name__)
 
 GROUP = "commutator"
-Stability = Literal["alpha", "beta", "stable"]
-_STABILITIES = ("alpha", "beta", "stable")
-ThingT = TypeVar("ThingT")
-
-
-@frozen
-class Kind(Generic[ThingT]):
-    """One registered engine, routing policy or storage tier."""
-
-    name: str
-    config_class: type[Any]
-    thing: ThingT
-    """An engine's connector; a policy's or tier's factory."""
-    stability: Stability
-    distribution: str
-
-
-@frozen
-class Offer:
-    """What one plugin registered under one seam."""
-
-    seam: str
-    kind: str
-    stability: Stability
-
-    def __str__(self) -> str:
-        return f"{self.seam} {self.kind} ({self.stability})"
+BLOCKED_PLUGINS = "COMMUTATOR_BLOCKED_PLUGINS"
+"""The environment variable by which the supervisor passes `plugins.block`, separated by commas."""
+BUILTIN = EntryPoint("builtin", "commutator.builtin", GROUP)
+"""The plugin that core itself brings; always installed."""
 
 
 @define
@@ -84,80 +60,27 @@ class Installed:
     distribution: str
     version: str
     hooks: tuple[str, ...] = ()
-    kinds: list[Offer] = field(factory=list)
+    kinds: tuple[Kind[Any], ...] = ()
     problem: str | None = None
     """Why it is not loaded."""
 
-
-class Register(Generic[ThingT]):
-    """The callable that a ``*_register`` hook is handed; checks and keeps what is offered."""
-
-    def __init__(
-        self, seam: str, config_base: type[Any], check: Callable[[Any], str | None]
-    ) -> None:
-        self.seam = seam
-        self.kinds: dict[str, Kind[ThingT]] = {}
-        self._config_base = config_base
-        self._check = check
-        self._offering: Installed | None = None
-
-    def offered_by(self, plugin: Installed) -> Register[ThingT]:
-        """This register, with ``plugin`` blamed for what is registered next."""
-        self._offering = plugin
-        return self
-
-    def __call__(
-        self,
-        kind: str,
-        config_class: type[Any],
-        thing: ThingT,
-        stability: Stability = "alpha",
-    ) -> None:
-        """Offer ``kind``. Raises PluginError when the offer breaks the contract."""
-        plugin = self._offering
-        assert plugin is not None
-        what = f'{self.seam} "{kind}"'
-
-        def refuse(message: str) -> PluginError:
-            return PluginError(plugin.distribution, f"{what}: {message}")
-
-        if not issubclass(config_class, self._config_base):
-            raise refuse(f"its config class must subclass {self._config_base.__name__}")
-        if problem := self._check(thing):
-            raise refuse(problem)
-        if stability not in _STABILITIES:
-            raise refuse(f"stability must be one of {', '.join(_STABILITIES)}, not {stability!r}")
-        if (other := self.kinds.get(kind)) is not None:
-            raise refuse(
-                f"already registered by {other.distribution}; block one of the two plugins"
-            )
-        self.kinds[kind] = Kind(kind, config_class, thing, stability, plugin.distribution)
-        plugin.kinds.append(Offer(self.seam, kind, stability))
+    @property
+    def origin(self) -> Origin:
+        return Origin(plugin=self.name, distribution=self.distribution)
 
 
-class StageRegister(Register[type[RouteStage]]):
-    """For ``route_stage_register``: a stage's class is its configuration, too."""
+def _instance_of(base: type[Any], expected: str) -> Callable[[Any], str | None]:
+    """The check of a catalog whose things are instances of ``base``."""
 
-    def __call__(  # type: ignore[override]
-        self, kind: str, stage_class: type[RouteStage], stability: Stability = "alpha"
-    ) -> None:
-        """Offer ``kind``. Raises PluginError when the offer breaks the contract."""
-        super().__call__(kind, stage_class, stage_class, stability)
+    def check(thing: Any) -> str | None:
+        if isinstance(thing, type):
+            name = thing.__name__
+            return f"expected an instance, got the class {name}: write {name}()"
+        if not isinstance(thing, base):
+            return f"expected {expected}, got {type(thing).__name__}"
+        return None
 
-
-EngineRegister = Register[EngineConnector[Any]]
-RouterRegister = Register[Callable[[Any], RoutingPolicy]]
-DisaggRegister = Register[Callable[[Any], DisaggPolicy]]
-TierRegister = Register[Callable[[Any], Any]]
-EvictionRegister = Register[Callable[[Any, int], EvictionPolicy]]
-
-
-def _must_be_connector(thing: Any) -> str | None:
-    if isinstance(thing, type):
-        return f"expected an instance, got the class {thing.__name__}: write {thing.__name__}()"
-    if not isinstance(thing, EngineConnector):
-        return f"expected an EngineConnector, got {type(thing).__name__}"
-    return None
+    return check
 
 
 def _must_be_factory(thing: Any) -> str | None:
@@ -172,98 +95,174 @@ def _must_be_concrete(thing: Any) -> str | None:
     return None
 
 
-class PluginHost:
-    """Typed facade over pluggy: the registered kinds, and one method for each observing hook."""
+@frozen
+class _Listener:
+    """One implementation of an observing hook."""
+
+    plugin: str
+    function: Callable[..., Any]
+    argument_names: tuple[str, ...] | None = None
+    """The names of the arguments that it takes; None: all."""
+
+    def call(self, arguments: dict[str, Any]) -> None:
+        names = self.argument_names
+        chosen = arguments if names is None else {name: arguments[name] for name in names}
+        self.function(**chosen)
+
+
+class PluginHost(Observer):
+    """The loaded plugins: the kinds that they registered, and an observer that calls them."""
 
     def __init__(self) -> None:
-        self.engines = EngineRegister("engine", EngineConfig, _must_be_connector)
-        self.routers = RouterRegister("router", RouterConfig, _must_be_factory)
-        self.disaggs = DisaggRegister("disaggregation", DisaggregationConfig, _must_be_factory)
-        self.stages = StageRegister("stage", RouteStage, _must_be_concrete)
-        self.tiers = TierRegister("tier", TierConfig, _must_be_factory)
-        self.evictions = EvictionRegister("eviction", EvictionConfig, _must_be_factory)
+        self.engines: Catalog[EngineConnector[Any]] = Catalog(
+            "engine", EngineConfig, _instance_of(EngineConnector, "an EngineConnector")
+        )
+        self.routers: Catalog[Callable[[Any], RoutingPolicy]] = Catalog(
+            "router", RouterConfig, _must_be_factory
+        )
+        self.stages: Catalog[type[RouteStage]] = Catalog("stage", RouteStage, _must_be_concrete)
+        self.disaggs: Catalog[Callable[[Any], DisaggPolicy]] = Catalog(
+            "disaggregation", DisaggregationConfig, _must_be_factory
+        )
+        self.tiers: Catalog[Callable[[Any], StorageTier]] = Catalog(
+            "tier", TierConfig, _must_be_factory
+        )
+        self.evictions: Catalog[Callable[[Any, int], EvictionPolicy]] = Catalog(
+            "eviction", EvictionConfig, _must_be_factory
+        )
+        self.observers: Catalog[Callable[[Any], Observer]] = Catalog(
+            "observer", ObserverConfig, _must_be_factory
+        )
+        self.frontends: Catalog[Frontend[Any, Any]] = Catalog(
+            "frontend", FrontendConfig, _instance_of(Frontend, "a Frontend")
+        )
+        self.registries: Catalog[Callable[[Any], Registry]] = Catalog(
+            "registry", RegistryConfig, _must_be_factory
+        )
+        self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher]] = Catalog(
+            "launcher", LauncherConfig, _must_be_factory
+        )
+        self._catalogs: dict[str, Catalog[Any]] = {
+            "engine_register": self.engines,
+            "router_register": self.routers,
+            "route_stage_register": self.stages,
+            "disagg_register": self.disaggs,
+            "tier_register": self.tiers,
+            "eviction_register": self.evictions,
+            "observer_register": self.observers,
+            "frontend_register": self.frontends,
+            "registry_register": self.registries,
+            "launcher_register": self.launchers,
+        }
+        """By the hook that fills it."""
         self.installed: list[Installed] = []
-        self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
-        if os.environ.get("COMMUTATOR_TRACE_HOOKS") == "1":
-            self._pluggy.add_hookcall_monitoring(_trace_before, _trace_after)
+        self._trace = os.environ.get("COMMUTATOR_TRACE_HOOKS") == "1"
+        self._listeners: dict[str, list[_Listener]] = {}
+        self._observers: list[tuple[str, Observer]] = []
+        self._started: list[tuple[str, Observer]] = []
 
     def add(self, plugin: object, installed: Installed) -> None:
         """Load one plugin and collect what it registers.
 
-        Raises PluginError, naming its distribution, when it breaks the contract. Meant to end the
-        start: what the plugin had registered before the mistake is not taken back.
+        Raises PluginError, naming its distribution, when it breaks the contract or raises. Nothing
+        of it is loaded then.
         """
         self._check_shape(plugin, installed)
         try:
             self._pluggy.register(plugin, installed.name)
             self._pluggy.check_pending()
-        except (pluggy.PluginValidationError, ValueError) as error:
-            raise PluginError(installed.distribution, str(error)) from error
-        callers = self._pluggy.get_hookcallers(plugin) or []
-        installed.hooks = tuple(sorted(caller.name for caller in callers))
+            self._register(plugin, installed)
+        except Exception as error:
+            for catalog in self._catalogs.values():
+                catalog.remove(installed.origin)
+            if self._pluggy.is_registered(plugin):
+                self._pluggy.unregister(plugin)
+            if isinstance(error, PluginError):
+                raise
+            text = str(error)
+            if not isinstance(error, pluggy.PluginValidationError):
+                text = f"{type(error).__name__}: {error}"
+            raise PluginError(installed.distribution, text) from error
         self.installed.append(installed)
-        seams: tuple[tuple[Register[Any], str], ...] = (
-            (self.engines, "engine_register"),
-            (self.routers, "router_register"),
-            (self.disaggs, "disagg_register"),
-            (self.stages, "route_stage_register"),
-            (self.tiers, "tier_register"),
-            (self.evictions, "eviction_register"),
-        )
-        for seam, hook in seams:
-            if hook in installed.hooks:
-                caller = self._pluggy.subset_hook_caller(
-                    hook, [other for other in self._pluggy.get_plugins() if other is not plugin]
-                )
-                caller(register=seam.offered_by(installed))
 
-    def worker_up(self, worker: WorkerRecord) -> None:
-        self._observe("worker_up", worker=worker)
-
-    def worker_down(self, worker: WorkerRecord, reason: str) -> None:
-        self._observe("worker_down", worker=worker, reason=reason)
-
-    def request_received(self, request: RequestSummary) -> None:
-        self._observe("request_received", request=request)
-
-    def request_routed(self, request: RequestSummary, decision: Decision) -> None:
-        self._observe("request_routed", request=request, decision=decision)
-
-    def request_first_token(self, request: RequestSummary, worker_id: str, ttft_s: float) -> None:
-        self._observe("request_first_token", request=request, worker_id=worker_id, ttft_s=ttft_s)
-
-    def request_migrated(
-        self,
-        request: RequestSummary,
-        from_worker: str,
-        to_worker: str,
-        reason: str,
-        generated_tokens: int,
-    ) -> None:
-        self._observe(
-            "request_migrated",
-            request=request,
-            from_worker=from_worker,
-            to_worker=to_worker,
-            reason=reason,
-            generated_tokens=generated_tokens,
+    def _register(self, plugin: object, installed: Installed) -> None:
+        origin = installed.origin
+        mine: dict[str, _Listener] = {}
+        for caller in self._pluggy.get_hookcallers(plugin) or []:
+            (impl,) = (impl for impl in caller.get_hookimpls() if impl.plugin is plugin)
+            if impl.wrapper or impl.hookwrapper:
+                raise PluginError(installed.distribution, f"{caller.name}: hooks have no wrappers")
+            mine[caller.name] = _Listener(installed.name, impl.function, impl.argnames)
+        for hook, catalog in self._catalogs.items():
+            if hook not in mine:
+                continue
+            register = StageRegister if catalog is self.stages else Register
+            try:
+                mine[hook].call({"register": register(catalog, origin)})
+            except PluginError:
+                raise
+            except Exception as error:
+                text = f"{hook} raised {type(error).__name__}: {error}"
+                raise PluginError(installed.distribution, text) from error
+        for hook in mine.keys() - self._catalogs.keys():
+            self._listen(hook, mine[hook])
+        installed.hooks = tuple(sorted(mine))
+        installed.kinds = tuple(
+            kind
+            for catalog in self._catalogs.values()
+            for kind in catalog.kinds.values()
+            if kind.origin == origin
         )
 
-    def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
-        self._observe("request_finished", request=request, outcome=outcome)
+    def add_observer(self, name: str, observer: Observer) -> None:
+        """Call ``observer`` from now on; ``name`` is its name in the log.
 
-    def request_failed(self, request: RequestSummary, error: BaseException) -> None:
-        self._observe("request_failed", request=request, error=error)
+        ``start`` and ``stop`` of the host start and stop it. Hooks that it does not override cost
+        nothing.
+        """
+        self._observers.append((name, observer))
+        for hook in OBSERVING_HOOKS:
+            if getattr(type(observer), hook) is not getattr(Observer, hook):
+                self._listen(hook, _Listener(name, getattr(observer, hook)))
 
-    def _observe(self, hook: str, **arguments: Any) -> None:
-        caller: pluggy.HookCaller = getattr(self._pluggy.hook, hook)
-        if not caller.get_hookimpls():
-            return
-        try:
-            caller(**arguments)
-        except Exception:
-            log.exception("a plugin failed in %s; the request goes on", hook)
+    async def start(self, configs: Iterable[ObserverConfig] = ()) -> None:
+        """Add the observers of a configuration, and start all in the order of adding.
+
+        Raises PluginError when one cannot start.
+        """
+        for config in configs:
+            self.add_observer(config.kind, self.observers.kinds[config.kind].thing(config))
+        for name, observer in self._observers:
+            try:
+                await observer.start()
+            except Exception as error:
+                text = f"observer cannot start: {type(error).__name__}: {error}"
+                raise PluginError(name, text) from error
+            self._started.append((name, observer))
+
+    async def stop(self) -> None:
+        """Stop every started observer, the last one first. Exceptions are logged."""
+        while self._started:
+            name, observer = self._started.pop()
+            try:
+                await observer.stop()
+            except Exception:
+                log.exception("observer %s failed to stop", name)
+
+    def _listen(self, hook: str, listener: _Listener) -> None:
+        self._listeners.setdefault(hook, []).append(listener)
+
+    def _observe(self, hook: str, arguments: dict[str, Any]) -> None:
+        """Call every listener, also after one raised."""
+        for listener in self._listeners.get(hook, ()):
+            try:
+                listener.call(arguments)
+            except Exception:
+                log.exception("plugin %s failed in %s", listener.plugin, hook)
+            if self._trace:
+                _trace(hook, listener.plugin, arguments)
 
     def _check_shape(self, plugin: object, installed: Installed) -> None:
         if isinstance(plugin, type):
@@ -272,61 +271,111 @@ class PluginHost:
                 f"entry point {installed.name} names the class {plugin.__name__}; "
                 "name a module or an instance",
             )
-        known = {name for name in vars(hookspecs) if not name.startswith("_")}
+        known = [
+            name for name in vars(hookspecs) if hasattr(vars(hookspecs)[name], f"{PROJECT}_spec")
+        ]
         for name, member in inspect.getmembers(plugin, callable):
-            if hasattr(member, f"{hookspecs.PROJECT}_impl") and name not in known:
-                raise PluginError(installed.distribution, f"unknown hook {name}")
+            if hasattr(member, f"{PROJECT}_impl") and name not in known:
+                hint = nearest(name, known).replace("known keys", "known hooks")
+                raise PluginError(installed.distribution, f"unknown hook {name}; {hint}")
+
+
+def _observing(hook: str) -> Callable[..., None]:
+    """The method of ``PluginHost`` that passes an observing hook on to its listeners."""
+    method = getattr(Observer, hook)
+    _, *names = inspect.signature(method).parameters
+
+    @wraps(method)
+    def observe(host: PluginHost, *arguments: Any, **named: Any) -> None:
+        host._observe(hook, dict(zip(names, arguments, strict=False)) | named)  # noqa: SLF001
+
+    return observe
+
+
+for _hook in OBSERVING_HOOKS:
+    setattr(PluginHost, _hook, _observing(_hook))
 
 
 def load_plugins(
     block: Iterable[str] = (), found: Iterable[EntryPoint] | None = None
 ) -> PluginHost:
-    """Load every installed plugin but those in ``block``.
+    """Load core's plugin and every installed one but those in ``block``.
 
-    A plugin that cannot be imported is reported and skipped: it only matters when a configuration
-    asks for what it would have brought. One that breaks the contract raises PluginError.
+    A plugin that cannot be imported, was built for another contract or breaks this one is skipped
+    with a warning; ``Installed.problem`` is the reason. A configuration that names one of its kinds
+    is refused.
     """
     host = PluginHost()
     blocked = set(block)
     discovered = entry_points(group=GROUP) if found is None else found
-    for point in sorted(set(discovered), key=lambda point: point.name):
-        dist = point.dist
-        installed = Installed(
-            name=point.name,
-            distribution=dist.name if dist is not None else point.value,
-            version=dist.version if dist is not None else "unknown",
-        )
-        if point.name in blocked:
-            installed.problem = "blocked"
-            host.installed.append(installed)
-            continue
+    for point in sorted({*discovered, BUILTIN}, key=lambda point: point.name):
+        installed = _describe(point)
         try:
-            plugin = point.load()
-        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-            installed.problem = f"cannot be imported: {type(error).__name__}: {error}"
-            log.warning("plugin %s (%s) %s", point.name, installed.distribution, installed.problem)
-            host.installed.append(installed)
-            continue
-        host.add(plugin, installed)
+            if point.name in blocked:
+                installed.problem = "blocked"
+            else:
+                _check_contract(point.dist, installed)
+                host.add(_import(point, installed), installed)
+                continue
+        except PluginError as error:
+            installed.problem = error.message
+            name, problem = installed.distribution, error.message
+            log.warning("plugin %s (%s) skipped: %s", point.name, name, problem)
+        host.installed.append(installed)
     return host
 
 
-def _trace_before(
-    hook: str, impls: Sequence[pluggy.HookImpl], arguments: Mapping[str, Any]
-) -> None:
-    del impls
+@cache
+def installed_plugins(block: tuple[str, ...] = ()) -> PluginHost:
+    """The installed plugins, without those in ``block`` and in the environment. For engines.
+
+    The first call loads them.
+    """
+    return load_plugins([*block, *os.environ.get(BLOCKED_PLUGINS, "").split(",")])
+
+
+def _describe(point: EntryPoint) -> Installed:
+    dist = point.dist
+    if point is BUILTIN:
+        return Installed(name=point.name, distribution=PROJECT, version=__version__)
+    if dist is None:
+        return Installed(name=point.name, distribution=point.value, version="unknown")
+    return Installed(name=point.name, distribution=dist.name, version=dist.version)
+
+
+def _import(point: EntryPoint, installed: Installed) -> object:
+    try:
+        return point.load()
+    except Exception as error:
+        text = f"cannot be imported: {type(error).__name__}: {error}"
+        raise PluginError(installed.distribution, text) from error
+
+
+def _check_contract(dist: Distribution | None, installed: Installed) -> None:
+    """Raise PluginError when the distribution requires another version of Commutator."""
+    ours = Version(__version__)
+    for line in () if dist is None else dist.requires or ():
+        if not line.startswith(PROJECT):
+            continue
+        wanted = Requirement(line)
+        applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        if wanted.name != PROJECT or not applies:
+            continue
+        if wanted.specifier.contains(ours, prereleases=True):
+            continue
+        newer = any(
+            one.operator in {">", ">=", "==", "~="} and Version(one.version) > ours
+            for one in wanted.specifier
+        )
+        contract = ".".join(map(str, CONTRACT_VERSION))
+        what = "commutator" if newer else installed.distribution
+        raise PluginError(
+            installed.distribution,
+            f"built for {'a newer' if newer else 'an older'} contract (commutator "
+            f"{wanted.specifier}) than {contract}, that of commutator {ours}; upgrade {what}",
+        )
+
+
+def _trace(hook: str, plugin: str, arguments: Mapping[str, Any]) -> None:
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    print(f"hook {hook}({shown[:300]})", file=sys.stderr)  # noqa: T201 - the trace is the purpose
-
-
-def _trace_after(
-    outcome: pluggy.Result[Any],
-    hook: str,
-    impls: Sequence[pluggy.HookImpl],
-    arguments: Mapping[str, Any],
-) -> None:
-    del arguments
-    who = ", ".join(impl.plugin_name for impl in impls) or "nobody"
-    error = outcome.exception
-    answer = f"raised {error!r}" if error is not None else repr(outcome.get_result())
-    print(f"hook {hook} answered by {who}: {answer}", file=sys.stderr)  # noqa: T201
+    print(f"{plugin}: {hook}({shown[:300]})", file=sys.stderr)  # noqa: T201 - what was asked for

@@ -7,7 +7,7 @@ import sys
 
 from aiohttp import ClientSession
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 
 async def ask(session: ClientSession, name: str, priority: int, tokens: int) -> None:

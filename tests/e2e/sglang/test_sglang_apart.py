@@ -12,12 +12,12 @@ import pytest_asyncio
 from tests.support.oracle import greedy
 from tests.support.sglang_server import SglangServer, running_sglang
 
-from commutator import EngineClient
-from commutator.testing import make_request
-from commutator.testing.handover import WorkerPair
-from commutator.types import EngineInfo, SamplingParams, WorkerRecord
+from commutator.contract.engine import EngineClient
+from commutator.contract.request import SamplingParams
+from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator_sglang.client import SglangClient
 from commutator_sglang.handover import RoomHandover
+from commutator_testing.engines import WorkerPair, make_request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 
@@ -38,8 +38,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 async def pair(servers: Servers) -> AsyncIterator[WorkerPair]:
     prefill, decode = (SglangClient(server.url) for server in servers)
     records = (
-        record(prefill.url, await prefill.start()),
-        record(decode.url, await decode.start()),
+        record(prefill.server.url, await prefill.start()),
+        record(decode.server.url, await decode.start()),
     )
     yield WorkerPair(RoomHandover(), prefill, decode, records, timeout_s=300.0)
     await prefill.close()
@@ -47,7 +47,9 @@ async def pair(servers: Servers) -> AsyncIterator[WorkerPair]:
 
 
 def record(url: str, info: EngineInfo) -> WorkerRecord:
-    return WorkerRecord(url, "sglang", "sglang", info.model, url, info)
+    return WorkerRecord(
+        worker_id=url, engine="sglang", kind="sglang", model=info.model, address=url, info=info
+    )
 
 
 async def until(client: EngineClient, *, busy: bool) -> None:
@@ -84,11 +86,11 @@ async def test_a_leg_whose_other_is_lost_ends_at_once(
     pair: WorkerPair, leg: Literal["prefill", "decode"]
 ) -> None:
     """It waits for the other one, as far as it is left to; then its server is as before."""
-    legs = pair.legs(make_request("a", range(700, 780), SIX_TOKENS))
+    handover = pair.handover(make_request("a", range(700, 780), SIX_TOKENS))
     if leg == "prefill":
-        client, request = pair.prefill, pair.style.prefill_request(legs)
+        client, request = pair.prefill, pair.style.prefill_request(handover)
     else:
-        client, request = pair.decode, pair.style.decode_request(legs, None)
+        client, request = pair.decode, pair.style.decode_request(handover, None)
     stream = client.generate(request)
     await until(client, busy=True)
     begun_s = time.monotonic()

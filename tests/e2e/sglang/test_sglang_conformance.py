@@ -11,12 +11,12 @@ import pytest
 from tests.support.oracle import SOURCE, greedy
 from tests.support.sglang_server import SglangServer, ask_sglang
 
-from commutator import EngineClient
+from commutator.contract.engine import EngineClient
+from commutator.contract.request import SamplingParams
 from commutator.errors import RequestError
-from commutator.testing import EngineContract, collect, make_request
-from commutator.text import load_text_model
-from commutator.types import SamplingParams
+from commutator.tokenizer.load import load_text_model
 from commutator_sglang.client import SglangClient
+from commutator_testing.engines import EngineContract, collect, make_request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 

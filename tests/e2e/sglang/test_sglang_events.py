@@ -11,13 +11,14 @@ import pytest_asyncio
 from attrs import define, field
 from tests.support.sglang_server import SglangServer, ask_sglang
 
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.event_subscriber import EventSubscriber
-from commutator.routing.overlap import WorkerRank
-from commutator.routing.prefix_index import PrefixIndex
-from commutator.testing import collect, make_request
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.routing import RouterConfig, WorkerRank
+from commutator.contract.worker import WorkerRecord
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.index import PrefixIndex
+from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator_sglang.client import SglangClient
+from commutator_testing.engines import collect, make_request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 
@@ -37,7 +38,9 @@ class Watched:
 
     async def cached(self, prompt: Sequence[int], salt: str | None = None) -> int:
         """The tokens that the server finds when it is sent this prompt."""
-        request = GenerateRequest("q", list(prompt), ONE_TOKEN, cache_salt=salt)
+        request = GenerateRequest(
+            request_id="q", token_ids=list(prompt), sampling=ONE_TOKEN, cache_salt=salt
+        )
         deltas = await collect(self.client, request)
         found = [d.cached_tokens for d in deltas if d.cached_tokens is not None]
         assert len(found) == 1
@@ -67,11 +70,14 @@ async def watched(sglang: SglangServer) -> AsyncIterator[Watched]:
     info = await client.start()
     assert info.block_size == BLOCK
     ask_sglang("POST", f"{sglang.url}/flush_cache?timeout=60")
-    index = PrefixIndex(BLOCK)
-    subscriber = EventSubscriber(index)
-    await subscriber.add_worker("w", info)
-    yield Watched(client, sglang.url, index)
-    await subscriber.close()
+    indexer = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))
+    await indexer.add(
+        WorkerRecord(
+            worker_id="w", engine="e", kind="fake", model="m", address="127.0.0.1:1", info=info
+        )
+    )
+    yield Watched(client, sglang.url, indexer.index)
+    await indexer.close()
     await client.close()
 
 

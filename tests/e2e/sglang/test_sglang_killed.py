@@ -25,7 +25,7 @@ from tests.support.launched_servers import kill_server_at, server_urls, wait_for
 from tests.support.sglang_server import need_sglang
 
 from commutator.errors import CommutatorError
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 from commutator_sglang.client import SglangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4800)]
@@ -170,7 +170,7 @@ async def killed_under_way(
 
 
 async def ended(cluster: LocalCluster, worker: str, legs: int) -> None:
-    """Wait until the log tells of so many legs how long the server went on after their abort.
+    """Wait until the log says of that many legs how long the server ran on after their abort.
 
     Of one at least it must tell that it ended, not that it had not by the end of a patient wait.
     """

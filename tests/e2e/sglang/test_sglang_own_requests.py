@@ -13,7 +13,7 @@ from tests.support.launched_servers import wait_for_workers
 from tests.support.sglang_server import MODEL as SERVED
 from tests.support.sglang_server import SglangServer, running_sglang
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 
@@ -120,7 +120,9 @@ def test_scores(client: openai.OpenAI, direct: openai.OpenAI) -> None:
     assert told[0]["scores"] == told[1]["scores"]  # type: ignore[index]
 
 
-def test_what_it_refuses_is_told_in_its_words(client: openai.OpenAI, direct: openai.OpenAI) -> None:
+def test_refusals_have_the_words_of_the_server(
+    client: openai.OpenAI, direct: openai.OpenAI
+) -> None:
     told = []
     for one, model in ((client, MODEL), (direct, SERVED.name)):
         with pytest.raises(openai.APIStatusError) as caught:

@@ -15,8 +15,8 @@ from attrs import frozen
 from tests.support.server_stores import Stores
 from tests.support.sglang_server import SglangServer, ask_sglang, running_sglang
 
-from commutator import TierConfig
-from commutator_dram import DramConfig
+from commutator.contract.tier import TierConfig
+from commutator_dram.tier import DramConfig
 from commutator_nvme.config import NvmeConfig
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]

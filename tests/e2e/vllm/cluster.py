@@ -11,7 +11,7 @@ from tests.support import launched_servers
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 __all__ = [
     "apart_config",

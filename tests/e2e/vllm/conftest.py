@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.vllm.cluster import server_urls, wait_for_workers
 from tests.support.vllm_server import need_vllm
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 
 @pytest.fixture(scope="session")

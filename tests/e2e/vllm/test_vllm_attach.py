@@ -8,7 +8,7 @@ import openai
 import pytest
 from tests.e2e.vllm.cluster import wait_for_workers
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

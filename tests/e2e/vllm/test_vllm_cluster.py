@@ -8,8 +8,8 @@ from openai.types.chat import ChatCompletionMessageParam as Message
 from tests.e2e.vllm.cluster import metric, server_urls
 from tests.support.chat import compare_chat
 
-from commutator.testing import LocalCluster
-from commutator.text import load_text_model
+from commutator.supervisor.local_cluster import LocalCluster
+from commutator.tokenizer.load import load_text_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

@@ -10,9 +10,9 @@ import pytest
 from tests.support.oracle import SOURCE, greedy
 from tests.support.vllm_server import ask_vllm
 
-from commutator import EngineClient
-from commutator.testing import EngineContract
-from commutator.text import load_text_model
+from commutator.contract.engine import EngineClient
+from commutator.tokenizer.load import load_text_model
+from commutator_testing.engines import EngineContract
 from commutator_vllm.bodies import COMPLETIONS
 from commutator_vllm.client import VllmClient
 

@@ -23,7 +23,7 @@ from tests.e2e.vllm.cluster import (
 )
 from tests.support.vllm_server import ask_vllm, need_vllm
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

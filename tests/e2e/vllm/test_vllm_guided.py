@@ -10,10 +10,11 @@ import pytest
 import pytest_asyncio
 from attrs import evolve
 
+from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.testing import collect, make_request
-from commutator.text import TextModel, load_text_model
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
+from commutator_testing.engines import collect, make_request
 from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient
 

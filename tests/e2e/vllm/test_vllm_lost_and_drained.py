@@ -13,7 +13,7 @@ from attrs import frozen
 from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
 from tests.support.draining import drain_in_turn
 
-from commutator.testing import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

@@ -12,8 +12,8 @@ import pytest
 from tests.support.server_stores import Stores
 from tests.support.vllm_server import ask_vllm, running_vllm
 
-from commutator import TierConfig
-from commutator_dram import DramConfig
+from commutator.contract.tier import TierConfig
+from commutator_dram.tier import DramConfig
 from commutator_nvme.config import NvmeConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]

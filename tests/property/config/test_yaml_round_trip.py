@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commutator.config.tree import plain
-from commutator.config.yaml_dialect import to_yaml
-from commutator.config.yaml_file import parse_value, read_file
+from commutator.config.yaml_file import parse_value, read_file, to_yaml
 
 ODD = (  # what is no text without its quotes
     *("1e-5", "1E9", "5e-05", "0x1F", "1:30", "yes", "null", "~", ".inf", "=", "<<", "- a", "a: b"),

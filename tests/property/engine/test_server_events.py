@@ -1,4 +1,4 @@
-"""Events come out whole, wherever a connection cuts them."""
+"""Events are complete, however the connection cuts their bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.engine.server_events import DONE, ServerEvents
+from commutator.engine.http import ServerEvents
 
+DONE = b"[DONE]"
 payloads = st.lists(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))
 
 
@@ -21,5 +22,5 @@ def test_cut_anywhere(texts: list[str], cuts: list[int], spaced: bool) -> None:
     events, got = ServerEvents(), list[bytes]()
     for begin, end in itertools.pairwise(places):
         got += events.feed(sent[begin:end])
-    assert got == told, "the last event is not whole yet"
+    assert got == told, "the last event is not complete yet"
     assert list(events.feed(b"\n\n")) == [DONE]

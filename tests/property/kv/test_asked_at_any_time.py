@@ -6,27 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.kv_world import KvWorld
 
-from commutator.kv import BlockFacts, Offer
-from commutator.kv.offer import strongest
-from commutator.kv.tier_book import TierSpec
-from commutator_eviction import Lru
+from commutator.contract.block import BlockDescriptor, RetentionHints, strongest
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator_eviction.lru import Lru
 
 KEY = b"k" * 32
 asked = st.builds(
-    BlockFacts,
+    RetentionHints,
     priority=st.integers(-3, 3),
     ttl_s=st.sampled_from([None, 30.0, 60.0]),
     pinned=st.booleans(),
 )
 
 
-def note(facts: list[BlockFacts], stored_after: int) -> str:
-    """What holds for a block once all of this was asked, and its store ended after so many."""
-    spec = TierSpec(name="dram", medium="CPU", capacity_blocks=4, eviction=Lru())
+def note(facts: list[RetentionHints], stored_after: int) -> str:
+    """The state of a block after these requests, when its store ended after that many of them."""
+    spec = TierSpec(name="dram", medium="CPU", capacity_blocks=4, eviction=lambda _: Lru())
     world = KvWorld([spec])
     for number, one in enumerate(facts):
         world.held[KEY] += 1
-        offer = Offer(key=KEY, parent=None, token_ids=(1,), facts=one)
+        offer = BlockDescriptor(key=KEY, parent=None, token_ids=(1,), facts=one)
         world.do(world.manager.offer([offer], 0.0))
         if number == stored_after:
             (move,) = world.moves.values()
@@ -34,12 +33,12 @@ def note(facts: list[BlockFacts], stored_after: int) -> str:
             world.do(world.manager.finish_store(move.move_id, written, {}, 0.0))
         world.manager.check_integrity()
     assert not +world.held
-    return world.manager.why([KEY], 0.0)[0].held[0].note
+    return world.manager.explain([KEY], 0.0)[0].held[0].note
 
 
 @given(facts=st.lists(asked, min_size=1, max_size=5), data=st.data())
 def test_what_was_asked_holds_whenever_the_block_was_stored(
-    facts: list[BlockFacts], data: st.DataObject
+    facts: list[RetentionHints], data: st.DataObject
 ) -> None:
     stored_after = data.draw(st.integers(0, len(facts) - 1))
     assert note(facts, stored_after) == note(facts, 0), "as if it had been there at once"

@@ -7,7 +7,7 @@ from bench.peers import DynamoPeer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commutator.kv.hashing import local_block_hashes, sequence_hashes
+from commutator.routing.prefix_index.hashing import local_block_hashes, sequence_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
 BLOCK_SIZES = st.integers(1, 80)

@@ -9,15 +9,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.actions import Announce, FreeBlocks
-from commutator.kv.admission import AdmissionRule, MinimumHits, NotLongerThan, PromptOnly
-from commutator.kv.break_even import LoadCost, PrefillSpeed
-from commutator.kv.eviction import EvictionPolicy
-from commutator.kv.load_result import LoadResult
-from commutator.kv.offer import BlockFacts, Offer
-from commutator.kv.tier_book import TierSpec
-from commutator.testing import tree_block
-from commutator_eviction import Arc, LeafFirst, Lru, S3Fifo, TinyLfu
+from commutator.contract.block import BlockDescriptor, RetentionHints
+from commutator.contract.eviction import EvictionPolicy
+from commutator.kv.block_manager.actions import Announce, FreeBlocks, LoadResult
+from commutator.kv.block_manager.admission import (
+    AdmissionRule,
+    MinimumHits,
+    NotLongerThan,
+    PromptOnly,
+)
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_eviction.arc import Arc
+from commutator_eviction.leaf_first import LeafFirst
+from commutator_eviction.lru import Lru
+from commutator_eviction.s3fifo import S3Fifo
+from commutator_eviction.tinylfu import TinyLfu
+from commutator_testing.eviction import tree_block
 
 BLOCKS = 24
 KEYS = [tree_block(number)[0] for number in range(1, BLOCKS + 1)]
@@ -32,7 +40,7 @@ RULES: list[AdmissionRule] = [MinimumHits(2), NotLongerThan(3), PromptOnly()]
 
 numbers = st.integers(1, BLOCKS)
 retentions = st.builds(
-    BlockFacts,
+    RetentionHints,
     priority=st.sampled_from([0, 0, 0, 1, -1, 99]),
     ttl_s=st.sampled_from([None, None, 3.0]),
     pinned=st.sampled_from([False, False, False, True]),
@@ -41,7 +49,7 @@ retentions = st.builds(
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> list[Offer]:
+def chains(draw: st.DrawFn) -> list[BlockDescriptor]:
     """A path of the tree of prefixes, from somewhere down to ``number``."""
     number, kept, facts = draw(numbers), draw(st.integers(1, 5)), draw(retentions)
     path = [number]
@@ -50,10 +58,10 @@ def chains(draw: st.DrawFn) -> list[Offer]:
     return [offer(number, facts) for number in path[-kept:]]
 
 
-def offer(number: int, facts: BlockFacts) -> Offer:
+def offer(number: int, facts: RetentionHints) -> BlockDescriptor:
     key, parent, place = tree_block(number)
     tenant = [None, "a", "b"][number % 3]  # a key belongs to one tenant
-    whole = BlockFacts(
+    whole = RetentionHints(
         priority=facts.priority,
         ttl_s=facts.ttl_s,
         pinned=facts.pinned,
@@ -61,7 +69,7 @@ def offer(number: int, facts: BlockFacts) -> Offer:
         tenant=tenant,
         depth=place.depth,
     )
-    return Offer(key=key, parent=parent, token_ids=(number,), facts=whole)
+    return BlockDescriptor(key=key, parent=parent, token_ids=(number,), facts=whole)
 
 
 @st.composite
@@ -75,7 +83,7 @@ def specs(draw: st.DrawFn) -> list[TierSpec]:
                 medium=["CPU", "NVME", "EXTERNAL"][number],
                 capacity_blocks=capacity,
                 shared=draw(st.booleans()),
-                eviction=draw(st.sampled_from(POLICIES))(capacity),
+                eviction=draw(st.sampled_from(POLICIES)),
                 admission=draw(st.lists(st.sampled_from(RULES), max_size=1)),
                 write=draw(
                     st.sampled_from(["through", "through", "on_evict", "on_evict", "never"])
@@ -111,14 +119,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.world.do(self.manager.recovered(0, [stored(key) for key in keys], self.now_s))
 
     @rule(chain=chains())
-    def offer(self, chain: list[Offer]) -> None:
+    def offer(self, chain: list[BlockDescriptor]) -> None:
         self.world.held.update(block.key for block in chain)
         self.world.do(self.manager.offer(chain, self.now_s))
 
     @rule(chain=chains())
-    def device_evicting(self, chain: list[Offer]) -> None:
+    def offload_evicted(self, chain: list[BlockDescriptor]) -> None:
         self.world.held.update(block.key for block in chain)
-        self.world.do(self.manager.device_evicting(chain, self.now_s))
+        self.world.do(self.manager.offload_evicted(chain, self.now_s))
 
     @precondition(lambda self: self.world.moves)
     @rule(data=st.data())
@@ -137,12 +145,12 @@ class ManagerMachine(RuleBasedStateMachine):
         first=st.integers(0, 2),
         tokens_per_s=st.sampled_from([None, 1.0, 100.0, 1e6]),
     )
-    def begin_load(self, number: int, first: int, tokens_per_s: float | None) -> None:
+    def begin_onboard(self, number: int, first: int, tokens_per_s: float | None) -> None:
         keys = chain_of(number)
         self.last_load += 1
         speed = PrefillSpeed(tokens_per_s=tokens_per_s, block_size=16)
         matched = self.manager.match(keys, first)
-        plan = self.manager.begin_load(
+        plan = self.manager.begin_onboard(
             f"load-{self.last_load}", keys, first, self.now_s, prefill=speed
         )
         expected = list(zip(keys[first:], matched, strict=False))
@@ -163,23 +171,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.loads)
     @rule(data=st.data())
-    def finish_load(self, data: st.DataObject) -> None:
+    def finish_onboard(self, data: st.DataObject) -> None:
         plan = self.world.loads.pop(data.draw(st.sampled_from(list(self.world.loads))))
         outcomes = st.sampled_from([None, *LoadResult, LoadResult.LOADED, LoadResult.LOADED])
         drawn = {key: data.draw(outcomes) for key, _ in plan.blocks}
         results = {key: result for key, result in drawn.items() if result is not None}
-        self.world.do(self.manager.finish_load(plan.load_id, results, self.now_s))
+        self.world.do(self.manager.finish_onboard(plan.load_id, results, self.now_s))
         for key, tier in plan.blocks:
             if results.get(key) in {LoadResult.CORRUPT, LoadResult.MISSING}:
                 assert key not in self.world.announced[tier], "bad blocks are not offered again"
-
-    @rule(tier=st.integers(0, 2), lost=st.lists(numbers, unique=True, max_size=4))
-    def lost(self, tier: int, lost: list[int]) -> None:
-        if tier < len(self.world.committed):
-            keys = [KEYS[number - 1] for number in lost]
-            actions = self.manager.lost(tier, keys, "gone", self.now_s)
-            self.world.committed[tier] -= set(keys) & self.world.announced[tier]
-            self.world.do(actions)
 
     @rule(tier=st.integers(0, 2), there=st.lists(numbers, unique=True, max_size=5))
     def found(self, tier: int, there: list[int]) -> None:
@@ -231,7 +231,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.world.check_room(tier)
         for key in KEYS:
             assert self.manager.match([key]) == self.world.fastest(key)
-        for why in self.manager.why(KEYS, self.now_s):
+        for why in self.manager.explain(KEYS, self.now_s):
             assert why.reason
         for tier, state in enumerate(self.manager.statistics().tiers):
             assert state.published == len(self.world.announced[tier])
@@ -243,7 +243,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         for plan in list(self.world.loads.values()):
             del self.world.loads[plan.load_id]
-            self.world.do(self.manager.finish_load(plan.load_id, {}, self.now_s))
+            self.world.do(self.manager.finish_onboard(plan.load_id, {}, self.now_s))
         while self.world.moves:
             move = next(iter(self.world.moves.values()))
             written = self.world.written(move, move.keys)

@@ -1,24 +1,28 @@
-"""The block pool against a model of it: nothing lost, nothing shared that is not the same."""
+"""The block pool against a model of it: no block is lost, only equal blocks are shared."""
 
 from __future__ import annotations
 
+from functools import partial
+
+from attrs import evolve
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored
-from commutator_reference.block_identity import BlockIdentity, Namespace
-from commutator_reference.blocks import BlockPool
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, CacheIdentity
+from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 
 BLOCK_SIZE = 2
 # Few tokens and salts, so that prompts share prefixes often.
 blocks_of_tokens = st.lists(st.tuples(*[st.integers(0, 1)] * BLOCK_SIZE), min_size=1, max_size=5)
 namespaces = st.builds(
-    Namespace, st.sampled_from([None, "a"]), st.sampled_from([None, "a", "salt"])
+    partial(evolve, ANONYMOUS),
+    lora_name=st.sampled_from([None, "a"]),
+    cache_salt=st.sampled_from([None, "a", "salt"]),
 )
 
 
-def chain(namespace: Namespace, contents: list[tuple[int, ...]]) -> list[BlockIdentity]:
+def chain(namespace: CacheIdentity, contents: list[tuple[int, ...]]) -> list[BlockIdentity]:
     identities: list[BlockIdentity] = []
     for tokens in contents:
         last = identities[-1] if identities else None
@@ -35,12 +39,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.holders: list[list[int]] = []
-        # What is in each block's memory, written only by whoever computed it.
-        self.memory: dict[int, tuple[Namespace, tuple[tuple[int, ...], ...]]] = {}
+        # What is in each block's memory, written only by the request that computed it.
+        self.memory: dict[int, tuple[CacheIdentity, tuple[tuple[int, ...], ...]]] = {}
         self.announced: set[int] = set()
 
     @rule(namespace=namespaces, contents=blocks_of_tokens)
-    def come(self, namespace: Namespace, contents: list[tuple[int, ...]]) -> None:
+    def come(self, namespace: CacheIdentity, contents: list[tuple[int, ...]]) -> None:
         identities = chain(namespace, contents)
         held: list[int] = []
         for index, identity in enumerate(identities):
@@ -96,12 +100,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def events_tell_the_truth(self) -> None:
         for event in self.pool.take_events():
             match event:
-                case BlockStored(hashes, parent, token_ids):
+                case BlockStored(
+                    block_hashes=hashes, parent_block_hash=parent, token_ids=token_ids
+                ):
                     assert parent is None or parent in self.announced, "an orphan was announced"
                     assert len(token_ids) == BLOCK_SIZE * len(hashes)
                     assert not self.announced & set(hashes), "stored twice"
                     self.announced |= {h for h in hashes if isinstance(h, int)}
-                case BlockRemoved(hashes):
+                case BlockRemoved(block_hashes=hashes):
                     assert set(hashes) <= self.announced, "removed but never stored"
                     self.announced -= {h for h in hashes if isinstance(h, int)}
                 case BlocksCleared():

@@ -6,11 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.blocks import BlockPool
-from commutator_reference.scheduler import Scheduler, SchedulerLimits
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator_reference.block_pool import BlockPool
+from commutator_reference.scheduler import Chunk, Scheduler, Step
 from commutator_reference.sequence import Sequence
-from commutator_reference.step import Chunk, Step
 
 BLOCK_SIZE = 2
 # Mostly zeros, so that prompts, and prompts with answers, often begin alike.
@@ -38,9 +37,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, num_blocks: int, max_running: int, max_tokens: int, *, prefix_caching: bool
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
-        limits = SchedulerLimits(max_running, max_tokens)
         self.max_tokens = max_tokens
-        self.scheduler = Scheduler(self.pool, limits, num_blocks * BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.pool,
+            num_blocks * BLOCK_SIZE,
+            max_running_requests=max_running,
+            max_tokens_per_step=max_tokens,
+        )
         self.wanted: dict[int, int] = {}
         self.memory: dict[Slot, KV] = {}
         self.keys = 0
@@ -53,7 +56,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, prompt: list[int], output: int, priority: int, salt: str | None) -> None:
         prompt = prompt[: self.scheduler.max_model_len - 1]
-        request = GenerateRequest("r", prompt, SamplingParams(), priority=priority, cache_salt=salt)
+        request = GenerateRequest(
+            request_id="r",
+            token_ids=prompt,
+            sampling=SamplingParams(),
+            priority=priority,
+            cache_salt=salt,
+        )
         self.scheduler.add(Sequence.start(self.keys, request, self.keys, seed=0))
         self.wanted[self.keys] = min(output, self.scheduler.max_model_len - len(prompt))
         self.keys += 1
@@ -114,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self._end(chunk.key)
 
     def _step_that_fails(self) -> None:
-        """Its requests end; what it wrote must never be reused."""
+        """The requests of the step end; their KV of this step must never be reused."""
         for chunk in self.scheduler.schedule().chunks:
             for position in range(chunk.start, chunk.end):
                 self.memory[self._slot(chunk, position)] = ("garbage", ())

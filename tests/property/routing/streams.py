@@ -8,13 +8,17 @@ from attrs import define, field, frozen
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from commutator.kv.events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-from commutator.kv.hashing import sequence_hashes
-from commutator.kv.medium import Tier
-from commutator.routing.overlap import Overlap, WorkerRank
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, CacheLevel, KvEvent
+from commutator.contract.routing import Overlap, WorkerRank
+from commutator.routing.prefix_index.hashing import sequence_hashes
 
 BLOCK_SIZE = 4
-MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.EXTERNAL: "REMOTE"}
+MEDIA = {
+    CacheLevel.DEVICE: "GPU",
+    CacheLevel.HOST: "CPU",
+    CacheLevel.DISK: "DISK",
+    CacheLevel.EXTERNAL: "REMOTE",
+}
 
 Path = tuple[int, ...]
 """A block and all before it: the branch taken at each step."""
@@ -44,7 +48,7 @@ class Stored:
     member: WorkerRank
     path: Path
     start: int
-    tier: Tier = Tier.DEVICE
+    tier: CacheLevel = CacheLevel.DEVICE
 
     @property
     def blocks(self) -> list[Path]:
@@ -65,11 +69,11 @@ class Stored:
 class Removed:
     member: WorkerRank
     blocks: tuple[Path, ...]
-    tier: Tier = Tier.DEVICE
+    tier: CacheLevel = CacheLevel.DEVICE
 
     def event(self) -> KvEvent:
         hashes = tuple(engine_hash(self.member, block) for block in self.blocks)
-        return BlockRemoved(hashes, MEDIA[self.tier])
+        return BlockRemoved(block_hashes=hashes, medium=MEDIA[self.tier])
 
 
 @frozen
@@ -83,7 +87,7 @@ class Cleared:
 Step = Stored | Removed | Cleared
 
 
-def steps(tiers: Sequence[Tier] = tuple(Tier)) -> st.SearchStrategy[Step]:
+def steps(tiers: Sequence[CacheLevel] = tuple(CacheLevel)) -> st.SearchStrategy[Step]:
     """One event of any engine, whatever was before: also orphans, duplicates and the unknown."""
     starts = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5])
     stored = st.tuples(WORKERS, PATHS, starts, st.sampled_from(tiers)).map(
@@ -102,8 +106,8 @@ def steps(tiers: Sequence[Tier] = tuple(Tier)) -> st.SearchStrategy[Step]:
 
 @define
 class _Rank:
-    held: dict[Tier, set[Path]] = field(factory=lambda: {tier: set() for tier in Tier})
-    waiting: dict[Path, set[Tier]] = field(factory=dict)
+    held: dict[CacheLevel, set[Path]] = field(factory=lambda: {tier: set() for tier in CacheLevel})
+    waiting: dict[Path, set[CacheLevel]] = field(factory=dict)
 
     def has(self, path: Path) -> bool:
         return any(path in blocks for blocks in self.held.values())
@@ -135,14 +139,16 @@ class PlainIndex:
     def match(self, path: Path) -> dict[WorkerRank, Overlap]:
         found: dict[WorkerRank, Overlap] = {}
         for member, rank in self.ranks.items():
-            counts = [0] * len(Tier)
+            counts = [0] * len(CacheLevel)
             for end in range(1, len(path) + 1):
-                best = next((t for t in Tier if path[:end] in rank.held[t]), None)
+                best = next((t for t in CacheLevel if path[:end] in rank.held[t]), None)
                 if best is None:
                     break
                 counts[best] += 1
             if any(counts):
-                found[member] = Overlap(*counts)
+                found[member] = Overlap(
+                    **dict(zip(("device", "host", "disk", "external"), counts, strict=True))
+                )
         return found
 
     @staticmethod

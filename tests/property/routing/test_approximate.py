@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.routing.approximate import ApproximateBlocks
-from commutator.routing.overlap import WorkerRank
-from commutator.routing.prefix_index import PrefixIndex
+from commutator.contract.routing import WorkerRank
+from commutator.routing.prefix_index.index import PrefixIndex
+from commutator.routing.prefix_index.indexer import GuessedBlocks
 
 TTL_S = 10.0
 prompts = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
@@ -17,7 +17,7 @@ steps = st.lists(st.tuples(st.sampled_from(["a", "b"]), prompts, st.floats(0, 6)
 @given(steps, st.integers(1, 10))
 def test_equals_a_recount(plan: list[tuple[str, list[int], float]], capacity: int) -> None:
     index = PrefixIndex(16)
-    blocks = ApproximateBlocks(index, TTL_S)
+    blocks = GuessedBlocks(index, TTL_S)
     used: dict[str, dict[int, float]] = {"a": {}, "b": {}}
     now_s = 0.0
     for worker_id, prompt, wait_s in plan:

@@ -13,7 +13,7 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.routing.event_sequence import Action, Apply, EventSequence, Replay, Reset
+from commutator.kv_events.sequence import Action, Apply, EventSequence, Replay, Reset
 
 Message = tuple[int, bytes]
 

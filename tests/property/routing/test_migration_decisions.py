@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.contract.request import FinishReason, SamplingParams
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -16,7 +17,6 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.routing.migration import Cause, Fail, Finish, Migrate, Progress, cause_of, decide
-from commutator.types import FinishReason, SamplingParams
 
 CAUSES = st.sampled_from(Cause)
 LOSSES = st.sampled_from([cause for cause in Cause if cause is not Cause.OVERLOADED])
@@ -97,9 +97,7 @@ def test_an_answer_that_is_complete_is_not_asked_for_more(cause: Cause, progress
     ),
     st.sampled_from([None, "lease expired", "failed", "stopped", "replaced"]),
 )
-def test_overload_is_told_from_loss_and_both_from_failure(
-    error: Exception, gone: str | None
-) -> None:
+def test_overload_loss_and_failure_are_different(error: Exception, gone: str | None) -> None:
     cause = cause_of(error, gone)
     if type(error) in {EngineError, RequestError, ValueError}:
         assert cause is None, "another worker would answer the same"

@@ -7,15 +7,22 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.routing.contract import WorkerLoad
+from commutator.contract.routing import WorkerLoad
 from commutator.routing.load import InFlightLoad, Ticket
-from commutator.routing.peer_loads import PeerLoads
+from commutator.routing.replica_sync import ReplicaLoads
 
 SILENCE_S = 10.0
 PEERS = ["a", "b", "c"]
 
 loads = st.dictionaries(
-    st.sampled_from(["w0", "w1"]), st.builds(WorkerLoad, *[st.integers(0, 9)] * 3), max_size=2
+    st.sampled_from(["w0", "w1"]),
+    st.builds(
+        WorkerLoad,
+        active_requests=st.integers(0, 9),
+        active_prefill_tokens=st.integers(0, 9),
+        active_decode_blocks=st.integers(0, 9),
+    ),
+    max_size=2,
 )
 words = st.tuples(st.sampled_from(PEERS), st.integers(1, 6), loads, st.integers(0, 8))
 
@@ -24,7 +31,7 @@ words = st.tuples(st.sampled_from(PEERS), st.integers(1, 6), loads, st.integers(
 def test_the_sum_is_that_of_each_peer_s_newest_word(
     plan: list[tuple[str, int, dict[str, WorkerLoad], int]],
 ) -> None:
-    peers = PeerLoads(SILENCE_S)
+    peers = ReplicaLoads(SILENCE_S)
     newest: dict[str, tuple[int, float, dict[str, WorkerLoad]]] = {}
     now_s = 0.0
     for peer, number, told, pause_s in plan:
@@ -34,7 +41,7 @@ def test_the_sum_is_that_of_each_peer_s_newest_word(
         for name in gone:
             del newest[name]
         is_news = peer not in newest or newest[peer][0] < number
-        assert peers.hear(peer, number, told, now_s) == is_news
+        assert peers.update(peer, number, told, now_s) == is_news
         if is_news:
             newest[peer] = number, now_s, told
         assert peers.count == len(newest)
@@ -47,12 +54,12 @@ def test_the_sum_is_that_of_each_peer_s_newest_word(
 
 
 class Door:
-    """A front door, and the words it has sent that nobody has heard yet."""
+    """A front door, and the messages it has sent that have not arrived yet."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.load = InFlightLoad()
-        self.peers = PeerLoads(SILENCE_S)
+        self.peers = ReplicaLoads(SILENCE_S)
         self.sent: list[tuple[int, dict[str, WorkerLoad]]] = []
         self._tickets: list[Ticket] = []
         self._number = 0
@@ -79,7 +86,7 @@ actions = st.sampled_from(["dispatch", "progress", "release", "tell", "tell in v
     plan=st.lists(st.tuples(st.integers(0, 2), actions, st.integers(0, 99)), max_size=60),
     chance=st.randoms(use_true_random=False),
 )
-def test_everybody_agrees_once_everybody_was_heard(
+def test_all_agree_once_all_were_heard(
     plan: list[tuple[int, str, int]], chance: random.Random
 ) -> None:
     """Of all words only the last one of each must arrive, in whatever order."""
@@ -93,7 +100,7 @@ def test_everybody_agrees_once_everybody_was_heard(
     for sender, number, told in words:
         for door in doors:
             if door is not sender:
-                door.peers.hear(sender.name, number, told, 0.0)
+                door.peers.update(sender.name, number, told, 0.0)
     for door in doors:
         door.load.set_peers(door.peers.total(), door.peers.count)
     for worker in ("w0", "w1"):

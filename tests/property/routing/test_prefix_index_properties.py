@@ -18,9 +18,8 @@ from tests.property.routing.streams import (
     steps,
 )
 
-from commutator.kv.medium import Tier
-from commutator.routing.index_snapshot import RankSnapshot
-from commutator.routing.prefix_index import PrefixIndex
+from commutator.contract.block import CacheLevel
+from commutator.routing.prefix_index.index import PrefixIndex, RankSnapshot
 
 STREAMS = st.lists(steps(), max_size=40)
 
@@ -86,10 +85,10 @@ def test_a_snapshot_round_trips_through_messagepack(
 
 @settings(deadline=None)
 @given(STREAMS)
-def test_blocks_that_nobody_holds_take_no_memory(stream: list[Step]) -> None:
+def test_blocks_that_no_worker_holds_take_no_memory(stream: list[Step]) -> None:
     index, plain = index_of(stream), apply_all(PlainIndex(), stream)
     for member, rank in plain.ranks.items():
-        for tier in Tier:
+        for tier in CacheLevel:
             blocks = set(rank.held[tier])
             blocks |= {path for path, tiers in rank.waiting.items() if tier in tiers}
             event = Removed(member, tuple(blocks), tier).event()

@@ -29,10 +29,10 @@ from tests.property.routing.streams import (
     tokens_of,
 )
 
-from commutator.kv.hashing import local_block_hashes
-from commutator.kv.medium import Tier
-from commutator.routing.overlap import WorkerRank
-from commutator.routing.prefix_index import PrefixIndex
+from commutator.contract.block import CacheLevel
+from commutator.contract.routing import WorkerRank
+from commutator.routing.prefix_index.hashing import local_block_hashes
+from commutator.routing.prefix_index.index import PrefixIndex
 
 EXAMPLES = 400
 STEPS = 80
@@ -111,7 +111,7 @@ def test_scores_equal_the_radix_trees(dynamo: DynamoPeer) -> None:
     compared: Counter[str] = Counter()
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(stream=st.lists(steps([Tier.DEVICE]), min_size=STEPS, max_size=STEPS))
+    @given(stream=st.lists(steps([CacheLevel.DEVICE]), min_size=STEPS, max_size=STEPS))
     def compare(stream: list[Step]) -> None:
         index, admission = PrefixIndex(BLOCK_SIZE), Admission()
         asked: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from commutator.routing.request_queue import Place, RequestQueue
+from commutator.routing.queue import Place, RequestQueue
 
 
 class Queue(RuleBasedStateMachine):
@@ -68,13 +68,13 @@ class Queue(RuleBasedStateMachine):
 TestQueue = Queue.TestCase
 
 
-def test_nobody_waits_in_a_queue_without_places() -> None:
+def test_no_request_waits_in_a_queue_without_places() -> None:
     queue = RequestQueue(max_length=0)
     assert queue.enter(queue.place(1), again=True)
     assert queue.enter_for_last(queue.place(0)) is None
 
 
-def test_a_full_queue_takes_back_who_was_admitted_before() -> None:
+def test_a_full_queue_takes_back_a_request_admitted_before() -> None:
     queue = RequestQueue(max_length=1)
     first, second = queue.place(0), queue.place(0)
     assert queue.enter(second)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.routing.handover_failure import Way, next_way
-from commutator.routing.speeds import Line, Rate, SpeedMeter
+from commutator.routing.disagg.request import on_handover_failure
+from commutator.routing.disagg.speeds import Line, Rate, SpeedMeter
 
 SAMPLES = st.lists(
     st.tuples(st.integers(0, 10**10), st.floats(0, 1e3, allow_subnormal=False)), max_size=50
@@ -48,7 +48,7 @@ def test_a_constant_speed_is_found(per_s: float, amounts: list[float]) -> None:
     st.floats(1e6, 1e10),
     st.lists(st.integers(1, 1000), max_size=20),
 )
-def test_latency_and_bandwidth_are_told_apart(
+def test_latency_and_bandwidth_are_distinguished(
     latency_s: float, per_s: float, sizes: list[int]
 ) -> None:
     line = Line()
@@ -84,9 +84,9 @@ def test_old_samples_fade() -> None:
 
 
 def test_ways_after_a_failure() -> None:
-    assert next_way("fail", 1, overloaded=False) is Way.FAIL
-    assert next_way("prefill_locally", 1, overloaded=False) is Way.LOCALLY
-    assert next_way("another_worker", 1, overloaded=False) is Way.ANOTHER
-    assert next_way("another_worker", 2, overloaded=False) is Way.LOCALLY
+    assert on_handover_failure("fail", 1, overloaded=False) == "fail"
+    assert on_handover_failure("prefill_locally", 1, overloaded=False) == "prefill_locally"
+    assert on_handover_failure("another_worker", 1, overloaded=False) == "another_worker"
+    assert on_handover_failure("another_worker", 2, overloaded=False) == "prefill_locally"
     for on_failure in ("fail", "prefill_locally", "another_worker"):
-        assert next_way(on_failure, 0, overloaded=True) is Way.ANOTHER
+        assert on_handover_failure(on_failure, 0, overloaded=True) == "another_worker"

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.kv import SlotGeometry, Stored
+from commutator.contract.tier import SlotGeometry, StoredBlock
 from commutator_nvme.config import NvmeConfig
-from commutator_nvme.header import HEADER_BYTES, Header, parse_header
-from commutator_nvme.layout import PAGE_BYTES, Layout
+from commutator_nvme.layout import HEADER_BYTES, PAGE_BYTES, Header, Layout, parse_header
 from commutator_nvme.owners import Owner
 from commutator_nvme.records import RecordFormat, Recovered
 
@@ -24,7 +23,7 @@ NUMBERED = dict(enumerate(OWNERS))
 keys = st.binary(min_size=32, max_size=32)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=TOKENS) | st.just([5] * TOKENS)
 blocks = st.builds(
-    Stored,
+    StoredBlock,
     key=keys,
     slot=st.integers(0, SLOTS - 1),
     size_bytes=st.integers(0, SLOT_BYTES),
@@ -37,7 +36,7 @@ blocks = st.builds(
 contents = st.lists(blocks, max_size=SLOTS, unique_by=lambda stored: stored.slot)
 
 
-def written(stored: list[Stored], sequences: list[int] | None = None) -> bytearray:
+def written(stored: list[StoredBlock], sequences: list[int] | None = None) -> bytearray:
     data = bytearray(SLOTS * FORMAT.record_bytes)
     for number, one in enumerate(stored):
         sequence = sequences[number] if sequences else number + 1
@@ -59,7 +58,7 @@ def recovered(
 
 
 @given(contents)
-def test_what_was_written_comes_back(stored: list[Stored]) -> None:
+def test_what_was_written_comes_back(stored: list[StoredBlock]) -> None:
     """Of blocks with the same key, the one that was written last."""
     result = recovered(written(stored))
     latest = {one.key: one for one in stored}
@@ -71,7 +70,7 @@ def test_what_was_written_comes_back(stored: list[Stored]) -> None:
 
 @given(st.permutations(range(1, SLOTS + 1)))
 def test_the_order_in_the_file_does_not_matter(sequences: list[int]) -> None:
-    same_key = [Stored(key=b"k" * 32, slot=s, size_bytes=s, checksum=s) for s in range(SLOTS)]
+    same_key = [StoredBlock(key=b"k" * 32, slot=s, size_bytes=s, checksum=s) for s in range(SLOTS)]
     result = recovered(written(same_key, sequences))
     newest = same_key[sequences.index(SLOTS)]
     assert result.blocks == {newest.key: newest}
@@ -79,7 +78,7 @@ def test_the_order_in_the_file_does_not_matter(sequences: list[int]) -> None:
 
 
 @given(contents, st.sets(st.integers(0, SLOTS - 1)))
-def test_records_of_lost_slots_are_not_believed(stored: list[Stored], lost: set[int]) -> None:
+def test_records_of_lost_slots_are_not_believed(stored: list[StoredBlock], lost: set[int]) -> None:
     result = recovered(written(stored), lost)
     kept = [one for one in stored if one.slot not in lost]
     assert result.blocks == {one.key: one for one in kept}
@@ -87,7 +86,7 @@ def test_records_of_lost_slots_are_not_believed(stored: list[Stored], lost: set[
 
 
 @given(contents)
-def test_a_block_whose_owner_is_not_known_is_not_believed(stored: list[Stored]) -> None:
+def test_a_block_whose_owner_is_not_known_is_not_believed(stored: list[StoredBlock]) -> None:
     result = recovered(written(stored), owners={0: OWNERS[0], 2: OWNERS[2]})
     known = [one for one in stored if one.lora_name is None]
     assert set(result.blocks) == {one.key for one in known}
@@ -96,7 +95,7 @@ def test_a_block_whose_owner_is_not_known_is_not_believed(stored: list[Stored]) 
 
 @settings(max_examples=20)
 @given(blocks, st.integers(0, 7))
-def test_any_changed_bit_is_noticed(stored: Stored, bit: int) -> None:
+def test_any_changed_bit_is_noticed(stored: StoredBlock, bit: int) -> None:
     start = stored.slot * FORMAT.record_bytes
     for position in range(start, start + FORMAT.record_bytes):
         data = written([stored])
@@ -107,7 +106,7 @@ def test_any_changed_bit_is_noticed(stored: Stored, bit: int) -> None:
 
 
 @given(blocks, st.binary(min_size=1, max_size=FORMAT.record_bytes))
-def test_a_torn_record_is_noticed(stored: Stored, old: bytes) -> None:
+def test_a_torn_record_is_noticed(stored: StoredBlock, old: bytes) -> None:
     """The first part is of the record, the rest still of what was there before."""
     data = written([stored])
     whole = bytes(data)
@@ -117,7 +116,7 @@ def test_a_torn_record_is_noticed(stored: Stored, old: bytes) -> None:
 
 
 @given(blocks)
-def test_a_record_is_valid_in_its_own_place_only(stored: Stored) -> None:
+def test_a_record_is_valid_in_its_own_place_only(stored: StoredBlock) -> None:
     data = written([stored])
     assert recovered(data, first_slot=1).blocks == {}
     other = Recovered()
@@ -131,7 +130,7 @@ def test_a_record_is_valid_in_its_own_place_only(stored: Stored) -> None:
 @pytest.mark.parametrize("block_tokens", [0, 1, 16, 1000])
 def test_any_number_of_tokens(block_tokens: int) -> None:
     form = RecordFormat(block_tokens, SLOT_BYTES, nonce=1)
-    stored = Stored(
+    stored = StoredBlock(
         key=b"k" * 32, slot=0, size_bytes=1, checksum=1, token_ids=tuple(range(block_tokens))
     )
     result = Recovered()

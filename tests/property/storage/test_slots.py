@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from commutator.kv.slots import SlotTable
-from commutator.kv.tier import Stored
+from commutator.contract.tier import StoredBlock
+from commutator.kv.tiers.slot_tier import SlotTable
 
 CAPACITY = 6
 KEYS = [bytes([number]) * 32 for number in range(10)]
@@ -125,8 +125,8 @@ class Slots(RuleBasedStateMachine):
         assert statistics.pinned == len(+self.pins)
 
 
-def stored(key: bytes, slot: int) -> Stored:
-    return Stored(key=key, slot=slot, size_bytes=1, checksum=0)
+def stored(key: bytes, slot: int) -> StoredBlock:
+    return StoredBlock(key=key, slot=slot, size_bytes=1, checksum=0)
 
 
 TestSlots = Slots.TestCase

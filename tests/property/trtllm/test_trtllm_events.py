@@ -1,4 +1,4 @@
-"""What is published is what the server holds, whatever it holds and whichever events are lost."""
+"""The index has what the server has cached, whichever events are lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.trtllm.queues import removed, stored
 
-from commutator.kv import BlocksCleared, BlockStored, EventBatch, decode_batch, encode_batch
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.prefix_index import PrefixIndex
-from commutator_trtllm.api import CacheEvent
-from commutator_trtllm.event_translator import EventTranslator
+from commutator.contract.block import BlocksCleared, BlockStored, EventBatch
+from commutator.kv_events.codec import decode_batch, encode_batch
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.index import PrefixIndex
+from commutator_trtllm.event_translator import CacheEvent, EventTranslator
 
 SIZE = 4
 WINDOW = 512
@@ -27,7 +27,7 @@ big = st.integers((1 << 53) + 1, (1 << 64) - 100)
 
 
 class Server:
-    """Holds chains of blocks and tells of each change."""
+    """Caches chains of blocks and publishes each change."""
 
     def __init__(self, names: Iterator[int]) -> None:
         self.names = names
@@ -48,15 +48,24 @@ class Server:
             if prefix not in self.held:
                 self.held[prefix] = next(self.names)
                 tokens = prefix[-SIZE:]
-                self.tell(stored(BlockStored((self.held[prefix],), parent, tokens, SIZE)))
+                self.tell(
+                    stored(
+                        BlockStored(
+                            block_hashes=(self.held[prefix],),
+                            parent_block_hash=parent,
+                            token_ids=tokens,
+                            block_size=SIZE,
+                        )
+                    )
+                )
             parent = self.held[prefix]
 
-    def let_go(self) -> None:
+    def released(self) -> None:
         if self.held:
             self.tell(removed([self.held.popitem()[1]]))
 
     def step(self, prompt: tuple[int, ...] | None) -> None:
-        self.let_go() if prompt is None else self.cache(prompt)
+        self.released() if prompt is None else self.cache(prompt)
 
 
 def read(told: list[dict[str, Any]]) -> list[CacheEvent]:
@@ -64,9 +73,9 @@ def read(told: list[dict[str, Any]]) -> list[CacheEvent]:
 
 
 def apply(index: PrefixIndex, translator: EventTranslator, told: list[dict[str, Any]]) -> None:
-    """The way of events: HTTP, translation, ZMQ, index."""
+    """The path of events: HTTP, translation, ZMQ, index."""
     events = tuple(translator.translate(read(told)))
-    for event in decode_batch(encode_batch(EventBatch(0.0, events))).events:
+    for event in decode_batch(encode_batch(EventBatch(timestamp_s=0.0, events=events))).events:
         index.apply("w", event)
 
 
@@ -139,8 +148,10 @@ def test_a_restarted_server_begins_with_nothing(
 
 
 def test_what_others_must_not_match_is_left_out() -> None:
-    """Pictures, adapters, parts of blocks, and whatever comes after them."""
-    whole = BlockStored((1, 2, 3), None, tuple(range(12)), SIZE)
+    """Images, adapters, parts of blocks, and the blocks that follow them."""
+    whole = BlockStored(
+        block_hashes=(1, 2, 3), parent_block_hash=None, token_ids=tuple(range(12)), block_size=SIZE
+    )
     for change in (
         {"lora_id": 7},
         {"mm_keys": [["hash", 0]]},
@@ -150,7 +161,14 @@ def test_what_others_must_not_match_is_left_out() -> None:
         data = stored(whole)
         data["blocks"][1] |= change
         translator = EventTranslator(SIZE)
-        after = {"event_id": 1, "data": stored(BlockStored((4,), 3, (1, 2, 3, 4), SIZE))}
+        after = {
+            "event_id": 1,
+            "data": stored(
+                BlockStored(
+                    block_hashes=(4,), parent_block_hash=3, token_ids=(1, 2, 3, 4), block_size=SIZE
+                )
+            ),
+        }
         told = translator.translate(read([{"event_id": 0, "data": data}, after]))
         assert [event.block_hashes for event in told if isinstance(event, BlockStored)] == [(1,)]
 
@@ -163,7 +181,9 @@ def test_a_block_that_moves_is_found_where_it_is() -> None:
         "cache_level": {"type": "event_diff", "old_value": 0, "new_value": 1},
         "priority": None,
     }
-    one = BlockStored((1,), None, (1, 2, 3, 4), SIZE)
+    one = BlockStored(
+        block_hashes=(1,), parent_block_hash=None, token_ids=(1, 2, 3, 4), block_size=SIZE
+    )
     (hash_,) = sequence_hashes([1, 2, 3, 4], SIZE)
     apply(index, translator, [{"event_id": 0, "data": stored(one)}])
     apply(index, translator, [{"event_id": 1, "data": moved}])
@@ -174,7 +194,11 @@ def test_a_block_that_moves_is_found_where_it_is() -> None:
 
 
 def test_narrow_windows_and_other_ranks_are_not_followed() -> None:
-    one = stored(BlockStored((1,), None, (1, 2, 3, 4), SIZE))
+    one = stored(
+        BlockStored(
+            block_hashes=(1,), parent_block_hash=None, token_ids=(1, 2, 3, 4), block_size=SIZE
+        )
+    )
     translator = EventTranslator(SIZE)
     told = read(
         [

@@ -1,4 +1,4 @@
-"""64-bit integers and what nobody but the servers reads survive every hop untouched."""
+"""64-bit integers and the opaque state reach the other server unchanged."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.engine.handover import HandoverLegs
-from commutator.engine.wire import pack_delta, unpack_delta
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EngineInfo, WorkerRecord
+from commutator.engine.protocol import pack_delta, unpack_delta
 from commutator.errors import EngineHandoverError
-from commutator.types import (
-    EngineInfo,
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
 from commutator_trtllm.bodies import request_body
 from commutator_trtllm.deltas import DeltaReader
 from commutator_trtllm.handover import WHOLE, ContextFirst, handover_info, request_number
 
 INT64 = st.integers(-(1 << 63), (1 << 64) - 1)
 NUMBERS = st.integers((1 << 53) + 1, (1 << 63) - 1)
-REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=5))
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=5)
+)
 
 values = st.recursive(
     st.none() | st.booleans() | INT64 | st.text(max_size=9) | st.floats(allow_nan=False,
@@ -49,11 +45,23 @@ params = st.fixed_dictionaries(
 
 
 def worker(name: str) -> WorkerRecord:
-    info = EngineInfo("trtllm", "1", "m", 2048, 32, 9, handover=handover_info("m", "1", 32))
-    return WorkerRecord(name, "trtllm", "trtllm", "m", "http://h:1", info)
+    info = EngineInfo(
+        kind="trtllm",
+        version="1",
+        model="m",
+        max_model_len=2048,
+        block_size=32,
+        kv_capacity_blocks=9,
+        handover=handover_info("m", "1", 32),
+    )
+    return WorkerRecord(
+        worker_id=name, engine="trtllm", kind="trtllm", model="m", address="http://h:1", info=info
+    )
 
 
-LEGS = HandoverLegs("try-1", REQUEST, worker("p"), worker("d"))
+HANDOVER = HandoverRequest(
+    handover_id="try-1", request=REQUEST, prefill=worker("p"), decode=worker("d")
+)
 
 
 def answer(words: dict[str, Any], reason: str = "not_finished") -> bytes:
@@ -72,10 +80,10 @@ def test_what_the_context_server_says_reaches_the_generation_server(words: dict[
     (last,) = DeltaReader().whole(answer(words))
     _, ids, extras = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_delta(1, last)))
     handed = unpack_delta(ids, extras).handover
-    leg = hop(ContextFirst().decode_request(LEGS, handed))
+    leg = hop(ContextFirst().decode_request(HANDOVER, handed))
     body = msgspec.json.decode(msgspec.json.encode(request_body(leg, "m")))
     sent = body["disaggregated_params"]
-    number = request_number(LEGS.handover_id)
+    number = request_number(HANDOVER.handover_id)
     expected = {**words, "request_type": "generation_only", "disagg_request_id": number}
     assert sent == expected
     assert all(type(sent[name]) is type(expected[name]) for name in expected)
@@ -83,8 +91,8 @@ def test_what_the_context_server_says_reaches_the_generation_server(words: dict[
 
 @given(st.text(max_size=40))
 def test_the_request_number_is_a_large_positive_int64(handover_id: str) -> None:
-    legs = evolve(LEGS, handover_id=handover_id)
-    leg = hop(ContextFirst().prefill_request(legs))
+    handover = evolve(HANDOVER, handover_id=handover_id)
+    leg = hop(ContextFirst().prefill_request(handover))
     body = msgspec.json.decode(msgspec.json.encode(request_body(leg, "m")))
     number = body["disaggregated_params"]["disagg_request_id"]
     assert number == request_number(handover_id)
@@ -97,21 +105,21 @@ def test_numbers_of_several_tries_differ() -> None:
 
 
 def test_the_legs_are_the_request() -> None:
-    """The context server ends its leg by itself, so both get the same limits."""
+    """The context server stops after one token by itself, so both get the same limits."""
     style = ContextFirst()
-    first = style.prefill_request(LEGS)
+    first = style.prefill_request(HANDOVER)
     assert evolve(first, handover=None) == REQUEST
-    second = style.decode_request(LEGS, {"request_type": "context_only", "ctx_request_id": 5})
+    second = style.decode_request(HANDOVER, {"request_type": "context_only", "ctx_request_id": 5})
     assert evolve(second, handover=None) == REQUEST
-    with pytest.raises(EngineHandoverError, match="p gave no disaggregated_params"):
-        style.decode_request(LEGS, None)
+    with pytest.raises(EngineHandoverError, match="p answered without disaggregated_params"):
+        style.decode_request(HANDOVER, None)
 
 
 def test_an_answer_that_is_complete_is_not_handed_over() -> None:
-    """Its only token was the last: the decode worker serves the request from its beginning."""
+    """The first token was the last: the decode worker serves the whole request."""
     (last,) = DeltaReader().whole(answer({"ctx_request_id": 1}, reason="stop"))
-    assert last == TokenDelta((7,), finish_reason=FinishReason.STOP, handover=WHOLE)
-    assert ContextFirst().decode_request(LEGS, dict(WHOLE)) == REQUEST
+    assert last == TokenDelta(token_ids=(7,), finish_reason=FinishReason.STOP, handover=WHOLE)
+    assert ContextFirst().decode_request(HANDOVER, dict(WHOLE)) == REQUEST
 
 
 def test_what_must_be_the_same() -> None:

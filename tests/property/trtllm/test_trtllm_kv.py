@@ -15,10 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tests.support.trtllm.kv_executor import MOST_ANSWER, KvExecutor, LlmRequest
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS
 
-from commutator.kv.block_io import BlockIo
-from commutator.kv.tier_setup import TierSetup
-from commutator.testing import FaultyIo, IoFaults
-from commutator.testing.tier_faults import damage
+from commutator.kv.tiers.block_io import BlockIo
+from commutator.kv.tiers.setup import TierSetup
+from commutator_testing.faults import FaultyIo, IoFaults, damage
 
 _DRAM = {"kind": "dram", "capacity": "100KB", "huge_pages": "off"}
 
@@ -76,7 +75,7 @@ class Connector(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1), rank=st.integers(0, 1), block=st.sampled_from([None, 0, 1, 2]))
     def comes_again(self, number: int, rank: int, block: int | None) -> None:
-        """It was kept; its pages are another prompt's by now; one of its blocks may be damaged."""
+        """It was stored, and has lost its pages; one of its blocks may be damaged."""
         for request in self.alive:
             self.engine.finish(request)
         self.engine.run(self.engine.arrive([*_prompt(number, 5), 1]))
@@ -86,8 +85,8 @@ class Connector(RuleBasedStateMachine):
             self.engine.arrive([*_prompt(number, 5), last])
         if block is None:
             return
-        tiers = self.engine.workers[rank % len(self.engine.workers)]._tiers
-        (setup,) = tiers.service.tiers
+        tiers = self.engine.workers[rank % len(self.engine.workers)]._connector
+        (setup,) = tiers.tiers
         (stored,) = setup.tier.lookup([tiers.keys(_prompt(number, 5))[block]])
         if stored is not None:
             damage(setup.tier, stored, 3)
@@ -110,7 +109,7 @@ class TwoRanks(Connector):
 
 
 class SecondManager(Connector):
-    """It may ask long before it gives pages, give fewer, and take all of them back."""
+    """It may ask long before it allocates pages, allocate fewer, and take all of them back."""
 
     options: ClassVar[dict[str, Any]] = {**Connector.options, "grouped": True}
 

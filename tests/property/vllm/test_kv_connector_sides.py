@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tests.support.fake_vllm import FakeVllm
 from tests.support.foreign_engine import dram, prompt
 
-from commutator.testing.tier_faults import damage
+from commutator_testing.faults import damage
 
 _LONGEST = 30
 
@@ -48,8 +48,8 @@ class Connector(RuleBasedStateMachine):
     @rule(number=st.integers(0, 1), rank=st.integers(0, 1), block=st.integers(0, 2))
     def is_damaged(self, number: int, rank: int, block: int) -> None:
         engine = self.vllm.engines[rank % self.workers]
-        (setup,) = engine.tiers.service.tiers
-        (stored,) = setup.tier.lookup([engine.tiers.keys(prompt(number, 5))[block]])
+        (setup,) = engine.connector.tiers
+        (stored,) = setup.tier.lookup([engine.connector.keys(prompt(number, 5))[block]])
         if stored is not None:
             damage(setup.tier, stored, 3)
 

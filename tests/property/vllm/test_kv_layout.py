@@ -1,4 +1,4 @@
-"""Where a tensor's KV blocks lie, against NumPy's own indexing of the same memory."""
+"""The addresses of a tensor's KV blocks, compared with NumPy's indexing of the same memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator_vllm.kv_layout import block_parts, dimensions
+from commutator_vllm.kv_memory import block_parts, dimensions
 
 
 @st.composite

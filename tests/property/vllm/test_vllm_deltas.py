@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.contract.request import FinishReason, TokenDelta
+from commutator.engine.http import FailedAnswerError
 from commutator.errors import EngineError
-from commutator.types import FinishReason, TokenDelta
-from commutator_vllm.deltas import DeltaReader, FailedInStreamError
+from commutator_vllm.deltas import DeltaReader
 
 
 def event(value: Any) -> bytes:
@@ -35,9 +36,15 @@ STREAM = (
     + DONE
 )
 EXPECTED = [
-    TokenDelta((1, 2)),
-    TokenDelta((3,)),
-    TokenDelta((4,), (), FinishReason.STOP, 4, cached_tokens=32),
+    TokenDelta(token_ids=(1, 2)),
+    TokenDelta(token_ids=(3,)),
+    TokenDelta(
+        token_ids=(4,),
+        logprobs=(),
+        finish_reason=FinishReason.STOP,
+        stop_reason=4,
+        cached_tokens=32,
+    ),
 ]
 
 
@@ -58,18 +65,18 @@ def test_a_stream_that_is_cut_off_has_not_ended(length: int) -> None:
     assert not reader.ended
 
 
-def test_without_usage_the_end_is_told_all_the_same() -> None:
+def test_without_usage_the_end_is_reported_all_the_same() -> None:
     reader = DeltaReader(None)
     (delta,) = reader.feed(chunk([1], finish_reason="length") + DONE)
-    assert delta == TokenDelta((1,), (), FinishReason.LENGTH)
+    assert delta == TokenDelta(token_ids=(1,), logprobs=(), finish_reason=FinishReason.LENGTH)
 
 
 def test_an_error_in_the_stream() -> None:
     reader = DeltaReader(None)
-    with pytest.raises(FailedInStreamError, match="boom") as caught:
+    with pytest.raises(FailedAnswerError, match="boom") as caught:
         list(reader.feed(event({"error": {"message": "boom", "code": 503}})))
-    assert caught.value.code == 503
-    with pytest.raises(EngineError, match="not understood"):
+    assert caught.value.status == 503
+    with pytest.raises(EngineError, match="cannot be parsed"):
         list(DeltaReader(None).feed(b"data: <html>\n\n"))
 
 
@@ -87,7 +94,7 @@ def entry(token: int, logprob: float, **more: Any) -> dict[str, Any]:
 
 
 def test_logprobs_of_both_endpoints() -> None:
-    """The chosen token stands among the alternatives only when it is one of the likeliest."""
+    """The chosen token is among the alternatives only when it is one of the likeliest."""
     content = [entry(9, -3.0, top_logprobs=[entry(9, -3.0), entry(1, -0.1), entry(2, -2.0)])]
     lists = {
         "tokens": ["token_id:9"],

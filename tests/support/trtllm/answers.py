@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from commutator.types import FinishReason, TokenDelta
+from commutator.contract.request import FinishReason, TokenDelta
 
 __all__ = ["Answer", "error"]
 
@@ -27,7 +27,7 @@ def error(message: str, status: int = 400) -> dict[str, Any]:
 
 @define
 class Answer:
-    """One answer, as it grows."""
+    """One answer, token by token."""
 
     body: Mapping[str, Any]
     """Of the request."""
@@ -51,7 +51,7 @@ class Answer:
         return {"object": "chunk", "choices": [choice], "usage": None}
 
     def last_chunk(self) -> dict[str, Any]:
-        """The one that brings the usage."""
+        """The server-sent event with the usage."""
         return {"object": "chunk", "choices": [], "usage": self._usage()}
 
     def whole(
@@ -59,11 +59,13 @@ class Answer:
     ) -> dict[str, Any]:
         """The body of an answer that is not a stream."""
         merged = TokenDelta(
-            tuple(token for delta in deltas for token in delta.token_ids),
-            tuple(entry for delta in deltas for entry in delta.logprobs),
-            deltas[-1].finish_reason,
-            deltas[-1].stop_reason,
-            next((d.cached_tokens for d in deltas if d.cached_tokens is not None), None),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            finish_reason=deltas[-1].finish_reason,
+            stop_reason=deltas[-1].stop_reason,
+            cached_tokens=next(
+                (d.cached_tokens for d in deltas if d.cached_tokens is not None), None
+            ),
         )
         text, choice = self._text(merged), self._choice(merged, reason)
         choice["disaggregated_params"] = words

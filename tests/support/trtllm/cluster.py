@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from commutator.runtime.lease import Up
-from commutator.runtime.registry_client import RegistryClient
-from commutator.testing import LocalCluster
-from commutator.types import EngineLoad
+from commutator.contract.registry import WorkerUp
+from commutator.contract.worker import EngineLoad
+from commutator.registry.client import RegistryClient
+from commutator.supervisor.local_cluster import LocalCluster
 from commutator_trtllm.client import TrtllmClient
 
 __all__ = ["SERVE", "launched", "load_of"]
@@ -34,7 +34,7 @@ async def load_of(cluster: LocalCluster, worker: str) -> EngineLoad:
     registry = RegistryClient(await _registry(cluster))
     watched = registry.watch()
     assert isinstance(watched, AsyncGenerator)
-    present = [change.record for change in await anext(watched) if isinstance(change, Up)]
+    present = [change.record for change in await anext(watched) if isinstance(change, WorkerUp)]
     await watched.aclose()
     await registry.close()
     addresses = [record.address for record in present if record.worker_id == worker]

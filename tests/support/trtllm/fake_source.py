@@ -1,4 +1,4 @@
-"""Tokens out of thin air, and hand-overs of nothing: for tests of what lies around them."""
+"""Made-up tokens, and hand-overs without KV, for tests of the sidecar and the client."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from attrs import define, field
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
 
-from commutator import TokenStream
-from commutator.engine import DeltaStream
+from commutator.contract.engine import TokenStream
+from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.contract.worker import EngineLoad
+from commutator.engine.protocol import DeltaStream
 from commutator.errors import EngineUnavailableError, RequestError
-from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
 
@@ -27,7 +28,7 @@ LONGEST = 100
 
 @define(eq=False)
 class FakeSource:
-    """Answers a prompt with the numbers from 10 on, one a turn of the event loop."""
+    """Answers a prompt with the numbers from 10 on, one in each turn of the event loop."""
 
     hangs: bool = False
     """After the first token."""
@@ -56,11 +57,18 @@ class FakeSource:
             if token == 11 and self.fails is not None:
                 stream.fail(self.fails)
                 return
-            logprob = (TokenLogprob(token, -0.5),)
+            logprob = (TokenLogprob(token_id=token, logprob=-0.5),)
             asked = request.sampling.top_logprobs is not None
             last = token - 10 == request.sampling.max_tokens - 1
             reason = FinishReason.LENGTH if last else None
-            stream.feed(TokenDelta((token,), logprob if asked else (), reason, cached_tokens=4))
+            stream.feed(
+                TokenDelta(
+                    token_ids=(token,),
+                    logprobs=logprob if asked else (),
+                    finish_reason=reason,
+                    cached_tokens=4,
+                )
+            )
             if last:
                 return
             await asyncio.sleep(0)
@@ -69,7 +77,7 @@ class FakeSource:
         self, request: GenerateRequest, words: dict[str, Any]
     ) -> AsyncGenerator[tuple[TokenDelta, dict[str, Any] | None], None]:
         yield (
-            TokenDelta((10,), finish_reason=FinishReason.LENGTH),
+            TokenDelta(token_ids=(10,), finish_reason=FinishReason.LENGTH),
             {
                 "request_type": "context_only",
                 "first_gen_tokens": [10],
@@ -102,7 +110,7 @@ class FakeSource:
 async def sidecar_of(
     source: FakeSource, *, port: int = 0, hands_over: bool = True
 ) -> AsyncIterator[tuple[TrtllmClient, StandIn, EventQueue]]:
-    """A client that is not started, of a server with its sidecar; both are ready."""
+    """A client, not yet started, of a server and its sidecar, which are ready."""
     events = EventQueue()
     stand_in = StandIn(source, events, StatisticsQueue(BLOCK), wait_s=0.02)
     async with stand_in.running(port=port) as url:
@@ -118,7 +126,7 @@ async def sidecar_of(
 
 
 async def until_ready(address: str) -> None:
-    """A sidecar needs a moment to learn what its server is."""
+    """Wait until the sidecar knows what its server is."""
     client = TrtllmClient(address)
     async with asyncio.timeout(60):
         while True:

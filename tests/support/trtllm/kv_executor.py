@@ -23,12 +23,12 @@ MOST_ANSWER = 8
 """Tokens; the first cache manager gives all pages at once."""
 _LOOK_S = 0.002
 _LOOKS = 30_000
-"""A minute, and longer on a machine that stands still for a while."""
+"""A minute, or longer on a busy machine."""
 
 
 @dataclass
 class RequestData:
-    """As TensorRT-LLM tells a connector of a scheduled request."""
+    """TensorRT-LLM's description of a scheduled request for a connector."""
 
     request_id: int
     new_tokens: list[int]
@@ -50,7 +50,7 @@ class SchedulerOutput:
 
 @dataclass(eq=False)
 class LlmRequest:
-    """As TensorRT-LLM names it, and what its managers know of it."""
+    """TensorRT-LLM's request, and its state in the cache managers."""
 
     request_id: int
     tokens: list[int]
@@ -59,14 +59,14 @@ class LlmRequest:
     is_dummy_request: bool = False
     prompt_len: int = 0
     position: int = 0
-    """So many tokens have KV."""
+    """How many tokens have KV."""
     pages: list[int] = field(default_factory=list)
     told: tuple[int, int] | None = None
-    """The tokens and pages that the connector knows of."""
+    """How many tokens and pages the connector has been given."""
     offer: int | None = None
-    """What the connector said; None before it was asked."""
+    """How many tokens the connector can load; None before it was asked."""
     matched: int = 0
-    """What was used of it."""
+    """How many of them were used."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -171,7 +171,7 @@ class KvExecutor:
                 request.tokens.append(7 * len(request.tokens) % 5)
 
     def check(self, request: LlmRequest) -> None:
-        """Every byte of what counts as computed is right."""
+        """Check every byte of the tokens that count as computed."""
         digests = chain(request.tokens[: request.position], request.cache_salt)
         for rank, pool in enumerate(self.pools):
             for position, digest in enumerate(digests):
@@ -180,32 +180,32 @@ class KvExecutor:
                 assert pool.holds(request.pages[page], place, digest), f"wrong KV: {where}"
 
     def finish(self, request: LlmRequest) -> None:
-        """It is complete, or was cancelled, in whatever state it is."""
+        """The request is complete or cancelled, in any state."""
         if request in self.running:
             self.check(request)
         self._end(request)
 
     def preempt(self, request: LlmRequest) -> None:
-        """It loses its pages and runs again; the connector is told that it finished."""
+        """The request loses its pages and runs again; to the connector it has finished."""
         self.finish(request)
         self.waiting.append(request)
 
     def reset(self, request: LlmRequest) -> None:
-        """It loses its pages, and what it was offered, and runs again from its beginning."""
+        """The request loses its pages and its claim, and runs again from its beginning."""
         self.scheduler.request_reset(request)
         self._release(request)
         self.waiting.append(request)
 
     def run(self, request: LlmRequest, answer: int = 1) -> LlmRequest:
-        """All of one request."""
+        """Run one request to its end."""
         while len(request.tokens) < request.prompt_len + answer:
             self.step()
         self.finish(request)
         return request
 
     def settle(self) -> None:
-        """Until everything that is kept is in the tiers, and all host memory is free."""
-        self._hand_over([])  # carries out what the last one that ended left
+        """Wait until all stores have ended, and all host memory is free."""
+        self._hand_over([])  # carries out the remaining orders of the last request
         for worker in self.workers:
             worker.start_load_kv(self.stream)
             worker.wait_for_save(self.stream)
@@ -277,7 +277,7 @@ class KvExecutor:
         request.position += BLOCK_TOKENS * len(pages)
 
     def _overtake(self, request: LlmRequest) -> None:
-        """Others have computed more of the same prompt since the question."""
+        """Other requests may have computed more of the same prompt since the question."""
         assert request.offer is not None
         start = request.position
         digests = chain(request.tokens, request.cache_salt)
@@ -288,7 +288,7 @@ class KvExecutor:
             request.offer -= taken
 
     def _shorten(self, request: LlmRequest) -> None:
-        """The pages do not suffice for what was offered."""
+        """Cancel the part of the claim for which there are no pages."""
         assert request.offer is not None
         whole = (self._room(request) - 1 - request.position) // BLOCK_TOKENS
         used = min(request.offer, BLOCK_TOKENS * max(0, whole))
@@ -308,7 +308,7 @@ class KvExecutor:
         request.pages += more
 
     def _make_room(self, request: LlmRequest) -> None:
-        """Nothing runs: what others hold while they wait must go."""
+        """When nothing runs, waiting requests must give up their pages."""
         for other in [other for other in self.waiting if other is not request and other.pages]:
             self.reset(other)
 

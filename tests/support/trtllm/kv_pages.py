@@ -45,7 +45,7 @@ class Pages:
         return len(self._free) + sum(not self._users[page] for page in self._cached.values())
 
     def take(self, count: int) -> list[int]:
-        """Pages that nobody uses, as many as there is room for; the oldest cached ones last."""
+        """Up to ``count`` unused pages: free ones first, then the oldest cached ones."""
         taken = []
         for _ in range(min(count, self.room)):
             if not self._free:

@@ -16,7 +16,7 @@ _LAYERS = 3
 _TOKEN_BYTES = 24
 """Of one token, in one layer, for keys or values."""
 _GAP = 16
-"""Bytes between two regions of a slot that belong to nobody."""
+"""Unused bytes between two regions of a slot."""
 
 
 def chain(token_ids: list[int], salt: str | None) -> list[bytes]:

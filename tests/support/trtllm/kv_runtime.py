@@ -1,4 +1,4 @@
-"""TensorRT-LLM's executor as far as it brings a KV connector up: its classes, ranks and options."""
+"""Starts a KV connector as TensorRT-LLM's executor does: its classes, ranks and options."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from tests.support.trtllm import published
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS, KvPool
 
-from commutator.engine import EmbeddedTiers
-from commutator.engine.embedded_config import read_tiers
-from commutator.kv.tier_setup import TierSetup
+from commutator.kv.connector import KvConnector
+from commutator.kv.tiers.setup import TierSetup, read_tiers
 
 __all__ = ["CONNECTOR", "Connector", "llm_args"]
 
@@ -56,7 +55,7 @@ class _Ranks:
 
     @contextmanager
     def imported(self) -> Iterator[None]:
-        """``tensorrt_llm`` can be imported, as far as the connector does."""
+        """The parts of ``tensorrt_llm`` that the connector imports at run time."""
         package, utils = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm._utils")
         package.__version__ = "1.0"  # type: ignore[attr-defined]
         utils.mpi_rank = lambda: self._here.rank  # type: ignore[attr-defined]
@@ -105,12 +104,12 @@ class Connector:
         ranks = _Ranks(len(pools))
         given = {"tiers": str(file), "worker": f"trtllm-{id(self)}", "wait_s": "60", **options}
         environment = {f"TLLM_COMMUTATOR_{name.upper()}": text for name, text in given.items()}
-        module = import_module(CONNECTOR["connector_module"])
+        module = published.connector
         tiered = partial(_tiers, wrap)
         with (
             ranks.imported(),
             patch.dict("os.environ", environment),
-            patch.object(module, "EmbeddedTiers", tiered),
+            patch.object(module, "KvConnector", tiered),
         ):
             worker_class = getattr(module, CONNECTOR["connector_worker_class"])
             scheduler_class = getattr(module, CONNECTOR["connector_scheduler_class"])
@@ -131,9 +130,9 @@ class Connector:
 
 def _tiers(
     wrap: Callable[[TierSetup], TierSetup], entries: str, *args: Any, worker_id: str
-) -> EmbeddedTiers:
+) -> KvConnector:
     setups = [wrap(setup) for setup in read_tiers(entries, worker_id)]
-    return EmbeddedTiers(setups, *args, worker_id=worker_id)
+    return KvConnector(setups, *args, worker_id=worker_id)
 
 
 def _register(worker: Any, pool: KvPool, grouped: bool) -> None:

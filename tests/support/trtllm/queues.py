@@ -1,4 +1,4 @@
-"""What TensorRT-LLM keeps until somebody asks for it, and tells only once."""
+"""TensorRT-LLM's queues of events and statistics, each of which is returned only once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-from commutator.types import EngineLoad, EventSource
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.contract.worker import EngineLoad, EventSource
 
 __all__ = ["EventQueue", "StatisticsQueue", "removed", "stored"]
 
@@ -47,14 +47,14 @@ class EventQueue:
                         self._held.clear()
 
     def take(self) -> list[dict[str, Any]]:
-        """Everything that was not taken before."""
+        """All entries since the last call."""
         with self._lock:
             taken = list(self._waiting)
             self._waiting.clear()
         return taken
 
     def close(self) -> None:
-        """As the publisher has it."""
+        """Does nothing: a queue has no socket."""
 
     def _add(self, data: dict[str, Any]) -> None:
         number = next(self._numbers)
@@ -117,12 +117,12 @@ class StatisticsQueue:
         )
 
     def look(self, load: EngineLoad) -> None:
-        """Add it if it is news, once there was a step."""
+        """Add it if it has changed, and the engine has made a step."""
         if self._last is not None and load != self._last:
             self.add(load)
 
     def take(self) -> list[dict[str, Any]]:
-        """Everything that was not taken before."""
+        """All entries since the last call."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken

@@ -14,15 +14,18 @@ from msgspec import json
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
 
-from commutator import ModelConfig, TokenStream
-from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
-from commutator.engine.handover import DecodeWords, PrefillWords
+from commutator.contract.engine import ModelConfig, TokenStream
+from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.contract.worker import EngineLoad
+from commutator.engine.client import TokenApiClient
+from commutator.engine.process import EngineStart
+from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineError, EngineHandoverError
-from commutator.text import TextModel, load_text_model
-from commutator.types import EngineLoad, FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
+from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.loading import load_model
-from commutator_reference.model import LlamaModel
+from commutator_reference.model import LlamaModel, load_model
 from commutator_reference.server import ReferenceServer
 
 __all__ = ["ReferenceSource", "running_stand_in"]
@@ -31,11 +34,10 @@ __all__ = ["ReferenceSource", "running_stand_in"]
 class ReferenceSource:
     """Context and generation legs become those of the reference engine, found by their number."""
 
-    def __init__(self, client: TokenApiClient, address: str, text: TextModel) -> None:
+    def __init__(self, client: TokenApiClient, text: TextModel) -> None:
         self.transfer_timeout_s = 60.0
-        """How long a context server keeps KV that nobody fetches, and others wait for it."""
+        """How long a context server keeps KV that is not fetched, and a generation server waits."""
         self._client = client
-        self._address = address
         self._text = text
 
     def generate(self, request: GenerateRequest) -> TokenStream:
@@ -56,12 +58,14 @@ class ReferenceSource:
             request,
             token_ids=[*request.token_ids, *first.token_ids],
             sampling=one,
-            handover=asdict(PrefillWords(str(number), self.transfer_timeout_s)),
+            handover=asdict(PrefillTransferParams(str(number), self.transfer_timeout_s)),
         )
         async for _ in self._all(held):
             pass
         info = await self._client.start()
-        state = {"number": number, "address": self._address, "block_size": info.block_size}
+        assert info.handover is not None
+        address = info.handover.address
+        state = {"number": number, "address": address, "block_size": info.block_size}
         yield (
             first,
             {
@@ -87,7 +91,7 @@ class ReferenceSource:
         first = tuple(words["first_gen_tokens"])
         asked, begun = request.sampling, len(first)
         longer = evolve(asked, max_tokens=max(asked.max_tokens, begun + 1))
-        fetched = DecodeWords(
+        fetched = DecodeTransferParams(
             str(state["number"]),
             state["address"],
             state["block_size"],
@@ -105,8 +109,12 @@ class ReferenceSource:
             async for delta in deltas:
                 if not told:
                     values = zip(first, words["first_gen_log_probs"] or (), strict=False)
-                    logprobs = tuple(TokenLogprob(token, value) for token, value in values)
-                    yield TokenDelta(first, logprobs, cached_tokens=delta.cached_tokens)
+                    logprobs = tuple(
+                        TokenLogprob(token_id=token, logprob=value) for token, value in values
+                    )
+                    yield TokenDelta(
+                        token_ids=first, logprobs=logprobs, cached_tokens=delta.cached_tokens
+                    )
                     told = True
                 if asked.max_tokens <= begun:
                     yield TokenDelta(finish_reason=FinishReason.LENGTH)
@@ -156,7 +164,7 @@ async def running_stand_in(
         client = TokenApiClient(address, answer_timeout_s=60)
         try:
             await client.start()
-            source = ReferenceSource(client, address, load_text_model(model.source))
+            source = ReferenceSource(client, load_text_model(model.source))
             stand_in = StandIn(source, events, StatisticsQueue(config.block_size))
             async with stand_in.running(port=port) as url:
                 yield url, stand_in, source, engine

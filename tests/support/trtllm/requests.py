@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.contract.request import GenerateRequest, SamplingParams
 
 __all__ = ["Refused", "read_request"]
 
@@ -48,7 +48,12 @@ def read_request(
     given = (body.get("prompt_token_ids") or body["messages"]) if chat else body["prompt"]
     as_ids = bool(given) and isinstance(given[0], int)
     prompt = given if as_ids else tokenize(given)
-    return GenerateRequest(name, prompt, _sampling(body), cache_salt=body.get("cache_salt"))
+    return GenerateRequest(
+        request_id=name,
+        token_ids=prompt,
+        sampling=_sampling(body),
+        cache_salt=body.get("cache_salt"),
+    )
 
 
 def _sampling(body: Mapping[str, Any]) -> SamplingParams:

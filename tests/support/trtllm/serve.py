@@ -17,7 +17,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from tests.support.trtllm.reference_source import running_stand_in
 
-from commutator import ModelConfig
+from commutator.contract.engine import ModelConfig
 from commutator_reference.config import ReferenceConfig
 
 

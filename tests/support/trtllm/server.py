@@ -1,6 +1,6 @@
 """The endpoints of `trtllm-serve`, as far as the connector and its users meet them.
 
-Written from the published interfaces, it has the traps of the real one: queues that are told once,
+Written from the published interfaces, it has the traps of the real one: queues that are read once,
 errors that are all 400, streams that break off instead of saying why, unknown fields refused.
 """
 
@@ -18,9 +18,10 @@ from tests.support.trtllm.answers import Answer, error
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.requests import Refused, read_request
 
-from commutator import TokenStream
+from commutator.contract.engine import TokenStream
+from commutator.contract.request import GenerateRequest, TokenDelta
+from commutator.contract.worker import EngineLoad
 from commutator.errors import CommutatorError, EngineUnavailableError, RequestError
-from commutator.types import EngineLoad, GenerateRequest, TokenDelta
 
 __all__ = ["StandIn", "TokenSource"]
 
@@ -51,7 +52,7 @@ class TokenSource(Protocol):
 
 
 class StandIn:
-    """One server. ``wait_s`` is how long it waits for something to tell; the real one, 2 s."""
+    """One server. It waits ``wait_s`` for new events or statistics; the real one waits 2 s."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class StandIn:
         self.refuses: tuple[int, str] | None = None
         """Status and message for all requests for tokens."""
         self.broken = 0
-        """Streams that ended without a word."""
+        """How many streams ended without an error message."""
         self._source = source
         self._events = events
         self._statistics = statistics
@@ -183,7 +184,7 @@ class StandIn:
                 if not response.prepared:
                     await response.prepare(http)
                 await response.write(_event(answer.chunk(delta)))
-        except RequestError:  # found out before the stream begins
+        except RequestError:  # detected before the stream begins
             raise
         except CommutatorError:
             if not response.prepared:

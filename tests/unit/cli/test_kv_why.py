@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from commutator.cli.kv_tables import show_why
+from commutator.contract.worker import BlockExplanation, HeldBlock, PromptExplanation
 
 
 def told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: int, blocks: int
 ) -> str:
     monkeypatch.setenv("COLUMNS", "200")
-    held = [{"name": "dram", "state": "published", "note": ""}]
-    block: dict[str, Any] = {"reusable": True, "reason": "in dram", "held": held}
-    answer = {"prompt_tokens": tokens, "block_size": 16, "blocks": [block] * blocks}
+    held = (HeldBlock(name="dram", state="published"),)
+    block = BlockExplanation(key="ab", held=held, reusable=True, tier="dram", reason="in dram")
+    answer = PromptExplanation(prompt_tokens=tokens, block_size=16, blocks=(block,) * blocks)
     show_why({"reference-0": answer})
     return capsys.readouterr().out
 

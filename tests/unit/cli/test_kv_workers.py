@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from attrs import asdict
 from click.testing import CliRunner, Result
 
-from commutator.cli import kv_workers
-from commutator.cli.kv_workers import Worker
+from commutator.cli import kv as kv_workers
 from commutator.cli.main import main
-from commutator.engine.contract import NO_TIERS
-from commutator.errors import EngineError, EngineUnavailableError
+from commutator.contract.worker import TierVerification
+from commutator.errors import EngineError, EngineUnavailableError, EngineWithoutTiersError
 
-INTACT = {
-    "tier": "dram",
-    "blocks": 7,
-    "intact": 7,
-    "corrupt": 0,
-    "gone": 0,
-    "unreadable": 0,
-    "bytes": 7,
-    "seconds": 0.1,
-    "problem": None,
-}
-DONE: dict[str, Any] = {"evict": {"dram": 7}, "verify": [INTACT]}
-ANSWERS: dict[str, Any] = {
-    "a:1": DONE,
+INTACT = TierVerification(
+    tier="dram",
+    blocks=7,
+    intact=7,
+    corrupt=0,
+    gone=0,
+    unreadable=0,
+    bytes=7,
+    seconds=0.1,
+    problem=None,
+)
+DONE: dict[str, Any] = {"evict": {"dram": 7}, "verify": [asdict(INTACT)]}
+ANSWERS: dict[str, EngineError | None] = {
+    "a:1": None,
     "b:1": EngineUnavailableError("no answer within 3600 s"),
-    "c:1": EngineError(NO_TIERS),
+    "c:1": EngineWithoutTiersError(),
 }
 EVICT, VERIFY = ("evict", "--all"), ("verify",)
 
@@ -38,24 +39,29 @@ class FakeClient:
     def __init__(self, address: str) -> None:
         self._answer = ANSWERS[address]
 
-    async def kv_admin(self, what: str, arguments: Any, *, timeout_s: float) -> Any:
-        if isinstance(self._answer, EngineError):
+    async def kv_evict(self, tier: str | None, *, timeout_s: float) -> Mapping[str, int]:
+        if self._answer is not None:
             raise self._answer
-        return self._answer[what]
+        return {"dram": 7}
+
+    async def kv_verify(self, tier: str | None, *, timeout_s: float) -> Sequence[TierVerification]:
+        if self._answer is not None:
+            raise self._answer
+        return [INTACT]
 
     async def close(self) -> None:
         pass
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The workers that are there; a test may remove some."""
-    workers = [Worker(f"w-{n}", "m", address) for n, address in enumerate(ANSWERS)]
+    workers = {f"w-{n}": address for n, address in enumerate(ANSWERS)}
     monkeypatch.setattr(kv_workers, "TokenApiClient", FakeClient)
     monkeypatch.setattr(
         kv_workers,
         "find_workers",
-        lambda url, key, one: [w for w in workers if one in (None, w.worker_id)],
+        lambda door, one, model: {w: a for w, a in workers.items() if one in (None, w)},
     )
     return workers
 
@@ -64,11 +70,11 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["kv", *arguments])
 
 
-def test_who_does_not_answer_is_told_beside_the_answers() -> None:
+def test_workers_that_do_not_answer_are_listed_beside_the_answers() -> None:
     done = run(*EVICT)
     assert done.stdout == "w-0: removed 7 blocks from dram\n"
     assert "w-1: no answer within 3600 s" in done.stderr
-    assert f"w-2: {NO_TIERS}" in done.stderr
+    assert "w-2: this worker has no storage tiers" in done.stderr
 
 
 @pytest.mark.parametrize("command", [EVICT, VERIFY])
@@ -85,18 +91,21 @@ def test_a_worker_that_did_not_do_it_is_a_failure(
 
 @pytest.mark.parametrize("command", [EVICT, VERIFY])
 def test_a_worker_without_tiers_has_nothing_to_do(
-    asked: list[Worker], command: tuple[str, ...]
+    asked: dict[str, str], command: tuple[str, ...]
 ) -> None:
-    del asked[1]
+    del asked["w-1"]
     done = run(*command)
     assert done.exit_code == 0, done.output
-    assert f"w-2: {NO_TIERS}" in done.stderr
+    assert "w-2: this worker has no storage tiers" in done.stderr
 
 
 def test_no_answer_at_all_is_an_error() -> None:
     done = run("evict", "--all", "--worker", "w-2")
     assert done.exit_code == 1
-    assert "no worker answers about its tiers" in done.output
+    assert "No tiers are configured. Add `tiers:` to your file." in done.output
+    done = run("evict", "--all", "--worker", "w-1")
+    assert done.exit_code == 1
+    assert "w-1: no answer within 3600 s" in done.output
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from commutator.cli.demo import Answer, summary, tell
+from commutator.cli.demo import Answer, print_answer, summary
 from commutator.cli.kv_tables import show_verified, show_why
+from commutator.contract.worker import (
+    BlockExplanation,
+    HeldBlock,
+    PromptExplanation,
+    TierVerification,
+)
 
 ODD = "[/INST] [red]x"
 
@@ -16,7 +22,7 @@ ODD = "[/INST] [red]x"
 def test_the_demo_prints_any_answer() -> None:
     console = Console(file=StringIO(), width=200)
     answer = Answer(worker="w-0", reason=f"why {ODD}", text=f"{ODD} :rocket:\n", generated_tokens=1)
-    tell(console, answer)
+    print_answer(console, answer)
     console.print(summary([("ann", answer)]))
     assert isinstance(console.file, StringIO)
     printed = console.file.getvalue()
@@ -26,9 +32,20 @@ def test_the_demo_prints_any_answer() -> None:
 
 
 def test_a_worker_may_say_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    check = dict.fromkeys(("blocks", "intact", "gone", "unreadable", "bytes", "seconds"), 0)
-    show_verified({"w-0": [{**check, "corrupt": 2, "tier": "nvme", "problem": f"at {ODD}"}]})
-    block = {"reusable": False, "reason": ODD, "held": [{"name": ODD, "state": "", "note": ""}]}
-    show_why({"w-0": {"blocks": [block], "block_size": 16, "prompt_tokens": 17}})
+    check = TierVerification(
+        tier="nvme",
+        blocks=2,
+        intact=0,
+        corrupt=2,
+        gone=0,
+        unreadable=0,
+        bytes=0,
+        seconds=0.0,
+        problem=f"at {ODD}",
+    )
+    show_verified({"w-0": [check]})
+    held = (HeldBlock(name=ODD, state="published"),)
+    block = BlockExplanation(key="ab", held=held, reusable=False, tier=None, reason=ODD)
+    show_why({"w-0": PromptExplanation(prompt_tokens=17, block_size=16, blocks=(block,))})
     printed = capsys.readouterr().out
     assert printed.count(ODD) == 3

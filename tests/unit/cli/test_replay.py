@@ -21,7 +21,7 @@ OTHERS = ("round_robin", "random", "least_loaded", "power_of_two", "session_affi
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each user asks again every 20 s or so, with two blocks more; nobody else shares them."""
+    """Each user asks again every 20 s or so, with two blocks more, which no other user shares."""
     chance = random.Random(3)
     lines = []
     for user in range(USERS):
@@ -135,13 +135,13 @@ def test_the_table_and_the_plot(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plot.foo", "plot", "missing/plot.svg", "folder.svg"])
-def test_a_plot_that_cannot_be_written_is_told_before_the_replay(
+def test_a_plot_that_cannot_be_written_is_reported_before_the_replay(
     trace: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("the trace was read")
 
-    monkeypatch.setattr("commutator.cli.replay.read_trace", never)
+    monkeypatch.setattr("commutator_replay.cli.read_trace", never)
     (tmp_path / "folder.svg").mkdir()
     done = replay(trace, "--plot", str(tmp_path / name))
     assert done.exit_code == 2, done.output
@@ -176,7 +176,7 @@ def test_every_policy_is_looked_up_before_one_runs(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a policy ran")
 
-    monkeypatch.setattr("commutator.cli.replay_setup.replay", never)
+    monkeypatch.setattr("commutator_replay.setup.replay", never)
     for name in ("nonsense", "pipeline"):
         done = replay(trace, "--compare", f"kv, {name}")
         assert done.exit_code == 1

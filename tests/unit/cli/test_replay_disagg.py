@@ -12,12 +12,13 @@ import pytest
 from attrs import frozen
 from click.testing import CliRunner, Result
 
-from commutator import DisaggregationConfig, setting
 from commutator.cli.main import main
-from commutator.cli.replay_setup import Replays, Targets
 from commutator.config.load import load_config
+from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.registration import Origin
+from commutator.contract.settings import setting
 from commutator.errors import ConfigError
-from commutator.plugins import Kind
+from commutator_replay.setup import Replays, Targets
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "replay-disagg.yaml"
@@ -27,7 +28,7 @@ REQUESTS = 40
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long prompts that nobody shares."""
+    """Long prompts without shared prefixes."""
     chance = random.Random(5)
     path = tmp_path_factory.mktemp("trace") / "long.jsonl"
     rows = [
@@ -90,7 +91,7 @@ def test_a_slow_link_delays_the_first_token(trace: Path) -> None:
     assert slow["handed_over_ratio"] == fast["handed_over_ratio"]
 
 
-def test_who_waits_too_long_for_a_prefill_worker_is_served_without(trace: Path) -> None:
+def test_a_request_that_waits_too_long_for_a_prefill_worker_is_served_without(trace: Path) -> None:
     arguments = (
         *("--set", "engines[1].replicas=1"),
         *("--set", "disaggregation.router.busy.max_active_requests=1"),
@@ -121,7 +122,8 @@ class NeedyConfig(DisaggregationConfig):
 
 def test_a_policy_whose_options_are_required_is_refused() -> None:
     loaded = load_config([EXAMPLE])
-    loaded.host.disaggs.kinds["needy"] = Kind("needy", NeedyConfig, Mock(), "alpha", "needy")
+    needy = Origin(plugin="needy", distribution="needy")
+    loaded.host.disaggs.add(needy, "needy", NeedyConfig, Mock(), "alpha")
     replays = Replays(loaded, "replay.yaml", "trace.jsonl", Targets(1, 1))
     with pytest.raises(ConfigError, match=r"needy needs options \(limit\): make it the disagg"):
         replays.disaggregations("always,needy", "--disagg")

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
 from commutator.errors import ConfigError
-from commutator.routing.trace import read_trace
+from commutator_replay.trace import read_trace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 EXAMPLE = EXAMPLES / "replay.yaml"
@@ -54,7 +54,7 @@ def test_a_wrong_line_is_named_with_the_traces_file(
     assert message in done.output
 
 
-def test_every_wrong_line_is_told_up_to_a_limit(tmp_path: Path) -> None:
+def test_every_wrong_line_is_reported_up_to_a_limit(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(line(output=-1) + line() + line(tokens=0))
     with pytest.raises(ConfigError) as told:
@@ -112,12 +112,12 @@ def test_a_prompt_too_long_for_a_hand_over_is_named(tmp_path: Path) -> None:
         ("router.block_size=128", "router.block_size"),
     ],
 )
-def test_an_option_that_a_replay_does_without_is_told_of(
+def test_an_option_that_a_replay_ignores_is_reported(
     tmp_path: Path, setting: str, option: str
 ) -> None:
     done = replay(tmp_path, line(), "--json", "--set", setting)
     assert done.exit_code == 0, done.output
-    assert done.stderr.startswith(f"warning: {option}: a replay does without this option")
+    assert done.stderr.startswith(f"warning: {option}: a replay ignores this option")
     assert done.stderr.count("warning") == 1
     assert json.loads(done.stdout) == json.loads(replay(tmp_path, line(), "--json").stdout)
 

@@ -13,14 +13,15 @@ from click.testing import CliRunner, Result
 from tests.support.front_door import MODEL, TEXT, FakeDispatch, FakeDispatcher, front_door
 
 from commutator.cli.main import main
-from commutator.config.model import RouterConfig
-from commutator.routing.cache_view import CacheView
+from commutator.contract.request import RequestSummary
+from commutator.contract.routing import RouterConfig
+from commutator.contract.worker import EventSource
 from commutator.routing.load import InFlightLoad
-from commutator.routing.pool import ModelPool
-from commutator.routing.virtual_worker import virtual_live_worker
-from commutator.types import EventSource, RequestSummary
+from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator.routing.router import ModelRouter
 from commutator_balance import BalanceConfig, LeastLoaded
-from commutator_kv import KvRouter, KvRouterConfig
+from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_replay.fleet import virtual_live_worker
 
 
 async def explain(*arguments: str) -> Result:
@@ -33,9 +34,11 @@ def decision(workers: int) -> dict[str, Any]:
     load = InFlightLoad()
     load.dispatch("w-0", 320, 16)
     policy = LeastLoaded(BalanceConfig(kind="least_loaded"))
-    pool: ModelPool[Any] = ModelPool(policy, None, load, random.Random(1), 16)
+    pool = ModelRouter(policy, None, load, random.Random(1), 16)
     live = [virtual_live_worker(f"w-{number}") for number in range(workers)]
-    return pool.route(RequestSummary("r", MODEL, 100, 1), (), live).explain()
+    return pool.route(
+        RequestSummary(request_id="r", model=MODEL, prompt_tokens=100, max_tokens=1), (), live
+    ).explain()
 
 
 async def looked_up() -> dict[str, Any]:
@@ -44,18 +47,20 @@ async def looked_up() -> dict[str, Any]:
     Of the prompt's three blocks w-0 tells of two, w-1 of none, and w-2, which tells nothing, was
     sent all of them before.
     """
-    cache = CacheView(RouterConfig(kind="kv"))
+    cache = KvIndexer(RouterConfig(kind="kv"))
     live = [virtual_live_worker(f"w-{number}") for number in range(3)]
     for worker in live[:2]:
-        told = evolve(worker.record.info, kv_events=EventSource("tcp://127.0.0.1:9"))
+        told = evolve(worker.record.info, kv_events=EventSource(endpoint="tcp://127.0.0.1:9"))
         worker.record = evolve(worker.record, info=told)
     for worker in live:
         await cache.add(worker.record)
     cache.index.store("w-0", [1, 2])
     cache.routed(live[2].record, 0, [1, 2, 3])
     policy = KvRouter(KvRouterConfig(kind="kv"))
-    pool: ModelPool[Any] = ModelPool(policy, cache, InFlightLoad(), random.Random(1), 16)
-    route = pool.route(RequestSummary("r", MODEL, 50, 1), [1, 2, 3], live)
+    pool = ModelRouter(policy, cache, InFlightLoad(), random.Random(1), 16)
+    route = pool.route(
+        RequestSummary(request_id="r", model=MODEL, prompt_tokens=50, max_tokens=1), [1, 2, 3], live
+    )
     await cache.remove("w-0")  # what comes later does not change what was known
     await cache.close()
     return route.explain()
@@ -110,7 +115,7 @@ async def test_one_of_several_models_must_be_named() -> None:
         assert "one of: a, b" in shown.output
 
 
-async def test_nobody_listens() -> None:
+async def test_nothing_listens() -> None:
     shown = await explain("Once", "--url", "http://127.0.0.1:9")
     assert shown.exit_code == 1
     assert "is `commutator serve` running?" in shown.output
@@ -126,11 +131,13 @@ async def test_the_url_may_be_the_one_that_clients_are_given(
 
 
 @pytest.mark.parametrize("status", ["200 OK", "404 Not Found"])
-async def test_somebody_else_listens(status: str) -> None:
+async def test_another_server_listens(status: str) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.0 {status}\r\nContent-Type: text/html\r\n\r\n<html>".encode())
-        writer.close()
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.0 {status}\r\nContent-Type: text/html\r\n\r\n<html>".encode())
+        finally:
+            writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]

@@ -10,7 +10,7 @@ import yaml
 
 from commutator.config.load import Loaded, load_config
 from commutator.config.show import effective
-from commutator.engine.contract import EngineConnector
+from commutator.contract.engine import EngineConnector
 from commutator.errors import ConfigError
 from commutator_disagg import ConditionalConfig
 from commutator_reference.plugin import ReferenceConnector
@@ -68,7 +68,7 @@ def test_what_a_process_writes_another_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "sections", "problem"),
     [
-        (("prefill", "both"), {}, "engines[0].role: a prefill worker gets nothing to do"),
+        (("prefill", "both"), {}, "engines[0].role: a prefill worker gets no requests"),
         (
             ("prefill", "prefill"),
             {"disaggregation": {"kind": "always"}},
@@ -101,5 +101,5 @@ def test_an_engine_that_hands_nothing_over_has_no_other_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ReferenceConnector, "handover_style", EngineConnector.handover_style)
-    with pytest.raises(ConfigError, match=r"engines\[1\].role: .* hands no KV over"):
+    with pytest.raises(ConfigError, match=r"engines\[1\].role: .* cannot hand KV over"):
         load(tmp_path, "both", "decode")

@@ -1,4 +1,4 @@
-"""Where values come from, which one wins, and how mistakes are told."""
+"""Where values come from, which one wins, and how mistakes are reported."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from typing import Any, cast
 import pytest
 from attrs import frozen
 
-from commutator import (
-    EngineClient,
-    EngineConfig,
-    EngineConnector,
-    LaunchContext,
-    RouterConfig,
-    hookimpl,
-    setting,
-)
+import commutator_openai.plugin
 from commutator.config.load import Loaded, load_config
+from commutator.contract.engine import EngineClient, EngineConfig, EngineConnector, LaunchContext
+from commutator.contract.routing import RouterConfig
+from commutator.contract.settings import PositiveInt, setting
 from commutator.errors import ConfigError
-from commutator.schema import PositiveInt
+from commutator.hookspecs import hookimpl
+from commutator_openai.config import OpenAiConfig
 
 
 @frozen(kw_only=True)
@@ -69,7 +65,12 @@ class Point:
 
 POINTS = cast(
     Iterable[EntryPoint],
-    [Point("motors", Engines()), Point("turns", Routers()), Point("warp", BROKEN)],
+    [
+        Point("motors", Engines()),
+        Point("turns", Routers()),
+        Point("doors", commutator_openai.plugin),
+        Point("warp", BROKEN),
+    ],
 )
 
 MINIMAL = """
@@ -135,10 +136,11 @@ def test_a_whole_configuration_from_the_environment() -> None:
     }
     config = load_config([], environ=environ, found=POINTS).config
     assert [engine.name for engine in config.engines] == ["diesel", "second"]
+    assert isinstance(config.frontend, OpenAiConfig)
     assert config.frontend.api_keys[0].env == "KEY"
 
 
-def test_every_mistake_is_told_at_once_with_its_line_and_path(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once_with_its_line_and_path(tmp_path: Path) -> None:
     text = """
 models: [{name: m, source: package:m}, {name: m, source: package:n}]
 engines:
@@ -161,12 +163,12 @@ tiers: [{kind: dram}]
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
         "0.yaml:7: frontend.port: expected an integer from 0 to 65535, got 99999",
-        '0.yaml:2: models[1].name: "m" is the name of models[0] already; give it another',
-        '0.yaml:6: engines[2].name: "diesel" is the name of engines[0] already; give it another',
+        '0.yaml:2: models[1].name: "m" is already the name of models[0]; choose another',
+        '0.yaml:6: engines[2].name: "diesel" is already the name of engines[0]; choose another',
         '0.yaml:6: engines[2].model: no model is named "x"; known models: m',
         (
-            "0.yaml:8: tiers: none of the engines here keeps KV blocks in tiers; "
-            "those that do: none is installed"
+            "0.yaml:8: tiers: no configured engine supports storage tiers; "
+            "engines that do: none is installed"
         ),
     ]
 
@@ -207,6 +209,36 @@ def test_what_is_missing_has_the_line_of_what_it_is_missing_in(tmp_path: Path) -
     ]
 
 
+def test_a_kind_under_another_key_is_recognised(tmp_path: Path) -> None:
+    text = "models: [{name: m, source: package:m}]\nengines:\n  - type: diesel\n"
+    assert problems(tmp_path, text) == [
+        (
+            "0.yaml:3: engines[0].kind: required, but missing; "
+            'did you mean "kind: diesel" instead of "type: diesel"?'
+        ),
+    ]
+
+
+def test_a_misspelt_section_of_models_hides_no_mistake_in_engines(tmp_path: Path) -> None:
+    text = "model: [{name: m, source: package:m}]\nengines: [{kind: diesel, model: n}]\n"
+    assert problems(tmp_path, text) == [
+        "models: required, but missing",
+        '0.yaml:1: model: unknown key; did you mean "models"?',
+        '0.yaml:2: engines[0].model: no model is named "n"; known models: m',
+    ]
+
+
+def test_an_option_of_a_kind_that_a_later_file_changes_names_that_kind(tmp_path: Path) -> None:
+    first = MINIMAL + "router:\n  kind: least_loaded\n  temperature: 2\n"
+    assert problems(tmp_path, first, "router: {kind: round_robin}") == [
+        (
+            '0.yaml:8: router.temperature: unknown key for the kind "round_robin", which '
+            "1.yaml:1 sets; known keys: "
+            "block_size, busy, kind, router_replica_sync, router_ttl_s, use_kv_events"
+        )
+    ]
+
+
 def test_the_line_is_that_of_the_key(tmp_path: Path) -> None:
     assert problems(tmp_path, MINIMAL, "fronted:\n\n  port: 1\nlog:\n  level:\n    - info\n") == [
         '1.yaml:5: log.level: expected one of "debug", "info", "warning", "error", got ["info"]',
@@ -233,7 +265,7 @@ frontend: &door
     ]
 
 
-def test_a_key_that_is_no_step_of_a_path_is_told_all_the_same(tmp_path: Path) -> None:
+def test_a_key_that_is_no_step_of_a_path_is_reported_all_the_same(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL, '"[": 1')
     assert line.startswith("[: unknown key")
 
@@ -242,7 +274,7 @@ def test_a_key_that_is_no_step_of_a_path_is_told_all_the_same(tmp_path: Path) ->
     ("text", "expected"),
     [
         ("models: [", "0.yaml:1: not YAML: while parsing a flow node expected the node content"),
-        ("log: {level: info}\nlog: {}", '0.yaml:2: "log" again, first on line 1'),
+        ("log: {level: info}\nlog: {}", '0.yaml:2: duplicate key "log"; it is first on line 1'),
         (
             "- models: []",
             (
@@ -251,7 +283,7 @@ def test_a_key_that_is_no_step_of_a_path_is_told_all_the_same(tmp_path: Path) ->
             ),
         ),
         ("x", "0.yaml:1: the top level must be a mapping, with keys such as `models:`"),
-        ("log: {on: 1}", "0.yaml:1: the key true is not text; put it in quotes"),
+        ("log: {on: 1}", "0.yaml:1: the key true is not a string; put it in quotes"),
         (
             "log:\n  level: info\n format: text",
             "0.yaml:3: not YAML: while parsing a block mapping expected <block end>",
@@ -269,11 +301,20 @@ def test_the_indentation_is_often_wrong(tmp_path: Path) -> None:
     assert line.endswith("; is the indentation right?")
 
 
-def test_where_tiers_are_to_be_had(tmp_path: Path) -> None:
+def test_without_a_tier_plugin_the_command_that_installs_some_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL + "\ntiers: [{kind: dram}]\n")
     installed = [point for point in POINTS if point.name != "warp"]
-    with pytest.raises(ConfigError, match="none are known; in a checkout, `make tiers` installs"):
+    with pytest.raises(ConfigError, match="none are known; in a checkout, run `make tiers`"):
         load_config([tmp_path / "c.yaml"], environ={}, found=installed)
+
+
+def test_without_a_front_door_the_package_to_install_is_named(tmp_path: Path) -> None:
+    installed = [point for point in POINTS if point.name not in {"doors", "warp"}]
+    (line,) = problems(tmp_path, MINIMAL, found=installed)
+    assert line == (
+        'frontend.kind: no installed plugin offers the frontend "openai"; none are known; '
+        "install its package, such as commutator-openai"
+    )
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -320,7 +361,10 @@ def test_blocked_plugins_are_not_loaded(tmp_path: Path) -> None:
 
 def test_a_misspelt_no_plugin_is_an_error(tmp_path: Path) -> None:
     assert problems(tmp_path, MINIMAL, no_plugins=["wrap"]) == [
-        "--no-plugin wrap: no such plugin is installed; there are motors, turns, warp"
+        (
+            "--no-plugin wrap: no such plugin is installed; "
+            "installed: builtin, doors, motors, turns, warp"
+        )
     ]
 
 
@@ -331,3 +375,14 @@ def test_names_that_cannot_name_workers_are_refused(tmp_path: Path) -> None:
             "(from --set engines.0.name)"
         )
     ]
+
+
+def test_kinds_and_names_of_any_type_are_reported(tmp_path: Path) -> None:
+    text = """
+models: [{name: m, source: "package:m"}]
+engines: [{kind: [a], model: {b: 1}, role: []}]
+tiers: [{kind: {c: 1}}]
+"""
+    told = "\n".join(problems(tmp_path, text))
+    assert 'engines[0].kind: expected a string, got ["a"]' in told
+    assert 'tiers[0].kind: expected a string, got {"c": 1}' in told

@@ -11,27 +11,21 @@ import pytest
 import yaml
 from attrs import frozen
 
-from commutator import (
-    Candidate,
-    DisaggregationConfig,
-    EngineClient,
-    EngineConfig,
-    EngineConnector,
-    Filter,
-    LaunchContext,
-    RouterConfig,
-    RouteRequest,
-    Scorer,
-    hookimpl,
-    setting,
-)
-from commutator.config.file_schema import file_schema
-from commutator.config.load import build_config
+import commutator_openai.plugin
+from commutator.config.kinds import file_schema
+from commutator.config.load import DEFAULTS, build_config
 from commutator.config.show import effective, show_config
-from commutator.config.tree import from_plain, merge
+from commutator.config.tree import DEFAULT, from_plain, merge
 from commutator.config.yaml_file import parse_value, read_file
-from commutator.plugins import Installed, PluginHost
-from commutator.schema import PositiveInt
+from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.engine import EngineClient, EngineConfig, EngineConnector, LaunchContext
+from commutator.contract.frontend import FrontendConfig
+from commutator.contract.routing import Candidate, Filter, RouterConfig, RouteRequest, Scorer
+from commutator.contract.settings import PositiveInt, setting
+from commutator.errors import ConfigError
+from commutator.hookspecs import hookimpl
+from commutator.plugins import Installed, PluginHost, load_plugins
+from commutator_openai.frontend import OpenAiFrontend
 
 
 @frozen(kw_only=True)
@@ -92,8 +86,9 @@ class Plugin:
 
 
 def make_host() -> PluginHost:
-    host = PluginHost()
+    host = load_plugins(found=[])
     host.add(Plugin(), Installed("steam", "dist-steam", "1"))
+    host.add(commutator_openai.plugin, Installed("openai", "commutator-openai", "1"))
     return host
 
 
@@ -107,6 +102,7 @@ engines:
 router: {kind: round_robin}
 frontend:
   api_keys: [{env: KEY}, {file: /keys}]
+  kind: openai
 """
 
 
@@ -192,6 +188,77 @@ def test_the_schema_knows_the_options_of_each_stage() -> None:
         GOOD | {"disaggregation": {"kind": "conditional", "router": router}},
     ):
         jsonschema.validate(config, file_schema(make_host()))
+
+
+@frozen(kw_only=True)
+class TelegraphConfig(FrontendConfig):
+    wire: str = setting("Which wire.", "copper")
+
+
+class Telegraph:
+    @hookimpl
+    def frontend_register(self, register: Any) -> None:
+        register("telegraph", TelegraphConfig, OpenAiFrontend())
+
+
+@pytest.mark.parametrize(
+    ("part", "good"),
+    [
+        ({}, True),
+        ({"frontend": {}}, True),
+        ({"frontend": {"port": 1}}, True),
+        ({"frontend": {"kind": "openai", "cors_origins": []}}, True),
+        ({"frontend": {"cors_origins": []}}, True),
+        ({"frontend": {"kind": "telegraph", "wire": "iron"}}, True),
+        ({"frontend": {"kind": "telegraph"}}, True),
+        ({"frontend": {"wire": "iron"}}, False),
+        ({"frontend": {"kind": "telegraph", "cors_origins": []}}, False),
+        ({"frontend": {"kind": "pigeon"}}, False),
+        ({"frontend": {"kind": None}}, False),
+        ({"frontend": None}, False),
+        ({"frontend": {"api_keys": [{"env": "A", "file": None}]}}, True),
+        ({"frontend": {"api_keys": [{"env": None}]}}, False),
+        ({"router": {"block_size": 32}}, True),
+        ({"router": {"kind": "staged"}}, True),
+        ({"router": {"scorers": []}}, False),
+        ({"registry": {}}, True),
+        ({"launcher": {"kind": "process"}}, True),
+        ({"launcher": {"kind": "memory"}}, False),
+        ({"disaggregation": {"kind": "conditional", "router": {"block_size": 32}}}, False),
+        ({"disaggregation": {}}, False),
+        ({"engines": [{"pressure_bar": 1}]}, False),
+        ({"engines": []}, False),
+        ({"models": []}, False),
+        ({"tiers": []}, True),
+        ({"tiers": [{"kind": "dram"}]}, False),
+    ],
+)
+def test_the_schema_agrees_with_loading_also_with_two_front_doors(
+    part: dict[str, Any], good: bool
+) -> None:
+    host = make_host()
+    host.add(Telegraph(), Installed("telegraph", "dist-telegraph", "1"))
+    schema = file_schema(host)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    data = GOOD | part
+    assert jsonschema.Draft202012Validator(schema).is_valid(data) is good
+    tree = merge(from_plain(DEFAULTS, DEFAULT), from_plain(data, "file:1"))
+    if good:
+        build_config(tree, host, ["file"])
+    else:
+        with pytest.raises(ConfigError):
+            build_config(tree, host, ["file"])
+
+
+def test_without_the_default_kind_the_section_is_required() -> None:
+    host = load_plugins(found=[])
+    host.add(Plugin(), Installed("steam", "dist-steam", "1"))
+    host.add(Telegraph(), Installed("telegraph", "dist-telegraph", "1"))
+    valid = jsonschema.Draft202012Validator(file_schema(host)).is_valid
+    config = {key: value for key, value in GOOD.items() if key != "frontend"}
+    assert not valid(config)
+    assert not valid(config | {"frontend": {"port": 1}})
+    assert valid(config | {"frontend": {"kind": "telegraph"}})
 
 
 def test_the_schema_is_plain_data() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from commutator.config.load import Loaded, load_config
 from commutator.errors import ConfigError
+from commutator_openai.config import OpenAiConfig
 
 MINIMAL = """
 models: [{name: m, source: package:m}]
@@ -81,6 +82,7 @@ def test_origins_are_what_browsers_send(tmp_path: Path) -> None:
     origins = ["https://chat.example", "http://localhost:3000", "http://[::1]:80000", "*", "null"]
     origins += ["http://10.0.0.1", "capacitor://localhost", "chrome-extension://abcdef"]
     config = load(tmp_path, MINIMAL, f"frontend: {{cors_origins: {origins}}}").config
+    assert isinstance(config.frontend, OpenAiConfig)
     assert list(config.frontend.cors_origins) == origins
 
 

@@ -37,17 +37,19 @@ def nvme(path: str) -> str:
 @pytest.mark.parametrize(
     ("first", "second", "when"),
     [
-        ("/kv", "/kv", "already"),
-        ("/kv", "/x/..//kv/", "already"),
-        ("/kv/{worker}", "/kv/./{worker}", "already"),
-        ("/kv/{worker}", "/kv/reference-1", "on worker reference-1 already"),
-        ("/kv/other-0", "/kv/{worker}", "on worker other-0 already"),
+        ("/kv", "/kv", ""),
+        ("/kv", "/x/..//kv/", ""),
+        ("/kv/{worker}", "/kv/./{worker}", ""),
+        ("/kv/{worker}", "/kv/reference-1", " on worker reference-1"),
+        ("/kv/other-0", "/kv/{worker}", " on worker other-0"),
     ],
 )
 def test_two_tiers_in_one_folder(tmp_path: Path, first: str, second: str, when: str) -> None:
     done = check(tmp_path, nvme(first), DRAM, nvme(second))
     assert done.exit_code == 1
-    problem = f':3: tiers[2].path: "{second}" is the folder of tiers[0] {when}; give it another'
+    problem = (
+        f':3: tiers[2].path: "{second}" is already the folder of tiers[0]{when}; choose another'
+    )
     assert problem in done.stderr
 
 
@@ -120,9 +122,9 @@ def test_fastest_first(tmp_path: Path, tiers: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("tiers", [("{kind: peer}",), ("{kind: peer}", nvme("/kv"))])
 def test_a_worker_without_host_memory_lends_nothing(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     (warning,) = warnings(check(tmp_path, *tiers))
-    assert warning.startswith("warning: tiers[0] (peer): it lends nothing to other workers")
+    assert warning.startswith("warning: tiers[0] (peer): workers have no blocks in host")
 
 
 @pytest.mark.parametrize("tiers", [("{kind: peer, listen: null}",), ("{kind: peer}", DRAM)])
-def test_who_only_borrows_is_not_warned(tmp_path: Path, tiers: tuple[str, ...]) -> None:
+def test_a_worker_that_only_borrows_gets_no_warning(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     assert warnings(check(tmp_path, *tiers)) == []

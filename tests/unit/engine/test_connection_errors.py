@@ -1,4 +1,4 @@
-"""Servers that cannot be reached are told of plainly, by every connector over HTTP."""
+"""Every HTTP client reports in plain words that a server cannot be reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
-from commutator import EngineClient
+from commutator.contract.engine import EngineClient
 from commutator.engine.http import connection_error
 from commutator.errors import EngineUnavailableError
 from commutator_sglang.client import SglangClient
@@ -19,9 +19,9 @@ from commutator_vllm.client import VllmClient
 
 
 @pytest.mark.parametrize("client_of", [SglangClient, TrtllmClient, VllmClient])
-async def test_nobody_listens(client_of: Callable[[str], EngineClient]) -> None:
+async def test_nothing_listens(client_of: Callable[[str], EngineClient]) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen, nor can anybody else
+        taken.bind(("127.0.0.1", 0))  # bound, so that no other process can listen there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         client = client_of(url)
         with pytest.raises(EngineUnavailableError) as caught:

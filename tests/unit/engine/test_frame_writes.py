@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from commutator.engine.wire import FrameProtocol, pack
+from commutator.frames import FrameProtocol, pack
 
 
 class Transport(asyncio.Transport):
-    """Notes what is done with it."""
+    """Records what is written to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from commutator.engine import free_ports, gpus_of, launching, python_at
+from commutator.engine.launching import gpus_of, python_at
 from commutator.errors import ConfigError
+from commutator.launcher import ports
+from commutator.launcher.ports import free_ports
 
 
 def test_gpus_are_shared_in_order() -> None:
@@ -19,13 +21,13 @@ def test_gpus_are_shared_in_order() -> None:
 
 
 def test_ports_are_free_different_and_not_for_outgoing_connections() -> None:
-    ports = free_ports("127.0.0.1", 20)
-    assert len(set(ports)) == 20
-    for port in ports:
+    picked = free_ports("127.0.0.1", 20)
+    assert len(set(picked)) == 20
+    for port in picked:
         socket.create_server(("127.0.0.1", port)).close()
-    if launching._EPHEMERAL.exists():
-        first, last = map(int, launching._EPHEMERAL.read_text().split())
-        assert not any(first <= port <= last for port in ports)
+    if ports._EPHEMERAL.exists():
+        first, last = map(int, ports._EPHEMERAL.read_text().split())
+        assert not any(first <= port <= last for port in picked)
 
 
 @pytest.mark.parametrize("said", ["1024\t60999\n", "", "words"])
@@ -34,7 +36,7 @@ def test_where_the_system_leaves_no_others_it_chooses(
 ) -> None:
     file = tmp_path / "range"
     file.write_text(said)
-    monkeypatch.setattr(launching, "_EPHEMERAL", file)
+    monkeypatch.setattr(ports, "_EPHEMERAL", file)
     (port,) = free_ports("127.0.0.1")
     socket.create_server(("127.0.0.1", port)).close()
 
@@ -42,7 +44,7 @@ def test_where_the_system_leaves_no_others_it_chooses(
 def test_a_taken_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, free = free_ports("127.0.0.1", 2)
     answers = iter([taken, taken, free])
-    monkeypatch.setattr(launching._random, "randrange", lambda *_: next(answers))
+    monkeypatch.setattr(ports._random, "randrange", lambda *_: next(answers))
     with socket.create_server(("127.0.0.1", taken)):
         assert free_ports("127.0.0.1") == [free]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import commutator.engine
 
-SCRIPT = Path(commutator.engine.__path__[0]) / "model_weights.py"
+SCRIPT = Path(commutator.engine.__path__[0]) / "convert_gguf.py"
 
 
 def test_modules_beside_the_script_do_not_stand_for_pythons_own(tmp_path: Path) -> None:

@@ -9,35 +9,96 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from tests.support.fault_proxy import Fault, FaultProxy
 
-from commutator.engine import Emit, TokenApiClient, TokenApiServer, TokenEngine
-from commutator.errors import (
-    EngineError,
-    EngineOverloadedError,
-    EngineUnavailableError,
-    RequestError,
-)
-from commutator.types import (
-    EngineInfo,
-    EngineLoad,
-    EventSource,
+from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
     SamplingParams,
     TokenDelta,
     TokenLogprob,
 )
+from commutator.contract.worker import (
+    BlockExplanation,
+    EngineInfo,
+    EngineLoad,
+    EventSource,
+    HeldBlock,
+    KvPrompt,
+    PromptExplanation,
+    TierContents,
+)
+from commutator.engine.client import TokenApiClient
+from commutator.engine.server import Emit, TokenApiServer, TokenEngine
+from commutator.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    EngineWithoutTiersError,
+    RequestError,
+)
+from commutator.kv.admin import KvAdmin
 
-INFO = EngineInfo("fake", "1", "m", 128, 16, 8, kv_events=EventSource("tcp://127.0.0.1:1"))
+INFO = EngineInfo(
+    kind="fake",
+    version="1",
+    model="m",
+    max_model_len=128,
+    block_size=16,
+    kv_capacity_blocks=8,
+    kv_events=EventSource(endpoint="tcp://127.0.0.1:1"),
+)
+
+
+EXPLANATION = PromptExplanation(
+    prompt_tokens=3,
+    block_size=2,
+    blocks=(
+        BlockExplanation(
+            key="ab",
+            held=(HeldBlock(name="dram", state="leaving"),),
+            reusable=False,
+            tier=None,
+            reason="dram: leaving",
+        ),
+    ),
+)
+
+
+class FakeAdmin(KvAdmin):
+    """Answers slowly or wrongly, and records the questions."""
+
+    def __init__(self, answered: threading.Event) -> None:
+        self._answered = answered
+        self.prompts: list[KvPrompt] = []
+        self.peers: Sequence[str] = ()
+
+    def contents(self) -> list[TierContents]:
+        raise ZeroDivisionError("oops")
+
+    def evict(self, tier: str | None = None) -> Mapping[str, int]:
+        assert self._answered.wait(5)
+        return {str(tier): 7}
+
+    def explain(self, prompt: KvPrompt) -> PromptExplanation:
+        self.prompts.append(prompt)
+        return EXPLANATION
+
+    def prefetch(self, prompt: KvPrompt) -> None:
+        self.prompts.append(prompt)
+
+    def set_peers(self, addresses: Sequence[str]) -> None:
+        self.peers = addresses
 
 
 class ScriptedEngine(TokenEngine):
-    """Emits only what a test tells it to."""
+    """Emits only the deltas that a test gives it."""
 
     def __init__(self) -> None:
         self.requests: dict[int, GenerateRequest] = {}
         self.emit: Emit = lambda deltas: None
         self.answered = threading.Event()
+        self.admin: KvAdmin | None = None
 
     def start(self, emit: Emit) -> EngineInfo:
         self.emit = emit
@@ -62,14 +123,9 @@ class ScriptedEngine(TokenEngine):
     def reset_prefix_cache(self) -> None:
         pass
 
-    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        match what:
-            case "slow":
-                assert self.answered.wait(5)
-                return dict(arguments)
-            case "buggy":
-                raise ZeroDivisionError("oops")
-        return super().kv_admin(what, arguments)
+    @property
+    def kv_admin(self) -> KvAdmin | None:
+        return self.admin
 
     def stop(self) -> None:
         pass
@@ -77,7 +133,9 @@ class ScriptedEngine(TokenEngine):
 
 def request(request_id: str) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=4, logit_bias={5: -1.0}, stop=("x",), seed=2**40)
-    return GenerateRequest(request_id, [1, 2, 3], sampling, extra={"room": 2**63 - 1})
+    return GenerateRequest(
+        request_id=request_id, token_ids=[1, 2, 3], sampling=sampling, extra={"room": 2**63 - 1}
+    )
 
 
 @contextlib.asynccontextmanager
@@ -110,10 +168,14 @@ async def test_a_request_arrives_whole_and_its_deltas_come_back() -> None:
         await arrived(engine, 1)
         (key,) = engine.requests
         assert engine.requests[key] == request("a")
-        first = TokenDelta((7,), (TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5))),), cached_tokens=2)
+        first = TokenDelta(
+            token_ids=(7,),
+            logprobs=(TokenLogprob(token_id=7, logprob=-0.5, top=((7, -0.5), (9, -1.5))),),
+            cached_tokens=2,
+        )
         engine.emit([(key, first)])
         assert await anext(stream) == first
-        last = TokenDelta((8, 9), finish_reason=FinishReason.STOP, stop_reason="x")
+        last = TokenDelta(token_ids=(8, 9), finish_reason=FinishReason.STOP, stop_reason="x")
         engine.emit([(key, last)])
         assert await collect(stream) == [last]
 
@@ -124,10 +186,14 @@ async def test_deltas_that_pile_up_are_merged() -> None:
         await arrived(engine, 1)
         (key,) = engine.requests
         for token in (1, 2, 3):
-            engine.emit([(key, TokenDelta((token,), cached_tokens=0 if token == 1 else None))])
-        engine.emit([(key, TokenDelta((4,), finish_reason=FinishReason.LENGTH))])
+            engine.emit(
+                [(key, TokenDelta(token_ids=(token,), cached_tokens=0 if token == 1 else None))]
+            )
+        engine.emit([(key, TokenDelta(token_ids=(4,), finish_reason=FinishReason.LENGTH))])
         await asyncio.sleep(0.1)
-        merged = TokenDelta((1, 2, 3, 4), cached_tokens=0, finish_reason=FinishReason.LENGTH)
+        merged = TokenDelta(
+            token_ids=(1, 2, 3, 4), cached_tokens=0, finish_reason=FinishReason.LENGTH
+        )
         assert await collect(stream) == [merged]
 
 
@@ -136,15 +202,15 @@ async def test_one_tick_is_one_frame_for_many_streams(monkeypatch: pytest.Monkey
         streams = [client.generate(request(str(i))) for i in range(5)]
         await arrived(engine, 5)
         frames: list[Sequence[object]] = []
-        handle = client._on_frame
-        assert client._connection is not None
+        assert client._session is not None
+        handle = client._session._on_frame
 
         def count(frame: list[object]) -> None:
             frames.append(frame)
             handle(frame)
 
-        monkeypatch.setattr(client._connection, "_on_frame", count)
-        done = TokenDelta((1,), finish_reason=FinishReason.STOP)
+        monkeypatch.setattr(client._session.frames, "_on_frame", count)
+        done = TokenDelta(token_ids=(1,), finish_reason=FinishReason.STOP)
         engine.emit([(key, done) for key in engine.requests])
         for stream in streams:
             assert await collect(stream) == [done]
@@ -209,6 +275,30 @@ async def test_a_lost_worker_fails_every_stream_at_once() -> None:
             await client.start()
 
 
+@pytest.mark.security
+async def test_a_dropped_connection_is_made_anew_once_and_cuts_nothing_else() -> None:
+    async with served() as (engine, _, direct):
+        with FaultProxy(int(direct.address.rpartition(":")[2])) as proxy:
+            client = TokenApiClient(f"127.0.0.1:{proxy.port}")
+            await client.start()
+            await asyncio.to_thread(proxy.set, Fault())  # ends every connection
+            with pytest.raises(EngineUnavailableError):
+                await anext(client.generate(request("lost")))
+            connections = proxy.connections
+            answers = await asyncio.gather(
+                client.start(), client.load(), client.start(), client.handover_statistics()
+            )
+            assert answers[0] == answers[2] == INFO
+            assert proxy.connections == connections + 1
+            stream = client.generate(request("a"))
+            await arrived(engine, 1)
+            await asyncio.gather(*(client.start() for _ in range(3)))
+            done = TokenDelta(token_ids=(1,), finish_reason=FinishReason.STOP)
+            engine.emit([(key, done) for key in engine.requests])
+            assert await collect(stream) == [done]
+            await client.close()
+
+
 async def test_load_and_drain() -> None:
     async with served() as (engine, _, client):
         running = client.generate(request("a"))
@@ -219,11 +309,11 @@ async def test_load_and_drain() -> None:
         with pytest.raises(EngineOverloadedError, match="draining"):
             await anext(client.generate(request("b")))
         (key,) = engine.requests
-        engine.emit([(key, TokenDelta((1,), finish_reason=FinishReason.STOP))])
+        engine.emit([(key, TokenDelta(token_ids=(1,), finish_reason=FinishReason.STOP))])
         assert len(await collect(running)) == 1
 
 
-async def test_nobody_there() -> None:
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
     client = TokenApiClient("127.0.0.1:1")
     with pytest.raises(EngineUnavailableError, match=r"127\.0\.0\.1:1"):
         await client.start()
@@ -231,7 +321,7 @@ async def test_nobody_there() -> None:
         await anext(client.generate(request("a")))
 
 
-async def test_rubbish_ends_the_connection_not_the_server() -> None:
+async def test_invalid_frames_end_the_connection_not_the_server() -> None:
     async with served() as (_, _, client):
         host, port = client.address.split(":")
         for rubbish in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\1\x01", b"\0\0\0\2\x91\xa0"):
@@ -244,29 +334,59 @@ async def test_rubbish_ends_the_connection_not_the_server() -> None:
 
 async def test_a_slow_answer_about_tiers_holds_up_nothing() -> None:
     async with served() as (engine, _, client):
-        slow = asyncio.create_task(client.kv_admin("slow", {"tier": "nvme"}))
+        engine.admin = FakeAdmin(engine.answered)
+        slow = asyncio.create_task(client.kv_evict("nvme"))
         assert (await client.load()).kv_capacity_blocks == 8
         assert not slow.done()
         engine.answered.set()
-        assert await slow == {"tier": "nvme"}
+        assert await slow == {"nvme": 7}
+
+
+async def test_an_engine_without_tiers_says_so() -> None:
+    async with served() as (_, _, client):
+        with pytest.raises(EngineWithoutTiersError):
+            await client.kv_statistics()
+
+
+async def test_a_question_about_tiers_fails_alone() -> None:
+    async with served() as (engine, _, client):
+        engine.admin = FakeAdmin(engine.answered)
+        with pytest.raises(EngineError, match="ZeroDivisionError: oops"):
+            await client.kv_contents()
+        assert (await client.load()).running == 0
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("question", "argument", "message"),
     [
-        ("statistics", "this engine keeps no blocks in tiers"),
-        ("buggy", "ZeroDivisionError: oops"),
+        ("dance", None, "unknown question 'dance'"),
+        ("explain", {}, "the argument of 'explain' is wrong"),
+        ("verify", 3, "the argument of 'verify' is wrong"),
     ],
 )
-async def test_a_question_about_tiers_fails_alone(what: str, message: str) -> None:
-    async with served() as (_, _, client):
+async def test_a_question_about_tiers_that_makes_no_sense_is_refused(
+    question: str, argument: Any, message: str
+) -> None:
+    async with served() as (engine, _, client):
+        engine.admin = FakeAdmin(engine.answered)
         with pytest.raises(EngineError, match=message):
-            await client.kv_admin(what)
-        assert (await client.load()).running == 0
+            await client._ask("kv", question, argument)
+
+
+async def test_questions_and_answers_about_tiers_arrive_whole() -> None:
+    async with served() as (engine, _, client):
+        engine.admin = admin = FakeAdmin(engine.answered)
+        prompt = KvPrompt(token_ids=[1, 2, 3], cache_salt="s", lora_name="l")
+        assert await client.kv_explain(prompt) == EXPLANATION
+        await client.kv_prefetch(prompt)
+        assert admin.prompts == [prompt, prompt]
+        await client.set_peers(("tcp://h:1",))
+        assert admin.peers == ["tcp://h:1"]
 
 
 async def test_an_answer_about_tiers_is_not_waited_for_forever() -> None:
     async with served() as (engine, _, client):
+        engine.admin = FakeAdmin(engine.answered)
         with pytest.raises(EngineUnavailableError, match=r"no answer within 0\.05 s"):
-            await client.kv_admin("slow", timeout_s=0.05)
+            await client.kv_evict(timeout_s=0.05)
         engine.answered.set()

@@ -1,10 +1,10 @@
-"""What tells one model's weights from another's."""
+"""Different weights have different revisions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from commutator.engine import weights_revision
+from commutator.engine.model_identity import weights_revision
 
 
 def model(folder: Path, weights: bytes = b"weights") -> Path:

@@ -6,11 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from commutator.kv import BlockFacts, BlockKey
-from commutator.kv.eviction import EvictionPolicy
+from commutator.contract.block import BlockKey, RetentionHints
+from commutator.contract.eviction import EvictionPolicy
 from commutator.plugins import load_plugins
-from commutator_eviction import Arc, LeafFirst, Lru, S3Fifo, S3FifoConfig, TinyLfu
+from commutator_eviction import S3FifoConfig
+from commutator_eviction.arc import Arc
+from commutator_eviction.leaf_first import LeafFirst
+from commutator_eviction.lru import Lru
+from commutator_eviction.s3fifo import S3Fifo
 from commutator_eviction.sketch import FrequencySketch
+from commutator_eviction.tinylfu import TinyLfu
 
 CAPACITY = 200
 
@@ -21,7 +26,7 @@ def key(number: int) -> BlockKey:
 
 def add(policy: EvictionPolicy, number: int, parent: int | None = None) -> None:
     above = key(parent) if parent is not None else None
-    policy.added(key(number), above, BlockFacts(), 0.0)
+    policy.added(key(number), above, RetentionHints(), 0.0)
 
 
 def evict(policy: EvictionPolicy, count: int = 1) -> list[int]:
@@ -111,7 +116,7 @@ def test_every_policy_is_offered_as_a_plugin() -> None:
     assert {"lru", "tinylfu", "s3fifo", "arc", "leaf_first"} <= set(kinds)
     for name in ("lru", "tinylfu", "s3fifo", "arc", "leaf_first"):
         kind = kinds[name]
-        assert kind.distribution == "commutator-eviction"
+        assert kind.origin.distribution == "commutator-eviction"
         policy = kind.thing(kind.config_class(kind=name), 10)
         add(policy, 1)
         assert evict(policy) == [1]

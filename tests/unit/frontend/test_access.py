@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import trustme
 from aiohttp import ClientSession
-from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
+from tests.support.front_door import MODEL, FakeDispatcher, front_door, make_services
 
-from commutator.config.model import FrontendConfig, TlsConfig
-from commutator.config.secret import Secret
+from commutator.contract.settings import Secret
 from commutator.errors import ConfigError
-from commutator.frontend.app import build_app
+from commutator_openai.app import build_app
+from commutator_openai.config import OpenAiConfig, TlsConfig
 
 OPEN = ["/health", "/live", "/ready", "/openapi.json", "/metrics"]
 PROTECTED = [
@@ -67,12 +67,27 @@ async def test_open_to_all(keys: tuple[Secret, ...], path: str) -> None:
 
 
 def test_a_key_that_cannot_be_read_is_found_at_start() -> None:
-
-    config = FrontendConfig(api_keys=(Secret(env="NO_SUCH_VARIABLE"),))
+    config = OpenAiConfig(api_keys=(Secret(env="NO_SUCH_VARIABLE"),))
     with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set"):
-        build_app(config, {MODEL: TEXT}, FakeDispatcher())
+        build_app(config, make_services(FakeDispatcher()))
     with pytest.raises(ConfigError, match="nothing to serve"):
-        build_app(FrontendConfig(), {}, FakeDispatcher())
+        build_app(OpenAiConfig(), make_services(FakeDispatcher(), {}))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_only_named_headers_are_forwarded(path: str) -> None:
+    dispatcher = FakeDispatcher()
+    headers = {"X-Team": "blue", "X-Long": "y" * 300, "X-Other": "1", "Cookie": "a=b"}
+    body = {"model": MODEL, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    body.pop("prompt" if "chat" in path else "messages")
+    names = ("x-team", "x-long", "x-absent")
+    async with (
+        front_door(dispatcher, forward_headers=names) as door,
+        door.session.post(door.url + path, json=body, headers=headers) as response,
+    ):
+        assert response.status == 200
+    (caller,) = dispatcher.callers
+    assert caller.headers == {"x-team": "blue", "x-long": "y" * 256}
 
 
 async def test_a_browser_asks_first(keys: tuple[Secret, ...]) -> None:
@@ -141,7 +156,7 @@ async def test_request_ids_go_in_and_out(stream: bool) -> None:
             assert len(answer.headers["X-Request-Id"]) == 32
 
 
-async def test_the_routing_decision_is_told_on_demand() -> None:
+async def test_the_routing_decision_is_shown_on_demand() -> None:
     async with front_door(FakeDispatcher()) as door:
         url, body = f"{door.url}/v1/completions", {"model": MODEL, "prompt": "x"}
         async with door.session.post(url, json=body) as response:

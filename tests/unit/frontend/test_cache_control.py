@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.front_door import TEXT, FakeDispatcher, front_door
 
-from commutator.types import KvRetention
+from commutator.contract.request import KvRetention
 
 LONG = "Answer in the manner of a lighthouse keeper. " * 4
 
@@ -71,3 +71,16 @@ async def test_what_is_wrong_is_refused(given: dict[str, Any], said: str) -> Non
         status, body = await door.chat(cache_control=given)
     assert status == 400
     assert body["error"]["param"] == said
+
+
+@pytest.mark.security
+async def test_marks_beyond_four_are_refused_before_anything_is_rendered_for_them() -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        status, _ = await door.chat(messages=[{"role": "user", "content": [part] * 4}])
+        assert status == 200
+        status, body = await door.chat(messages=[{"role": "user", "content": [part] * 2000}])
+        assert (status, body["error"]["param"]) == (400, "messages")
+        assert "at most 4" in body["error"]["message"]
+    assert len(dispatcher.requests) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, FrontDoor, answer, front_door
 
-from commutator.types import FinishReason
+from commutator.contract.request import FinishReason
 
 
 async def stream(door: FrontDoor, **body: Any) -> list[Any]:
@@ -152,7 +152,7 @@ async def test_parameters_reach_the_engine() -> None:
     assert sampling.stop == ("\n", "END")
     assert sampling.stop_token_ids == (2, 9)  # the model's own EOS as well
     assert (first.cache_salt, first.priority) == ("s", 3)
-    assert dispatcher.sessions == ["alice", "bob"]
+    assert [caller.session_id for caller in dispatcher.callers] == ["alice", "bob"]
     assert (second.sampling.top_k, second.sampling.temperature) == (0, 1.0)
     assert second.sampling.ignore_eos
     assert second.sampling.stop_token_ids == ()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, FrontDoor, answer, front_door
 
-from commutator.kv.hashing import sequence_hashes
-from commutator.types import FinishReason
+from commutator.contract.request import FinishReason
+from commutator.routing.prefix_index.hashing import sequence_hashes
 
 
 async def stream(door: FrontDoor, **body: Any) -> list[Any]:
@@ -145,5 +145,5 @@ async def test_the_prompt_cache_can_be_off() -> None:
     async with front_door(dispatcher, prompt_cache_bytes=0) as door:
         await door.complete(prompt="word " * 2_000, max_tokens=4)
         await door.complete(prompt="word " * 2_000, max_tokens=4)
-        assert door.services.prompt_caches[MODEL].size_bytes == 0
+        assert door.services.preprocessors[MODEL].cache_bytes == 0
     assert dispatcher.hashes == [None, None]

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.support.front_door import MODEL, FakeDispatcher, FrontDoor, answer, front_door
 
-from commutator.frontend import ending
+from commutator_openai import middleware as ending
 
 BODY = {
     "model": MODEL,
@@ -21,7 +21,7 @@ BODY = {
     "top_logprobs": 20,
 }
 PATH = "/v1/chat/completions"
-TIME_S = 2.0  # enough to fill what lies between server and client, also on a busy machine
+TIME_S = 2.0  # enough to fill the buffers between server and client, also on a busy machine
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ async def unread(dispatcher: FakeDispatcher) -> AsyncIterator[tuple[FrontDoor, s
             client.sendall(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + data)
             while not dispatcher.requests:
                 await asyncio.sleep(0.01)
-            while door.services.limiter.queue.running > 0:
+            while door.services.limiter.running > 0:
                 await asyncio.sleep(0.01)
             yield door, client
 
@@ -50,7 +50,7 @@ async def read_all(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_a_client_that_reads_on_is_told_what_happened() -> None:
+async def test_a_client_that_reads_on_learns_what_happened() -> None:
     async with unread(FakeDispatcher(answer("word " * 5000))) as (door, client):
         answered = await read_all(client)
         metrics = door.services.metrics.render().decode()

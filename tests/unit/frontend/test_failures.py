@@ -18,6 +18,13 @@ from tests.support.front_door import (
     front_door,
 )
 
+from commutator.contract.request import (
+    UNKNOWN_CALLER,
+    Caller,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+)
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -28,7 +35,6 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
-from commutator.types import FinishReason, GenerateRequest, TokenDelta
 
 FAILURES = [
     (RequestError("no such adapter", "lora_name"), 400, "invalid_value"),
@@ -96,7 +102,10 @@ async def test_after_the_first_token(error: Exception, status: int, code: str | 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 async def test_an_engine_that_gives_up(reason: FinishReason) -> None:
     def script(_: GenerateRequest) -> Sequence[TokenDelta | Exception]:
-        return [TokenDelta((5,)), TokenDelta((), finish_reason=reason, error="out of memory")]
+        return [
+            TokenDelta(token_ids=(5,)),
+            TokenDelta(token_ids=(), finish_reason=reason, error="out of memory"),
+        ]
 
     async with front_door(FakeDispatcher(script)) as door:
         status, body = await door.chat()
@@ -122,7 +131,7 @@ async def test_a_refused_answer_closes_those_already_sent() -> None:
             self,
             model: str,
             request: GenerateRequest,
-            session_id: str | None = None,
+            caller: Caller = UNKNOWN_CALLER,
             sequence_hashes: Sequence[int] | None = None,
             *,
             may_wait: bool = True,
@@ -130,7 +139,7 @@ async def test_a_refused_answer_closes_those_already_sent() -> None:
             deadline_s: float | None = None,
         ) -> FakeDispatch:
             self.refuse = RoutingError("gone") if len(self.requests) == 2 else None
-            return await super().dispatch(model, request, session_id, sequence_hashes)
+            return await super().dispatch(model, request, caller, sequence_hashes)
 
     dispatcher = Second(delay_s=0.01)
     async with front_door(dispatcher) as door:
@@ -174,7 +183,7 @@ async def test_a_vanished_client_frees_the_engine_at_once(streaming: bool, n: in
                     break
                 await asyncio.sleep(0.005)
             assert dispatcher.open == 0
-            assert door.services.limiter.queue.running == 0
+            assert door.services.limiter.running == 0
         metrics = door.services.metrics.render().decode()
     assert 'code="499",endpoint="/v1/chat/completions",model="smol"} 5.0' in metrics
 
@@ -186,10 +195,10 @@ async def test_a_client_that_vanishes_while_it_waits_leaves_the_queue() -> None:
         while not dispatcher.open:
             await asyncio.sleep(0.001)
         second = asyncio.create_task(door.chat())
-        while not door.services.limiter.queue.waiting:
+        while not door.services.limiter.waiting:
             await asyncio.sleep(0.001)
         second.cancel()
-        while door.services.limiter.queue.waiting:
+        while door.services.limiter.waiting:
             await asyncio.sleep(0.001)
         status, _ = await first
     assert status == 200
@@ -226,10 +235,7 @@ async def test_the_client_may_lower_the_deadline(given: str, status: int) -> Non
 
 async def test_a_slow_body_counts_against_the_deadline() -> None:
     async with front_door(FakeDispatcher(), request_timeout_s=0.1) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-        assert b"504" in await asyncio.wait_for(reader.readline(), 2)
-        writer.close()
+        assert b"504" in await door.status_line_for_unfinished_body("/v1/completions")
 
 
 async def test_beyond_the_queue() -> None:

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import FakeDispatcher, front_door
 
-from commutator.frontend.metrics_pages import merged_pages
-from commutator.frontend.siblings import Siblings
+from commutator.frontend.health import merged_pages
 
 LABELS = st.text(st.characters(codec="utf-8"), max_size=8)
 COUNTS = st.lists(st.tuples(LABELS, st.integers(0, 10)), max_size=4)
@@ -68,10 +67,9 @@ async def test_whichever_is_asked_answers_for_all(tmp_path: Path) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "frontend-1.sock")).start()
-    (tmp_path / "frontend-0.sock").touch()
-    (tmp_path / "frontend-2.sock").touch()  # nobody listens there
-    async with front_door(FakeDispatcher()) as door:
-        door.services.siblings = Siblings(tmp_path / "frontend-0.sock")
+    (tmp_path / "frontend-2.sock").touch()  # nothing listens there
+    mine = str(tmp_path / "frontend-0.sock")
+    async with front_door(FakeDispatcher(), replicas=2, local_socket=mine) as door:
         async with door.session.get(f"{door.url}/metrics") as answer:
             whole = samples(await answer.text())
         async with door.session.get(f"{door.url}/metrics?own=1") as answer:

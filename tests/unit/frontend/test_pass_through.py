@@ -8,17 +8,18 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import pytest
 from aiohttp import ClientPayloadError
 from attrs import define, field
-from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
+from tests.support.front_door import MODEL, TEXT, FakeDispatcher, fallback_route, front_door
 
+from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest
 from commutator.errors import EngineUnavailableError
-from commutator.routing.route import RouteFacts
-from commutator.types import GenerateRequest
+from commutator.frontend import Forward
+from commutator.routing.router import Route
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -32,7 +33,7 @@ class FakeForward:
     worker_id: str = "w-1"
     model: str = "org/model"
     status: int = 201
-    facts: RouteFacts = RouteFacts(0.001, 3, 4, prompt_blocks=6, fallback=True)
+    route: Route = fallback_route("w-1", overlap_blocks=3, best_overlap_blocks=4, blocks=6)
 
     @property
     def content_type(self) -> str:
@@ -48,11 +49,12 @@ class FakeForward:
         return self
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        yield b"data: one\n\n"
+        for piece in self.dispatcher.pieces[:-1]:
+            yield piece
         if self.dispatcher.dies is not None:
             raise self.dispatcher.dies
         await asyncio.sleep(self.dispatcher.pause_s)
-        yield b"data: two\n\n"
+        yield self.dispatcher.pieces[-1]
 
     async def __aenter__(self) -> Self:
         self.dispatcher.open += 1
@@ -77,6 +79,8 @@ class ForwardingDispatcher(FakeDispatcher):
     pause_s: float = 0.0
     """Between the chunks of an answer."""
     content_type: str = "text/event-stream"
+    pieces: Sequence[bytes] = (b"data: one\n\n", b"data: two\n\n")
+    """The answer."""
     seen: list[BaseException | None] = field(factory=list)
     """What ended the answers."""
     sent: list[tuple[str, Any, dict[str, str]]] = field(factory=list)
@@ -87,16 +91,16 @@ class ForwardingDispatcher(FakeDispatcher):
         return self.takes
 
     async def forward(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
-    ) -> FakeForward:
-        self.routed_by.append((request.token_ids, session_id))
+        self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER
+    ) -> Forward:
+        self.routed_by.append((request.token_ids, caller.session_id))
         self.requests.append(request)
-        return FakeForward(self)
+        return cast("Forward", FakeForward(self))
 
 
 async def test_tools_are_the_engines_business() -> None:
     dispatcher = ForwardingDispatcher(block_size=16)
-    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "stream": True, "odd": [1]}
+    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "stream": True}
     async with (
         front_door(dispatcher) as door,
         door.session.post(
@@ -113,7 +117,7 @@ async def test_tools_are_the_engines_business() -> None:
     assert dispatcher.open == 0
 
 
-async def test_it_is_routed_by_the_prompt_that_can_be_told() -> None:
+async def test_it_is_routed_by_the_prompt_that_can_be_rendered() -> None:
     dispatcher = ForwardingDispatcher(block_size=16)
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     async with front_door(dispatcher) as door:
@@ -131,7 +135,7 @@ async def test_it_is_routed_by_the_prompt_that_can_be_told() -> None:
     assert untold == ([], None)
 
 
-async def test_its_decision_is_told_and_counted_as_any_other() -> None:
+async def test_its_decision_is_shown_and_counted_as_any_other() -> None:
     dispatcher = ForwardingDispatcher(block_size=16)
     body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
     async with front_door(dispatcher) as door:
@@ -152,10 +156,60 @@ async def test_priority_and_salt_are_known_to_routing() -> None:
     async with front_door(dispatcher) as door:
         url = f"{door.url}/v1/chat/completions"
         await door.session.post(url, json={**body, "priority": -3, "cache_salt": "tenant"})
-        await door.session.post(url, json={**body, "priority": "high", "cache_salt": 7})
-    told = [(request.priority, request.cache_salt) for request in dispatcher.requests]
-    assert told == [(-3, "tenant"), (0, None)]
-    assert dispatcher.sent[1][1]["priority"] == "high", "the engine has its own opinion"
+        async with door.session.post(url, json={**body, "priority": "high"}) as answer:
+            assert answer.status == 400
+    (request,) = dispatcher.requests
+    assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "attacker.example"}},
+        {"ec_transfer_params": {}},
+        {"disaggregated_params": {}},
+        {"vllm_xargs": {}},
+        {"bootstrap_host": "attacker.example", "bootstrap_room": 1},
+        {"rid": "another-request"},
+        {"chat_template": "{{ 1 }}"},
+        {"n": 10**6},
+        {"priority": -(10**30)},
+        {"odd": 1},
+    ],
+    ids="+".join,
+)
+async def test_what_no_client_may_send_is_refused_beside_what_the_engine_serves(
+    hidden: dict[str, Any],
+) -> None:
+    dispatcher = ForwardingDispatcher()
+    async with front_door(dispatcher) as door:
+        status, body = await door.chat(tools=TOOLS, **hidden)
+        assert (status, body["error"]["param"]) == (400, next(iter(hidden)))
+        status, _ = await door.post("/v1/completions", {"prompt": "a", "suffix": "b", **hidden})
+        assert status == 400
+        if not {"n", "priority"} & hidden.keys():
+            status, _ = await door.post("/v1/embeddings", {"input": "a", **hidden})
+            assert status == 400
+    assert not dispatcher.sent
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_what_engines_say_of_themselves_does_not_reach_the_client(content_type: str) -> None:
+    told = {"id": "1", "choices": [{"text": "kv_transfer_params"}]}
+    secret = {"kv_transfer_params": {"remote_host": "10.0.0.7"}, "disaggregated_params": {}}
+    line = json.dumps(told | secret)
+    said = line if content_type == "application/json" else f"data: {line}\n\ndata: [DONE]\n\n"
+    pieces = [said[start : start + 7].encode() for start in range(0, len(said), 7)]
+    dispatcher = ForwardingDispatcher(content_type=content_type, pieces=pieces)
+    async with front_door(dispatcher) as door:
+        url = f"{door.url}/v1/chat/completions"
+        body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+        async with door.session.post(url, json=body) as answer:
+            first, _, rest = (await answer.text()).removeprefix("data: ").partition("\n")
+    assert json.loads(first) == told
+    assert rest in ("", "\ndata: [DONE]\n\n")
 
 
 async def test_a_later_turn_of_a_tool_call_goes_the_same_way() -> None:
@@ -226,7 +280,8 @@ async def test_what_fails_while_it_answers_ends_the_stream(
     dies: Exception | None, status: int, code: str, path: str
 ) -> None:
     dispatcher = ForwardingDispatcher(dies=dies, pause_s=9)
-    body = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    prompt = "input" if path == "/v1/responses" else "messages"
+    body = {"model": MODEL, prompt: MESSAGES, "tools": TOOLS}
     async with front_door(dispatcher, request_timeout_s=0.2) as door:
         async with door.session.post(f"{door.url}{path}", json=body) as answer:
             first, last, _ = (await answer.read()).split(b"\n\n")
@@ -288,10 +343,7 @@ async def test_bodies_for_the_engine_are_read_as_all_others(
 
 async def test_a_slow_body_counts_against_the_deadline() -> None:
     async with front_door(ForwardingDispatcher(), request_timeout_s=0.1) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-        assert b"504" in await asyncio.wait_for(reader.readline(), 2)
-        writer.close()
+        assert b"504" in await door.status_line_for_unfinished_body("/v1/embeddings")
 
 
 async def test_long_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

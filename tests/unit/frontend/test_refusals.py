@@ -9,8 +9,8 @@ import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
 from commutator.errors import RequestError
-from commutator.frontend.parse import parse_body
-from commutator.frontend.requests import ChatRequest, CompletionRequest
+from commutator_openai.body import parse_body
+from commutator_openai.protocol.requests import ChatRequest, CompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -105,7 +105,7 @@ async def test_completions(wrong: dict[str, Any], param: str, code: str | None) 
     assert dispatcher.requests == []
 
 
-async def test_every_mistake_is_told_at_once_with_the_nearest_name() -> None:
+async def test_every_mistake_is_reported_at_once_with_the_nearest_name() -> None:
     async with front_door(FakeDispatcher()) as door:
         _, body = await door.chat(temperature="hot", max_token=5, n=0)
     message = body["error"]["message"]
@@ -124,7 +124,7 @@ async def test_an_unknown_model_is_404() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-async def test_an_over_long_prompt_is_told_with_both_lengths(chat: bool) -> None:
+async def test_an_over_long_prompt_is_refused_with_both_lengths(chat: bool) -> None:
     dispatcher = FakeDispatcher()
     async with front_door(dispatcher) as door:
         dispatcher.longest = 50
@@ -179,14 +179,17 @@ async def test_what_is_not_a_json_object(data: bytes, status: int, code: str | N
         assert body["error"]["code"] == code
 
 
+@pytest.mark.security
 async def test_only_json_is_read() -> None:
     async with front_door(FakeDispatcher()) as door:
         url = f"{door.url}/v1/completions"
         data = b'{"model": "smol", "prompt": "x"}'
-        headers = {"Content-Type": "text/plain"}
-        async with door.session.post(url, data=data, headers=headers) as response:
-            assert response.status == 415
-            assert (await response.json())["error"]["code"] == "unsupported_media_type"
+        plain = door.session.post(url, data=data, headers={"Content-Type": "text/plain"})
+        untyped = door.session.post(url, data=data, skip_auto_headers=["Content-Type"])
+        for asked in (plain, untyped):
+            async with asked as response:
+                assert response.status == 415
+                assert (await response.json())["error"]["code"] == "unsupported_media_type"
         headers = {"Content-Type": "application/problem+json; charset=utf-8"}
         async with door.session.post(url, data=data, headers=headers) as response:
             assert response.status == 200

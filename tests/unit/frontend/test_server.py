@@ -7,12 +7,12 @@ import json
 import socket
 
 import pytest
-from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
+from tests.support.front_door import FakeDispatcher, answer, front_door, make_services
 
-from commutator.config.model import FrontendConfig
 from commutator.errors import ConfigError
-from commutator.frontend.app import build_app
-from commutator.frontend.server import run_with_fast_loop, serve_app
+from commutator.frontend.process import run_with_fast_loop
+from commutator_openai.config import OpenAiConfig
+from commutator_openai.server import open_server
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,11 @@ async def test_broken_http_is_answered_in_the_same_shape(data: bytes) -> None:
     assert "Traceback" not in error["message"]
 
 
-async def test_a_port_in_use_is_told() -> None:
+async def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-
-        config = FrontendConfig(port=port)
-        app = build_app(config, {MODEL: TEXT}, FakeDispatcher())
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve_app(app, config, asyncio.Event(), on_listening=print, drain_timeout_s=1)
+            await open_server(OpenAiConfig(port=port), make_services(FakeDispatcher()))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -72,7 +69,7 @@ async def test_what_runs_is_finished_before_the_end(streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_what_takes_too_long_is_ended_and_told_so(streaming: bool) -> None:
+async def test_what_takes_too_long_is_ended_with_an_error(streaming: bool) -> None:
     dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
     loop = asyncio.get_running_loop()
     async with front_door(dispatcher, drain_timeout_s=0.5) as door:
@@ -111,6 +108,33 @@ async def test_a_request_that_comes_late_has_what_is_left_of_the_time() -> None:
         assert status == 504
         assert "shutting down" in body["error"]["message"]
         assert (await kept)[0] == 504
+
+
+async def test_connections_opened_while_it_drains_lose_no_request() -> None:
+    async with front_door(FakeDispatcher(), settle_s=0.5) as door:
+        late = 0
+
+        async def ask_until_refused() -> None:
+            nonlocal late
+            while True:
+                try:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+                except OSError:
+                    return
+                try:
+                    await asyncio.sleep(0.2)  # the port may close meanwhile
+                    writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    answered = await reader.read()
+                finally:
+                    writer.close()
+                assert answered.startswith(b"HTTP/1.1 200 ")
+                late += door.stop.is_set()
+
+        clients = [asyncio.create_task(ask_until_refused()) for _ in range(8)]
+        await door.get("/live")
+        door.stop.set()
+        await asyncio.gather(*clients)
+    assert late > len(clients)
 
 
 async def test_a_draining_door_is_not_ready() -> None:

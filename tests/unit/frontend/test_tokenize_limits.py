@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from tests.support.front_door import FakeDispatcher, front_door
 
@@ -33,11 +31,7 @@ async def test_there_are_only_so_many_places(path: str, body: dict[str, object])
         assert (status, refused["error"]["code"]) == (429, "queue_full")
 
 
-@pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_a_slow_body_counts_against_the_deadline(path: str, body: dict[str, object]) -> None:
+@pytest.mark.parametrize("path", [path for path, _ in REQUESTS])
+async def test_a_slow_body_counts_against_the_deadline(path: str) -> None:
     async with front_door(FakeDispatcher(), request_timeout_s=0.1) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{"
-        writer.write(head.encode())
-        assert b"504" in await asyncio.wait_for(reader.readline(), 2)
-        writer.close()
+        assert b"504" in await door.status_line_for_unfinished_body(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tests.support.front_door import MODEL, FakeDispatch, FakeDispatcher, FrontDoor, front_door
 
+from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest
 from commutator.errors import EngineOverloadedError, OverloadedError
-from commutator.types import GenerateRequest
 
 
 class HoldingBack(FakeDispatcher):
@@ -17,17 +17,13 @@ class HoldingBack(FakeDispatcher):
     def __init__(self) -> None:
         super().__init__()
         self.freed = asyncio.Event()
-        self.heard: Callable[[int], None] = lambda _: None
         self.may_wait: list[bool] = []
-
-    def watch_waiting(self, heard: Callable[[int], None]) -> None:
-        self.heard = heard
 
     async def dispatch(
         self,
         model: str,
         request: GenerateRequest,
-        session_id: str | None = None,
+        caller: Caller = UNKNOWN_CALLER,
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
@@ -36,20 +32,20 @@ class HoldingBack(FakeDispatcher):
     ) -> FakeDispatch:
         self.may_wait.append(may_wait)
         if request.priority > 0:
-            self.heard(1)
+            self.on_waiting(1)
             try:
                 await self.freed.wait()
             finally:
-                self.heard(-1)
-        return await super().dispatch(model, request, session_id, sequence_hashes)
+                self.on_waiting(-1)
+        return await super().dispatch(model, request, caller, sequence_hashes)
 
 
 def places(door: FrontDoor) -> tuple[int, int]:
-    queue = door.services.limiter.queue
+    queue = door.services.limiter
     return queue.running, queue.waiting
 
 
-async def test_who_waits_for_a_worker_takes_no_place_of_the_front_door() -> None:
+async def test_a_request_that_waits_for_a_worker_takes_no_place_of_the_front_door() -> None:
     dispatcher = HoldingBack()
     async with front_door(dispatcher, max_concurrent_requests=1, max_queued_requests=1) as door:
         waiting = [asyncio.create_task(door.chat(priority=1)) for _ in range(4)]
@@ -79,7 +75,7 @@ async def test_only_the_first_answer_of_a_request_waits() -> None:
     assert dispatcher.may_wait == [True, False, False]
 
 
-async def test_refusals_are_told_and_counted_by_reason() -> None:
+async def test_refusals_are_explained_and_counted_by_reason() -> None:
     dispatcher = FakeDispatcher()
     async with front_door(dispatcher) as door:
         for error in (

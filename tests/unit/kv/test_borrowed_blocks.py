@@ -1,4 +1,4 @@
-"""Two KV services over real UCX: one loads what lies in the other's memory."""
+"""Two KV services over real UCX: one loads blocks from the other's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.support.kv_rig import KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, faults_of, faulty, nvme
 
-from commutator.testing import TierFaults
+from commutator_testing.faults import TierFaults
 
 PEER: dict[str, Any] = {"kind": "peer", "ask_timeout_s": 5.0}
 
@@ -21,17 +21,17 @@ def lender() -> KvRig:
 def introduce(borrower: KvRig, *lenders: KvRig) -> None:
     addresses = []
     for rig in lenders:
-        exchange = rig.service.exchange
+        exchange = rig.connector.exchange
         assert exchange is not None
         assert exchange.address is not None
         addresses.append(exchange.address)
-    borrower.service.use_peers(addresses)
+    borrower.connector.use_peers(addresses)
 
 
 def test_what_lies_in_the_others_memory_is_loaded_again_and_again() -> None:
     keys = chain(1, 30)
     with lender() as first, KvRig(setups(PEER)) as second:
-        assert second.load(keys) == 0, "it knows nobody"
+        assert second.load(keys) == 0, "it knows no peer"
         introduce(second, first)
         first.store(keys)
         assert second.load([*keys[:9], *chain(2, 3)]) == 9
@@ -45,7 +45,7 @@ def test_what_lies_in_the_others_memory_is_loaded_again_and_again() -> None:
     ("tiers", "warned"),
     [((PEER,), True), ((PEER, DRAM), False), ((PEER | {"listen": None},), False)],
 )
-def test_nothing_to_lend_is_told_of(
+def test_nothing_to_lend_is_reported(
     caplog: pytest.LogCaptureFixture, tiers: tuple[dict[str, Any], ...], warned: bool
 ) -> None:
     with KvRig(setups(*tiers)):
@@ -59,7 +59,7 @@ def test_what_the_other_forgot_meanwhile_is_missing() -> None:
         introduce(second, first)
         first.store(keys)
         assert second.load(keys) == 8
-        first.service.evict()
+        first.connector.evict()
         wait_for(lambda: first.tier("dram").published == 0)
         first.settle()
         assert second.load(keys) == 0
@@ -79,7 +79,7 @@ def test_both_lend_and_borrow_and_store_nothing_in_each_other() -> None:
         assert second.load(mine) == 10
         assert first.load(mine) == 10
         assert first.tier("peer").loads == {"loaded": 10}
-        assert {edge.target for edge in first.service.statistics().edges} == {"dram"}
+        assert {edge.target for edge in first.connector.statistics().edges} == {"dram"}
 
 
 def test_blocks_in_another_encoding_are_not_used() -> None:
@@ -98,15 +98,15 @@ def test_blocks_in_another_encoding_are_not_used() -> None:
 
 def test_a_worker_without_memory_to_lend_only_borrows() -> None:
     with KvRig(setups(PEER)) as rig, KvRig(setups({**DRAM})) as other:
-        assert rig.service.exchange is not None
-        assert rig.service.exchange.address is None
-        assert other.service.exchange is None
+        assert rig.connector.exchange is not None
+        assert rig.connector.exchange.address is None
+        assert other.connector.exchange is None
     with KvRig(setups(DRAM, {**PEER, "listen": None})) as silent:
-        assert silent.service.exchange is not None
-        assert silent.service.exchange.address is None
+        assert silent.connector.exchange is not None
+        assert silent.connector.exchange.address is None
     with KvRig(setups(DRAM, {**PEER, "listen": "tcp://192.0.2.1:9"})) as wrong:
-        assert wrong.service.exchange is not None
-        assert wrong.service.exchange.address is None, "an address of another machine"
+        assert wrong.connector.exchange is not None
+        assert wrong.connector.exchange.address is None, "an address of another machine"
 
 
 def test_a_shared_tier_that_cannot_be_asked_is_left_alone_and_comes_back(tmp_path: Any) -> None:

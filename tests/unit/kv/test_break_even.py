@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.kv.break_even import LoadCost, LoadSpeed, PrefillSpeed, best_prefix
+from commutator.kv.block_manager.break_even import LoadCost, LoadSpeed, PrefillSpeed, best_prefix
 
 SECONDS = st.floats(0, 10)
 COSTS = st.builds(LoadCost, latency_s=SECONDS, block_s=SECONDS)
 
 
-def speed(block_s: float, overlap: float = 0.0) -> PrefillSpeed:
-    return PrefillSpeed(tokens_per_s=16 / block_s, block_size=16, overlap=overlap)
+def speed(block_s: float) -> PrefillSpeed:
+    return PrefillSpeed(tokens_per_s=16 / block_s, block_size=16)
 
 
 @given(
     COSTS,
     st.lists(st.integers(1, 500), min_size=30, max_size=60).filter(lambda n: len(set(n)) > 9),
 )
-def test_latency_and_bandwidth_are_told_apart(cost: LoadCost, batches: list[int]) -> None:
+def test_latency_and_bandwidth_are_distinguished(cost: LoadCost, batches: list[int]) -> None:
     measured = LoadSpeed(LoadCost(latency_s=3.0, block_s=0.5))
     for blocks in batches * 8:  # so that the guess is forgotten
         measured.measured(blocks, cost.of(blocks), 0.0)
@@ -54,16 +54,15 @@ def test_a_tier_that_changes_is_measured_anew() -> None:
     st.lists(st.integers(0, 2), max_size=12),
     st.lists(COSTS, min_size=3, max_size=3),
     st.floats(0.001, 10),
-    st.floats(0, 1),
 )
 def test_no_other_prefix_takes_less_time(
-    tiers: list[int], costs: list[LoadCost], block_s: float, overlap: float
+    tiers: list[int], costs: list[LoadCost], block_s: float
 ) -> None:
-    chosen = best_prefix(tiers, dict(enumerate(costs)), speed(block_s, overlap)).blocks
+    chosen = best_prefix(tiers, dict(enumerate(costs)), speed(block_s)).blocks
 
     def total(blocks: int) -> float:
         loads = [costs[tier].of(tiers[:blocks].count(tier)) for tier in range(3)]
-        return max(loads) * (1 - overlap) + (len(tiers) - blocks) * block_s
+        return max(loads) + (len(tiers) - blocks) * block_s
 
     assert total(chosen) == pytest.approx(min(total(n) for n in range(len(tiers) + 1)))
 
@@ -74,7 +73,6 @@ def test_mixed_tiers() -> None:
     assert fast_only.blocks == 2, "the slow tier's blocks are computed"
     assert best_prefix([0, 0, 1, 1], costs, speed(1.0)).blocks == 4
     assert best_prefix([1, 1], costs, speed(0.05)).blocks == 0
-    assert best_prefix([1, 1], costs, speed(0.05, overlap=0.9)).blocks == 2
 
 
 def test_what_is_not_known_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""What routers are told of tiers."""
+"""Which events about tiers routers get."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from typing import Literal
 
 from tests.support.kv_rig import chain
 
-from commutator.kv import BlockFacts, BlockRemoved, BlockStored, Offer
-from commutator.kv.actions import Announce
-from commutator.kv.event_words import announced, event_hash
+from commutator.contract.block import BlockDescriptor, BlockRemoved, BlockStored, RetentionHints
+from commutator.kv.block_manager.actions import Announce, announced, event_hash
 
 KEYS = chain(1, 4)
 
 
-def offers(**facts: str) -> list[Offer]:
+def offers(**facts: str) -> list[BlockDescriptor]:
     return [
-        Offer(
+        BlockDescriptor(
             key=key,
             parent=KEYS[index - 1] if index else None,
             token_ids=(2 * index, 2 * index + 1),
-            facts=BlockFacts(**facts),  # type: ignore[arg-type]
+            facts=RetentionHints(**facts),  # type: ignore[arg-type]
         )
         for index, key in enumerate(KEYS)
     ]
 
 
-def tell(what: Literal["stored", "removed"], blocks: list[Offer]) -> list[object]:
+def tell(what: Literal["stored", "removed"], blocks: list[BlockDescriptor]) -> list[object]:
     announcement = Announce(what=what, tier=1, medium="NVME", blocks=tuple(blocks))
     return list(announced(announcement, block_size=2))
 
@@ -53,14 +52,16 @@ def test_a_gap_begins_another_event() -> None:
     assert two.token_ids == (4, 5, 6, 7)
 
 
-def test_blocks_without_their_tokens_are_not_told_of_but_their_removal_is() -> None:
+def test_blocks_without_their_tokens_are_not_announced_but_their_removal_is() -> None:
     first, second, third, _ = offers()
-    unknown = Offer(key=second.key, parent=None, token_ids=())
+    unknown = BlockDescriptor(key=second.key, parent=None, token_ids=())
     one, two = tell("stored", [first, unknown, third])
     assert isinstance(one, BlockStored)
     assert isinstance(two, BlockStored)
     assert two.parent_block_hash == event_hash(second.key)
-    assert tell("removed", [unknown]) == [BlockRemoved((event_hash(second.key),), "NVME")]
+    assert tell("removed", [unknown]) == [
+        BlockRemoved(block_hashes=(event_hash(second.key),), medium="NVME")
+    ]
 
 
 def test_nothing_is_said_of_nothing() -> None:

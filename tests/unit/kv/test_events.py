@@ -6,26 +6,42 @@ import msgspec
 import pytest
 import zmq
 
-from commutator.kv import (
-    BlockRemoved,
-    BlocksCleared,
-    BlockStored,
-    EventBatch,
-    EventPublisher,
-    decode_batch,
-    encode_batch,
-)
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, EventBatch
+from commutator.kv_events.codec import decode_batch, encode_batch
+from commutator.kv_events.publisher import EventPublisher
 
-STORED = BlockStored((2**64 - 1, 5), None, tuple(range(32)), 16, lora_name="a", medium="GPU")
+STORED = BlockStored(
+    block_hashes=(2**64 - 1, 5),
+    parent_block_hash=None,
+    token_ids=tuple(range(32)),
+    block_size=16,
+    lora_name="a",
+    medium="GPU",
+)
 
 
 def test_round_trip() -> None:
-    batch = EventBatch(1.5, (STORED, BlockRemoved((b"\x01",), "CPU"), BlocksCleared()), 3)
+    batch = EventBatch(
+        timestamp_s=1.5,
+        events=(STORED, BlockRemoved(block_hashes=(b"\x01",), medium="CPU"), BlocksCleared()),
+        data_parallel_rank=3,
+    )
     assert decode_batch(encode_batch(batch)) == batch
 
 
 def test_a_salt_survives_the_round_trip() -> None:
-    batch = EventBatch(0.0, (BlockStored((1,), None, (1, 2), 2, cache_salt="t"),))
+    batch = EventBatch(
+        timestamp_s=0.0,
+        events=(
+            BlockStored(
+                block_hashes=(1,),
+                parent_block_hash=None,
+                token_ids=(1, 2),
+                block_size=2,
+                cache_salt="t",
+            ),
+        ),
+    )
     assert decode_batch(encode_batch(batch)) == batch
 
 
@@ -33,7 +49,9 @@ def test_maps_with_defaults_left_out() -> None:
     event = {"type": "BlockStored", "block_hashes": [-7], "token_ids": [1, 2], "block_size": 2}
     body = msgspec.msgpack.encode([0.0, [event, {"type": "AllBlocksCleared"}, {"type": "New"}]])
     assert decode_batch(body).events == (
-        BlockStored((-7,), None, (1, 2), 2, medium=None),
+        BlockStored(
+            block_hashes=(-7,), parent_block_hash=None, token_ids=(1, 2), block_size=2, medium=None
+        ),
         BlocksCleared(),
     )
 
@@ -42,14 +60,19 @@ def test_the_older_arrays() -> None:
     events = [["BlockStored", [1], None, [1, 2], 2, None, "GPU"], ["BlockRemoved", [1], "CPU"]]
     body = msgspec.msgpack.encode([0.0, events, 1])
     assert decode_batch(body) == EventBatch(
-        0.0, (BlockStored((1,), None, (1, 2), 2), BlockRemoved((1,), "CPU")), 1
+        timestamp_s=0.0,
+        events=(
+            BlockStored(block_hashes=(1,), parent_block_hash=None, token_ids=(1, 2), block_size=2),
+            BlockRemoved(block_hashes=(1,), medium="CPU"),
+        ),
+        data_parallel_rank=1,
     )
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x01", b"\x90", msgspec.msgpack.encode([0, [{"type": "BlockStored"}]])]
 )
-def test_rubbish_is_a_value_error(body: bytes) -> None:
+def test_invalid_bytes_are_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError, match="not a batch of KV events"):
         decode_batch(body)
 

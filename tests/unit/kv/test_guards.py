@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.guards import (
+from commutator.contract.block import BlockDescriptor
+from commutator.contract.tier import Span, StoredBlock
+from commutator.kv.block_manager.actions import LoadResult
+from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator.kv.tiers.guards import (
     Bandwidth,
     BandwidthLimit,
     Breaker,
@@ -17,10 +20,6 @@ from commutator.kv.guards import (
     RetryBudget,
     RetryIo,
 )
-from commutator.kv.load_result import LoadResult
-from commutator.kv.offer import Offer
-from commutator.kv.tier import Stored
-from commutator.transfer import Span
 
 LOADED, FAILED = LoadResult.LOADED, LoadResult.FAILED
 CORRUPT, MISSING = LoadResult.CORRUPT, LoadResult.MISSING
@@ -28,8 +27,8 @@ WRITTEN, UNWRITTEN = True, Unstored("the disk is away")
 Outcome = LoadResult | bool | Unstored
 
 
-def stored(slot: int, size_bytes: int = 100) -> Stored:
-    return Stored(key=slot.to_bytes(32, "big"), slot=slot, size_bytes=size_bytes, checksum=0)
+def stored(slot: int, size_bytes: int = 100) -> StoredBlock:
+    return StoredBlock(key=slot.to_bytes(32, "big"), slot=slot, size_bytes=size_bytes, checksum=0)
 
 
 def to_load(count: int) -> list[LoadBlock]:
@@ -39,7 +38,7 @@ def to_load(count: int) -> list[LoadBlock]:
 def to_store(count: int) -> list[StoreBlock]:
     return [
         StoreBlock(
-            offer=Offer(key=slot.to_bytes(32, "big"), parent=None, token_ids=()),
+            offer=BlockDescriptor(key=slot.to_bytes(32, "big"), parent=None, token_ids=()),
             slot=slot,
             local=Span(0, 100),
         )
@@ -54,7 +53,9 @@ class Script(BlockIo):
         self.answers = list(answers)
         self.asked: list[list[int]] = []
 
-    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
         self.asked.append([block.slot for block in blocks])
         outcomes = zip(blocks, self.answers.pop(0), strict=True)
         return [one if isinstance(one, Unstored) else stored(block.slot) for block, one in outcomes]
@@ -67,7 +68,9 @@ class Script(BlockIo):
 
 
 class Explodes(BlockIo):
-    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
         raise RuntimeError("a bug")
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
@@ -153,7 +156,7 @@ def test_the_breaker_opens_tries_once_and_waits_longer_each_time() -> None:
     assert breaker.allows(now_s + 3), "it counts from zero again"
 
 
-def test_a_trial_that_nobody_wanted_any_more_is_followed_by_another() -> None:
+def test_a_trial_that_was_cancelled_is_followed_by_another() -> None:
     breaker = Breaker(max_failures=1, pause_s=1)
     breaker.failed(0.0)
     assert breaker.allows(1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from commutator.kv.hashing import (
+from commutator.routing.prefix_index.hashing import (
     chain_hashes,
     hash_seed,
     local_block_hashes,

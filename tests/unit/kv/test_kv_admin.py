@@ -1,4 +1,4 @@
-"""What an operator is told of the tiers, and does to them, through the real service."""
+"""What an operator asks about the tiers, and does to them, through the real service."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.support.kv_rig import (
     wait_for,
 )
 
+from commutator.contract.worker import KvPrompt, TierContents
 from commutator.errors import EngineError
-from commutator.kv import DeviceBlocks, KvAdmin, LocatedPrompt, PromptQuestion
+from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
 
 KEYS = chain(1, 6)
 DRAM = {"kind": "dram", "capacity": 4 * BLOCK_BYTES, "huge_pages": "off"}
@@ -37,11 +38,11 @@ def rig(tmp_path: Path) -> Iterator[KvRig]:
 
 
 def admin(rig: KvRig, *, on_device: int = 0) -> KvAdmin:
-    def locate(question: PromptQuestion) -> LocatedPrompt:
+    def locate(question: KvPrompt) -> LocatedPrompt:
         keys = chain(question.token_ids[0], len(question.token_ids) // BLOCK_TOKENS)
         return LocatedPrompt(keys, on_device, BLOCK_TOKENS)
 
-    return KvAdmin(rig.service, locate)
+    return KvAdmin(rig.connector, locate)
 
 
 def damage(folder: Path, key: bytes) -> None:
@@ -53,118 +54,107 @@ def damage(folder: Path, key: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_contents_are_told_in_blocks_and_bytes(rig: KvRig) -> None:
-    dram, nvme = admin(rig).answer("contents", {})
-    assert dram == {
-        "tier": "dram",
-        "medium": "CPU",
-        "up": True,
-        "blocks": 4,
-        "pinned": 0,
-        "bytes": 4 * BLOCK_BYTES,
-        "capacity_blocks": 4,
-    }
-    assert (nvme["blocks"], nvme["bytes"]) == (6, 6 * BLOCK_BYTES)
+def test_contents_are_counted_in_blocks_and_bytes(rig: KvRig) -> None:
+    dram, nvme = admin(rig).contents()
+    assert dram == TierContents(
+        tier="dram",
+        medium="CPU",
+        up=True,
+        blocks=4,
+        pinned=0,
+        bytes=4 * BLOCK_BYTES,
+        capacity_blocks=4,
+    )
+    assert (nvme.blocks, nvme.bytes) == (6, 6 * BLOCK_BYTES)
 
 
-def test_contents_begin_with_the_device_if_the_engine_tells_of_it(rig: KvRig) -> None:
-    def locate(question: PromptQuestion) -> LocatedPrompt:
+def test_contents_begin_with_the_device_if_the_engine_counts_it(rig: KvRig) -> None:
+    def locate(question: KvPrompt) -> LocatedPrompt:
         raise NotImplementedError
 
     device = DeviceBlocks("GPU", held=2, cached=3, capacity=8, block_bytes=BLOCK_BYTES)
-    first, *tiers = KvAdmin(rig.service, locate, lambda: device).answer("contents", {})
-    assert first == {
-        "tier": "device",
-        "medium": "GPU",
-        "up": True,
-        "blocks": 5,
-        "pinned": 2,
-        "bytes": 5 * BLOCK_BYTES,
-        "capacity_blocks": 8,
-    }
-    assert [tier["tier"] for tier in tiers] == ["dram", "nvme"]
+    first, *tiers = KvAdmin(rig.connector, locate, lambda: device).contents()
+    assert first == TierContents(
+        tier="device",
+        medium="GPU",
+        up=True,
+        blocks=5,
+        pinned=2,
+        bytes=5 * BLOCK_BYTES,
+        capacity_blocks=8,
+    )
+    assert [tier.tier for tier in tiers] == ["dram", "nvme"]
 
 
-def test_statistics_are_plain_values(rig: KvRig) -> None:
-    told = admin(rig).answer("statistics", {})
-    assert [tier["name"] for tier in told["tiers"]] == ["dram", "nvme"]
-    edges = {(edge["source"], edge["target"]): edge["stored"] for edge in told["edges"]}
-    assert edges["device", "nvme"] == 6
+def test_statistics_count_each_edge(rig: KvRig) -> None:
+    told = admin(rig).statistics()
+    assert [tier.name for tier in told.tiers] == ["dram", "nvme"]
+    assert told.edge("device", "nvme").stored == 6
 
 
-def test_why_names_the_tier_of_each_block_and_what_is_missing(rig: KvRig) -> None:
-    told = admin(rig, on_device=2).answer("why", {"token_ids": [1] * 8 * BLOCK_TOKENS})
-    assert told["prompt_tokens"] == 8 * BLOCK_TOKENS
-    blocks = told["blocks"]
-    assert [block["reusable"] for block in blocks] == [True] * 6 + [False] * 2
-    assert [block["reason"] for block in blocks[:2]] == ["on the device"] * 2
-    assert all(block["tier"] in ("dram", "nvme") for block in blocks[2:6])
-    assert [block["reason"] for block in blocks[6:]] == [
+def test_an_explanation_names_the_tier_of_each_block_and_what_is_missing(rig: KvRig) -> None:
+    told = admin(rig, on_device=2).explain(KvPrompt(token_ids=[1] * 8 * BLOCK_TOKENS))
+    assert told.prompt_tokens == 8 * BLOCK_TOKENS
+    blocks = told.blocks
+    assert [block.reusable for block in blocks] == [True] * 6 + [False] * 2
+    assert [block.reason for block in blocks[:2]] == ["on the device"] * 2
+    assert all(block.tier in ("dram", "nvme") for block in blocks[2:6])
+    assert [block.reason for block in blocks[6:]] == [
         "never offered",
         "a block before it is missing",
     ]
-    assert blocks[0]["key"] == KEYS[0].hex()
+    assert blocks[0].key == KEYS[0].hex()
 
 
 def test_evict_empties_one_tier_or_all(rig: KvRig) -> None:
     asked = admin(rig)
-    assert asked.answer("evict", {"tier": "dram"}) == {"dram": 4}
+    assert asked.evict("dram") == {"dram": 4}
     assert rig.load(KEYS) == 6  # from the disk
     rig.settle()
-    assert asked.answer("evict", {}) == {"dram": rig.tier("dram").published, "nvme": 6}
+    assert asked.evict() == {"dram": rig.tier("dram").published, "nvme": 6}
     assert rig.load(KEYS) == 0
-    wait_for(lambda: asked.answer("contents", {})[1]["bytes"] == 0)
+    wait_for(lambda: asked.contents()[1].bytes == 0)
 
 
 def test_verify_finds_the_damaged_block_and_nothing_else(rig: KvRig, tmp_path: Path) -> None:
     asked = admin(rig)
-    whole = {check["tier"]: check for check in asked.answer("verify", {})}
-    assert (whole["nvme"]["intact"], whole["nvme"]["corrupt"]) == (6, 0)
-    assert (whole["dram"]["intact"], whole["dram"]["problem"]) == (4, None)
-    asked.answer("evict", {"tier": "dram"})
+    whole = {check.tier: check for check in asked.verify()}
+    assert (whole["nvme"].intact, whole["nvme"].corrupt) == (6, 0)
+    assert (whole["dram"].intact, whole["dram"].problem) == (4, None)
+    asked.evict("dram")
     damage(tmp_path, KEYS[3])
-    (found,) = asked.answer("verify", {"tier": "nvme"})
-    assert (found["blocks"], found["intact"], found["corrupt"]) == (6, 5, 1)
-    assert found["bytes"] == 6 * BLOCK_BYTES
+    (found,) = asked.verify("nvme")
+    assert (found.blocks, found.intact, found.corrupt) == (6, 5, 1)
+    assert found.bytes == 6 * BLOCK_BYTES
     assert rig.load(KEYS) == 3  # nothing is served from it or from what lies behind it
     assert rig.tier("nvme").removed == {"found corrupt by verify": 1}
     assert rig.tier("nvme").loads.get("corrupt", 0) == 0
-    (again,) = asked.answer("verify", {"tier": "nvme"})
-    assert (again["blocks"], again["corrupt"]) == (5, 0)
+    (again,) = asked.verify("nvme")
+    assert (again.blocks, again.corrupt) == (5, 0)
 
 
 def test_verify_goes_on_beside_loads(rig: KvRig) -> None:
     asked, told = admin(rig), []
-    checks = [threading.Thread(target=lambda: told.append(asked.answer("verify", {})))]
+    checks = [threading.Thread(target=lambda: told.append(asked.verify()))]
     checks[0].start()
     for _ in range(5):
         assert rig.load(KEYS) == 6
     checks[0].join(20)
     rig.settle()
-    assert [check["corrupt"] for check in told[0]] == [0, 0]
+    assert [check.corrupt for check in told[0]] == [0, 0]
 
 
 def test_verify_of_a_tier_that_is_closed_tells_why(rig: KvRig) -> None:
-    rig.service.close()
-    told = admin(rig).answer("verify", {"tier": "nvme"})
-    assert told[0]["problem"] == "the tier is down"
-    assert told[0]["intact"] == 0
+    rig.connector.close()
+    told = admin(rig).verify("nvme")
+    assert told[0].problem == "the tier is down"
+    assert told[0].intact == 0
 
 
-@pytest.mark.parametrize(
-    ("what", "arguments", "message"),
-    [
-        ("dance", {}, "unknown question 'dance'"),
-        ("evict", {"tier": "tape"}, "there is no tier 'tape' here; there is: dram, nvme"),
-        ("why", {}, "the arguments of 'why' are wrong"),
-        ("verify", {"tier": 3}, "the arguments of 'verify' are wrong"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    rig: KvRig, what: str, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(EngineError, match=message):
-        admin(rig).answer(what, arguments)
+@pytest.mark.parametrize("question", ["evict", "verify"])
+def test_an_unknown_tier_is_refused(rig: KvRig, question: str) -> None:
+    with pytest.raises(EngineError, match="no tier 'tape' here; the tiers are: dram, nvme"):
+        getattr(admin(rig), question)("tape")
 
 
 def test_a_prompt_that_will_be_asked_for_comes_up(tmp_path: Path) -> None:
@@ -172,10 +162,10 @@ def test_a_prompt_that_will_be_asked_for_comes_up(tmp_path: Path) -> None:
     with KvRig(setups(dram, nvme(tmp_path))) as rig:
         rig.store(KEYS)
         assert rig.tier("dram").published == 0
-        question = {"token_ids": [1] * len(KEYS) * BLOCK_TOKENS}
-        admin(rig, on_device=len(KEYS)).answer("prefetch", question)
+        prompt = KvPrompt(token_ids=[1] * len(KEYS) * BLOCK_TOKENS)
+        admin(rig, on_device=len(KEYS)).prefetch(prompt)
         assert rig.tier("dram").prefetched == {}, "all of it is on the device"
-        admin(rig, on_device=2).answer("prefetch", question)
+        admin(rig, on_device=2).prefetch(prompt)
         wait_for(lambda: rig.tier("dram").prefetched == {"brought": len(KEYS) - 2})
         rig.settle()
         assert rig.load(KEYS) == len(KEYS)
@@ -189,7 +179,7 @@ def test_questions_to_shared_tiers_leave_nothing_behind(tmp_path: Path) -> None:
     (setup,) = setups(nvme(tmp_path))
     setup.tier.shared = True
     with KvRig([setup]) as rig:
-        for what in ("prefetch", "why"):
-            admin(rig).answer(what, {"token_ids": list(range(3 * BLOCK_TOKENS))})
-        assert rig.service._running is not None
-        assert rig.service._running.probes.count == 0
+        prompt = KvPrompt(token_ids=list(range(3 * BLOCK_TOKENS)))
+        admin(rig).prefetch(prompt)
+        admin(rig).explain(prompt)
+        assert not len(rig.connector._lookups)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.actions import DEVICE, FreeBlocks, ReleaseSource, StoreBlocks, Urgency
-from commutator.kv.admission import MinimumHits, NotLongerThan, PromptOnly
-from commutator.kv.break_even import LoadCost, PrefillSpeed
-from commutator.kv.keys import BlockKey
-from commutator.kv.load_result import LoadResult
-from commutator.kv.offer import PLAIN, BlockFacts, Offer
-from commutator.kv.tier_book import TierSpec
-from commutator_eviction import Lru
+from commutator.contract.block import PLAIN, BlockDescriptor, BlockKey, RetentionHints
+from commutator.kv.block_manager.actions import (
+    DEVICE,
+    FreeBlocks,
+    JobUrgency,
+    LoadResult,
+    ReleaseSource,
+    StoreBlocks,
+)
+from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_eviction.lru import Lru
 
 UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
 
@@ -25,10 +30,10 @@ def keys(*numbers: int) -> list[BlockKey]:
     return [key(number) for number in numbers]
 
 
-def chain(*numbers: int, facts: BlockFacts = PLAIN) -> list[Offer]:
+def chain(*numbers: int, facts: RetentionHints = PLAIN) -> list[BlockDescriptor]:
     parents = [None, *keys(*numbers)]
     return [
-        Offer(key=key(number), parent=parent, token_ids=(number,), facts=facts)
+        BlockDescriptor(key=key(number), parent=parent, token_ids=(number,), facts=facts)
         for number, parent in zip(numbers, parents, strict=False)
     ]
 
@@ -39,12 +44,12 @@ def tier(name: str, capacity: int, **options: object) -> TierSpec:
         name=name,
         medium=medium,
         capacity_blocks=capacity,
-        eviction=Lru(),
+        eviction=lambda _: Lru(),
         **options,  # type: ignore[arg-type]
     )
 
 
-def offer(world: KvWorld, offers: list[Offer], now_s: float = 0.0) -> None:
+def offer(world: KvWorld, offers: list[BlockDescriptor], now_s: float = 0.0) -> None:
     world.held.update(block.key for block in offers)
     world.do(world.manager.offer(offers, now_s))
 
@@ -56,13 +61,13 @@ def finish_stores(world: KvWorld, now_s: float = 0.0) -> None:
         world.do(world.manager.finish_store(move.move_id, written, {}, now_s))
 
 
-def keep(world: KvWorld, *numbers: int, facts: BlockFacts = PLAIN, now_s: float = 0.0) -> None:
+def keep(world: KvWorld, *numbers: int, facts: RetentionHints = PLAIN, now_s: float = 0.0) -> None:
     offer(world, chain(*numbers, facts=facts), now_s)
     finish_stores(world, now_s)
 
 
 def load(world: KvWorld, *numbers: int, name: str = "load", now_s: float = 0.0) -> None:
-    plan = world.manager.begin_load(name, keys(*numbers), 0, now_s, prefill=UNKNOWN)
+    plan = world.manager.begin_onboard(name, keys(*numbers), 0, now_s, prefill=UNKNOWN)
     assert len(plan.blocks) == len(numbers)
     world.loads[name] = plan
 
@@ -75,14 +80,14 @@ def end_load(
 ) -> None:
     plan = world.loads.pop(name)
     results = {block: result for block, _ in plan.blocks}
-    world.do(world.manager.finish_load(name, results, now_s))
+    world.do(world.manager.finish_onboard(name, results, now_s))
 
 
 def test_a_block_is_found_only_once_its_store_ended() -> None:
     world = KvWorld([tier("dram", 4)])
     offer(world, chain(1, 2))
     (move,) = world.moves.values()
-    assert (move.source, move.target, move.priority) == (DEVICE, 0, Urgency.BACKGROUND)
+    assert (move.source, move.target, move.priority) == (DEVICE, 0, JobUrgency.OFFLOAD)
     assert world.manager.match(keys(1, 2)) == []
     assert world.held[key(1)] == 1, "the device's copy is still read"
     finish_stores(world)
@@ -110,7 +115,7 @@ def test_what_was_not_stored_is_not_found_and_can_be_stored_later() -> None:
     assert world.manager.match(keys(1, 2)) == []
     assert world.manager.match(keys(2)) == [0]
     assert world.manager.statistics().edge("device", "dram").failed == {"disk full": 1}
-    assert world.manager.why(keys(1), 0.0)[0].reason == "not stored in dram: disk full"
+    assert world.manager.explain(keys(1), 0.0)[0].reason == "not stored in dram: disk full"
     keep(world, 1)
     assert world.manager.match(keys(1, 2)) == [0, 0]
 
@@ -120,7 +125,7 @@ def test_each_move_and_load_ends_once() -> None:
     with pytest.raises(ValueError, match="no move 7"):
         manager.finish_store(7, [], {}, 0.0)
     with pytest.raises(ValueError, match="no load x"):
-        manager.finish_load("x", {}, 0.0)
+        manager.finish_onboard("x", {}, 0.0)
 
 
 def test_the_device_keeps_a_block_until_the_next_tier_has_it() -> None:
@@ -128,14 +133,14 @@ def test_the_device_keeps_a_block_until_the_next_tier_has_it() -> None:
     offer(world, chain(1))
     assert not world.moves, "nothing is written before the device needs the room"
     world.held.update(keys(1))
-    world.do(world.manager.device_evicting(chain(1), 0.0))
+    world.do(world.manager.offload_evicted(chain(1), 0.0))
     (move,) = world.moves.values()
-    assert move.priority == Urgency.MAKE_ROOM
+    assert move.priority == JobUrgency.MAKE_ROOM
     assert world.held[key(1)] == 1
     finish_stores(world)
     assert not +world.held
     world.held.update(keys(1))
-    world.do(world.manager.device_evicting(chain(1), 0.0))
+    world.do(world.manager.offload_evicted(chain(1), 0.0))
     assert not +world.held, "it is there already"
 
 
@@ -183,7 +188,7 @@ def test_a_tier_that_is_down_is_passed_over() -> None:
     assert world.manager.statistics().edge("device", "dram").not_admitted["tier is down"] == 1
     world.down.add(1)
     world.do(world.manager.tier_down(1, 0.0))
-    plan = world.manager.begin_load("x", keys(1), 0, 0.0, prefill=UNKNOWN)
+    plan = world.manager.begin_onboard("x", keys(1), 0, 0.0, prefill=UNKNOWN)
     assert (plan.blocks, plan.reason) == ((), "dram is down")
     world.down.clear()
     world.manager.tier_up(0, 0.0)
@@ -200,7 +205,7 @@ def test_what_is_loaded_stays_and_what_leaves_is_not_stored_again_meanwhile() ->
     assert world.manager.match(keys(1)) == []
     offer(world, chain(1))
     assert not world.moves, "its former copy still takes up the room"
-    assert world.manager.why(keys(1), 0.0)[0].held[0].state == "leaving"
+    assert world.manager.explain(keys(1), 0.0)[0].held[0].state == "leaving"
     end_load(world)
     assert world.committed == [set()]
     keep(world, 1)
@@ -220,7 +225,7 @@ def test_corrupt_and_missing_blocks_are_not_read_again() -> None:
     assert world.manager.match(keys(3)) == [0], "it may be readable later"
     (state,) = world.manager.statistics().tiers
     assert state.loads == {"corrupt": 1, "missing": 1, "failed": 1}
-    assert world.manager.why(keys(1), 0.0)[0].reason == "corrupt (dram)"
+    assert world.manager.explain(keys(1), 0.0)[0].reason == "corrupt (dram)"
 
 
 def test_what_is_evicted_while_it_is_stored_is_never_found() -> None:
@@ -251,11 +256,11 @@ def test_what_others_stored_makes_room_for_itself() -> None:
 
 def test_the_lower_priority_goes_first_and_makes_no_room_for_lower_ones() -> None:
     world = KvWorld([tier("dram", 2)])
-    keep(world, 1, facts=BlockFacts(priority=5))
+    keep(world, 1, facts=RetentionHints(priority=5))
     keep(world, 2)
     keep(world, 3)
     assert world.manager.match(keys(1)) == [0], "older, but more important"
-    keep(world, 4, facts=BlockFacts(priority=5))
+    keep(world, 4, facts=RetentionHints(priority=5))
     keep(world, 5)
     assert world.committed == [set(keys(1, 4))]
 
@@ -263,7 +268,7 @@ def test_the_lower_priority_goes_first_and_makes_no_room_for_lower_ones() -> Non
 def test_a_block_whose_ttl_has_passed_goes_first_but_not_under_a_reader() -> None:
     world = KvWorld([tier("dram", 2)])
     keep(world, 1)
-    keep(world, 2, facts=BlockFacts(ttl_s=10.0, priority=5))
+    keep(world, 2, facts=RetentionHints(ttl_s=10.0, priority=5))
     keep(world, 3, now_s=9.0)
     assert world.committed == [set(keys(2, 3))], "within its TTL only its priority counts"
     load(world, 2, now_s=20.0)
@@ -276,7 +281,7 @@ def test_a_block_whose_ttl_has_passed_goes_first_but_not_under_a_reader() -> Non
 
 def test_a_use_begins_the_ttl_anew() -> None:
     world = KvWorld([tier("dram", 2)])
-    keep(world, 1, facts=BlockFacts(ttl_s=10.0, priority=5))
+    keep(world, 1, facts=RetentionHints(ttl_s=10.0, priority=5))
     keep(world, 2)
     load(world, 1, now_s=9.0)
     end_load(world, now_s=9.0)
@@ -286,7 +291,7 @@ def test_a_use_begins_the_ttl_anew() -> None:
 
 def test_pins_hold_until_their_ttl_and_cannot_fill_a_tier() -> None:
     world = KvWorld([tier("dram", 4)])
-    keep(world, 1, 2, 3, facts=BlockFacts(pinned=True, ttl_s=60.0))
+    keep(world, 1, 2, 3, facts=RetentionHints(pinned=True, ttl_s=60.0))
     (state,) = world.manager.statistics().tiers
     assert (state.retained, state.pins_refused) == (2, 1)
     for number in range(10, 20):
@@ -299,7 +304,7 @@ def test_pins_hold_until_their_ttl_and_cannot_fill_a_tier() -> None:
 
 def test_a_tenant_makes_room_with_its_own_blocks() -> None:
     world = KvWorld([tier("dram", 4, tenant_share=0.5)])
-    mine, other = BlockFacts(tenant="me"), BlockFacts(tenant="other")
+    mine, other = RetentionHints(tenant="me"), RetentionHints(tenant="other")
     keep(world, 1, facts=other)
     for number in (2, 3, 4):
         keep(world, number, facts=mine)
@@ -309,7 +314,7 @@ def test_a_tenant_makes_room_with_its_own_blocks() -> None:
     load(world, 3, name="a")
     load(world, 4, name="b")
     keep(world, 6, facts=mine)
-    assert world.manager.why(keys(6), 0.0)[0].reason == "not taken by dram: tenant quota"
+    assert world.manager.explain(keys(6), 0.0)[0].reason == "not taken by dram: tenant quota"
 
 
 def test_admission_rules_and_their_counters() -> None:
@@ -319,7 +324,7 @@ def test_admission_rules_and_their_counters() -> None:
     assert world.manager.match(keys(1)) == []
     keep(world, 1)
     assert world.manager.match(keys(1)) == [0]
-    for number, facts in ((2, BlockFacts(depth=3)), (3, BlockFacts(is_prompt=False))):
+    for number, facts in ((2, RetentionHints(depth=3)), (3, RetentionHints(is_prompt=False))):
         keep(world, number, facts=facts)
         keep(world, number, facts=facts)
     assert world.manager.statistics().edge("device", "dram").not_admitted == {
@@ -335,39 +340,39 @@ def test_a_load_slower_than_computing_is_not_done_but_measured_again() -> None:
     keep(world, 1, 2)
     fast = PrefillSpeed(tokens_per_s=1000.0, block_size=16)
     manager = world.manager
-    plan = manager.begin_load("probe", keys(1, 2), 0, 100.0, prefill=fast)
+    plan = manager.begin_onboard("probe", keys(1, 2), 0, 100.0, prefill=fast)
     assert plan.reason.startswith("to measure dram again; slower than recompute")
-    world.do(manager.finish_load("probe", dict.fromkeys(keys(1, 2), LoadResult.LOADED), 101.0))
-    plan = manager.begin_load("a", keys(1, 2), 0, 102.0, prefill=fast)
+    world.do(manager.finish_onboard("probe", dict.fromkeys(keys(1, 2), LoadResult.LOADED), 101.0))
+    plan = manager.begin_onboard("a", keys(1, 2), 0, 102.0, prefill=fast)
     assert plan.blocks == ()
     assert plan.reason == "slower than recompute: 1000.0 ms against 32.0 ms"
     assert manager.statistics().tiers[0].not_loaded["slower than recompute"] == 2
-    plan = manager.begin_load("b", keys(1, 2), 0, 140.0, prefill=fast)
+    plan = manager.begin_onboard("b", keys(1, 2), 0, 140.0, prefill=fast)
     assert len(plan.blocks) == 2
     loaded = dict.fromkeys(keys(1, 2), LoadResult.LOADED)
     for name in ("b", *(f"again-{number}" for number in range(60))):
         if name != "b":
-            manager.begin_load(name, keys(1, 2), 0, 140.0, prefill=UNKNOWN)
-        world.do(manager.finish_load(name, loaded, 140.0, seconds={0: 0.001}))
-    plan = manager.begin_load("c", keys(1, 2), 0, 141.0, prefill=fast)
+            manager.begin_onboard(name, keys(1, 2), 0, 140.0, prefill=UNKNOWN)
+        world.do(manager.finish_onboard(name, loaded, 140.0, seconds={0: 0.001}))
+    plan = manager.begin_onboard("c", keys(1, 2), 0, 141.0, prefill=fast)
     assert plan.reason == "everything", "it has become fast"
 
 
 def test_why_tells_what_would_be_reused() -> None:
     world = KvWorld([tier("dram", 2), tier("nvme", 8)])
-    keep(world, 1, 2, facts=BlockFacts(pinned=True, ttl_s=30.0))
-    answers = world.manager.why(keys(7, 1, 9, 2), 10.0, first=1)
+    keep(world, 1, 2, facts=RetentionHints(pinned=True, ttl_s=30.0))
+    answers = world.manager.explain(keys(7, 1, 9, 2), 10.0, first=1)
     assert [answer.reason for answer in answers] == [
         "on the device",
         "in dram",
         "never offered",
         "a block before it is missing",
     ]
-    assert [answer.tier for answer in answers] == [None, 0, None, None]
+    assert [answer.tier for answer in answers] == [None, "dram", None, None]
     assert [copy.note for copy in answers[3].held] == ["pinned, for 20 s", "pinned, for 20 s"]
 
 
-def test_releases_and_moves_are_told_in_order() -> None:
+def test_releases_and_moves_are_reported_in_order() -> None:
     """Room is freed before it is used, and a source is released after its last reader."""
     world = KvWorld([tier("dram", 1)])
     keep(world, 1)
@@ -387,7 +392,9 @@ def test_a_load_and_the_offer_after_it_are_one_use() -> None:
             super().touched(key, now_s)
 
     policy = Counting()
-    world = KvWorld([TierSpec(name="dram", medium="CPU", capacity_blocks=4, eviction=policy)])
+    world = KvWorld(
+        [TierSpec(name="dram", medium="CPU", capacity_blocks=4, eviction=lambda _: policy)]
+    )
     keep(world, 1)
     for uses in (1, 2):
         load(world, 1)

@@ -10,9 +10,9 @@ from attrs import evolve
 from tests.support.kv_rig import IDENTITY, KvRig, chain, folder_setup, setups
 from tests.support.kv_tiers import nvme
 
-from commutator.kv import service_threads
-from commutator.kv.codec import AesGcm, Codec, Lz4, Zstd, identity_with
-from commutator.kv.tier_setup import TierSetup
+from commutator.kv.tiers import executor
+from commutator.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd, identity_with
+from commutator.kv.tiers.setup import TierSetup
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 KEYS = chain(1, 4)
@@ -74,7 +74,7 @@ def test_an_intact_block_of_another_codec_is_missing_and_only_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As before codecs were part of the identity.
-    monkeypatch.setattr(service_threads, "identity_with", lambda codecs, identity: identity)
+    monkeypatch.setattr(executor, "identity_with", lambda codecs, identity: identity)
     with KvRig([shared(tmp_path, Zstd())]) as first:
         first.store(KEYS)
     setup = shared(tmp_path)
@@ -89,8 +89,9 @@ def test_an_intact_block_of_another_codec_is_missing_and_only_makes_room(
 
 
 def test_the_identity_tells_codecs_and_keys_apart_but_no_key() -> None:
-    assert identity_with((), IDENTITY) == IDENTITY
+    plain = IDENTITY.digest.hex()
+    assert identity_with((), plain) == plain
     chains = [(Zstd(),), (Lz4(),), (AesGcm(SECRET),), (AesGcm(OTHER),), (Zstd(), AesGcm(SECRET))]
-    assert len({identity_with(codecs, IDENTITY) for codecs in chains} | {IDENTITY}) == 6
-    assert identity_with((Zstd(3),), IDENTITY) == identity_with((Zstd(),), IDENTITY)
+    assert len({identity_with(codecs, plain) for codecs in chains} | {plain}) == 6
+    assert identity_with((Zstd(3),), plain) == identity_with((Zstd(),), plain)
     assert SECRET.hex() not in AesGcm(SECRET).fingerprint

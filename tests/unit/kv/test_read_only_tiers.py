@@ -6,15 +6,19 @@ from typing import Any
 
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.actions import StoreBlocks
-from commutator.kv.offer import Offer
-from commutator.kv.tier_book import TierSpec
-from commutator_eviction import Lru
+from commutator.contract.block import BlockDescriptor
+from commutator.kv.block_manager.actions import StoreBlocks
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator_eviction.lru import Lru
 
 
 def spec(name: str, capacity: int, **options: Any) -> TierSpec:
     return TierSpec(
-        name=name, medium=name.upper(), capacity_blocks=capacity, eviction=Lru(), **options
+        name=name,
+        medium=name.upper(),
+        capacity_blocks=capacity,
+        eviction=lambda _: Lru(),
+        **options,
     )
 
 
@@ -22,8 +26,10 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def offers(*numbers: int) -> list[Offer]:
-    return [Offer(key=key(number), parent=None, token_ids=(number,)) for number in numbers]
+def offers(*numbers: int) -> list[BlockDescriptor]:
+    return [
+        BlockDescriptor(key=key(number), parent=None, token_ids=(number,)) for number in numbers
+    ]
 
 
 def offer(world: KvWorld, *numbers: int) -> list[StoreBlocks]:
@@ -73,6 +79,6 @@ def test_a_device_above_read_only_tiers_stores_nothing() -> None:
     assert not offer(world, 1, 2)
     assert not +world.held, "the device's blocks are its own again"
     world.held.update([key(3)])
-    world.do(world.manager.device_evicting(offers(3), 0.0))
+    world.do(world.manager.offload_evicted(offers(3), 0.0))
     assert not world.moves
     assert not +world.held

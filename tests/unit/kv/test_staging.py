@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from commutator.kv.arena import bytes_at
-from commutator.kv.staging import Staging
+from commutator.kv.tiers.staged_io import Staging
 
 
 def test_as_many_are_lent_as_are_free_and_all_come_back() -> None:
@@ -37,7 +37,7 @@ def test_slots_come_back_when_a_borrower_fails() -> None:
     assert len(staging.take(2)) == 2
 
 
-def test_who_asks_to_be_told_is_told_once() -> None:
+def test_a_callback_on_release_is_called_once() -> None:
     staging = Staging(64, 1)
     told: list[str] = []
     staging.take_later(lambda: told.append("at once"))
@@ -54,7 +54,7 @@ def test_who_asks_to_be_told_is_told_once() -> None:
     assert len(told) == 3
 
 
-def test_who_is_told_may_take_at_once() -> None:
+def test_a_callback_on_release_may_take_at_once() -> None:
     staging = Staging(64, 1)
     taken = staging.take(1)
     got: list[int] = []

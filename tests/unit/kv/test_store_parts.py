@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from commutator.kv.offer import Offer
-from commutator.kv.service_jobs import part_blocks, store_job
-from commutator.kv.tier_worker import StoreOutcome, TierWorker
-from commutator.transfer import Memory, Span
+from commutator.contract.block import BlockDescriptor
+from commutator.contract.tier import Memory, Span
+from commutator.kv.tiers.executor import StoreOutcome, TierExecutor
+from commutator.kv.tiers.jobs import part_blocks, store_job
 
 KIB = 1 << 10
 
@@ -21,10 +21,12 @@ class Recorder:
     is_open = True
 
     def __init__(self, memory: Memory) -> None:
-        self.setup = SimpleNamespace(tier=SimpleNamespace(memory=memory))
+        self.setup = SimpleNamespace(
+            tier=SimpleNamespace(memory=memory), config=SimpleNamespace(store_timeout_s=1.0)
+        )
         self.parts: list[int] = []
 
-    def store(self, offers: list[Offer], *_: object, **__: object) -> StoreOutcome:
+    def store(self, offers: list[BlockDescriptor], *_: object, **__: object) -> StoreOutcome:
         self.parts.append(len(offers))
         return StoreOutcome([], {offer.key: "recorded" for offer in offers})
 
@@ -49,14 +51,13 @@ def test_larger_blocks_and_slower_tiers_make_shorter_parts(
 
 def test_every_block_is_in_exactly_one_part_and_others_may_go_between() -> None:
     worker, told = Recorder(Memory.OBJ), list[Any]()
-    offers = [Offer(key=bytes([i]) * 32, parent=None, token_ids=(0,)) for i in range(70)]
+    offers = [BlockDescriptor(key=bytes([i]) * 32, parent=None, token_ids=(0,)) for i in range(70)]
     parts = store_job(
         offers,
         [Span(0, 1024 * KIB)] * len(offers),
-        timeout_s=1.0,
         from_engine=True,
         done=lambda stored, failed: told.append((stored, failed)),
-    )(cast("TierWorker", worker))
+    )(cast("TierExecutor", worker))
     assert sum(1 for _ in parts) == 2
     assert worker.parts == [32, 32, 6]
     assert told == [([], {offer.key: "recorded" for offer in offers})]

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from commutator.errors import TierError
-from commutator.kv.tier_call import on_tier
-from commutator.kv.tier_thread import Job, JobUrgency, TierThread
-from commutator.kv.tier_worker import TierWorker
+from commutator.kv.block_manager.actions import JobUrgency
+from commutator.kv.lending import on_tier
+from commutator.kv.tiers.thread import Job, TierThread
 
 
 class Queue:
@@ -25,7 +25,7 @@ class Queue:
         self.jobs.append(job)
 
     def run(self, worker: object = "a worker") -> None:
-        for _ in self.jobs.pop(0)(cast("TierWorker | None", worker)):
+        for _ in self.jobs.pop(0)(cast("Any", worker)):
             pass
 
 
@@ -49,7 +49,7 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
         future.result(0)
 
 
-def test_a_tier_that_is_not_open_is_told() -> None:
+def test_a_tier_that_is_not_open_is_an_error() -> None:
     queue = Queue()
     future = call(queue, lambda: 7)
     queue.run(None)
@@ -57,7 +57,7 @@ def test_a_tier_that_is_not_open_is_told() -> None:
         future.result(0)
 
 
-def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+def test_calls_that_were_given_up_are_not_made() -> None:
     queue, done = Queue(), list[int]()
     future = call(queue, lambda: done.append(1))
     assert future.cancel()

@@ -1,4 +1,4 @@
-"""So many bytes that several threads move and check them, each its part of the blocks."""
+"""Large moves: several threads move and check the bytes, each its part of the blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.support.kv_rig import KvRig, chain, setups
 
-from commutator.testing import damage
-from commutator.transfer import move_blocks
+from commutator.nixl.moves import move_blocks
+from commutator_testing.faults import damage
 
 LARGE = 256 << 10
 BLOCKS = 24
@@ -21,11 +21,16 @@ def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int) ->
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     moved: list[tuple[str, int]] = []
 
+    meeting = threading.Barrier(cpus, timeout=60)
+
     def noted(agent: Any, direction: Any, blocks: Any, **options: Any) -> Any:
-        moved.append((threading.current_thread().name, len(blocks)))
+        name = threading.current_thread().name
+        if name not in {other for other, _ in moved}:
+            meeting.wait()  # no lane takes every part before the other one has begun
+        moved.append((name, len(blocks)))
         return move_blocks(agent, direction, blocks, **options)
 
-    monkeypatch.setattr("commutator.kv.tier_mover.move_blocks", noted)
+    monkeypatch.setattr("commutator.kv.tiers.mover.move_blocks", noted)
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
     keys = chain(1, BLOCKS)
     with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE) as rig:

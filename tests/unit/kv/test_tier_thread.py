@@ -1,4 +1,4 @@
-"""A tier's thread: urgent jobs first, whatever fails, and an end that leaves nobody waiting."""
+"""A tier's thread: urgent jobs first, whatever fails, and an end that leaves no caller waiting."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from tests.support.kv_rig import wait_for
 
 from commutator.errors import TierError
-from commutator.kv.guards import Breaker
-from commutator.kv.tier_thread import Job, JobUrgency, TierThread
-from commutator.kv.tier_worker import TierWorker
+from commutator.kv.block_manager.actions import JobUrgency
+from commutator.kv.tiers.executor import TierExecutor
+from commutator.kv.tiers.guards import Breaker
+from commutator.kv.tiers.thread import Job, TierThread
 
 
 class Setup:
@@ -52,13 +53,13 @@ class Rig:
         self.states: list[str] = []
         self.done: list[str] = []
         self.thread = TierThread(
-            cast("TierWorker", self.worker),
+            cast("TierExecutor", self.worker),
             on_up=lambda: self.states.append("up"),
             on_down=lambda _: self.states.append("down"),
         )
 
     def job(self, name: str, parts: int = 1, then: Callable[[], Any] = lambda: None) -> Job:
-        def run(worker: TierWorker | None) -> Generator[None, None, None]:
+        def run(worker: TierExecutor | None) -> Generator[None, None, None]:
             try:
                 for part in range(parts):
                     if part:
@@ -106,7 +107,7 @@ def test_one_job_that_fails_does_not_harm_the_next(rig: Rig) -> None:
     assert rig.done == ["bad", "bad.", "good", "good."]
 
 
-def test_what_cannot_be_opened_is_tried_again_and_jobs_are_told_meanwhile(rig: Rig) -> None:
+def test_what_cannot_be_opened_is_tried_again_and_jobs_do_without_meanwhile(rig: Rig) -> None:
     rig.worker.problems = [TierError("no disk"), OSError("no disk"), RuntimeError("a bug")]
     rig.thread.start()
     assert rig.thread.tried.wait(5)
@@ -120,7 +121,7 @@ def test_what_cannot_be_opened_is_tried_again_and_jobs_are_told_meanwhile(rig: R
     wait_for(lambda: rig.done[2:] == ["load", "load."])
 
 
-def test_an_open_breaker_is_told_and_the_end_of_its_pause(rig: Rig) -> None:
+def test_an_open_breaker_is_reported_and_so_is_the_end_of_its_pause(rig: Rig) -> None:
     rig.thread.start()
     wait_for(lambda: rig.states == ["up"])
     rig.worker.setup.breaker.failed(time.monotonic())

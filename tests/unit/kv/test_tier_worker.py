@@ -9,28 +9,23 @@ from tests.support.kv_rig import BLOCK_BYTES, BLOCK_TOKENS, IDENTITY, setups
 from tests.support.kv_tiers import DRAM
 
 from commutator.errors import TransferTimeoutError
-from commutator.kv import SlotGeometry, tier_worker
-from commutator.kv.guards import Bandwidth
-from commutator.kv.staging import Staging
-from commutator.kv.tier_setup import build_io
-from commutator.kv.tier_worker import TierWorker
-from commutator.transfer import TransferAgent
+from commutator.kv.tiers import executor as tier_worker
+from commutator.kv.tiers.executor import TierExecutor
+from commutator.kv.tiers.guards import Bandwidth
+from commutator.kv.tiers.setup import build_io
+from commutator.kv.tiers.staged_io import Staging
+from commutator.nixl.agent import TransferAgent
 
 
-def worker_of(**options: Any) -> TierWorker:
+def worker_of(**options: Any) -> TierExecutor:
     (setup,) = setups({**DRAM, **options})
-    staging = [Staging(BLOCK_BYTES, 4) for _ in range(3)]
-    return TierWorker(
+    memory = Staging(BLOCK_BYTES, 4)
+    return TierExecutor(
         setup,
-        SlotGeometry(
-            block_bytes=BLOCK_BYTES,
-            slot_bytes=BLOCK_BYTES,
-            block_tokens=BLOCK_TOKENS,
-            identity=IDENTITY,
-        ),
-        staging[0].arena,
-        staging[1],
-        staging[2],
+        memory.arena,
+        memory,
+        block_tokens=BLOCK_TOKENS,
+        identity=IDENTITY.digest.hex(),
         agent_name="worker",
         on_open=lambda _: None,
     )

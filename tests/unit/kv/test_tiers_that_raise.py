@@ -11,25 +11,29 @@ from attrs import evolve
 from tests.support.kv_rig import KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, nvme
 
-from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.guards import Breaker
-from commutator.kv.load_result import LoadResult
-from commutator.kv.tier import Stored
-from commutator.kv.tier_setup import TierSetup
+from commutator.contract.tier import UNBOUNDED, StoredBlock
+from commutator.kv.admin import KvAdmin, LocatedPrompt
+from commutator.kv.block_manager.actions import LoadResult
+from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator.kv.tiers.guards import Breaker
+from commutator.kv.tiers.setup import TierSetup
 
 KEYS = chain(1, 3)
+PEER: dict[str, Any] = {"kind": "peer", "ask_timeout_s": 5.0}
 
 
-def setup_of(**options: Any) -> TierSetup:
+def setup_of(entry: dict[str, Any] = DRAM, **options: Any) -> TierSetup:
     """A tier that is not left alone, however often it fails."""
-    return evolve(setups(DRAM)[0], breaker=Breaker(max_failures=1000), **options)
+    return evolve(setups(entry)[0], breaker=Breaker(max_failures=1000), **options)
 
 
 class Raises(BlockIo):
     def __init__(self, inner: BlockIo, what: str) -> None:
         self._inner, self._what = inner, what
 
-    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
         if self._what == "store":
             raise ValueError("boom")
         return self._inner.store(blocks, context)
@@ -44,7 +48,7 @@ class Raises(BlockIo):
 def test_what_a_load_raises_leaves_no_pin_and_every_block_comes_back(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setup = setup_of(wrap_io=lambda io: Raises(io, what), max_attempts=1)
+    setup = setup_of({**DRAM, "max_attempts": 1}, wrap_io=lambda io: Raises(io, what))
     with KvRig([setup]) as rig:
         rig.store(KEYS)
         assert rig.load(KEYS) == 0
@@ -104,7 +108,7 @@ def test_blocks_that_could_not_be_freed_are_when_they_can(
         rig.store(KEYS)
         with monkeypatch.context() as patch:
             patch.setattr(setup.tier, "evict", _raise)
-            rig.service.evict()
+            rig.connector.evict()
             rig.store(chain(3, 3))
             assert rig.load(chain(3, 3)) == 3
         rig.store(chain(2, 3))
@@ -127,6 +131,63 @@ def test_a_medium_that_raises_when_asked_is_asked_again(
             assert rig.load(chain(2, 1)) == 0, "the trial after the pause"
         wait_for(lambda: rig.load([*KEYS, *chain(2, 1)]) == 3)
         rig.settle()
+
+
+def test_a_tier_that_cannot_count_its_capacity_has_no_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = setup_of()
+    monkeypatch.setattr(setup.tier, "statistics", _raise)
+    with KvRig([setup]) as rig:
+        rig.store(KEYS)
+        assert rig.load(KEYS) == 3
+        assert rig.tier("dram").capacity == UNBOUNDED
+    assert "tier dram: cannot read its capacity" in caplog.text
+
+
+def test_a_tier_that_cannot_list_its_blocks_answers_an_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = setup_of()
+    with KvRig([setup]) as rig:
+        rig.store(KEYS)
+        admin = KvAdmin(rig.connector, lambda _: LocatedPrompt(KEYS, 0, 16))
+        with monkeypatch.context() as patch:
+            patch.setattr(setup.tier, "committed", _raise)
+            assert [(tier.blocks, tier.bytes) for tier in admin.contents()] == [(3, None)]
+            (verified,) = admin.verify()
+            assert verified.problem == "the tier cannot list its blocks; see the worker's log"
+        (verified,) = admin.verify()
+        assert (verified.intact, verified.problem) == (3, None)
+
+
+def test_a_tier_that_raises_before_it_is_opened_is_used_without_peers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = setup_of()
+    monkeypatch.setattr(setup.tier, "use_peers", _raise)
+    monkeypatch.setattr(type(setup.tier), "export_options", property(_raise))
+    with KvRig([setup]) as rig:
+        rig.store(KEYS)
+        assert rig.load(KEYS) == 3
+    for message in ("does not take the addresses of other workers", "so none are"):
+        assert len([r for r in caplog.records if message in r.message]) == 1
+
+
+@pytest.mark.parametrize("method", ["lookup", "pin", "unpin"])
+def test_a_tier_that_raises_while_it_lends_is_closed_all_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = setup_of()
+    with KvRig([setup, *setups(PEER)]) as lender, KvRig(setups(PEER)) as borrower:
+        lender.store(KEYS)
+        exchange = lender.connector.exchange
+        assert exchange is not None
+        assert exchange.address is not None
+        borrower.connector.use_peers([exchange.address])
+        monkeypatch.setattr(setup.tier, method, _raise)
+        assert borrower.load(KEYS) == (3 if method == "unpin" else 0)
+        borrower.settle()
 
 
 def _raise(*_: object) -> Any:

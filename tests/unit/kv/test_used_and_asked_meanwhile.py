@@ -1,4 +1,4 @@
-"""Uses that are only told of, what is asked for blocks on their way, and blocks without room."""
+"""Reported uses, requests for blocks that are being moved, and blocks without room."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from attrs import evolve
 from tests.support.kv_rig import BLOCK_BYTES, UNKNOWN_SPEED, KvRig, chain, content, setups
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv import BlockFacts, Offer, Stored
-from commutator.kv.actions import FreeBlocks
-from commutator.kv.admission import MinimumHits
-from commutator.kv.checksum import checksum
-from commutator.kv.load_result import LoadResult
-from commutator.kv.offer import PLAIN
-from commutator.kv.tier_book import TierSpec
-from commutator.kv.tier_thread import JobUrgency
-from commutator_dram import DramTier
-from commutator_eviction import Lru
+from commutator.contract.block import PLAIN, BlockDescriptor, RetentionHints
+from commutator.contract.tier import StoredBlock
+from commutator.kv.arena import checksum
+from commutator.kv.block_manager.actions import FreeBlocks, JobUrgency, LoadResult
+from commutator.kv.block_manager.admission import MinimumHits
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator_dram.tier import DramTier
+from commutator_eviction.lru import Lru
 
-KEPT = BlockFacts(pinned=True, ttl_s=60.0, priority=5)
+KEPT = RetentionHints(pinned=True, ttl_s=60.0, priority=5)
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def offer(number: int, facts: BlockFacts = PLAIN) -> Offer:
-    return Offer(key=key(number), parent=None, token_ids=(number,), facts=facts)
+def offer(number: int, facts: RetentionHints = PLAIN) -> BlockDescriptor:
+    return BlockDescriptor(key=key(number), parent=None, token_ids=(number,), facts=facts)
 
 
 def world(*capacities: int, write: str = "through", below: str = "on_evict") -> KvWorld:
@@ -38,7 +36,7 @@ def world(*capacities: int, write: str = "through", below: str = "on_evict") -> 
             name=f"tier-{number}",
             medium="CPU",
             capacity_blocks=capacity,
-            eviction=Lru(),
+            eviction=lambda _: Lru(),
             write=below if number else write,  # type: ignore[arg-type]
         )
         for number, capacity in enumerate(capacities)
@@ -46,7 +44,7 @@ def world(*capacities: int, write: str = "through", below: str = "on_evict") -> 
     return KvWorld(specs)
 
 
-def give(world: KvWorld, number: int, facts: BlockFacts = PLAIN) -> None:
+def give(world: KvWorld, number: int, facts: RetentionHints = PLAIN) -> None:
     world.held[key(number)] += 1
     world.do(world.manager.offer([offer(number, facts)], 0.0))
 
@@ -60,7 +58,7 @@ def end_stores(world: KvWorld, *, fail: bool = False) -> None:
 
 
 def note(world: KvWorld, number: int) -> str:
-    (why,) = world.manager.why([key(number)], 0.0)
+    (why,) = world.manager.explain([key(number)], 0.0)
     return why.held[0].note
 
 
@@ -68,7 +66,7 @@ def test_what_is_asked_while_a_block_is_stored_holds() -> None:
     tiers = world(4)
     give(tiers, 1)
     give(tiers, 1, KEPT)
-    give(tiers, 1, BlockFacts(priority=1))  # less than that
+    give(tiers, 1, RetentionHints(priority=1))  # less than that
     end_stores(tiers)
     assert note(tiers, 1) == "priority 5, pinned, for 60 s"
     assert tiers.manager.statistics().tiers[0].retained == 1
@@ -91,8 +89,10 @@ def test_what_is_asked_while_a_block_moves_down_goes_with_it() -> None:
     give(tiers, 2)
     give(tiers, 1, KEPT)
     end_stores(tiers)
-    (why,) = tiers.manager.why([key(1)], 0.0)
-    assert [held.note for held in why.held if held.tier == 1] == ["priority 5, pinned, for 60 s"]
+    (why,) = tiers.manager.explain([key(1)], 0.0)
+    assert [held.note for held in why.held if held.name == "tier-1"] == [
+        "priority 5, pinned, for 60 s"
+    ]
 
 
 def test_what_is_asked_for_a_store_that_fails_is_forgotten() -> None:
@@ -111,7 +111,7 @@ def counting(hits: int) -> KvWorld:
         name="dram",
         medium="CPU",
         capacity_blocks=4,
-        eviction=Lru(),
+        eviction=lambda _: Lru(),
         admission=rules,
         write="on_evict",
     )
@@ -120,11 +120,11 @@ def counting(hits: int) -> KvWorld:
 
 def evict(world: KvWorld, number: int) -> None:
     world.held[key(number)] += 1
-    world.do(world.manager.device_evicting([offer(number)], 0.0))
+    world.do(world.manager.offload_evicted([offer(number)], 0.0))
     end_stores(world)
 
 
-def test_uses_that_are_told_of_decide_when_the_device_evicts() -> None:
+def test_reported_uses_decide_when_the_device_evicts() -> None:
     tiers = counting(2)
     for _ in range(3):
         evict(tiers, 1)  # no use
@@ -141,8 +141,8 @@ def test_a_load_and_the_use_after_it_are_one() -> None:
     for _ in range(3):
         tiers.manager.used([key(1)])
     evict(tiers, 1)
-    assert tiers.manager.begin_load("x", [key(1)], 0, 0.0, prefill=UNKNOWN_SPEED).blocks
-    tiers.do(tiers.manager.finish_load("x", {key(1): LoadResult.LOADED}, 0.0))
+    assert tiers.manager.begin_onboard("x", [key(1)], 0, 0.0, prefill=UNKNOWN_SPEED).blocks
+    tiers.do(tiers.manager.finish_onboard("x", {key(1): LoadResult.LOADED}, 0.0))
     counted = tiers.manager._uses
     assert counted is not None
     before = counted[key(1)]
@@ -155,17 +155,17 @@ def test_a_load_and_the_use_after_it_are_one() -> None:
 def test_it_can_be_asked_what_would_be_taken() -> None:
     tiers = counting(1)
     offers = [offer(number) for number in (1, 2)]
-    assert tiers.manager.would_take(offers) == set()  # never used
+    assert tiers.manager.admissible(offers) == set()  # never used
     tiers.manager.used([key(1), key(2)])
-    assert tiers.manager.would_take(offers) == {key(1), key(2)}
+    assert tiers.manager.admissible(offers) == {key(1), key(2)}
     assert not tiers.manager.statistics().edges, "nothing is counted as refused"
     tiers.held[key(1)] += 1
-    tiers.do(tiers.manager.device_evicting([offer(1)], 0.0))
-    assert tiers.manager.would_take(offers) == {key(2)}, "the other is on its way"
+    tiers.do(tiers.manager.offload_evicted([offer(1)], 0.0))
+    assert tiers.manager.admissible(offers) == {key(2)}, "the other is on its way"
     end_stores(tiers)
-    assert tiers.manager.would_take(offers) == {key(2)}
+    assert tiers.manager.admissible(offers) == {key(2)}
     tiers.do(tiers.manager.tier_down(0, 0.0))
-    assert tiers.manager.would_take(offers) == set()
+    assert tiers.manager.admissible(offers) == set()
 
 
 @pytest.mark.parametrize("pinned", [0, 3])
@@ -187,7 +187,7 @@ class SharedDram(DramTier):
     shared = True
     others: frozenset[bytes] = frozenset()
 
-    def probe(self, keys: Sequence[bytes]) -> list[Stored | None]:
+    def probe(self, keys: Sequence[bytes]) -> list[StoredBlock | None]:
         assert self._memory is not None
         wanted = [one for one in keys if self.table.lookup(one) is None and one in self.others]
         new = []
@@ -195,7 +195,9 @@ class SharedDram(DramTier):
             if slot is not None:
                 data = content(one)
                 self._memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = data
-                made = Stored(key=one, slot=slot, size_bytes=BLOCK_BYTES, checksum=checksum(data))
+                made = StoredBlock(
+                    key=one, slot=slot, size_bytes=BLOCK_BYTES, checksum=checksum(data)
+                )
                 new.append(made)
         self.commit(new)
         return self.lookup(keys)
@@ -215,13 +217,14 @@ def test_a_shared_tier_that_found_more_than_fits_can_still_be_written_to() -> No
         yield
 
     with KvRig([evolve(setup, tier=tier)]) as rig:
-        rig.service.on_tier(0, JobUrgency.FREE, hold)
+        rig.connector.on_tier(0, JobUrgency.FREE, hold)
         assert busy.wait(20)
-        rig.offer(chain(1, 3))  # have their room, and no slots yet
-        assert rig.service.plan("x", others, 0, UNKNOWN_SPEED) is None
+        rig.offload(chain(1, 3))  # have their room, and no slots yet
+        asked = rig.connector.plan(others)
+        assert not asked.done()
         go.set()
+        rig.connector.cancel(asked.result(20))
         rig.settle()
-        rig.service.drop("x")
         for number in range(100, 106):
             rig.store(chain(number, 1))
         state = rig.tier("dram")

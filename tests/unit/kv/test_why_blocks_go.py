@@ -1,14 +1,13 @@
-"""Blocks that are damaged go for good; those that only make room stay for whoever shares them."""
+"""Blocks that are damaged go for good; those that only make room stay for other workers."""
 
 from __future__ import annotations
 
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.actions import FreeBlocks
-from commutator.kv.break_even import PrefillSpeed
-from commutator.kv.load_result import LoadResult
-from commutator.kv.tier_book import TierSpec
-from commutator_eviction import Lru
+from commutator.kv.block_manager.actions import FreeBlocks, LoadResult
+from commutator.kv.block_manager.block_pool import TierSpec
+from commutator.kv.block_manager.break_even import PrefillSpeed
+from commutator_eviction.lru import Lru
 
 KEYS = [number.to_bytes(32, "little") for number in range(3)]
 UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
@@ -17,7 +16,7 @@ UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
 def bucket_of(blocks: int) -> KvWorld:
     """A tier that others share, of which that many blocks are known, and no more can be."""
     spec = TierSpec(
-        name="s3", medium="EXTERNAL", capacity_blocks=blocks, shared=True, eviction=Lru()
+        name="s3", medium="EXTERNAL", capacity_blocks=blocks, shared=True, eviction=lambda _: Lru()
     )
     world = KvWorld([spec])
     world.committed[0] = set(KEYS[:blocks])
@@ -27,14 +26,14 @@ def bucket_of(blocks: int) -> KvWorld:
 
 def end_load(world: KvWorld, name: str, result: LoadResult) -> list[FreeBlocks]:
     """What is let go of with the end of this load of the first block."""
-    actions = world.manager.finish_load(name, {KEYS[0]: result}, 0.0)
+    actions = world.manager.finish_onboard(name, {KEYS[0]: result}, 0.0)
     return [action for action in actions if isinstance(action, FreeBlocks)]
 
 
 def test_a_corrupt_block_that_another_reads_goes_as_corrupt_once_it_is_read() -> None:
     world = bucket_of(1)
     for name in ("a", "b"):
-        world.manager.begin_load(name, KEYS[:1], 0, 0.0, prefill=UNKNOWN)
+        world.manager.begin_onboard(name, KEYS[:1], 0, 0.0, prefill=UNKNOWN)
     assert end_load(world, "a", LoadResult.CORRUPT) == []
     [free] = end_load(world, "b", LoadResult.LOADED)
     assert (free.keys, free.reason, free.makes_room) == ((KEYS[0],), "corrupt", False)

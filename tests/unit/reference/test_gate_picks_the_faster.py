@@ -1,4 +1,4 @@
-"""The engine loads a prompt that it forgot from a tier that is quick, and computes it otherwise."""
+"""The engine loads an evicted prompt from a fast tier, and computes it where the tier is slow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import tiny_model
 from torch import Tensor
 
-from commutator.kv.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.load_result import LoadResult
-from commutator.kv.tier import Stored
+from commutator.contract.tier import StoredBlock
+from commutator.kv.block_manager.actions import LoadResult
+from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import Batch
+from commutator_reference.engine import EngineOptions
 from commutator_reference.model import LlamaModel
-from commutator_reference.options import EngineOptions
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,9 @@ class SlowToRead(BlockIo):
     def __init__(self, inner: BlockIo) -> None:
         self._inner = inner
 
-    def store(self, blocks: Sequence[StoreBlock], context: IoContext) -> list[Stored | Unstored]:
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
         return self._inner.store(blocks, context)
 
     def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
@@ -76,7 +78,7 @@ def test_the_second_time_the_faster_way_is_known(slow: str) -> None:
         assert ask(tiered, 1) == said
         assert tiered.loaded() == {"dram": BLOCKS}, "nothing is known of the tier: it is measured"
         assert ask(tiered, 2) == said
-        [state] = tiered.service.statistics().tiers
+        [state] = tiered.connector.statistics().tiers
         if slow == "the tier":
             assert state.loads["loaded"] == BLOCKS
             assert state.not_loaded == {"slower than recompute": BLOCKS}

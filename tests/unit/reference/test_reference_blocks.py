@@ -7,11 +7,8 @@ from hashlib import sha256
 import pytest
 from attrs import evolve
 
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored
-from commutator_reference.block_identity import BlockIdentity, Namespace
-from commutator_reference.blocks import BlockPool
-
-PLAIN = Namespace()
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored
+from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 
 
 def chain(pool: BlockPool, *contents: tuple[int, ...]) -> list[int]:
@@ -20,14 +17,14 @@ def chain(pool: BlockPool, *contents: tuple[int, ...]) -> list[int]:
     assert blocks is not None
     identity = None
     for index, tokens in enumerate(contents):
-        identity = identity.child(tokens) if identity else BlockIdentity.first(PLAIN, tokens)
+        identity = identity.child(tokens) if identity else BlockIdentity.first(ANONYMOUS, tokens)
         blocks[index] = pool.register(blocks[index], identity)
     return blocks
 
 
 def test_a_digest_chains_the_parent_and_the_tokens() -> None:
-    root = PLAIN.digest
-    first = BlockIdentity.first(PLAIN, [1, 258])
+    root = ANONYMOUS.digest
+    first = BlockIdentity.first(ANONYMOUS, [1, 258])
     assert first.digest == sha256(root + bytes([1, *[0] * 7, 2, 1, *[0] * 6])).digest()
     second = first.child([3])
     assert second.digest == sha256(first.digest + bytes([3, *[0] * 7])).digest()
@@ -38,14 +35,18 @@ def test_a_digest_chains_the_parent_and_the_tokens() -> None:
 
 def test_no_two_namespaces_share_a_root() -> None:
     texts = [None, "", "0", "a", "ab", "1a", "\ud800"]
-    roots = {Namespace(lora, salt).digest for lora in texts for salt in texts}
+    roots = {
+        evolve(ANONYMOUS, lora_name=lora, cache_salt=salt).digest
+        for lora in texts
+        for salt in texts
+    }
     assert len(roots) == len(texts) ** 2
 
 
 def test_a_block_with_the_same_digest_but_other_tokens_is_not_served() -> None:
     pool = BlockPool(2, 2)
     chain(pool, (1, 2))
-    real = BlockIdentity.first(PLAIN, (1, 2))
+    real = BlockIdentity.first(ANONYMOUS, (1, 2))
     forged = evolve(real, token_ids=(3, 4))
     assert pool.find(real) is not None
     assert pool.find(forged) is None
@@ -113,8 +114,8 @@ def test_clear_keeps_what_is_held() -> None:
     pool.release(unused)
     pool.take_events()
     pool.clear()
-    assert pool.find(BlockIdentity.first(PLAIN, (1,))) == held[0]
-    assert pool.find(BlockIdentity.first(PLAIN, (2,))) is None
+    assert pool.find(BlockIdentity.first(ANONYMOUS, (1,))) == held[0]
+    assert pool.find(BlockIdentity.first(ANONYMOUS, (2,))) is None
     (removed,) = pool.take_events()
     assert isinstance(removed, BlockRemoved)
     pool.release(held)

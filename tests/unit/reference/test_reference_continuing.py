@@ -1,4 +1,4 @@
-"""An answer that another worker began goes on as if it had never been interrupted, anywhere."""
+"""An answer that another worker began continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 from attrs import evolve
 from tests.support.tiny_llama import tiny_model
 
+from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import RequestError
-from commutator.types import GenerateRequest, SamplingParams, TokenDelta
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator_reference.engine import EngineOptions, ReferenceEngine
 
 MODEL = tiny_model()
 PROMPT = [(5 * i * i + 7) % 90 + 5 for i in range(21)]
@@ -24,7 +22,7 @@ def letters(ids: Any) -> str:
 
 def run(*requests: GenerateRequest) -> list[list[TokenDelta]]:
     """The deltas of each, all computed together."""
-    options = EngineOptions(num_blocks=512, block_size=4, limits=SchedulerLimits(32, 512))
+    options = EngineOptions(num_blocks=512, block_size=4)
     engine = ReferenceEngine(MODEL, options, decode=letters)
     for key, request in enumerate(requests):
         engine.submit(key, request)
@@ -40,7 +38,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 
 def from_everywhere(request: GenerateRequest, ids: list[int]) -> list[list[TokenDelta]]:
-    """What comes after 1, 2, ... tokens of ``ids``."""
+    """The continuations after 1, 2, ... tokens of ``ids``."""
     return run(
         *(
             evolve(request, token_ids=[*PROMPT, *ids[:count]], generated_prefix=count)
@@ -65,7 +63,7 @@ def from_everywhere(request: GenerateRequest, ids: list[int]) -> list[list[Token
 )
 def test_every_place_is_good_to_go_on_from(sampling: dict[str, Any]) -> None:
     params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **sampling})
-    request = GenerateRequest("r", PROMPT, params)
+    request = GenerateRequest(request_id="r", token_ids=PROMPT, sampling=params)
     whole = run(request)[0]
     ids = tokens(whole)
     assert len(ids) >= max(2, params.min_tokens)
@@ -80,7 +78,9 @@ def test_every_place_is_good_to_go_on_from(sampling: dict[str, Any]) -> None:
 
 
 def test_a_stop_string_may_have_begun_at_the_other_worker() -> None:
-    request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=24, temperature=0.0))
+    request = GenerateRequest(
+        request_id="r", token_ids=PROMPT, sampling=SamplingParams(max_tokens=24, temperature=0.0)
+    )
     stop = letters(tokens(run(request)[0]))[6:10]
     stopping = evolve(request, sampling=evolve(request.sampling, stop=(stop,), ignore_eos=True))
     whole = run(stopping)[0]
@@ -92,7 +92,12 @@ def test_a_stop_string_may_have_begun_at_the_other_worker() -> None:
 
 @pytest.mark.parametrize("done", [-1, 4, 21])
 def test_a_prefix_that_cannot_be_is_refused(done: int) -> None:
-    request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=4), generated_prefix=done)
+    request = GenerateRequest(
+        request_id="r",
+        token_ids=PROMPT,
+        sampling=SamplingParams(max_tokens=4),
+        generated_prefix=done,
+    )
     with pytest.raises(RequestError, match="generated_prefix") as refused:
         run(request)
     assert refused.value.param == "generated_prefix"

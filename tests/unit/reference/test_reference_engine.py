@@ -12,15 +12,14 @@ import pytest
 import torch
 from tests.support.tiny_llama import TINY, tiny_model
 
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineOverloadedError, RequestError
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-from commutator.types import EngineLoad, FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator_reference.arena import KVArena, block_bytes
 from commutator_reference.batch import build_batch
-from commutator_reference.engine import Deltas, ReferenceEngine
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
-from commutator_reference.step import Chunk
+from commutator_reference.engine import Deltas, EngineOptions, ReferenceEngine
+from commutator_reference.scheduler import Chunk
 
 MODEL = tiny_model()
 PROMPTS = [[(7 * i * i + 3 * n) % 90 + 5 for i in range(n)] for n in (1, 2, 7, 16, 17, 33, 60)]
@@ -33,14 +32,19 @@ def make(
     hooks: dict[str, Any] | None = None,
     **options: Any,
 ) -> ReferenceEngine:
-    limits = SchedulerLimits(max_running, max_tokens)
-    sizes: dict[str, Any] = {"num_blocks": 128, "block_size": 4, "limits": limits, **options}
+    sizes: dict[str, Any] = {
+        "num_blocks": 128,
+        "block_size": 4,
+        "max_running_requests": max_running,
+        "max_tokens_per_step": max_tokens,
+        **options,
+    }
     return ReferenceEngine(MODEL, EngineOptions(**sizes), **(hooks or {}))
 
 
 def request(prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
     params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return GenerateRequest("r", prompt, SamplingParams(**params))
+    return GenerateRequest(request_id="r", token_ids=prompt, sampling=SamplingParams(**params))
 
 
 def finish(engine: ReferenceEngine) -> dict[int, list[TokenDelta]]:
@@ -102,7 +106,7 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
             assert tokens(said[100 * round_ + index]) == output
 
 
-def test_a_step_that_nobody_wants_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_no_request_needs_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     engine.submit(1, request(PROMPTS[-1]))
     engine.submit(2, request(PROMPTS[-2]))
@@ -311,25 +315,14 @@ def test_a_failing_decoder_ends_only_the_request_that_needs_it(
     assert engine.load().kv_used_blocks == 0
 
 
-def test_broken_books_end_everything_and_start_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_error_in_the_block_accounting_stops_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
-    events: list[KvEvent] = []
-    engine = make(max_running=1, hooks={"on_kv_events": events.extend})
+    engine = make()
     engine.submit(1, request(PROMPTS[3]))
-    engine.submit(2, request(PROMPTS[3]))
-    with monkeypatch.context() as patched:
-        patched.setattr(engine._scheduler, "complete", lambda _: 1 / 0)
-        ended = engine.step()
-    assert {key: delta.finish_reason for key, delta in ended} == {
-        1: FinishReason.ERROR,
-        2: FinishReason.ERROR,
-    }
-    assert events == [BlocksCleared()]
-    assert engine.load() == EngineLoad(kv_capacity_blocks=128)
-    engine.submit(3, request(PROMPTS[3]))
-    assert tokens(finish(engine)[3]) == naive(PROMPTS[3])
+    monkeypatch.setattr(engine._scheduler, "complete", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(lambda _: None, threading.Event())
 
 
 def test_the_loop_survives_failing_receivers_and_serves_other_threads(
@@ -381,3 +374,10 @@ def test_bfloat16_runs() -> None:
     engine.submit(1, request(PROMPTS[4]))
     engine.submit(2, request(PROMPTS[2]))
     assert all(len(tokens(deltas)) == 12 for deltas in finish(engine).values())
+
+
+@pytest.mark.parametrize("limit", ["max_running_requests", "max_tokens_per_step"])
+def test_limits_of_nothing_are_refused(limit: str) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 1, limit: 0}
+    with pytest.raises(ValueError, match="at least 1"):
+        EngineOptions(**sizes)

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
+import attrs
 import pytest
-from tests.support.handover_rig import Worker, hand_over, legs, request, tiny_worker
+from tests.support.handover_rig import Worker, hand_over, phases, request, tiny_worker
 
-from commutator import ModelConfig
-from commutator.engine import EngineStart
+from commutator.contract.engine import ModelConfig
+from commutator.contract.request import TokenDelta
+from commutator.engine.process import EngineStart
 from commutator.errors import ConfigError, EngineHandoverError, RequestError
-from commutator.types import TokenDelta
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.server import ReferenceServer
 
@@ -31,8 +32,8 @@ def tokens(deltas: Sequence[TokenDelta]) -> list[int]:
 
 
 async def counted(worker: Worker) -> dict[str, dict[str, Any]]:
-    said: dict[str, dict[str, Any]] = await worker.client.handover("statistics", {})
-    return said
+    found: dict[str, dict[str, Any]] = attrs.asdict(await worker.client.handover_statistics())
+    return found
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4)])
@@ -97,8 +98,8 @@ async def test_an_answer_that_was_begun_elsewhere_is_handed_over_too() -> None:
 
 async def test_a_prefill_of_another_prompt_is_refused() -> None:
     async with tiny_worker() as prefill, tiny_worker() as decode:
-        first, _ = legs(request(prompt(3, 60)), prefill, decode)
-        _, second = legs(request(prompt(4, 60)), prefill, decode)
+        first, _ = phases(request(prompt(3, 60)), prefill, decode)
+        _, second = phases(request(prompt(4, 60)), prefill, decode)
         assert first.handover is not None
         assert second.handover is not None
         mixed = {**second.handover, "pull": first.handover["pull"]}
@@ -115,7 +116,7 @@ async def test_a_worker_with_other_weights_is_refused() -> None:
     async with tiny_worker() as prefill, tiny_worker() as decode:
         assert decode.tiny is not None
         assert prefill.tiny is not None
-        object.__setattr__(prefill.tiny.info, "identity", "other weights")
+        object.__setattr__(prefill.tiny.handed.info, "identity", "other weights")
         with pytest.raises(EngineHandoverError, match="identity"):
             await hand_over(request(prompt(3, 60)), prefill, decode)
         await prefill.until_idle()
@@ -144,15 +145,15 @@ async def test_words_that_make_no_sense_are_refused() -> None:
         for words in ({"pull": 7, "lease_s": 1.0}, {"lease_s": 1.0}, {"pull": "x"}):
             with pytest.raises(RequestError):
                 await worker.tokens(request(prompt(5, 20), handover=words))
-        _, second = legs(request(prompt(5, 20)), worker, worker)
+        _, second = phases(request(prompt(5, 20)), worker, worker)
         words = {**(second.handover or {}), "block_size": 3}
         with pytest.raises(RequestError, match="blocks of 3 tokens"):
             await worker.tokens(request(prompt(5, 20), handover=words))
 
 
-async def test_one_hand_over_has_one_prefill_leg() -> None:
+async def test_one_hand_over_has_one_prefill() -> None:
     async with tiny_worker() as prefill, tiny_worker() as decode:
-        first, second = legs(request(prompt(6, 40)), prefill, decode)
+        first, second = phases(request(prompt(6, 40)), prefill, decode)
         await prefill.tokens(first)
         with pytest.raises(EngineHandoverError, match="begun already"):
             await prefill.tokens(first)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-from tests.support.handover_rig import Worker, legs, request, tiny_worker
+from tests.support.handover_rig import Worker, phases, request, tiny_worker
 
+from commutator.contract.request import GenerateRequest
 from commutator.errors import EngineError
-from commutator.types import GenerateRequest
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -17,7 +17,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 async def some_of(worker: Worker, asked: GenerateRequest, deltas: int) -> list[int] | None:
-    """The answer, or None when it was left after so many deltas, or failed."""
+    """The answer; None if it failed or was aborted after ``deltas`` deltas."""
     stream = worker.client.generate(asked)
     answer: list[int] = []
     try:
@@ -43,12 +43,12 @@ async def test_whatever_is_aborted_the_answers_are_right_and_nothing_is_left() -
         expected = [await alone.tokens(request(each)) for each in prompts]
 
         async def one(number: int) -> None:
-            """One hand-over of which a leg, or none, is aborted."""
+            """One hand-over of which one phase, or none, is aborted."""
             await asyncio.sleep(rng.random() * 0.3)
             which = rng.randrange(len(prompts))
             salt = rng.choice(["a", "b", f"{number}"])
             asked = request(prompts[which], cache_salt=salt)
-            first, second = legs(asked, prefill, decode, lease_s=60, timeout_s=60)
+            first, second = phases(asked, prefill, decode, lease_s=60, timeout_s=60)
             begun = [
                 asyncio.create_task(some_of(prefill, first, 1_000)),
                 asyncio.create_task(some_of(decode, second, rng.choice([1, 2, 1_000]))),
@@ -62,8 +62,8 @@ async def test_whatever_is_aborted_the_answers_are_right_and_nothing_is_left() -
             assert answer is None or answer == expected[which]
 
         await asyncio.gather(*(one(number) for number in range(40)))
-        # With legs that nobody disturbs, at last.
-        first, second = legs(request(prompts[5]), prefill, decode)
+        # At last a hand-over without a disturbance.
+        first, second = phases(request(prompts[5]), prefill, decode)
         both = await asyncio.gather(some_of(prefill, first, 1_000), some_of(decode, second, 1_000))
         assert both[1] == expected[5]
         for worker in (prefill, decode):

@@ -9,14 +9,13 @@ from functools import cache
 import pytest
 from tests.support.tiny_llama import tiny_model
 
-from commutator.kv import BlockRemoved, EventBatch, KvEvent, decode_batch, encode_batch
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.overlap import WorkerRank
-from commutator.routing.prefix_index import PrefixIndex
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator.contract.block import BlockRemoved, EventBatch, KvEvent
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.routing import WorkerRank
+from commutator.kv_events.codec import decode_batch, encode_batch
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.index import PrefixIndex
+from commutator_reference.engine import EngineOptions, ReferenceEngine
 
 BLOCK = 4
 SALTS = (None, "tenant")
@@ -29,15 +28,18 @@ class Watched:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(BLOCK)
-        limits = SchedulerLimits(4, 32)
-        options = EngineOptions(num_blocks=16, block_size=BLOCK, limits=limits)
+        options = EngineOptions(
+            num_blocks=16, block_size=BLOCK, max_running_requests=4, max_tokens_per_step=32
+        )
         self.engine = ReferenceEngine(load_tiny(), options, on_kv_events=self._take)
         self.evicted = 0
         self._asked = 0
 
     def _take(self, events: Iterable[KvEvent]) -> None:
-        """The way they have between processes."""
-        for event in decode_batch(encode_batch(EventBatch(0.0, tuple(events)))).events:
+        """Events as they are sent between processes."""
+        for event in decode_batch(
+            encode_batch(EventBatch(timestamp_s=0.0, events=tuple(events)))
+        ).events:
             self.index.apply("w", event)
             self.evicted += isinstance(event, BlockRemoved)
 
@@ -49,10 +51,13 @@ class Watched:
         return min(tokens, (len(prompt) - 1) // BLOCK * BLOCK)
 
     def found(self, prompt: list[int], salt: str | None) -> int:
-        """Tokens that it finds."""
+        """Cached tokens that the engine reports."""
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         self._asked += 1
-        self.engine.submit(self._asked, GenerateRequest("r", prompt, sampling, cache_salt=salt))
+        self.engine.submit(
+            self._asked,
+            GenerateRequest(request_id="r", token_ids=prompt, sampling=sampling, cache_salt=salt),
+        )
         cached: list[int] = []
         while self.engine.load().running + self.engine.load().waiting:
             said = [delta.cached_tokens for _, delta in self.engine.step()]

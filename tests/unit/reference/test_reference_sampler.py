@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.logits import adjust, keep_likeliest, keep_top_p
-from commutator_reference.sampler import Sampled, sample, uniform
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator_reference.sampler import (
+    Sampled,
+    adjust,
+    keep_likeliest,
+    keep_top_p,
+    sample,
+    uniform,
+)
 from commutator_reference.sequence import Sequence
 
 EOS = (2,)
@@ -24,7 +30,9 @@ def sequence(
     output: tuple[int, ...] = (),
     seed: int = 0,
 ) -> Sequence:
-    made = Sequence.start(0, GenerateRequest("r", prompt, params), arrival=0, seed=seed)
+    made = Sequence.start(
+        0, GenerateRequest(request_id="r", token_ids=prompt, sampling=params), arrival=0, seed=seed
+    )
     made.tokens += output
     return made
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.blocks import BlockPool
-from commutator_reference.scheduler import Scheduler, SchedulerLimits
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator_reference.block_pool import BlockPool
+from commutator_reference.scheduler import Scheduler, Step
 from commutator_reference.sequence import Sequence
-from commutator_reference.step import Step
 
 BLOCK_SIZE = 4
 
@@ -17,11 +16,18 @@ def make(
     num_blocks: int, *, max_running: int = 8, max_tokens: int = 64, prefix_caching: bool = True
 ) -> Scheduler:
     pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
-    return Scheduler(pool, SchedulerLimits(max_running, max_tokens), num_blocks * BLOCK_SIZE)
+    return Scheduler(
+        pool,
+        num_blocks * BLOCK_SIZE,
+        max_running_requests=max_running,
+        max_tokens_per_step=max_tokens,
+    )
 
 
 def add(scheduler: Scheduler, key: int, prompt: list[int], *, priority: int = 0) -> Sequence:
-    request = GenerateRequest(str(key), prompt, SamplingParams(), priority=priority)
+    request = GenerateRequest(
+        request_id=str(key), token_ids=prompt, sampling=SamplingParams(), priority=priority
+    )
     sequence = Sequence.start(key, request, arrival=key, seed=0)
     scheduler.add(sequence)
     return sequence
@@ -109,7 +115,9 @@ def test_generated_tokens_are_cached_too() -> None:
 def test_another_salt_shares_nothing() -> None:
     scheduler = make(16)
     for key, salt in ((1, None), (2, "a"), (3, "b")):
-        request = GenerateRequest(str(key), [5] * 9, SamplingParams(), cache_salt=salt)
+        request = GenerateRequest(
+            request_id=str(key), token_ids=[5] * 9, sampling=SamplingParams(), cache_salt=salt
+        )
         sequence = Sequence.start(key, request, arrival=key, seed=0)
         scheduler.add(sequence)
         run(scheduler)
@@ -141,7 +149,7 @@ def test_the_last_in_rank_is_preempted_and_keeps_its_tokens() -> None:
     assert list(chunk.token_ids) == tokens, "prompt and answer so far are computed again"
 
 
-def test_whoever_is_last_in_rank_waits_with_what_it_has() -> None:
+def test_the_last_in_rank_waits_with_what_it_has() -> None:
     scheduler = make(3, prefix_caching=False)
     add(scheduler, 1, [1] * 4)
     last = add(scheduler, 2, [2] * 3)
@@ -188,10 +196,4 @@ def test_a_key_in_use_is_refused() -> None:
 @pytest.mark.parametrize("max_model_len", [1, 17])
 def test_a_model_length_that_the_pool_cannot_hold_is_refused(max_model_len: int) -> None:
     with pytest.raises(ValueError, match="expected 2 to 16"):
-        Scheduler(BlockPool(4, 4), SchedulerLimits(), max_model_len)
-
-
-@pytest.mark.parametrize("limits", [(0, 1), (1, 0)])
-def test_limits_of_nothing_are_refused(limits: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        SchedulerLimits(*limits)
+        Scheduler(BlockPool(4, 4), max_model_len, max_running_requests=1, max_tokens_per_step=1)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from commutator.types import FinishReason, GenerateRequest, SamplingParams
-from commutator_reference.sequence import Sequence
-from commutator_reference.stopping import Stop, find_stop
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams
+from commutator_reference.sequence import Sequence, Stop, find_stop
 
 EOS = (2, 3)
 ALPHABET = "abcdefghij"
@@ -26,7 +25,9 @@ def decode(tokens: Many[int]) -> str:
 
 def stop_of(output: list[int], *, prompt: tuple[int, ...] = (1,), **params: Any) -> Stop | None:
     sampling = SamplingParams(**{"max_tokens": 100, **params})
-    sequence = Sequence.start(0, GenerateRequest("r", prompt, sampling), arrival=0, seed=0)
+    sequence = Sequence.start(
+        0, GenerateRequest(request_id="r", token_ids=prompt, sampling=sampling), arrival=0, seed=0
+    )
     sequence.tokens += output
     return find_stop(sequence, EOS, 50, decode)
 
@@ -90,7 +91,9 @@ def test_only_a_short_tail_is_decoded() -> None:
         return decode(tokens)
 
     sampling = SamplingParams(max_tokens=9000, stop=("zz",))
-    sequence = Sequence.start(0, GenerateRequest("r", (1,), sampling), arrival=0, seed=0)
+    sequence = Sequence.start(
+        0, GenerateRequest(request_id="r", token_ids=(1,), sampling=sampling), arrival=0, seed=0
+    )
     sequence.tokens += [10] * 5000
     assert find_stop(sequence, EOS, 9999, counting) is None
     assert sum(seen) < 50

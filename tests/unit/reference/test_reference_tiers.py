@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,14 +13,12 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator.kv import BlockRemoved, BlockStored, PrefillSpeed
-from commutator.kv.guards import Breaker
-from commutator.kv.tier_setup import TierSetup
-from commutator.testing import FaultyIo, FaultyTier, IoFaults, TierFaults
-from commutator.types import FinishReason
+from commutator.kv.block_manager.break_even import PrefillSpeed
+from commutator.kv.tiers.guards import Breaker
+from commutator.kv.tiers.setup import TierSetup
 from commutator_reference.arena import block_bytes
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator_reference.engine import EngineOptions
+from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
@@ -39,8 +36,13 @@ PROMPTS = [prompt(number) for number in range(10)]
 
 
 def options(num_blocks: int, **changes: Any) -> EngineOptions:
-    limits = SchedulerLimits(16, 128)
-    return EngineOptions(num_blocks=num_blocks, block_size=BLOCK_SIZE, limits=limits, **changes)
+    return EngineOptions(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_running_requests=16,
+        max_tokens_per_step=128,
+        **changes,
+    )
 
 
 def without_tiers(prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
@@ -61,15 +63,19 @@ def nvme(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"kind": "nvme", "path": str(folder), "capacity": "4MB", **changes}
 
 
-def spoiled(setup: TierSetup, io: IoFaults, tier: TierFaults | None = None) -> TierSetup:
+def spoiled(
+    setup: TierSetup,
+    io: IoFaults,
+    tier: TierFaults | None = None,
+    store_timeout_s: float = 0.3,
+) -> TierSetup:
     rng = random.Random(3)
     return evolve(
         setup,
         tier=FaultyTier(setup.tier, tier or TierFaults(), rng),
         wrap_io=lambda inner: FaultyIo(inner, io, rng),
         breaker=Breaker(max_failures=1000),
-        load_timeout_s=0.3,
-        store_timeout_s=0.3,
+        config=evolve(setup.config, load_timeout_s=0.3, store_timeout_s=store_timeout_s),
     )
 
 
@@ -114,7 +120,7 @@ def test_what_the_arena_forgets_is_stored_just_before(
     with TieredEngine(MODEL, tiers, options(72)) as tiered:
         assert tiered.answers(PROMPTS[:2], NEW_TOKENS, at_once=1) == expected[:2]
         tiered.until_settled()
-        assert not tiered.service.statistics().blocks, "there is room for all in the arena"
+        assert not tiered.connector.statistics().blocks, "there is room for all in the arena"
         for round_ in range(1, 20):  # what computing costs is measured: not each load is worth it
             said = tiered.answers(PROMPTS, NEW_TOKENS, first_key=100 * round_, at_once=1)
             assert said == expected
@@ -171,7 +177,7 @@ def test_tiers_that_fail_and_spoil_blocks_cost_time_but_no_answer(
         return PrefillSpeed(tokens_per_s=None, block_size=block_size)
 
     # To compute these few tokens may take less time than to load them from tiers that fail.
-    monkeypatch.setattr("commutator_reference.tiering.PrefillSpeed", unknown)
+    monkeypatch.setattr("commutator.kv.connector.PrefillSpeed", unknown)
     io = IoFaults(fail=0.2, short=0.2, slow=0.1)
     faults = TierFaults(no_slot=0.1, commit=0.1, evict=0.1, corrupt=0.2, cut=0.1)
     tiers = [
@@ -185,7 +191,7 @@ def test_tiers_that_fail_and_spoil_blocks_cost_time_but_no_answer(
             assert said == expected
             tiered.until_settled()
             counts = Counter()
-            for tier in tiered.service.statistics().tiers:
+            for tier in tiered.connector.statistics().tiers:
                 counts.update(tier.loads)
             if round_ >= 3 and counts["corrupt"] and counts["loaded"]:
                 break
@@ -193,48 +199,12 @@ def test_tiers_that_fail_and_spoil_blocks_cost_time_but_no_answer(
         assert counts["loaded"] > 0
 
 
-def test_broken_books_wait_for_blocks_under_way_and_end_requests_at_once(
-    expected: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.CRITICAL)
-    (setup,) = setups(nvme(tmp_path))
-    with TieredEngine(MODEL, [setup], options(60)) as tiered:
-        tiered.answers(PROMPTS[:1], NEW_TOKENS, at_once=1)
-        tiered.until_settled()
-    (setup,) = setups(nvme(tmp_path))
-    hanging = evolve(spoiled(setup, IoFaults(hang=1.0)), store_timeout_s=0.5)
-    with TieredEngine(MODEL, [hanging], options(60)) as tiered:
-        tiered.submit(1, PROMPTS[1], NEW_TOKENS)
-        tiered.until_ended([1])  # its blocks are being stored, which hangs
-        tiered.submit(2, PROMPTS[0], NEW_TOKENS)
-        tiered.step()  # its blocks are being loaded
-        tiered.submit(3, PROMPTS[2], NEW_TOKENS)
-        before = len(tiered.events)
-        with monkeypatch.context() as patched:
-            scheduler = tiered.engine._scheduler
-            patched.setattr(type(scheduler), "complete", lambda *_: 1 / 0)
-            tiered.step()
-        assert [tiered.said[key][-1].finish_reason for key in (2, 3)] == [FinishReason.ERROR] * 2
-        tiered.submit(4, PROMPTS[0], NEW_TOKENS)
-        tiered.submit(5, PROMPTS[1], NEW_TOKENS)
-        tiered.until_ended([4, 5])
-        assert [tiered.tokens(4), tiered.tokens(5)] == expected[:2]
-        tiered.until_settled()
-        stored = _hashes(tiered.events[:before], BlockStored)
-        removed = _hashes(tiered.events[before:], BlockRemoved)
-        assert stored
-        assert stored <= removed, "routers must not count on what the arena forgot"
-
-
 def test_what_waits_to_be_offered_is_bounded_by_the_arena(tmp_path: Path) -> None:
     (setup,) = setups(nvme(tmp_path))
-    hanging = evolve(spoiled(setup, IoFaults(hang=1.0)), store_timeout_s=1.0)
+    hanging = spoiled(setup, IoFaults(hang=1.0), store_timeout_s=1.0)
     with TieredEngine(MODEL, [hanging], options(40)) as tiered:
         tiered.answers([prompt(number) for number in range(20, 40)], 1, at_once=1)
-        tiering = tiered.engine._books.tiering
+        tiering = tiered.engine._tiering
         assert tiering is not None
         assert len(tiering._offers) <= 40
 
@@ -245,13 +215,3 @@ def test_without_a_prefix_cache_tiers_are_left_alone(expected: list[list[int]]) 
             said = tiered.answers(PROMPTS[:2], NEW_TOKENS, first_key=first, at_once=1)
             assert said == expected[:2]
         assert tiered.loaded() == {"dram": 0}
-
-
-def _hashes(events: list[Any], kind: type[BlockStored | BlockRemoved]) -> set[int | bytes]:
-    """What was said of the arena, not of tiers."""
-    return {
-        hash_
-        for event in events
-        if isinstance(event, kind) and event.medium not in {"NVME", "CPU"}
-        for hash_ in event.block_hashes
-    }

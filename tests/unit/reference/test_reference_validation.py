@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_reference.validation import validate_request
+from commutator_reference.sequence import validate_request
 
 
 def check(request: GenerateRequest, *, can_decode: bool = True) -> None:
@@ -18,7 +18,7 @@ def check(request: GenerateRequest, *, can_decode: bool = True) -> None:
 
 def request(sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     params = SamplingParams(**(sampling or {}))
-    return GenerateRequest("r", **{"token_ids": [1, 2], "sampling": params, **fields})
+    return GenerateRequest(request_id="r", **{"token_ids": [1, 2], "sampling": params, **fields})
 
 
 def test_ordinary_requests_pass() -> None:

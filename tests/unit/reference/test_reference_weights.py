@@ -16,11 +16,10 @@ from transformers import LlamaForCausalLM
 from commutator.errors import ConfigError
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
-from commutator_reference.gguf_file import GgufFile
-from commutator_reference.llama_config import Llama3RopeScaling
-from commutator_reference.loading import load_model
-from commutator_reference.model import LlamaModel
-from commutator_reference.step import Chunk
+from commutator_reference.gguf_weights import GgufFile
+from commutator_reference.model import LlamaModel, load_model
+from commutator_reference.scheduler import Chunk
+from commutator_reference.weights import Llama3RopeScaling
 
 IDS = [(i * i + 3) % 120 for i in range(80)]
 SHAPE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a request asks about the keeping of its blocks reaches the tiers."""
+"""The retention that a request asks for reaches the tiers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import IDENTITY, TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator.kv import BlockFacts
-from commutator.types import GenerateRequest, KvRetention, SamplingParams
+from commutator.contract.block import RetentionHints
+from commutator.contract.request import GenerateRequest, KvRetention, SamplingParams
 from commutator_reference.arena import block_bytes
-from commutator_reference.options import EngineOptions
+from commutator_reference.engine import EngineOptions
 from commutator_reference.sequence import Sequence
 
 MODEL = tiny_model()
@@ -25,7 +25,9 @@ PROMPT = [number % 90 + 5 for number in range(41)]
 
 def request(name: str, prompt: Many[int], *retention: KvRetention, **more: Any) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    return GenerateRequest(name, list(prompt), sampling, retention=retention, **more)
+    return GenerateRequest(
+        request_id=name, token_ids=list(prompt), sampling=sampling, retention=retention, **more
+    )
 
 
 def engine(**dram: Any) -> TieredEngine:
@@ -44,12 +46,12 @@ def serve(tiered: TieredEngine, key: int, asked: GenerateRequest) -> None:
 
 
 def notes(tiered: TieredEngine, prompt: Many[int]) -> list[str]:
-    """What is said of each block's copy in the tier."""
+    """The notes on each block's copy in the tier."""
     base = evolve(IDENTITY, block_size=BLOCK_SIZE)
     sequence = Sequence.start(0, request("?", prompt), 0, 0, base)
     count = (len(prompt) - 1) // BLOCK_SIZE
     keys = [sequence.identity(index, BLOCK_SIZE).digest for index in range(count)]
-    whys = tiered.service.why(keys)
+    whys = tiered.connector.explain(keys)
     return [" ".join(held.note.partition(", for")[0] for held in why.held) for why in whys]
 
 
@@ -62,9 +64,9 @@ def test_facts_of_a_sequence() -> None:
     asked = request("a", PROMPT[:14], *kept, cache_salt="t", generated_prefix=3)
     facts = [Sequence.start(0, asked, 0, 0).facts(index, 4) for index in range(3)]
     assert facts == [
-        BlockFacts(pinned=True, ttl_s=60.0, depth=0, tenant="t"),
-        BlockFacts(priority=2, depth=1, tenant="t"),
-        BlockFacts(is_prompt=False, depth=2, tenant="t"),
+        RetentionHints(pinned=True, ttl_s=60.0, depth=0, tenant="t"),
+        RetentionHints(priority=2, depth=1, tenant="t"),
+        RetentionHints(is_prompt=False, depth=2, tenant="t"),
     ]
     alone = request("b", PROMPT[:4], KvRetention(priority=-3))
     assert Sequence.start(0, alone, 0, 0).facts(0, 4).priority == -3
@@ -87,9 +89,11 @@ def test_what_the_engine_holds_is_offered_with_what_was_asked_last() -> None:
         serve(tiered, 1, request("a", PROMPT))
         serve(tiered, 2, request("b", PROMPT, KvRetention(priority=3, tokens=20)))
         serve(tiered, 3, request("c", PROMPT, KvRetention(priority=1)))
-        pool = tiered.engine._books.scheduler.pool
+        pool = tiered.engine.pool
         blocks = [block for block, _ in pool.oldest_cached(10)]
-        assert [pool.facts(block).priority for block in blocks[::-1]] == [3] * 5 + [1] * 5
+        assert [pool.descriptor(block).facts.priority for block in blocks[::-1]] == [3] * 5 + [
+            1
+        ] * 5
 
 
 def test_pinned_blocks_outlive_others() -> None:
@@ -98,18 +102,18 @@ def test_pinned_blocks_outlive_others() -> None:
         for key in range(10, 20):
             serve(tiered, key, request(str(key), [key + 30, *PROMPT]))
         assert notes(tiered, PROMPT) == ["pinned"] * 10
-        assert tiered.service.statistics().tiers[0].retained == 10
+        assert tiered.connector.statistics().tiers[0].retained == 10
 
 
 def test_admission_by_place_and_by_origin_sees_where_blocks_stand() -> None:
     with engine(admission={"max_blocks": 3}) as tiered:
         serve(tiered, 1, request("a", PROMPT))
-        edge = tiered.service.statistics().edge("device", "dram")
+        edge = tiered.connector.statistics().edge("device", "dram")
         assert edge.stored == 3
         assert edge.not_admitted == {"too deep in its chain": 7}
     with engine(admission={"prompt_only": True}) as tiered:
         sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
         serve(tiered, 1, evolve(request("a", PROMPT), sampling=sampling))
-        edge = tiered.service.statistics().edge("device", "dram")
+        edge = tiered.connector.statistics().edge("device", "dram")
         assert edge.stored == 10
         assert sum(edge.not_admitted.values()) == 3

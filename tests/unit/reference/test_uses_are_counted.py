@@ -1,4 +1,4 @@
-"""Tiers that ask how often a block was used are told, also where only evicted ones are offered."""
+"""Uses are reported to tiers that count them, also where only evicted blocks are offered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
 from commutator_reference.arena import block_bytes
-from commutator_reference.options import EngineOptions
+from commutator_reference.engine import EngineOptions
 
 MODEL = tiny_model()
 BLOCK_SIZE = 4
@@ -39,7 +39,7 @@ def serve(tiered: TieredEngine, first_key: int, *numbers: int) -> None:
 
 
 def kept(tiered: TieredEngine) -> int:
-    return tiered.service.statistics().tiers[0].published
+    return tiered.connector.statistics().tiers[0].published
 
 
 @pytest.mark.parametrize("write", ["on_evict", "through"])
@@ -56,7 +56,7 @@ def test_what_was_used_twice_is_kept(write: str) -> None:
 def test_a_load_is_one_use() -> None:
     with engine(write="on_evict", admission={"min_hits": 2}) as tiered:
         serve(tiered, 0, 1, 1, *range(10, 18))
-        manager = tiered.service._started.manager
+        manager = tiered.connector._started
         assert manager._uses is not None
         uses = dict(manager._uses._counts)
         serve(tiered, 100, 1)

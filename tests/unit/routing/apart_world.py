@@ -11,42 +11,51 @@ from typing import Any
 
 from attrs import define, evolve, field
 
-from commutator import (
+from commutator.config.model import Config, MigrationConfig
+from commutator.contract.disagg import (
     DisaggAnswer,
     DisaggPolicy,
     DisaggQuestion,
     DisaggregationConfig,
+    HandoverOutcome,
+    HandoverRequest,
+    HandoverStyle,
+)
+from commutator.contract.engine import (
     EngineClient,
     EngineConfig,
     EngineConnector,
     LaunchContext,
-    hookimpl,
+    ModelConfig,
 )
-from commutator.config.model import BusyConfig, Config, MigrationConfig, ModelConfig, RouterConfig
-from commutator.engine.handover import HandoverLegs, HandoverStyle
-from commutator.errors import (
-    EngineHandoverError,
-    EngineNeedsPrefillError,
-    EngineUnavailableError,
+from commutator.contract.observer import Observer
+from commutator.contract.request import (
+    FinishReason,
+    GenerateRequest,
+    RequestSummary,
+    SamplingParams,
+    TokenDelta,
 )
+from commutator.contract.routing import BusyConfig, RouterConfig
+from commutator.contract.worker import EngineInfo, EngineLoad, KvTransferInfo, Role, WorkerRecord
+from commutator.errors import EngineHandoverError, EngineNeedsPrefillError, EngineUnavailableError
+from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, load_plugins
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
-from commutator.types import (
-    EngineInfo,
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    HandoverInfo,
-    Role,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
 
 PROMPT = [7] * 40
-HANDOVER = HandoverInfo("test", "m", 16, 100)
-INFO = EngineInfo("fake", "1", "m", 128, 16, 64, continues_answers=True, handover=HANDOVER)
+HANDOVER = KvTransferInfo(protocol="test", identity="m", block_size=16, token_bytes=100)
+INFO = EngineInfo(
+    kind="fake",
+    version="1",
+    model="m",
+    max_model_len=128,
+    block_size=16,
+    kv_capacity_blocks=64,
+    continues_answers=True,
+    handover=HANDOVER,
+)
 LOST = EngineUnavailableError("connection reset")
 NOT_ARRIVED = EngineHandoverError("the KV did not arrive")
 
@@ -54,26 +63,26 @@ NOT_ARRIVED = EngineHandoverError("the KV did not arrive")
 class Concurrent(HandoverStyle):
     sequential = False
 
-    def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
-        words = {"room": legs.handover_id, "leg": "prefill"}
-        return evolve(legs.request, generated_prefix=0, handover=words)
+    def prefill_request(self, handover: HandoverRequest) -> GenerateRequest:
+        words = {"room": handover.handover_id, "leg": "prefill"}
+        return evolve(handover.request, generated_prefix=0, handover=words)
 
     def decode_request(
-        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+        self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
-        words = {"room": legs.handover_id, "leg": "decode", "timeout_s": legs.timeout_s}
-        return evolve(legs.request, handover=words)
+        words = {"room": handover.handover_id, "leg": "decode", "timeout_s": handover.timeout_s}
+        return evolve(handover.request, handover=words)
 
 
 class Sequential(Concurrent):
     sequential = True
 
     def decode_request(
-        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+        self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
         if handed is None:
             raise EngineHandoverError("the prefill worker said nothing")
-        return evolve(legs.request, handover=handed)
+        return evolve(handover.request, handover=handed)
 
 
 @define(eq=False)
@@ -113,7 +122,9 @@ class Worker(EngineClient):
             if trouble is not None:
                 raise trouble
             self.rooms[room].set()
-        yield TokenDelta((99,), finish_reason=FinishReason.LENGTH, handover={"opaque": self.name})
+        yield TokenDelta(
+            token_ids=(99,), finish_reason=FinishReason.LENGTH, handover={"opaque": self.name}
+        )
 
     async def _answer(
         self, request: GenerateRequest, words: Mapping[str, Any], trouble: Exception | None
@@ -130,8 +141,8 @@ class Worker(EngineClient):
                 await asyncio.sleep(0)
                 if trouble is not None and token == 3:
                     raise trouble
-                yield TokenDelta((token,), cached_tokens=0 if token == begun else None)
-        yield TokenDelta((end - 1,), finish_reason=FinishReason.LENGTH)
+                yield TokenDelta(token_ids=(token,), cached_tokens=0 if token == begun else None)
+        yield TokenDelta(token_ids=(end - 1,), finish_reason=FinishReason.LENGTH)
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
@@ -152,11 +163,11 @@ class Worker(EngineClient):
 
 
 class Scripted(DisaggPolicy):
-    """Separates unless it is told otherwise."""
+    """Separates prefill and decode unless a test says otherwise."""
 
     def __init__(self) -> None:
         self.questions: list[DisaggQuestion] = []
-        self.answer: Any = DisaggAnswer(True, "told to", {"worth": 1.0})
+        self.answer: Any = DisaggAnswer(separate=True, reason="told to", terms={"worth": 1.0})
 
     def decide(self, question: DisaggQuestion) -> DisaggAnswer:
         self.questions.append(question)
@@ -166,8 +177,8 @@ class Scripted(DisaggPolicy):
         return answer
 
 
-class World:
-    """Also the observer of hand-overs. ``e`` engines have ``style``, ``other`` ones none."""
+class World(Observer):
+    """Observes the hooks. ``e`` engines have ``style``, ``other`` ones none."""
 
     def __init__(
         self,
@@ -181,6 +192,7 @@ class World:
         self.rooms: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.policy = Scripted()
         self.told: list[tuple[Any, ...]] = []
+        self.handovers: list[HandoverOutcome] = []
         world = self
 
         class Connector(EngineConnector[EngineConfig]):
@@ -215,35 +227,40 @@ class World:
             migration=MigrationConfig(wait_s=0.0),
         )
         self.dispatcher = Dispatcher(config, host, random.Random(1))
-        self.dispatcher.watch_handovers(self)
+        host.add_observer("world", self)
 
-    def decided(self, model: str, separate: bool, reason: str) -> None:
-        self.told.append(("decided", separate, reason))
+    def request_queued(self, request: RequestSummary, queue: str, waited_s: float) -> None:
+        self.told.append(("queued", queue, waited_s > 0))
 
-    def prefill_queued(self, model: str, seconds: float) -> None:
-        self.told.append(("queued", seconds > 0))
+    def disagg_decided(self, request: RequestSummary, answer: DisaggAnswer) -> None:
+        self.told.append(("decided", answer.separate, answer.reason))
 
-    def leg_ended(self, model: str, leg: str, outcome: str) -> None:
-        self.told.append((leg, outcome))
+    def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
+        self.handovers.append(handover)
 
-    def handed_over(self, model: str, seconds: float, size_bytes: int) -> None:
-        self.told.append(("handed over", size_bytes))
-
-    def cancelled(self, model: str, seconds: float) -> None:
-        self.told.append(("cancelled", seconds >= 0))
-
-    def legs(self) -> list[tuple[Any, ...]]:
-        return [told for told in self.told if told[0] in {"prefill", "decode"}]
+    def sides(self) -> list[tuple[str, str | None]]:
+        """How prefill and decode ended, for each try."""
+        return [(outcome.prefill, outcome.decode) for outcome in self.handovers]
 
     async def up(self, name: str, engine: str = "e", **changes: Any) -> Worker:
         worker = self.workers[name] = Worker(name, self.rooms, **changes)
         role = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}[name[0]]
-        record = WorkerRecord(name, engine, "fake", "m", name, worker.info, role=role)
-        await self.dispatcher.worker_up(record)
+        record = WorkerRecord(
+            worker_id=name,
+            engine=engine,
+            kind="fake",
+            model="m",
+            address=name,
+            info=worker.info,
+            role=role,
+        )
+        await self.dispatcher.membership.worker_up(record)
         return worker
 
     async def begin(self, max_tokens: int = 5, **dispatch: Any) -> Dispatch:
-        request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=max_tokens))
+        request = GenerateRequest(
+            request_id="r", token_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens)
+        )
         return await self.dispatcher.dispatch("m", request, **dispatch)
 
     async def run(self, max_tokens: int = 5) -> tuple[list[int], dict[str, Any]]:

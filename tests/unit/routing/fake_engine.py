@@ -14,12 +14,13 @@ from typing import Self
 import zmq
 import zmq.asyncio
 
-from commutator.kv.events import BlockStored, EventBatch, KvEvent, encode_batch
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.event_source import SourceTimes
-from commutator.routing.event_subscriber import EventSubscriber
-from commutator.routing.overlap import Overlap, WorkerRank
-from commutator.types import EngineInfo, EventSource
+from commutator.contract.block import BlockStored, EventBatch, KvEvent
+from commutator.contract.routing import Overlap, WorkerRank
+from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
+from commutator.kv_events.codec import encode_batch
+from commutator.kv_events.subscriber import SourceTimes
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.indexer import KvIndexer
 
 SIZE = 4
 TOKENS = tuple(range(100, 100 + 8 * SIZE))
@@ -30,9 +31,9 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class FakeEngine:
-    """Publishes what it is told; use as an async context manager.
+    """Publishes the events of a test; use as an async context manager.
 
-    ``keep``: how many messages it replays. ``answers``: None lets replay requests go unanswered.
+    ``keep``: how many messages it replays. ``answers``: False leaves replay requests unanswered.
     """
 
     def __init__(self, source: EventSource | None = None, *, keep: int = 1000) -> None:
@@ -41,7 +42,7 @@ class FakeEngine:
         self.log: list[bytes] = []
         self.requests: list[int] = []
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
         self._router = self._context.socket(zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 200)
@@ -49,7 +50,7 @@ class FakeEngine:
             ports = [socket.bind_to_random_port("tcp://127.0.0.1")
                      for socket in (self._pub, self._router)]  # fmt: skip
             events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
-            source = EventSource(events, replay)
+            source = EventSource(endpoint=events, replay_endpoint=replay)
         else:
             assert source.replay_endpoint is not None
             self._pub.bind(source.endpoint)
@@ -68,8 +69,17 @@ class FakeEngine:
         self._router.close()
         self._context.term()
 
+    async def subscribed(self) -> None:
+        """Wait for a subscription: what is published earlier is lost."""
+        await self._pub.recv()
+
     async def publish(self, *events: KvEvent, lost: bool = False, rank: int = 0) -> None:
-        await self.send(encode_batch(EventBatch(float(id(self)), events, rank)), lost=lost)
+        await self.send(
+            encode_batch(
+                EventBatch(timestamp_s=float(id(self)), events=events, data_parallel_rank=rank)
+            ),
+            lost=lost,
+        )
 
     async def send(self, body: bytes, *, lost: bool = False) -> None:
         """``lost``: only a replay brings it."""
@@ -94,16 +104,31 @@ class FakeEngine:
             await self._router.send_multipart([identity, empty, b"", _END, b""])
 
 
+def record(worker_id: str, info: EngineInfo) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=worker_id, engine="e", kind="fake", model="m", address="127.0.0.1:1", info=info
+    )
+
+
 def info(source: EventSource | None, *, block_size: int = 4, ranks: int = 1) -> EngineInfo:
-    return EngineInfo("fake", "1", "m", 1000, block_size, 100, ranks, kv_events=source)
+    return EngineInfo(
+        kind="fake",
+        version="1",
+        model="m",
+        max_model_len=1000,
+        block_size=block_size,
+        kv_capacity_blocks=100,
+        data_parallel_size=ranks,
+        kv_events=source,
+    )
 
 
 def stored(first: int, end: int, *, medium: str = "GPU", block_size: int = SIZE) -> BlockStored:
     return BlockStored(
-        tuple(range(1000 + first, 1000 + end)),
-        999 + first if first else None,
-        TOKENS[first * block_size : end * block_size],
-        block_size,
+        block_hashes=tuple(range(1000 + first, 1000 + end)),
+        parent_block_hash=999 + first if first else None,
+        token_ids=TOKENS[first * block_size : end * block_size],
+        block_size=block_size,
         medium=medium,
     )
 
@@ -115,11 +140,11 @@ def device(blocks: int) -> dict[WorkerRank, Overlap]:
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it never came to pass"
+        assert time.monotonic() < deadline_s, f"still not true after {timeout_s} s"
         await asyncio.sleep(0.005)
 
 
-async def known(subscriber: EventSubscriber, blocks: int) -> None:
-    """Wait until worker w0 is known to hold so many blocks of the prompt, and nobody else any."""
+async def known(subscriber: KvIndexer, blocks: int) -> None:
+    """Wait until worker w0, and no other, is known to hold the prompt's first ``blocks``."""
     expected = device(blocks) if blocks else {}
     await until(lambda: subscriber.index.match(HASHES) == expected)

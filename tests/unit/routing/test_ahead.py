@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from tests.unit.routing.test_dispatcher import FakeClient, Setup, request
 
-from commutator.config.model import BusyConfig
-from commutator.errors import EngineError, OverloadedError
-from commutator.kv.events import BlockStored
-from commutator.routing.admission import Admission
-from commutator.routing.ahead import is_worth_asking
+from commutator.contract.block import BlockStored
+from commutator.contract.routing import BusyConfig
+from commutator.contract.worker import KvPrompt
+from commutator.errors import EngineWithoutTiersError, OverloadedError
 from commutator.routing.dispatch import Dispatch
-from commutator.routing.overlap import Overlap
+from commutator.routing.queue import RouterQueue
 
 TOKENS = tuple(request("any").token_ids)
 BLOCK_SIZE = 16
@@ -26,15 +23,13 @@ class Worker(FakeClient):
 
     def __init__(self, address: str, *, keeps_tiers: bool = True) -> None:
         super().__init__(address)
-        self.asked: list[tuple[str, Mapping[str, Any]]] = []
+        self.asked: list[KvPrompt] = []
         self.keeps_tiers = keeps_tiers
 
-    async def kv_admin(
-        self, what: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 5.0
-    ) -> Any:
-        self.asked.append((what, arguments or {}))
+    async def kv_prefetch(self, prompt: KvPrompt, *, timeout_s: float = 5.0) -> None:
+        self.asked.append(prompt)
         if not self.keeps_tiers:
-            raise EngineError("this engine keeps no blocks in tiers")
+            raise EngineWithoutTiersError
 
 
 class Fleet:
@@ -51,9 +46,15 @@ class Fleet:
         await self.setup.up(*self.workers)
 
     def stored(self, worker_id: str, medium: str) -> None:
-        cache = self.setup.dispatcher.cache_views().get("m/0")
+        cache = self.setup.dispatcher.indexers().get("m/0")
         assert cache is not None
-        event = BlockStored((7,), None, TOKENS[:BLOCK_SIZE], BLOCK_SIZE, medium=medium)
+        event = BlockStored(
+            block_hashes=(7,),
+            parent_block_hash=None,
+            token_ids=TOKENS[:BLOCK_SIZE],
+            block_size=BLOCK_SIZE,
+            medium=medium,
+        )
         cache.index.apply(worker_id, event)
 
     async def begun(self, name: str) -> Dispatch:
@@ -76,37 +77,23 @@ class Fleet:
         await dispatch.aclose()
 
 
-@pytest.mark.parametrize(
-    ("overlap", "worth"),
-    [
-        (Overlap(), False),
-        (Overlap(device=3), False),
-        (Overlap(device=3, host=1), True),
-        (Overlap(disk=1), True),
-        (Overlap(external=2), True),
-    ],
-)
-def test_only_what_lies_in_tiers_can_be_brought_up(overlap: Overlap, worth: bool) -> None:
-    assert is_worth_asking(overlap) == worth
-
-
+@pytest.mark.parametrize("medium", ["CPU", "DISK", "EXTERNAL"])
 async def test_the_worker_that_has_the_blocks_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, medium: str
 ) -> None:
     first, second = Worker("w-0"), Worker("w-1")
     fleet = Fleet(monkeypatch, first, second)
     await fleet.up()
     running = [await fleet.begun("a"), await fleet.begun("b")]
     assert not first.asked
-    assert not second.asked, "who does not wait, needs nobody to look ahead"
-    cache = fleet.setup.dispatcher.cache_views().get("m/0")
+    assert not second.asked, "a request that does not wait needs no prefetch"
+    cache = fleet.setup.dispatcher.indexers().get("m/0")
     assert cache is not None
     for name in fleet.workers:
         cache.index.reset_worker(name)  # what was guessed
-    fleet.stored("w-1", "DISK")
+    fleet.stored("w-1", medium)
     waiting = await fleet.waits("c")
-    prompt = {"token_ids": list(TOKENS), "cache_salt": None, "lora_name": None}
-    assert second.asked == [("prefetch", prompt)]
+    assert second.asked == [KvPrompt(token_ids=list(TOKENS))]
     assert not first.asked
     for dispatch in running:
         await fleet.served(dispatch)
@@ -116,14 +103,14 @@ async def test_the_worker_that_has_the_blocks_is_asked_once(
 
 
 @pytest.mark.parametrize("medium", ["GPU", None])
-async def test_nobody_is_asked_for_what_lies_on_the_device_or_nowhere(
+async def test_no_worker_is_asked_for_blocks_that_are_on_the_device_or_nowhere(
     monkeypatch: pytest.MonkeyPatch, medium: str | None
 ) -> None:
     worker = Worker("w-0")
     fleet = Fleet(monkeypatch, worker)
     await fleet.up()
     running = await fleet.begun("a")
-    cache = fleet.setup.dispatcher.cache_views().get("m/0")
+    cache = fleet.setup.dispatcher.indexers().get("m/0")
     assert cache is not None
     cache.index.reset_worker("w-0")
     if medium is not None:
@@ -141,7 +128,7 @@ async def test_a_worker_that_cannot_is_no_harm(monkeypatch: pytest.MonkeyPatch) 
     await fleet.up()
     fleet.stored("w-0", "CPU")
     running = await fleet.begun("a")
-    cache = fleet.setup.dispatcher.cache_views().get("m/0")
+    cache = fleet.setup.dispatcher.indexers().get("m/0")
     assert cache is not None
     cache.index.reset_worker("w-0")
     fleet.stored("w-0", "CPU")
@@ -164,13 +151,13 @@ async def test_only_those_whose_turn_comes_soon_are_looked_ahead_for() -> None:
         return OverloadedError(words, retry_after_s, reason)
 
     config = BusyConfig(max_active_requests=1, max_queued_requests=100, max_queue_s=1000)
-    admission: Admission[str] = Admission(config, free.append, refused)
+    admission: RouterQueue[str] = RouterQueue(config, free.append, refused)
     now_s = asyncio.get_running_loop().time()
 
     async def admitted(number: int) -> None:
         place = admission.place(0)
         await admission.admit(
-            place, now_s, attempt, again=False, when_near=lambda: near.append(number)
+            place, now_s, attempt, again=False, on_near=lambda: near.append(number)
         )
 
     tasks = [asyncio.create_task(admitted(number)) for number in range(40)]

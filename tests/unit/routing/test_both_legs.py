@@ -16,7 +16,7 @@ from tests.unit.routing.apart_world import (
     World,
 )
 
-from commutator import DisaggAnswer
+from commutator.contract.disagg import DisaggAnswer
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -55,11 +55,15 @@ async def test_prefill_there_and_decode_here(style: Any) -> None:
     assert explained["prefill_worker_id"] == "p-0"
     assert explained["terms"] == {"worth": 1.0}
     assert world.told[0] == ("decided", True, "told to")
-    assert sorted(world.legs()) == [("decode", "done"), ("prefill", "done")]
-    assert ("handed over", 40 * 100) in world.told
+    (handover,) = world.handovers
+    assert (handover.prefill, handover.decode) == ("done", "done")
+    assert (handover.prefill_worker, handover.decode_worker) == ("p-0", "d-0")
+    assert handover.size_bytes == 40 * 100
+    assert handover.handover_s is not None
+    assert handover.cancel_s is None
 
 
-async def test_the_decode_worker_is_told_how_long_to_wait() -> None:
+async def test_the_decode_worker_knows_how_long_to_wait() -> None:
     world = World(timeout_s=7.0)
     await world.up("p-0")
     decode = await world.up("d-0")
@@ -71,7 +75,7 @@ async def test_the_decode_worker_is_told_how_long_to_wait() -> None:
 async def test_a_policy_that_says_no_leaves_everything_as_it_is() -> None:
     world = World()
     prefill, decode = await world.up("p-0"), await world.up("d-0")
-    world.policy.answer = DisaggAnswer(False, "short prompt")
+    world.policy.answer = DisaggAnswer(separate=False, reason="short prompt")
     assert await world.run() == (
         ANSWER,
         {"separate": False, "reason": "short prompt", "terms": {}},
@@ -92,7 +96,7 @@ async def test_a_policy_that_fails_costs_no_request(answer: Any) -> None:
     assert ("decided", False, "policy failed") in world.told
 
 
-async def test_without_prefill_workers_nobody_is_asked() -> None:
+async def test_without_prefill_workers_the_policy_is_not_asked() -> None:
     world = World()
     await world.up("d-0")
     await world.up("b-0")
@@ -121,7 +125,7 @@ async def test_a_worker_that_computes_no_prompts_needs_a_prefill_worker() -> Non
     assert world.dispatcher.ready()
 
 
-async def test_what_the_policy_is_told() -> None:
+async def test_what_the_policy_sees() -> None:
     world = World()
     await world.up("p-0")
     await world.up("p-1")
@@ -143,7 +147,7 @@ async def test_what_the_policy_is_told() -> None:
     speeds = world.policy.questions[3].speeds
     assert speeds.prefill_tokens_per_s is not None
     assert speeds.local_prefill_tokens_per_s is None
-    world.policy.answer = DisaggAnswer(False, "no")
+    world.policy.answer = DisaggAnswer(separate=False, reason="no")
     await world.run()
     await world.run()
     assert world.policy.questions[5].speeds.local_prefill_tokens_per_s is not None
@@ -161,8 +165,10 @@ async def test_a_failed_prefill_is_done_locally(style: Any) -> None:
     assert decode.asked[-1].handover is None
     assert decode.aborted == (1 if style is None else 0)
     assert len(prefill.asked) == 1
-    assert ("prefill", "failed") in world.legs()
-    assert ("cancelled", True) in world.told
+    (handover,) = world.handovers
+    assert (handover.prefill, handover.decode) == ("failed", "cancelled" if style is None else None)
+    assert handover.decode_worker == ("d-0" if style is None else None)
+    assert handover.cancel_s is not None
     states = {status.worker_id: status.state for status in world.dispatcher.status()}
     assert states["d-0"] == "ready"
     await world.dispatcher.close()
@@ -178,7 +184,7 @@ async def test_kv_that_does_not_arrive_is_computed_locally(style: Any) -> None:
     assert explained["failed"][0]["reason"] == "the KV did not arrive"
     assert [request.handover is None for request in decode.asked] == [False, True]
     assert prefill.open == 0
-    assert ("decode", "failed") in world.legs()
+    assert [outcome.decode for outcome in world.handovers] == ["failed"]
 
 
 async def test_the_decode_leg_is_stopped_before_anything_else_is_tried() -> None:
@@ -189,7 +195,7 @@ async def test_the_decode_leg_is_stopped_before_anything_else_is_tried() -> None
     got, _ = await world.run()
     assert got == ANSWER
     assert decode.aborted == 1
-    assert world.legs() == [("prefill", "failed"), ("decode", "cancelled")]
+    assert world.sides() == [("failed", "cancelled")]
     await world.dispatcher.close()
 
 
@@ -200,18 +206,19 @@ async def test_the_prefill_leg_is_stopped_when_the_decode_leg_fails() -> None:
     got, _ = await world.run()
     assert got == ANSWER
     assert prefill.aborted == 1
-    assert world.legs() == [("decode", "failed"), ("prefill", "cancelled")]
+    assert world.sides() == [("cancelled", "failed")]
 
 
-async def test_a_lost_decode_worker_stops_the_prefill_leg_and_it_is_told() -> None:
+async def test_a_lost_decode_worker_stops_the_prefill_leg_and_is_reported() -> None:
     world = World()
     prefill = await world.up("p-0", holds=asyncio.Event())
     await world.up("d-0", troubles=[LOST])
     with pytest.raises(EngineUnavailableError):
         await world.run()
     assert prefill.aborted == 1
-    assert world.legs() == [("decode", "failed"), ("prefill", "cancelled")]
-    assert ("cancelled", True) in world.told
+    (handover,) = world.handovers
+    assert (handover.prefill, handover.decode) == ("cancelled", "failed")
+    assert handover.cancel_s is not None
     await world.dispatcher.close()
 
 
@@ -306,11 +313,11 @@ async def test_the_rest_of_an_answer_is_prefilled_as_a_prompt() -> None:
     world = World()
     prefill = await world.up("p-0")
     await world.up("d-0", troubles=[EngineUnavailableError("later")])
-    world.policy.answer = DisaggAnswer(False, "no")
+    world.policy.answer = DisaggAnswer(separate=False, reason="no")
     begun = await world.begin(max_tokens=6)
     got = [await anext(begun) for _ in range(3)]
     await world.up("d-1")
-    world.policy.answer = DisaggAnswer(True, "yes")
+    world.policy.answer = DisaggAnswer(separate=True, reason="yes")
     got += [delta async for delta in begun]
     assert [token for delta in got for token in delta.token_ids] == [*ANSWER, 5]
     assert prefill.asked[0].generated_prefix == 0
@@ -354,8 +361,8 @@ async def test_workers_that_do_not_fit_are_refused_with_the_reason() -> None:
     sizes = "block_size is 64 at the prefill worker and 16 at the decode worker"
     assert [str(pair) for pair in world.dispatcher.refused_handovers()] == [
         f"p-0 cannot prefill for d-0: {sizes}",
-        "p-1 cannot prefill for d-0: p-1 takes no part in hand-overs",
-        "p-2 cannot prefill for d-0: p-2 takes no part in hand-overs",
+        "p-1 cannot prefill for d-0: p-1 supports no hand-over",
+        "p-2 cannot prefill for d-0: p-2 supports no hand-over",
     ]
     assert await world.run() == (ANSWER, {})
     assert not prefill.asked
@@ -365,16 +372,17 @@ async def test_workers_that_do_not_fit_are_refused_with_the_reason() -> None:
 async def test_a_prefill_that_is_not_wanted_leaves_the_decode_leg_alone() -> None:
     """A decode worker that has everything in its cache lets go before the prefill begins."""
     world = World(on_failure="fail")
-    await world.up("p-0", troubles=[EngineHandoverError("given up already")])
+    prefill = await world.up("p-0", troubles=[EngineHandoverError("given up already")])
     decode = await world.up("d-0")
     answering = asyncio.create_task(world.run())
-    while not world.legs():
+    while not (prefill.asked and prefill.open == 0 and decode.asked):
         await asyncio.sleep(0)
-    assert world.legs() == [("prefill", "failed")]
+    assert world.handovers == [], "the decode side has not ended"
     world.rooms[(decode.asked[0].handover or {})["room"]].set()
     got, explained = await answering
     assert got == ANSWER
     assert explained["outcome"].startswith("not needed")
     assert explained["failed"] == []
-    assert ("decode", "done") in world.legs()
-    assert not any(told[0] in {"handed over", "cancelled"} for told in world.told)
+    (handover,) = world.handovers
+    assert (handover.prefill, handover.decode) == ("failed", "done")
+    assert (handover.handover_s, handover.cancel_s) == (None, None)

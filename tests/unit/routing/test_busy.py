@@ -1,12 +1,11 @@
-"""When a worker counts as busy, and how that is told."""
+"""When a worker counts as busy, and how that is reported."""
 
 from __future__ import annotations
 
 import pytest
 
-from commutator.config.model import BusyConfig
-from commutator.routing.busy import describe_busy, threshold_hit
-from commutator.routing.contract import WorkerLoad
+from commutator.contract.routing import BusyConfig, WorkerLoad
+from commutator.routing.router import describe_busy, threshold_hit
 
 ALL = BusyConfig(
     max_active_requests=4,
@@ -15,26 +14,41 @@ ALL = BusyConfig(
 )
 
 
+def load(requests: int, prefill_tokens: int, decode_blocks: int) -> WorkerLoad:
+    return WorkerLoad(
+        active_requests=requests,
+        active_prefill_tokens=prefill_tokens,
+        active_decode_blocks=decode_blocks,
+    )
+
+
 @pytest.mark.parametrize(
-    ("config", "load", "hit"),
+    ("config", "worker_load", "hit"),
     [
-        (ALL, WorkerLoad(3, 1000, 50), None),
-        (ALL, WorkerLoad(4, 0, 0), "max_active_requests"),
-        (ALL, WorkerLoad(1, 1001, 0), "active_prefill_tokens_threshold"),
-        (ALL, WorkerLoad(1, 0, 51), "active_decode_blocks_threshold"),
-        (BusyConfig(), WorkerLoad(10**6, 10**6, 10**6), None),
-        (BusyConfig(active_prefill_tokens_threshold=0), WorkerLoad(9, 0, 9), None),
-        (BusyConfig(active_prefill_tokens_threshold=0), WorkerLoad(1, 1, 1),
+        (ALL, load(3, 1000, 50), None),
+        (ALL, load(4, 0, 0), "max_active_requests"),
+        (ALL, load(1, 1001, 0), "active_prefill_tokens_threshold"),
+        (ALL, load(1, 0, 51), "active_decode_blocks_threshold"),
+        (BusyConfig(), load(10**6, 10**6, 10**6), None),
+        (BusyConfig(active_prefill_tokens_threshold=0), load(9, 0, 9), None),
+        (BusyConfig(active_prefill_tokens_threshold=0), load(1, 1, 1),
          "active_prefill_tokens_threshold"),
     ],
 )  # fmt: skip
-def test_thresholds(config: BusyConfig, load: WorkerLoad, hit: str | None) -> None:
-    assert threshold_hit(config, load, kv_capacity_blocks=100) == hit
+def test_thresholds(config: BusyConfig, worker_load: WorkerLoad, hit: str | None) -> None:
+    assert threshold_hit(config, worker_load, kv_capacity_blocks=100) == hit
 
 
-def test_an_unknown_capacity_makes_nobody_busy() -> None:
+def test_a_worker_of_unknown_capacity_is_never_busy() -> None:
     config = BusyConfig(active_decode_blocks_threshold=0.5)
-    assert threshold_hit(config, WorkerLoad(1, 1, 10**6), kv_capacity_blocks=0) is None
+    assert (
+        threshold_hit(
+            config,
+            load(1, 1, 10**6),
+            kv_capacity_blocks=0,
+        )
+        is None
+    )
 
 
 def test_an_idle_worker_is_never_busy() -> None:

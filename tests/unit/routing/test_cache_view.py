@@ -8,38 +8,52 @@ import logging
 import pytest
 from attrs import evolve
 
-from commutator.config.model import RouterConfig
-from commutator.kv import BlockStored, EventPublisher
-from commutator.routing.cache_view import CacheView
-from commutator.routing.event_health import Cause
-from commutator.routing.overlap import Overlap, WorkerRank
-from commutator.types import (
-    EngineInfo,
-    EventSource,
-    GenerateRequest,
-    SamplingParams,
-    WorkerRecord,
-)
+from commutator.contract.block import BlockStored
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
+from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
+from commutator.kv_events.publisher import EventPublisher
+from commutator.routing.prefix_index.health import Cause
+from commutator.routing.prefix_index.indexer import KvIndexer
 
 PROMPT = list(range(100, 150))
 
 
 def worker(name: str, events: EventSource | None = None) -> WorkerRecord:
-    info = EngineInfo("test", "1", "m", 4096, 16, 64, kv_events=events)
-    return WorkerRecord(name, "e", "test", "m", "127.0.0.1:1", info)
+    info = EngineInfo(
+        kind="test",
+        version="1",
+        model="m",
+        max_model_len=4096,
+        block_size=16,
+        kv_capacity_blocks=64,
+        kv_events=events,
+    )
+    return WorkerRecord(
+        worker_id=name, engine="e", kind="test", model="m", address="127.0.0.1:1", info=info
+    )
 
 
 def request() -> GenerateRequest:
-    return GenerateRequest("r", PROMPT, SamplingParams())
+    return GenerateRequest(request_id="r", token_ids=PROMPT, sampling=SamplingParams())
 
 
 async def test_events_tell_exactly() -> None:
     publisher = EventPublisher()
-    view = CacheView(RouterConfig(kind="kv"))
+    view = KvIndexer(RouterConfig(kind="kv"))
     await view.add(worker("w-0", publisher.source))
     hashes = view.hashes(request())
     assert len(hashes) == 3
-    publisher.publish([BlockStored((1, 2), None, tuple(PROMPT[:32]), 16)])
+    publisher.publish(
+        [
+            BlockStored(
+                block_hashes=(1, 2),
+                parent_block_hash=None,
+                token_ids=tuple(PROMPT[:32]),
+                block_size=16,
+            )
+        ]
+    )
     async with asyncio.timeout(5):
         while not view.match(hashes):
             await asyncio.sleep(0.01)
@@ -52,7 +66,7 @@ async def test_events_tell_exactly() -> None:
 
 async def test_without_events_what_was_routed_is_assumed_for_a_while() -> None:
     now_s = 0.0
-    view = CacheView(RouterConfig(kind="kv", router_ttl_s=10.0), clock=lambda: now_s)
+    view = KvIndexer(RouterConfig(kind="kv", router_ttl_s=10.0), clock=lambda: now_s)
     await view.add(worker("w-0"))
     hashes = view.hashes(request())
     view.routed(worker("w-0"), 0, hashes)
@@ -64,7 +78,7 @@ async def test_without_events_what_was_routed_is_assumed_for_a_while() -> None:
 
 async def test_each_rank_is_guessed_to_hold_what_it_was_sent() -> None:
     """Its memory is its own part of the worker's."""
-    view = CacheView(RouterConfig(kind="kv"))
+    view = KvIndexer(RouterConfig(kind="kv"))
     record = worker("w-0")
     record = evolve(record, info=evolve(record.info, data_parallel_size=2, kv_capacity_blocks=4))
     await view.add(record)
@@ -79,7 +93,7 @@ async def test_each_rank_is_guessed_to_hold_what_it_was_sent() -> None:
 
 
 async def test_guesses_are_kept_where_the_capacity_is_not_known() -> None:
-    view = CacheView(RouterConfig(kind="kv"))
+    view = KvIndexer(RouterConfig(kind="kv"))
     record = worker("w-0")
     record = evolve(record, info=evolve(record.info, kv_capacity_blocks=0))
     await view.add(record)
@@ -89,8 +103,8 @@ async def test_guesses_are_kept_where_the_capacity_is_not_known() -> None:
 
 
 async def test_a_worker_whose_events_cannot_be_read_is_guessed() -> None:
-    view = CacheView(RouterConfig(kind="kv"))
-    record = worker("w-0", EventSource("no address"))
+    view = KvIndexer(RouterConfig(kind="kv"))
+    record = worker("w-0", EventSource(endpoint="no address"))
     await view.add(record)
     assert view.exact == frozenset()
     assert [warning.worker_id for warning in view.warnings()] == ["w-0"]
@@ -101,7 +115,7 @@ async def test_a_worker_whose_events_cannot_be_read_is_guessed() -> None:
 
 async def test_events_can_be_ignored() -> None:
     publisher = EventPublisher()
-    view = CacheView(RouterConfig(kind="kv", use_kv_events=False))
+    view = KvIndexer(RouterConfig(kind="kv", use_kv_events=False))
     record = worker("w-0", publisher.source)
     await view.add(record)
     hashes = view.hashes(request())
@@ -112,7 +126,7 @@ async def test_events_can_be_ignored() -> None:
 
 
 async def test_a_worker_that_should_publish_events_and_does_not_is_named() -> None:
-    view = CacheView(RouterConfig(kind="kv"))
+    view = KvIndexer(RouterConfig(kind="kv"))
     await view.add(worker("w-0"))
     [warning] = view.warnings()
     assert (warning.worker_id, warning.cause) == ("w-0", Cause.NO_SOURCE)
@@ -125,12 +139,12 @@ async def test_a_worker_that_should_publish_events_and_does_not_is_named() -> No
     await view.close()
 
 
-async def test_guessing_by_configuration_is_told_and_no_problem(
+async def test_guessing_by_configuration_is_shown_and_no_problem(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "commutator.routing")
     publisher = EventPublisher()
-    view = CacheView(RouterConfig(kind="kv", use_kv_events=False))
+    view = KvIndexer(RouterConfig(kind="kv", use_kv_events=False))
     await view.add(worker("w-0"))
     await view.add(worker("w-1", publisher.source))
     assert view.warnings() == []
@@ -146,7 +160,7 @@ async def test_guessing_by_configuration_is_told_and_no_problem(
 async def test_blocks_that_hold_less_than_is_guessed_are_named(
     block_size: int, named: bool, use_kv_events: bool
 ) -> None:
-    view = CacheView(RouterConfig(kind="kv", use_kv_events=use_kv_events))
+    view = KvIndexer(RouterConfig(kind="kv", use_kv_events=use_kv_events))
     record = worker("w-0")
     await view.add(evolve(record, info=evolve(record.info, block_size=block_size)))
     found = {warning.cause: warning.message for warning in view.warnings()}
@@ -158,7 +172,7 @@ async def test_blocks_that_hold_less_than_is_guessed_are_named(
 
 
 async def test_a_salted_prompt_matches_what_its_own_salt_routed() -> None:
-    view = CacheView(RouterConfig(kind="kv"))
+    view = KvIndexer(RouterConfig(kind="kv"))
     await view.add(worker("w-0"))
     salted = evolve(request(), cache_salt="tenant-1")
     view.routed(worker("w-0"), 0, view.hashes(salted))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from commutator import DisaggQuestion, MeasuredSpeeds, WorkerLoad
+from commutator.contract.disagg import DisaggQuestion, MeasuredSpeeds
+from commutator.contract.routing import WorkerLoad
 from commutator_disagg import Always, Conditional, ConditionalConfig, Cost, CostConfig, FixedConfig
 
 QUESTION = DisaggQuestion(
@@ -81,17 +82,38 @@ def test_between_idle_workers_the_hand_over_is_not_worth_it() -> None:
 
 
 def test_prompts_before_it_and_answers_beside_it_speak_for_elsewhere() -> None:
-    behind = evolve(QUESTION, decode_load=WorkerLoad(1, 4000, 250))
+    behind = evolve(
+        QUESTION,
+        decode_load=WorkerLoad(
+            active_requests=1, active_prefill_tokens=4000, active_decode_blocks=250
+        ),
+    )
     assert by_cost(delay_weight=0.0).decide(behind).separate
-    beside = evolve(QUESTION, decode_load=WorkerLoad(8, 0, 800))
+    beside = evolve(
+        QUESTION,
+        decode_load=WorkerLoad(
+            active_requests=8, active_prefill_tokens=0, active_decode_blocks=800
+        ),
+    )
     assert not by_cost(delay_weight=0.0).decide(beside).separate
     assert by_cost(delay_weight=0.1).decide(beside).separate
     assert not by_cost(delay_weight=0.1, min_gain_s=1.0).decide(beside).separate
 
 
 def test_the_idlest_prefill_worker_and_the_queue_count() -> None:
-    policy, beside = by_cost(), evolve(QUESTION, decode_load=WorkerLoad(8, 0, 800))
-    busy = {"p-0": WorkerLoad(1, 8000, 500), "p-1": WorkerLoad(1, 6000, 400)}
+    policy, beside = (
+        by_cost(),
+        evolve(
+            QUESTION,
+            decode_load=WorkerLoad(
+                active_requests=8, active_prefill_tokens=0, active_decode_blocks=800
+            ),
+        ),
+    )
+    busy = {
+        "p-0": WorkerLoad(active_requests=1, active_prefill_tokens=8000, active_decode_blocks=500),
+        "p-1": WorkerLoad(active_requests=1, active_prefill_tokens=6000, active_decode_blocks=400),
+    }
     assert policy.separate_s(evolve(beside, prefill_loads=busy)) == pytest.approx(
         policy.separate_s(beside) + 6000 / 8000
     )
@@ -100,7 +122,12 @@ def test_the_idlest_prefill_worker_and_the_queue_count() -> None:
 
 
 def test_what_was_measured_replaces_what_was_assumed() -> None:
-    measured = MeasuredSpeeds(1000.0, 500.0, 1e6, 0.25)
+    measured = MeasuredSpeeds(
+        prefill_tokens_per_s=1000.0,
+        local_prefill_tokens_per_s=500.0,
+        handover_bytes_per_s=1e6,
+        handover_latency_s=0.25,
+    )
     policy, question = by_cost(delay_weight=0.0), evolve(QUESTION, speeds=measured)
     assert policy.local_s(question) == pytest.approx(6.0)
     assert policy.separate_s(question) == pytest.approx(3.0 + 0.25 + 3.0)

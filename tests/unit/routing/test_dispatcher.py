@@ -1,38 +1,50 @@
-"""The dispatcher: whom it asks, what it tells the hooks, and that its accounts always close."""
+"""The dispatcher: which workers it asks, what hooks see, and that its accounts always close."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
+from tests.support.virtual_time import in_virtual_time
 
-from commutator import EngineClient, EngineConfig, EngineConnector, LaunchContext, hookimpl
-from commutator.config.model import BusyConfig, Config, ModelConfig
+from commutator.config.model import Config
+from commutator.contract.engine import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    ModelConfig,
+)
+from commutator.contract.request import (
+    Caller,
+    FinishReason,
+    GenerateRequest,
+    RequestSummary,
+    SamplingParams,
+    TokenDelta,
+)
+from commutator.contract.routing import BusyConfig, Decision, RouteRequest
+from commutator.contract.worker import EngineInfo, EngineLoad, WorkerRecord
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
     RoutingError,
 )
+from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, load_plugins
 from commutator.routing.dispatcher import Dispatcher
-from commutator.testing import Faults, FaultyClient
-from commutator.types import (
-    EngineInfo,
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
+from commutator_round_robin import RoundRobin
+from commutator_testing.faults import Faults, FaultyClient
 
 
 def info() -> EngineInfo:
-    return EngineInfo("fake", "1", "m", 128, 16, 64)
+    return EngineInfo(
+        kind="fake", version="1", model="m", max_model_len=128, block_size=16, kv_capacity_blocks=64
+    )
 
 
 class FakeClient(EngineClient):
@@ -56,7 +68,7 @@ class FakeClient(EngineClient):
                 for i in range(last + 1):
                     await asyncio.sleep(0)
                     yield TokenDelta(
-                        (i,),
+                        token_ids=(i,),
                         cached_tokens=3 if i == 0 else None,
                         finish_reason=FinishReason.LENGTH if i == last else None,
                     )
@@ -132,6 +144,7 @@ class Setup:
         seed: int = 0,
         router: str = "round_robin",
         busy: BusyConfig | None = None,
+        on_waiting: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.connector = FakeConnector(faults or Faults(), seed)
         self.watcher = Watcher()
@@ -152,11 +165,15 @@ class Setup:
                 kind=router, busy=busy or BusyConfig()
             ),
         )
-        self.dispatcher = Dispatcher(config, self.host, random.Random(1))
+        self.dispatcher = Dispatcher(config, self.host, random.Random(1), on_waiting)
 
     async def up(self, *names: str) -> None:
         for name in names:
-            await self.dispatcher.worker_up(WorkerRecord(name, "e", "fake", "m", name, info()))
+            await self.dispatcher.membership.worker_up(
+                WorkerRecord(
+                    worker_id=name, engine="e", kind="fake", model="m", address=name, info=info()
+                )
+            )
 
     async def run(self, request_id: str, max_tokens: int = 3) -> str:
         dispatch = await self.dispatcher.dispatch("m", request(request_id, max_tokens))
@@ -173,7 +190,9 @@ class Setup:
 
 def request(request_id: str, max_tokens: int = 3, priority: int = 0) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(request_id, [1] * 20, sampling, priority=priority)
+    return GenerateRequest(
+        request_id=request_id, token_ids=[1] * 20, sampling=sampling, priority=priority
+    )
 
 
 async def test_hooks_see_a_request_once_and_in_order() -> None:
@@ -182,20 +201,56 @@ async def test_hooks_see_a_request_once_and_in_order() -> None:
     await setup.run("a")
     assert setup.watcher.seen == ["up", "received", "routed", "first token", "finished"]
     assert setup.active() == 0
-    await setup.dispatcher.worker_down("w-0", "stopped")
+    await setup.dispatcher.membership.worker_down("w-0", "stopped")
     assert setup.watcher.seen[-1] == "down: stopped"
+
+
+async def test_policies_and_observers_see_the_headers_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup()
+    seen: list[Mapping[str, str]] = []
+    pick = RoundRobin.pick
+
+    def noting_pick(policy: RoundRobin, request: RouteRequest, *rest: Any) -> Decision:
+        seen.append(request.headers)
+        return pick(policy, request, *rest)
+
+    class Observer:
+        @hookimpl
+        def request_received(self, request: RequestSummary) -> None:
+            seen.append(request.headers)
+
+    monkeypatch.setattr(RoundRobin, "pick", noting_pick)
+    setup.host.add(Observer(), Installed("observer", "dist-observer", "1"))
+    await setup.up("w-0", "w-1")
+    caller = Caller(headers={"x-team": "blue"})
+    dispatch = await setup.dispatcher.dispatch("m", request("a"), caller)
+    await dispatch.aclose()
+    assert seen == [{"x-team": "blue"}] * 2
+    await setup.dispatcher.close()
 
 
 async def test_workers_are_used_in_turn_and_drained_ones_left_out() -> None:
     setup = Setup()
     await setup.up("w-0", "w-1", "w-2")
     assert [await setup.run(str(i)) for i in range(4)] == ["w-0", "w-1", "w-2", "w-0"]
-    await setup.dispatcher.worker_up(WorkerRecord("w-1", "e", "fake", "m", "w-1", info(), True))
+    await setup.dispatcher.membership.worker_up(
+        WorkerRecord(
+            worker_id="w-1",
+            engine="e",
+            kind="fake",
+            model="m",
+            address="w-1",
+            info=info(),
+            draining=True,
+        )
+    )
     assert [await setup.run(str(i)) for i in range(3)] == ["w-2", "w-0", "w-2"]
     assert [worker.state for worker in setup.dispatcher.status()] == ["ready", "draining", "ready"]
 
 
-async def test_nobody_to_serve() -> None:
+async def test_without_workers_requests_fail() -> None:
     setup = Setup()
     assert not setup.dispatcher.ready()
     with pytest.raises(RoutingError, match='no worker is ready for model "m"'):
@@ -203,6 +258,7 @@ async def test_nobody_to_serve() -> None:
     assert setup.watcher.seen == ["received", "failed"]
 
 
+@in_virtual_time
 async def test_a_dead_worker_is_left_out_and_comes_back() -> None:
     setup = Setup()
     await setup.up("w-0", "w-1")
@@ -217,14 +273,16 @@ async def test_a_dead_worker_is_left_out_and_comes_back() -> None:
 
 
 async def test_hashes_that_are_known_are_not_made_again() -> None:
-    assert Setup().dispatcher.hashed_block_size("m") is None, "nobody looks at overlaps"
+    assert Setup().dispatcher.hashed_block_size("m") is None, (
+        "this policy does not look at overlaps"
+    )
     setup = Setup(router="kv")
     await setup.up("w-0")
     assert setup.dispatcher.hashed_block_size("m") == 16
     overlaps = []
     for number, known in enumerate([[77], [77], None]):
-        dispatch = await setup.dispatcher.dispatch("m", request(str(number)), None, known)
-        overlaps.append(dispatch.facts.overlap_blocks)
+        dispatch = await setup.dispatcher.dispatch("m", request(str(number)), sequence_hashes=known)
+        overlaps.append(dispatch.route.candidate.overlap.blocks)
         async for _ in dispatch:
             pass
         await dispatch.aclose()
@@ -247,6 +305,7 @@ async def test_a_client_that_leaves_closes_everything() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@in_virtual_time
 async def test_accounts_close_under_every_fault(seed: int) -> None:
     faults = Faults(0.2, 0.02, 0.02, 0.02, 0.02, 0.05, 0.001)
     setup = Setup(faults, seed)

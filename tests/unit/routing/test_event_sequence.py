@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commutator.routing.event_sequence import Apply, EventSequence, Position, Replay, Reset
+from commutator.kv_events.sequence import Apply, EventSequence, Position, Replay, Reset
 
 
 def body(sequence: int, life: str = "a") -> bytes:
@@ -35,7 +35,7 @@ def test_without_a_replay_endpoint_nothing_is_asked() -> None:
 def test_without_a_replay_endpoint_a_new_connection_leaves_nothing_believed() -> None:
     """Messages 0 to 2 of a new life may have passed unheard, and 3 would seem to follow."""
     sequence = started(can_replay=False)
-    assert sequence.connected() == [], "the first is told of a little late"
+    assert sequence.connected() == [], "the first is reported a little late"
     [reset] = sequence.connected()
     assert isinstance(reset, Reset)
     assert sequence.connected() == [], "there is nothing to forget"
@@ -52,7 +52,7 @@ def test_without_a_replay_endpoint_a_new_life_outruns_the_word_of_its_connection
     assert apply == Apply(body(0, "b"))
     assert sequence.connected() == [], "what is known comes from this connection"
     assert sequence.on_live(1, body(1, "b")) == [Apply(body(1, "b"))]
-    assert len(sequence.connected()) == 1, "the next one is told of in time"
+    assert len(sequence.connected()) == 1, "the next one is reported in time"
     assert len(sequence.on_live(0, body(0, "c"))) == 2
     assert len(sequence.connected()) == 1
 
@@ -107,7 +107,7 @@ def test_a_restart_noticed_late_asks_for_the_beginning() -> None:
     assert sequence.on_replay_end(1) == [Apply(body(1, "b"))]
 
 
-def test_a_restart_while_the_replay_was_ahead_is_told_by_the_message_itself() -> None:
+def test_the_message_itself_shows_a_restart_while_the_replay_was_ahead() -> None:
     sequence = EventSequence(can_replay=True)
     sequence.connected()
     for number in range(4):

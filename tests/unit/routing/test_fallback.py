@@ -1,4 +1,4 @@
-"""A policy that fails: requests are served all the same, and it is told."""
+"""A policy that fails: requests are served all the same, and the failure is reported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from commutator.contract.request import RequestSummary
+from commutator.contract.routing import Candidate, Decision, RouteRequest, RoutingPolicy
 from commutator.errors import RoutingError
-from commutator.routing.contract import Candidate, Decision, RouteRequest, RoutingPolicy
-from commutator.routing.fallback import FALLBACK
 from commutator.routing.load import InFlightLoad
-from commutator.routing.pool import ModelPool
-from commutator.routing.virtual_worker import virtual_live_worker
-from commutator.types import RequestSummary
+from commutator.routing.router import FALLBACK, ModelRouter
+from commutator_replay.fleet import virtual_live_worker
 
-SUMMARY = RequestSummary("r", "m", 100, 10)
+SUMMARY = RequestSummary(request_id="r", model="m", prompt_tokens=100, max_tokens=10)
 WORKERS = [virtual_live_worker(f"w-{i}") for i in range(3)]
 
 Answer = Callable[[Sequence[Candidate]], Any]
@@ -35,21 +34,24 @@ class Broken(RoutingPolicy):
 
 
 def division(candidates: Sequence[Candidate]) -> Decision:
-    return Decision(str(1 // (len(candidates) - 3)), "broken", "never")
+    return Decision(worker_id=str(1 // (len(candidates) - 3)), policy="broken", reason="never")
 
 
-def pool(answer: Answer, *, strict: bool = False) -> ModelPool[Any]:
+def pool(answer: Answer, *, strict: bool = False) -> ModelRouter:
     load = InFlightLoad()
     for worker_id in ("w-0", "w-2"):
         load.dispatch(worker_id, 100, 16)
-    return ModelPool(Broken(answer), None, load, random.Random(1), 16, strict=strict)
+    return ModelRouter(Broken(answer), None, load, random.Random(1), 16, strict=strict)
 
 
 FAILURES = pytest.mark.parametrize(
     ("answer", "problem"),
     [
         (division, "raised ZeroDivisionError"),
-        (lambda _: Decision("gone", "broken", "x"), "picked 'gone', which is no candidate"),
+        (
+            lambda _: Decision(worker_id="gone", policy="broken", reason="x"),
+            "chose 'gone', which is not a candidate",
+        ),
         (lambda _: None, "raised AttributeError"),
     ],
 )
@@ -74,7 +76,9 @@ def test_a_replay_stops_instead(answer: Answer, problem: str) -> None:
 
 def test_a_worker_that_vanished_is_not_waited_for() -> None:
     """The policy remembers it; by the time of its choice it is no candidate any more."""
-    remembers = pool(lambda _: Decision("w-1", "broken", "it was there before"))
+    remembers = pool(
+        lambda _: Decision(worker_id="w-1", policy="broken", reason="it was there before")
+    )
     assert remembers.route(SUMMARY, (), WORKERS).worker is WORKERS[1]
     left = remembers.route(SUMMARY, (), [WORKERS[0], WORKERS[2]])
     assert left.worker in (WORKERS[0], WORKERS[2])

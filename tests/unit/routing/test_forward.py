@@ -10,9 +10,9 @@ import pytest
 from attrs import evolve
 from tests.unit.routing.test_dispatcher import FakeClient, Setup, request
 
+from commutator.contract.worker import EngineInfo
 from commutator.errors import RoutingError
 from commutator.routing.forward import RANK_HEADER
-from commutator.types import EngineInfo
 
 
 class Answer:
@@ -62,21 +62,21 @@ async def test_only_workers_that_take_such_requests_are_asked() -> None:
     assert [one["worker_id"] for one in explained["candidates"]] == ["w-1"]
     assert client.sent == [("/v1/embeddings", b"{}", {"X-Request-Id": "a"})]
     assert setup.active() == 0
-    await setup.dispatcher.worker_down("w-1", "stopped")
+    await setup.dispatcher.membership.worker_down("w-1", "stopped")
     assert not setup.dispatcher.forwards("m")
     with pytest.raises(RoutingError):
         await setup.dispatcher.forward("m", request("b"))
     await setup.dispatcher.close()
 
 
-async def test_the_engine_is_told_the_rank_that_was_chosen() -> None:
+async def test_the_engine_gets_the_rank_that_was_chosen() -> None:
     """A second request with the same prompt goes where the first one went."""
     setup, client = await setup_with(data_parallel_size=2)
     chosen = [(await answered(setup, name))["worker_id"] for name in "abc"]
     assert len(set(chosen)) == 1
     assert {headers[RANK_HEADER] for _, _, headers in client.sent} == {chosen[0].split("@")[1]}
     again = await setup.dispatcher.forward("m", request("d"))
-    assert again.facts.overlap_blocks == 1, "what it was sent is guessed to be there"
+    assert again.route.candidate.overlap.blocks == 1, "what it was sent is guessed to be there"
     async with again:
         pass
     await setup.dispatcher.close()

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from commutator.kv.events import KvEvent, decode_batch
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.event_health import Cause, EventHealth
-from commutator.routing.prefix_index import PrefixIndex
+from commutator.contract.block import KvEvent
+from commutator.kv_events.codec import decode_batch
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.health import Cause, EventHealth
+from commutator.routing.prefix_index.index import PrefixIndex
 
 TOKENS = list(range(32))
 HASHES = sequence_hashes(TOKENS, 16)
@@ -72,8 +73,8 @@ def test_it_is_said() -> None:
     index = PrefixIndex(16)
     health = EventHealth("w", "tcp://h:1", 16)
     index.apply("w", stored(0, "full_attention"))
-    assert health.warnings(16, index.rank_statistics("w").values()) == []
+    assert health.warnings(0.0, 16, index.worker_ranks("w").values()) == []
     index.apply("w", stored(1, "mamba"))
-    (warning,) = health.warnings(16, index.rank_statistics("w").values())
+    (warning,) = health.warnings(0.0, 16, index.worker_ranks("w").values())
     assert warning.cause is Cause.OTHER_GROUPS
     assert "2 blocks of the others" in warning.message

@@ -1,4 +1,4 @@
-"""A request whose worker fails: where it goes on, how often, and what everybody is told of it."""
+"""A request whose worker fails: where it continues, how often, and how that is reported."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ from typing import Any
 
 import pytest
 from attrs import define, evolve, field
+from tests.support.virtual_time import in_virtual_time
 
-from commutator import EngineClient, EngineConfig, EngineConnector, LaunchContext, hookimpl
-from commutator.config.model import Config, MigrationConfig, ModelConfig
+from commutator.config.model import Config, MigrationConfig
+from commutator.contract.engine import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    ModelConfig,
+)
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EngineInfo, EngineLoad, WorkerRecord
 from commutator.errors import (
     EngineError,
     EngineIncompleteError,
     EngineOverloadedError,
     EngineUnavailableError,
 )
+from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, load_plugins
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
-from commutator.types import (
-    EngineInfo,
-    EngineLoad,
-    FinishReason,
-    GenerateRequest,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
 
 PROMPT = [7] * 20
-INFO = EngineInfo("fake", "1", "m", 128, 16, 64, continues_answers=True)
+INFO = EngineInfo(
+    kind="fake",
+    version="1",
+    model="m",
+    max_model_len=128,
+    block_size=16,
+    kv_capacity_blocks=64,
+    continues_answers=True,
+)
 
 
 @define
@@ -67,7 +76,7 @@ class Worker(EngineClient):
                     return
                 last = token == request.sampling.max_tokens - 1
                 yield TokenDelta(
-                    (token,),
+                    token_ids=(token,),
                     cached_tokens=16 if token == request.generated_prefix else None,
                     finish_reason=FinishReason.LENGTH if last and at > token + 1 else None,
                 )
@@ -86,13 +95,13 @@ FULL = EngineOverloadedError("full")
 
 
 class World:
-    """A dispatcher over workers that do as they are told, and what its hooks were told."""
+    """A dispatcher over scripted workers, and what its hooks saw."""
 
     def __init__(self, *, router: str = "round_robin", **migration: Any) -> None:
         self.workers: dict[str, Worker] = {}
         self.seen: list[str] = []
         self.outcome: Any = None
-        self.counted: list[tuple[str, int]] = []
+        self.reasons: list[str] = []
         world = self
 
         class Connector(EngineConnector[EngineConfig]):
@@ -121,6 +130,7 @@ class World:
             ) -> None:
                 moved = f"{from_worker} to {to_worker}: {reason} after {generated_tokens}"
                 world.seen.append(moved)
+                world.reasons.append(reason)
 
             @hookimpl
             def request_finished(self, outcome: Any) -> None:
@@ -140,18 +150,18 @@ class World:
             migration=MigrationConfig(**{"wait_s": 0.0, **migration}),
         )
         self.dispatcher = Dispatcher(config, host, random.Random(1))
-        self.dispatcher.watch_migrations(self)
-
-    def migrated(self, model: str, reason: str) -> None:
-        self.counted.append((reason, 1))
-
-    def recomputed(self, model: str, tokens: int) -> None:
-        self.counted.append(("recomputed", tokens))
 
     async def up(self, name: str, worker: Worker | None = None, address: str = "") -> Worker:
         worker = self.workers[address or name] = worker or Worker()
-        record = WorkerRecord(name, "e", "fake", "m", address or name, worker.info)
-        await self.dispatcher.worker_up(record)
+        record = WorkerRecord(
+            worker_id=name,
+            engine="e",
+            kind="fake",
+            model="m",
+            address=address or name,
+            info=worker.info,
+        )
+        await self.dispatcher.membership.worker_up(record)
         return worker
 
     async def three(self, *troubles: tuple[int, Exception | TokenDelta | None]) -> None:
@@ -160,7 +170,9 @@ class World:
             await self.up(f"w-{number}", Worker(list(troubles[number : number + 1])))
 
     async def begin(self, max_tokens: int = 10, **dispatch: Any) -> Dispatch:
-        request = GenerateRequest("r", PROMPT, SamplingParams(max_tokens=max_tokens))
+        request = GenerateRequest(
+            request_id="r", token_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens)
+        )
         return await self.dispatcher.dispatch("m", request, **dispatch)
 
     async def run(self, max_tokens: int = 10, **dispatch: Any) -> list[TokenDelta]:
@@ -182,7 +194,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-async def test_a_lost_worker_is_replaced_and_nobody_can_tell() -> None:
+async def test_a_lost_worker_is_replaced_without_a_trace_in_the_answer() -> None:
     world = World()
     await world.three((4, LOST))
     deltas = await world.run()
@@ -198,7 +210,8 @@ async def test_a_lost_worker_is_replaced_and_nobody_can_tell() -> None:
     ]
     assert world.outcome.generated_tokens == 10
     assert world.outcome.cached_tokens == 16
-    assert world.counted == [("connection_lost", 1), ("recomputed", 20 + 4 - 16)]
+    assert world.reasons == ["connection_lost"]
+    assert world.outcome.recomputed_tokens == 20 + 4 - 16
     rest = world.workers["w-1"].asked[0]
     assert (rest.token_ids, rest.generated_prefix) == ([*PROMPT, 0, 1, 2, 3], 4)
     assert rest.sampling == world.workers["w-0"].asked[0].sampling
@@ -220,7 +233,7 @@ async def test_only_as_often_as_config_and_request_allow(
         with pytest.raises(EngineUnavailableError, match="connection reset"):
             await world.run(migration_limit=asked)
     limit = min(config, config if asked is None else asked)
-    assert len([r for r, _ in world.counted if r == "connection_lost"]) == min(limit, 2)
+    assert world.reasons.count("connection_lost") == min(limit, 2)
     await world.dispatcher.close()
 
 
@@ -272,7 +285,7 @@ async def test_a_stream_that_just_ends_goes_on_too(what: TokenDelta | None) -> N
     world = World()
     await world.three((4, what))
     assert tokens(await world.run()) == list(range(10))
-    assert world.counted[0] == ("incomplete_stream", 1)
+    assert world.reasons[0] == "incomplete_stream"
     assert [worker.state for worker in world.dispatcher.status()] == ["ready"] * 3
     world = World(limit=0)
     await world.three((4, what))
@@ -293,24 +306,26 @@ async def test_a_lapsed_lease_moves_every_stream_of_the_worker() -> None:
     await world.three((4, EngineUnavailableError("closed by us")))
     begun = await world.begin()
     got = [await anext(begun) for _ in range(4)]
-    await world.dispatcher.worker_down("w-0", "lease expired")
+    await world.dispatcher.membership.worker_down("w-0", "lease expired")
     got += [delta async for delta in begun]
     assert tokens(got) == list(range(10))
-    assert world.counted[0] == ("lease_expired", 1)
+    assert world.reasons[0] == "lease_expired"
     await begun.aclose()
 
 
+@in_virtual_time
 async def test_the_only_worker_is_waited_for_and_another_process_of_it_is_good() -> None:
     world = World(wait_s=5.0)
     await world.up("w-0", Worker([(4, LOST)]))
     running = asyncio.create_task(world.run())
     await asyncio.sleep(0.05)
-    await world.dispatcher.worker_down("w-0", "failed")
+    await world.dispatcher.membership.worker_down("w-0", "failed")
     await world.up("w-0", address="w-0 started again")
     assert tokens(await running) == list(range(10))
     assert len(world.workers["w-0"].asked) == 1
 
 
+@in_virtual_time
 async def test_a_client_that_leaves_meanwhile_closes_everything() -> None:
     world = World(wait_s=60.0)
     await world.up("w-0", Worker([(4, LOST)]))
@@ -347,14 +362,14 @@ async def test_it_is_routed_by_prompt_and_answer_together() -> None:
     world = World(router="kv")
     await world.three((14, LOST), (14, LOST), (14, LOST))
     begun = await world.begin(max_tokens=30)
-    before = begun.facts.prompt_blocks
+    before = len(begun.route.sequence_hashes)
     first = begun.worker_id
     for name, worker in world.workers.items():
         if name != first:
             worker.troubles.clear()
     assert tokens([delta async for delta in begun][:1]) == [0]
     assert begun.worker_id != first
-    assert (before, begun.facts.prompt_blocks) == (1, 2), "20 tokens, then 34"
+    assert (before, len(begun.route.sequence_hashes)) == (1, 2), "20 tokens, then 34"
     await begun.aclose()
     await world.dispatcher.close()
 
@@ -365,8 +380,10 @@ async def test_draining_leaves_routing_and_lets_run() -> None:
     await world.up("w-1")
     begun = await world.begin()
     await anext(begun)
-    record = WorkerRecord("w-0", "e", "fake", "m", "w-0", INFO)
-    await world.dispatcher.worker_up(evolve(record, draining=True))
+    record = WorkerRecord(
+        worker_id="w-0", engine="e", kind="fake", model="m", address="w-0", info=INFO
+    )
+    await world.dispatcher.membership.worker_up(evolve(record, draining=True))
     assert len([delta async for delta in begun]) == 9
     assert begun.worker_ids == ("w-0",)
     other = await world.begin()

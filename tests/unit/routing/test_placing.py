@@ -1,4 +1,4 @@
-"""The dispatcher with busy thresholds: who waits, who gets which worker, and what is told."""
+"""The dispatcher with busy thresholds: which requests wait, for which worker, what is reported."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from tests.support.virtual_time import in_virtual_time
 from tests.unit.routing.test_dispatcher import FakeClient, Setup, request
 
-from commutator import hookimpl
-from commutator.config.model import BusyConfig
+from commutator.contract.request import RequestOutcome
+from commutator.contract.routing import BusyConfig, WorkerLoad
+from commutator.contract.worker import EngineInfo
 from commutator.errors import OverloadedError, RoutingError
+from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed
-from commutator.routing.contract import WorkerLoad
 from commutator.routing.dispatch import Dispatch
-from commutator.types import EngineInfo, RequestOutcome
 
 
 def setup_with(**busy: Any) -> Setup:
@@ -48,10 +49,9 @@ async def test_busy_workers_are_left_out_and_explained() -> None:
 
 
 async def test_a_request_waits_until_a_worker_has_finished_another() -> None:
-    setup = setup_with(max_active_requests=1)
-    await setup.up("w-0")
     heard: list[int] = []
-    setup.dispatcher.watch_waiting(heard.append)
+    setup = Setup(busy=BusyConfig(max_active_requests=1), on_waiting=heard.append)
+    await setup.up("w-0")
     first = await begun(setup, "a")
     second = asyncio.create_task(begun(setup, "b"))
     await until_waiting(setup, 1)
@@ -59,7 +59,7 @@ async def test_a_request_waits_until_a_worker_has_finished_another() -> None:
         assert not second.done()
     dispatch = await second
     assert heard == [1, -1]
-    assert dispatch.facts.waited_s > 0
+    assert dispatch.route.waited_s > 0
     assert dispatch.explain()["waited_s"] > 0
     assert setup.watcher.seen.count("routed") == 2
     await dispatch.aclose()
@@ -92,7 +92,7 @@ async def test_blocks_of_long_answers_make_a_worker_busy() -> None:
     await dispatch.aclose()
 
 
-async def test_a_worker_that_comes_up_takes_who_waits() -> None:
+async def test_a_worker_that_comes_up_takes_a_waiting_request() -> None:
     setup = setup_with(max_active_requests=1)
     await setup.up("w-0")
     first = await begun(setup, "a")
@@ -164,8 +164,9 @@ async def test_a_client_that_leaves_while_it_waits() -> None:
     assert setup.active() == 0
 
 
+@in_virtual_time
 async def test_a_worker_found_dead_after_waiting_costs_no_place() -> None:
-    """It waits again, in front of who came later, and goes where a worker comes up."""
+    """Its request waits again, before later ones, and goes to the next free worker."""
     setup = setup_with(max_active_requests=1, max_queued_requests=2)
     await setup.up("w-0", "w-1")
     running = [await begun(setup, "a"), await begun(setup, "b")]
@@ -185,13 +186,13 @@ async def test_a_worker_found_dead_after_waiting_costs_no_place() -> None:
     await setup.dispatcher.close()
 
 
-async def test_who_waits_outlives_a_short_absence_of_every_worker() -> None:
+async def test_a_waiting_request_outlives_a_short_absence_of_every_worker() -> None:
     setup = setup_with(max_active_requests=1, max_queue_s=0.3)
     await setup.up("w-0")
     first = await begun(setup, "a")
     waiting = [asyncio.create_task(begun(setup, "b"))]
     await until_waiting(setup, 1)
-    await setup.dispatcher.worker_down("w-0", "failed")
+    await setup.dispatcher.membership.worker_down("w-0", "failed")
     with pytest.raises(RoutingError, match="no worker is ready"):
         await begun(setup, "c")
     await first.aclose()
@@ -200,7 +201,7 @@ async def test_who_waits_outlives_a_short_absence_of_every_worker() -> None:
     assert dispatch.worker_id == "w-1"
     waiting = [asyncio.create_task(begun(setup, "d"))]
     await until_waiting(setup, 1)
-    await setup.dispatcher.worker_down("w-1", "failed")
+    await setup.dispatcher.membership.worker_down("w-1", "failed")
     with pytest.raises(RoutingError, match="no worker is ready") as refused:
         await waiting[0]
     assert not isinstance(refused.value, OverloadedError)
@@ -251,16 +252,17 @@ async def test_each_rank_of_a_worker_is_busy_by_itself() -> None:
     told(setup, "w-0", data_parallel_size=2)
     await setup.up("w-0")
     running = [await begun(setup, "a"), await begun(setup, "b")]
-    assert {dispatch.decision.worker_id for dispatch in running} == {"w-0@0", "w-0@1"}
+    assert {dispatch.route.decision.worker_id for dispatch in running} == {"w-0@0", "w-0@1"}
     third = asyncio.create_task(begun(setup, "c"))
     await until_waiting(setup, 1)
     await running[1].aclose()
     dispatch = await third
-    assert dispatch.decision.worker_id == running[1].decision.worker_id
+    assert dispatch.route.decision.worker_id == running[1].route.decision.worker_id
     await running[0].aclose()
     await dispatch.aclose()
 
 
+@in_virtual_time
 async def test_waiting_counts_towards_the_first_token() -> None:
     class Times:
         ttft_s = 0.0

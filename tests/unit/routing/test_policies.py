@@ -7,15 +7,22 @@ from collections import Counter
 
 import pytest
 
-from commutator import Candidate, Decision, Overlap, RouteRequest, Scorer, WorkerLoad
-from commutator.testing import make_candidate
+from commutator.contract.routing import (
+    Candidate,
+    Decision,
+    Overlap,
+    RouteRequest,
+    Scorer,
+    WorkerLoad,
+)
 from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
-from commutator_kv import KvRouter, KvRouterConfig
-from commutator_pipeline import Pipeline, PipelineConfig
+from commutator_kv_router.policy import KvRouter, KvRouterConfig
+from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import DrawPicker, LoadScorer, MaxRequests, PrefixScorer
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
+from commutator_testing.routers import make_candidate
 
-REQUEST = RouteRequest("r", "model", prompt_tokens=160, block_size=16)
+REQUEST = RouteRequest(request_id="r", model="model", prompt_tokens=160, block_size=16)
 
 
 def rng() -> random.Random:
@@ -61,7 +68,11 @@ def test_kv_goes_where_the_prefix_is_unless_that_worker_is_busy() -> None:
     warm = make_candidate("w-0", WorkerLoad(), Overlap(device=8))
     cold = make_candidate("w-1")
     assert kv().pick(REQUEST, [warm, cold], rng()).worker_id == "w-0"
-    busy = make_candidate("w-0", WorkerLoad(2, 0, 50), Overlap(device=8))
+    busy = make_candidate(
+        "w-0",
+        WorkerLoad(active_requests=2, active_prefill_tokens=0, active_decode_blocks=50),
+        Overlap(device=8),
+    )
     assert kv().pick(REQUEST, [busy, cold], rng()).worker_id == "w-1"
 
 
@@ -95,14 +106,18 @@ def test_kv_guards_against_the_hot_prefix() -> None:
 
 @pytest.mark.parametrize("policy", [LeastLoaded, PowerOfTwo])
 def test_load_policies_take_the_idle_one(policy: type[LeastLoaded | PowerOfTwo]) -> None:
-    busy = make_candidate("w-0", WorkerLoad(1, 1600, 100))
-    idle = make_candidate("w-1", WorkerLoad(9, 0, 20))
+    busy = make_candidate(
+        "w-0", WorkerLoad(active_requests=1, active_prefill_tokens=1600, active_decode_blocks=100)
+    )
+    idle = make_candidate(
+        "w-1", WorkerLoad(active_requests=9, active_prefill_tokens=0, active_decode_blocks=20)
+    )
     made = policy(BalanceConfig(kind="any"))
     assert made.pick(REQUEST, [busy, idle], rng()).worker_id == "w-1"
 
 
 def session(name: str) -> RouteRequest:
-    return RouteRequest(f"r-{name}", "model", 10, session_id=name)
+    return RouteRequest(request_id=f"r-{name}", model="model", prompt_tokens=10, session_id=name)
 
 
 def affinity() -> SessionAffinity:
@@ -127,7 +142,9 @@ def test_a_full_worker_hands_its_sessions_to_the_next() -> None:
     idle = [make_candidate(f"w-{i}") for i in range(3)]
     home = policy.pick(session("s"), idle, rng()).worker_id
     full = [
-        Candidate(c.worker, WorkerLoad(active_requests=30 if c.worker_id == home else 1))
+        Candidate(
+            worker=c.worker, load=WorkerLoad(active_requests=30 if c.worker_id == home else 1)
+        )
         for c in idle
     ]
     decision = policy.pick(session("s"), full, rng())
@@ -143,7 +160,11 @@ def test_pipeline_filters_scores_and_explains() -> None:
     )
     candidates = [
         make_candidate("w-0", WorkerLoad(active_requests=9), Overlap(device=10)),
-        make_candidate("w-1", WorkerLoad(1, 0, 10), Overlap(device=5)),
+        make_candidate(
+            "w-1",
+            WorkerLoad(active_requests=1, active_prefill_tokens=0, active_decode_blocks=10),
+            Overlap(device=5),
+        ),
         make_candidate("w-2"),
     ]
     decision = Pipeline(config).pick(REQUEST, candidates, rng())
@@ -157,7 +178,11 @@ def test_pipeline_filters_scores_and_explains() -> None:
 def scored(*scorers: Scorer) -> Decision:
     """What a pipeline of these says of two workers; w-0 holds a quarter of the prompt."""
     candidates = [
-        make_candidate("w-0", WorkerLoad(1, 0, 10), Overlap(host=5)),
+        make_candidate(
+            "w-0",
+            WorkerLoad(active_requests=1, active_prefill_tokens=0, active_decode_blocks=10),
+            Overlap(host=5),
+        ),
         make_candidate("w-1"),
     ]
     config = PipelineConfig(kind="pipeline", scorers=scorers)
@@ -184,17 +209,17 @@ def test_a_scorer_named_total_does_not_replace_the_sum() -> None:
 
 
 def test_a_pipeline_without_scorers_is_refused() -> None:
-    with pytest.raises(ValueError, match="scorers: without any, every request goes by lot"):
+    with pytest.raises(ValueError, match="scorers: without any, workers are chosen at random"):
         PipelineConfig(kind="pipeline", scorers=())
 
 
 def test_nothing_is_held_of_a_prompt_without_tokens() -> None:
-    empty = RouteRequest("r", "model", prompt_tokens=0)
+    empty = RouteRequest(request_id="r", model="model", prompt_tokens=0)
     candidates = [make_candidate("w-0", None, Overlap(device=3)), make_candidate("w-1")]
     assert PrefixScorer(kind="prefix").score(empty, candidates) == {"w-0": 0.0, "w-1": 0.0}
 
 
-def test_a_filter_that_would_leave_nobody_is_skipped() -> None:
+def test_a_filter_that_would_leave_no_worker_is_skipped() -> None:
     config = PipelineConfig(
         kind="pipeline",
         filters=(MaxRequests(kind="max_requests", limit=1),),

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 from attrs import evolve
+from tests.support.virtual_time import in_virtual_time
 from tests.unit.routing.apart_world import INFO, World
 
-from commutator.config.model import BusyConfig
+from commutator.contract.routing import BusyConfig
+from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import OverloadedError, RoutingError
-from commutator.types import Role, WorkerRecord
 
 ONE = BusyConfig(max_active_requests=1)
 
@@ -21,6 +22,7 @@ async def until_waiting(world: World, count: int) -> None:
             await asyncio.sleep(0)
 
 
+@in_virtual_time
 async def test_one_more_waits_and_then_has_its_turn() -> None:
     world = World(busy=ONE)
     prefill = await world.up("p-0", holds=asyncio.Event())
@@ -31,15 +33,15 @@ async def test_one_more_waits_and_then_has_its_turn() -> None:
     second = asyncio.create_task(world.begin_and_read())
     await until_waiting(world, 1)
     await asyncio.sleep(0.01)
-    assert world.dispatcher.prefill_queues()["m"].oldest_s >= 0.01
+    assert world.dispatcher.prefill_queues()["m"].oldest_s == pytest.approx(0.01)
     third = await world.begin()
     assert world.policy.questions[-1].queued_prefills == 1
-    assert world.policy.questions[-1].queue_age_s > 0
+    assert world.policy.questions[-1].queue_age_s == pytest.approx(0.01)
     await third.aclose()
     assert prefill.holds is not None
     prefill.holds.set()
     await asyncio.gather(first, second)
-    assert ("queued", True) in world.told
+    assert ("queued", "prefill", True) in world.told
     assert len(prefill.asked) == 2
     world.check_closed()
     assert world.dispatcher.prefill_queues()["m"].requests == 0
@@ -55,7 +57,7 @@ async def test_a_full_queue_is_not_joined() -> None:
     second = await world.begin_and_read()
     assert second.explain()["disaggregation"]["outcome"].endswith("the queue of 0 is full")
     assert decode.asked[-1].handover is None
-    assert ("prefill", "refused") in world.legs()
+    assert ("refused", None) in world.sides()
     assert prefill.holds is not None
     prefill.holds.set()
     await first
@@ -82,7 +84,7 @@ async def test_a_decode_worker_that_computes_no_prompts_fails_with_the_prefill_p
     world.check_closed()
 
 
-async def test_who_waits_too_long_is_prefilled_locally() -> None:
+async def test_a_request_that_waits_too_long_is_prefilled_locally() -> None:
     world = World(busy=evolve(ONE, max_queue_s=0.01))
     prefill = await world.up("p-0", holds=asyncio.Event())
     await world.up("d-0")
@@ -121,13 +123,21 @@ async def test_a_role_changes_which_pool_a_worker_is_in() -> None:
     assert (await world.run())[1] == {}
     one.asked.clear()
     other.asked.clear()
-    record = WorkerRecord("b-0", "e", "fake", "m", "b-0", INFO, role=Role.PREFILL)
-    await world.dispatcher.worker_up(record)
+    record = WorkerRecord(
+        worker_id="b-0",
+        engine="e",
+        kind="fake",
+        model="m",
+        address="b-0",
+        info=INFO,
+        role=Role.PREFILL,
+    )
+    await world.dispatcher.membership.worker_up(record)
     roles = {status.worker_id: status.role for status in world.dispatcher.status()}
     assert roles == {"b-0": Role.PREFILL, "b-1": Role.BOTH}
     assert (await world.run())[1]["outcome"] == "handed over"
     assert (len(one.asked), len(other.asked)) == (1, 1)
-    await world.dispatcher.worker_up(evolve(record, role=Role.DECODE))
+    await world.dispatcher.membership.worker_up(evolve(record, role=Role.DECODE))
     await world.run()
     assert (await world.run())[1] == {}
     assert (len(one.asked), len(other.asked)) == (2, 2)
@@ -137,8 +147,16 @@ async def test_a_drained_prefill_worker_gets_nothing_new() -> None:
     world = World()
     prefill = await world.up("p-0")
     await world.up("d-0")
-    record = WorkerRecord("p-0", "e", "fake", "m", "p-0", INFO, role=Role.PREFILL)
-    await world.dispatcher.worker_up(evolve(record, draining=True))
+    record = WorkerRecord(
+        worker_id="p-0",
+        engine="e",
+        kind="fake",
+        model="m",
+        address="p-0",
+        info=INFO,
+        role=Role.PREFILL,
+    )
+    await world.dispatcher.membership.worker_up(evolve(record, draining=True))
     assert (await world.run())[1] == {}
     assert not prefill.asked
 

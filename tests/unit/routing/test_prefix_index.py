@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attrs import asdict
 
-from commutator.kv.events import BlockRemoved, BlocksCleared, BlockStored
-from commutator.kv.hashing import sequence_hashes
-from commutator.kv.medium import Tier, tier_of
-from commutator.routing.overlap import Overlap, WorkerRank, best_rank
-from commutator.routing.prefix_index import PrefixIndex, RankStatistics
+from commutator.contract.block import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    CacheLevel,
+    cache_level,
+)
+from commutator.contract.routing import Overlap, WorkerRank, best_rank
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.index import PrefixIndex, RankBlocks
+from commutator.routing.prefix_index.snapshot import IndexFormat
 
 SIZE = 4
 TOKENS = tuple(range(100, 100 + 8 * SIZE))
@@ -30,15 +37,15 @@ def stored(first: int = 0, end: int = 4, **other: Any) -> BlockStored:
 
 
 def removed(*blocks: int, medium: str | None = "GPU") -> BlockRemoved:
-    return BlockRemoved(tuple(1000 + block for block in blocks), medium)
+    return BlockRemoved(block_hashes=tuple(1000 + block for block in blocks), medium=medium)
 
 
 def counters(index: PrefixIndex, rank: int = 0) -> dict[str, int]:
-    return {name: count for name, count in statistics(index, rank).counters.items() if count}
+    return {name: count for name, count in asdict(rank_of(index, rank).counters).items() if count}
 
 
-def statistics(index: PrefixIndex, rank: int = 0) -> RankStatistics:
-    return index.rank_statistics("w0")[rank]
+def rank_of(index: PrefixIndex, rank: int = 0) -> RankBlocks:
+    return index.worker_ranks("w0")[rank]
 
 
 def test_each_worker_has_its_longest_prefix() -> None:
@@ -106,14 +113,14 @@ def test_orphans_can_be_removed_before_their_parent_comes() -> None:
     index.apply("w0", removed(3))
     index.apply("w0", stored(0, 2))
     assert index.match(HASHES) == {W0: Overlap(device=2, host=1)}
-    assert statistics(index).orphans == 0
+    assert not rank_of(index).orphans
 
 
 def test_orphans_are_bounded_and_the_oldest_go() -> None:
     index = PrefixIndex(SIZE, max_orphans=3)
     index.apply("w0", stored(1, 3))
     index.apply("w0", stored(4, 6))
-    assert (statistics(index).orphans, statistics(index).orphans_dropped) == (3, 1)
+    assert (len(rank_of(index).orphans), rank_of(index).orphans.dropped) == (3, 1)
     index.apply("w0", stored(0, 1))
     assert index.match(HASHES) == {W0: Overlap(device=1)}, "block 1 was the oldest"
 
@@ -128,7 +135,7 @@ def test_an_orphan_that_is_stored_anew_waits_for_its_new_parent() -> None:
     assert index.match(HASHES) == {W0: Overlap(device=3)}
 
 
-def test_a_block_that_is_its_own_parent_harms_nobody() -> None:
+def test_a_block_that_is_its_own_parent_does_no_harm() -> None:
     index = PrefixIndex(SIZE)
     index.apply("w0", stored(1, 2, parent_block_hash=1001))
     index.apply("w0", stored(0, 2))
@@ -163,7 +170,7 @@ def test_a_block_with_two_names_stays_until_both_are_removed() -> None:
     index.apply("w0", stored(0, 2, block_hashes=(b"x", b"y")))
     index.apply("w0", removed(0, 1))
     assert index.match(HASHES) == {W0: Overlap(device=2)}
-    index.apply("w0", BlockRemoved((b"x", b"y")))
+    index.apply("w0", BlockRemoved(block_hashes=(b"x", b"y")))
     assert index.match(HASHES) == {}
     assert index.statistics().blocks == 0
     index.apply("w0", stored(0, 2))
@@ -183,13 +190,13 @@ def test_a_name_that_is_given_to_other_tokens_leaves_the_old_ones() -> None:
     assert index.statistics().blocks == 0
 
 
-def test_signed_unsigned_and_byte_names_are_told_apart() -> None:
+def test_signed_unsigned_and_byte_names_are_distinguished() -> None:
     index = PrefixIndex(SIZE)
     names = (-1, 2**64 - 1, b"\xff" * 8)
     index.apply("w0", stored(0, 3, block_hashes=names))
-    index.apply("w0", BlockRemoved(names[2:]))
+    index.apply("w0", BlockRemoved(block_hashes=names[2:]))
     assert index.match(HASHES) == {W0: Overlap(device=2)}
-    index.apply("w0", BlockRemoved(names[:1]))
+    index.apply("w0", BlockRemoved(block_hashes=names[:1]))
     assert index.match(HASHES) == {}
 
 
@@ -209,10 +216,10 @@ def test_a_worker_can_be_reset_or_removed() -> None:
     assert set(index.match(HASHES)) == {W0, W1, WorkerRank("w1", 1)}
     index.reset_worker("w0")
     assert set(index.match(HASHES)) == {W1, WorkerRank("w1", 1)}
-    assert statistics(index).counters["stored"] == 4, "a reset worker is still known"
+    assert rank_of(index).counters.stored == 4, "a reset worker is still known"
     index.remove_worker("w0")
     index.remove_worker("nobody")
-    assert index.rank_statistics("w0") == {}
+    assert index.worker_ranks("w0") == {}
     index.apply("w2", stored(0, 1))  # takes a slot that became free
     assert index.match(HASHES)[WorkerRank("w2")] == Overlap(device=1)
     assert index.holds("w2", HASHES[0])
@@ -226,12 +233,12 @@ def test_engine_blocks_may_be_a_multiple_of_ours() -> None:
     index.apply("w0", stored(0, 4, block_hashes=(7, 8), **large))
     index.apply("w0", stored(4, 6, block_hashes=(9,), parent_block_hash=8, **large))
     assert index.match(HASHES) == {W0: Overlap(device=6)}
-    assert statistics(index).block_sizes == (8,)
-    index.apply("w0", BlockRemoved((8,)))
+    assert rank_of(index).block_sizes == {8}
+    index.apply("w0", BlockRemoved(block_hashes=(8,)))
     assert index.match(HASHES) == {W0: Overlap(device=2)}
     again = PrefixIndex(SIZE)
     again.restore("w0", index.snapshot("w0"))
-    again.apply("w0", BlockRemoved((7, 9)))
+    again.apply("w0", BlockRemoved(block_hashes=(7, 9)))
     assert again.statistics().blocks == 0
 
 
@@ -242,7 +249,7 @@ def test_engine_blocks_that_do_not_fit_are_counted_not_indexed(block_size: int) 
     index.apply("w0", event)
     assert index.statistics().blocks == 0
     assert counters(index) == {"unusable": 3}
-    assert statistics(index).block_sizes == (block_size,)
+    assert rank_of(index).block_sizes == {block_size}
 
 
 @pytest.mark.parametrize("block_size", [0, SIZE, 2 * SIZE, 3])
@@ -253,8 +260,8 @@ def test_a_lower_tiers_blocks_without_tokens_say_nothing_of_block_sizes(block_si
     index.apply("w0", stored(3, 4, token_ids=(), block_size=block_size, medium="CPU"))
     index.apply("w0", removed(*range(4)))
     assert index.match(HASHES) == {}
-    assert statistics(index).blocks == (0, 1, 0, 0)
-    assert statistics(index).block_sizes == (SIZE,)
+    assert rank_of(index).sizes == (0, 1, 0, 0)
+    assert rank_of(index).block_sizes == {SIZE}
     assert counters(index) == {"stored": 5, "removed": 4}
     index.apply("w0", stored(0, 4))
     assert index.match(HASHES) == {W0: Overlap(device=4)}
@@ -266,19 +273,19 @@ def test_blocks_of_a_lower_tier_may_be_larger() -> None:
     chunk = {"block_size": 2 * SIZE, "medium": "CPU"}
     index.apply("w0", stored(0, 2, block_hashes=(2,), **chunk))
     index.apply("w0", stored(2, 4, block_hashes=(4,), parent_block_hash=2, **chunk))
-    index.apply("w0", BlockRemoved((1, 2, 3, 4), "GPU"))
+    index.apply("w0", BlockRemoved(block_hashes=(1, 2, 3, 4), medium="GPU"))
     assert index.match(HASHES) == {W0: Overlap(host=4)}
     index.apply("w0", stored(4, 5, block_hashes=(5,), parent_block_hash=4))
     assert index.match(HASHES) == {W0: Overlap(device=1, host=4)}
     again = PrefixIndex(SIZE)
     again.restore("w0", index.snapshot("w0"))
     for one in (index, again):
-        one.apply("w0", BlockRemoved((4,), "CPU"))
+        one.apply("w0", BlockRemoved(block_hashes=(4,), medium="CPU"))
         assert one.match(HASHES) == {W0: Overlap(host=2)}
-        one.apply("w0", BlockRemoved((2,), "CPU"))
-        one.apply("w0", BlockRemoved((5,), "GPU"))
+        one.apply("w0", BlockRemoved(block_hashes=(2,), medium="CPU"))
+        one.apply("w0", BlockRemoved(block_hashes=(5,), medium="GPU"))
         assert one.statistics().blocks == 0
-    assert statistics(index).block_sizes == (SIZE, 2 * SIZE)
+    assert rank_of(index).block_sizes == {SIZE, 2 * SIZE}
 
 
 def test_tokens_that_do_not_fit_the_blocks_are_counted_not_indexed() -> None:
@@ -307,26 +314,27 @@ def test_a_lower_tier_links_blocks_whose_parent_is_gone() -> None:
 
 
 def test_media_are_tiers() -> None:
-    assert [tier_of(word) for word in (None, "GPU", "cpu", "CPU_TIER2", "SHARED", "TAPE")] == [
-        Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.EXTERNAL, None
+    assert [cache_level(word) for word in (None, "GPU", "cpu", "CPU_TIER2", "SHARED", "TAPE")] == [
+        CacheLevel.DEVICE, CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.DISK, CacheLevel.EXTERNAL,
+        None,
     ]  # fmt: skip
     index = PrefixIndex(SIZE)
     index.apply("w0", stored(0, 2, medium="TAPE"))
     assert index.match(HASHES) == {W0: Overlap(external=2)}
-    assert statistics(index).unknown_media == ("TAPE",)
+    assert rank_of(index).unknown_media == {"TAPE"}
 
 
 def test_hashes_can_be_stored_without_events() -> None:
     index = PrefixIndex(SIZE)
     index.store("w0", HASHES[:4])
-    index.store("w0", HASHES[:5], tier=Tier.HOST)
+    index.store("w0", HASHES[:5], tier=CacheLevel.HOST)
     index.remove("w0", HASHES[3:4])
     assert index.match(HASHES) == {W0: Overlap(device=3, host=2)}
 
 
 def test_indexes_of_one_block_size_understand_each_other() -> None:
-    assert PrefixIndex(SIZE).format == PrefixIndex(SIZE).format
-    assert PrefixIndex(SIZE).format != PrefixIndex(2 * SIZE).format
+    assert IndexFormat.of(SIZE) == IndexFormat.of(SIZE)
+    assert IndexFormat.of(SIZE) != IndexFormat.of(2 * SIZE)
 
 
 def test_the_best_rank_holds_the_longest_prefix() -> None:
@@ -360,7 +368,7 @@ def test_long_prefixes_are_looked_up_in_pieces_without_a_seam(asked: int) -> Non
     lengths = {"w1": 1, "w63": 63, "w64": 64, "w65": 65, "w128": 128, "w129": 129, "w200": 200}
     for worker, blocks in lengths.items():
         index.store(worker, hashes[:blocks])
-    index.store("w200", hashes[60:130], tier=Tier.DISK)
+    index.store("w200", hashes[60:130], tier=CacheLevel.DISK)
     index.remove("w200", hashes[60:130])
     found = index.match(hashes[:asked])
     for worker, blocks in lengths.items():

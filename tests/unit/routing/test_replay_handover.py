@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion
-from commutator.config.model import BusyConfig
-from commutator.routing.replay import replay
-from commutator.routing.replay_outcome import Outcome
-from commutator.routing.replay_prefill import ReplayDisagg
-from commutator.routing.trace import TraceRequest
-from commutator.routing.trace_mix import at_rate, with_chats
-from commutator.routing.virtual_worker import VirtualWorker
-from commutator.types import Role
+from commutator.contract.disagg import DisaggAnswer, DisaggPolicy, DisaggQuestion
+from commutator.contract.routing import BusyConfig
+from commutator.contract.worker import Role
 from commutator_balance import BalanceConfig, LeastLoaded
-from commutator_sim import SimParameters
+from commutator_replay.fleet import VirtualWorker
+from commutator_replay.prefill import ReplayDisagg
+from commutator_replay.replay import Outcome, replay
+from commutator_replay.trace import TraceRequest, at_rate, with_chats
+from commutator_sim.config import SimParameters
 from commutator_sim.virtual import SimVirtualEngine
 
 MS = 1_000_000
@@ -33,7 +31,7 @@ class Separate(DisaggPolicy):
 
     def decide(self, question: DisaggQuestion) -> DisaggAnswer:
         self.asked.append(question)
-        return DisaggAnswer(True, "always")
+        return DisaggAnswer(separate=True, reason="always")
 
 
 def run(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator import Candidate, Decision, RouteRequest, WorkerLoad
-from commutator.testing import make_candidate
+from commutator.contract.routing import Candidate, Decision, RouteRequest, WorkerLoad
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig, ring
+from commutator_testing.routers import make_candidate
 
 
 def affinity() -> SessionAffinity:
@@ -20,7 +20,7 @@ def affinity() -> SessionAffinity:
 
 
 def pick(policy: SessionAffinity, candidates: Sequence[Candidate], name: str = "s") -> Decision:
-    request = RouteRequest(f"r-{name}", "model", 10, session_id=name)
+    request = RouteRequest(request_id=f"r-{name}", model="model", prompt_tokens=10, session_id=name)
     return policy.pick(request, candidates, random.Random(3))
 
 
@@ -34,13 +34,13 @@ def test_the_reason_names_the_home_that_was_left_out_as_busy() -> None:
     rest = [candidate for candidate in workers(4) if candidate.worker_id != home]
     decision = pick(policy, rest)
     assert decision.worker_id != home
-    assert f"next after {home}, which is left out" in decision.reason
+    assert f"next after {home}, which is no candidate now" in decision.reason
     back = pick(policy, workers(4))
     assert back.worker_id == home
     assert "its worker" in back.reason
 
 
-def test_a_worker_that_is_gone_is_nobodys_home() -> None:
+def test_a_worker_that_is_gone_is_home_to_no_session() -> None:
     policy = affinity()
     home = pick(policy, workers(4)).worker_id
     policy.forget(home)
@@ -62,7 +62,7 @@ def test_all_ranks_of_a_worker_go_with_it() -> None:
     st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=8),
     st.lists(st.integers(0, 5), min_size=8, max_size=8),
 )
-def test_who_was_seen_before_changes_no_decision(turns: list[set[int]], loads: list[int]) -> None:
+def test_workers_seen_before_change_no_decision(turns: list[set[int]], loads: list[int]) -> None:
     """A ring with places of absent workers leads to the same as one made of who is there."""
     policy = affinity()
     for turn in turns:

@@ -1,4 +1,4 @@
-"""SGLang's pages in our tiers, with a real dram tier below."""
+"""SGLang's pages in a real dram tier."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import pytest
 from attrs import evolve
 from tests.support.foreign_engine import IDENTITY, ForeignEngine, dram
 
-from commutator.engine import TierPlan
 from commutator.errors import TierError
-from commutator.testing.tier_faults import damage
+from commutator.kv.connector import OnboardTicket
 from commutator_sglang import hicache_pages
 from commutator_sglang.hicache_pages import TierPages
+from commutator_testing.faults import damage
 
 NAMES = [f"{number:064x}" for number in range(5)]
 
 
 def stored(engine: ForeignEngine, names: list[str], before: list[str] | None = None) -> TierPages:
     """Compute pages with these names into numbers 0, 1, ... and keep them."""
-    pages = TierPages(engine.tiers)
+    pages = TierPages(engine.connector)
     for number, name in enumerate(names):
         engine.compute(number, name.encode())
     assert pages.store(names, range(len(names)), before or [])
@@ -38,8 +38,8 @@ def test_what_was_stored_is_found_and_loaded() -> None:
         assert pages.found(NAMES) == 5
         assert pages.load(NAMES, [9, 3, 12, 5, 14]) == [True] * 5
         assert holds(engine, [9, 3, 12, 5, 14], NAMES)
-        engine.tiers.service.check_integrity()
-        assert engine.tiers.service.idle, "a question keeps nothing"
+        engine.connector.check_integrity()
+        assert engine.connector.idle, "a question keeps nothing"
 
 
 def test_pages_after_one_that_is_missing_are_not_found() -> None:
@@ -57,15 +57,15 @@ def test_a_chain_goes_on_where_the_last_batch_ended() -> None:
         pages = stored(engine, NAMES[:2])
         stored(engine, NAMES[2:], before=NAMES[:2])
         assert pages.found(NAMES) == 5
-        kept = engine.tiers.service.why([engine.tiers.key_of(name.encode()) for name in NAMES])
+        kept = engine.connector.explain([engine.connector.key_of(name.encode()) for name in NAMES])
         assert all(block.reusable for block in kept)
 
 
 def test_a_damaged_page_and_those_after_it_are_misses() -> None:
     with ForeignEngine(dram()) as engine:
         pages = stored(engine, NAMES)
-        (setup,) = engine.tiers.service.tiers
-        (block,) = setup.tier.lookup([engine.tiers.key_of(NAMES[2].encode())])
+        (setup,) = engine.connector.tiers
+        (block,) = setup.tier.lookup([engine.connector.key_of(NAMES[2].encode())])
         assert block is not None
         damage(setup.tier, block, 5)
         assert pages.load(NAMES, [9, 10, 11, 12, 13]) == [True, True, False, False, False]
@@ -79,7 +79,7 @@ def test_servers_that_differ_share_nothing() -> None:
         ForeignEngine(dram(), identity=evolve(IDENTITY, parallel_rank="tp 1/2")) as other,
     ):
         name = NAMES[0].encode()
-        assert engine.tiers.key_of(name) != other.tiers.key_of(name)
+        assert engine.connector.key_of(name) != other.connector.key_of(name)
 
 
 def test_closed_tiers_keep_nothing() -> None:
@@ -96,18 +96,18 @@ def test_whatever_goes_wrong_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object, **__: object) -> None:
             raise TierError("broken")
 
-        for name in ("plan", "store"):
-            monkeypatch.setattr(engine.tiers, name, fail)
+        for name in ("plan", "offload"):
+            monkeypatch.setattr(engine.connector, name, fail)
         assert pages.found(NAMES) == 0
         assert pages.load(NAMES, range(5)) == [False] * 5
         assert not pages.store(NAMES, range(5), [])
 
 
 def test_a_question_without_an_answer_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hicache_pages, "_ASK_S", 0.01)
+    monkeypatch.setattr(hicache_pages, "_PLAN_TIMEOUT_S", 0.01)
     with ForeignEngine(dram()) as engine:
         pages = stored(engine, NAMES)
-        silent = Future[TierPlan]()
-        monkeypatch.setattr(engine.tiers, "plan", lambda _: silent)
+        silent = Future[OnboardTicket]()
+        monkeypatch.setattr(engine.connector, "plan", lambda _: silent)
         assert pages.found(NAMES) == 0
         assert silent.cancelled(), "nothing is kept for it"

@@ -15,6 +15,7 @@ import pytest_asyncio
 from aiohttp import web
 from attrs import define, evolve, field
 
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -24,10 +25,11 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from commutator.types import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator_sglang.client import SglangClient
 
-REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=4))
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4)
+)
 IN_A_ROOM = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
 
 
@@ -54,12 +56,12 @@ class FakeSglang:
     mode: str = "null"
     hangs: bool = False
     forgetful: int = 0
-    """So many aborts are not heeded."""
+    """How many aborts the server ignores."""
     asked: list[Any] = field(factory=list)
     aborted: list[str] = field(factory=list)
     heard: asyncio.Event = field(factory=asyncio.Event)
     gone: asyncio.Event = field(factory=asyncio.Event)
-    """A request that ran has ended."""
+    """Set when a running request has ended."""
     url: str = ""
 
     def app(self) -> web.Application:
@@ -173,7 +175,7 @@ async def test_tokens_come_out(client: SglangClient, sglang: FakeSglang) -> None
         (500, False, EngineUnavailableError),
     ],
 )
-async def test_full_dead_and_wrong_are_told_apart(
+async def test_full_dead_and_wrong_are_different_errors(
     client: SglangClient, sglang: FakeSglang, status: int, alive: bool, kind: type[Exception]
 ) -> None:
     await client.start()
@@ -203,7 +205,7 @@ async def test_failures_after_the_first_token(
     assert type(caught.value) is kind
 
 
-async def test_an_abort_is_told_until_it_is_heeded(
+async def test_an_abort_is_repeated_until_it_is_heeded(
     client: SglangClient, sglang: FakeSglang
 ) -> None:
     sglang.body, sglang.hangs, sglang.forgetful = events(FIRST), True, 2
@@ -220,7 +222,7 @@ async def test_an_abort_is_told_until_it_is_heeded(
 async def test_an_abort_is_sent_in_the_next_turn_of_the_event_loop(
     client: SglangClient, sglang: FakeSglang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything else: the other leg's server hears of it at once."""
+    """It comes first, so that the server of the other request is not kept waiting."""
     sglang.body, sglang.hangs, sent = events(FIRST), True, list[str]()
     await client.start()
     stream = client.generate(REQUEST)
@@ -239,7 +241,7 @@ async def test_an_abort_is_sent_in_the_next_turn_of_the_event_loop(
         await sglang.gone.wait()
 
 
-async def test_how_long_a_leg_goes_on_after_its_abort_is_told(
+async def test_how_long_a_leg_runs_after_its_abort_is_logged(
     client: SglangClient, sglang: FakeSglang, caplog: pytest.LogCaptureFixture
 ) -> None:
     sglang.mode, sglang.body, sglang.hangs = "prefill", events(FIRST), True
@@ -251,7 +253,7 @@ async def test_how_long_a_leg_goes_on_after_its_abort_is_told(
         async with asyncio.timeout(30):
             while "ms after its abort" not in caplog.text:
                 await asyncio.sleep(0.01)
-    assert f"leg {sglang.asked[0]['rid']} ended " in caplog.text
+    assert f"disaggregated request {sglang.asked[0]['rid']} ended " in caplog.text
 
 
 async def test_closing_the_client_aborts_what_runs(
@@ -268,7 +270,7 @@ async def test_closing_the_client_aborts_what_runs(
 
 
 async def test_no_name_begins_another(client: SglangClient, sglang: FakeSglang) -> None:
-    """SGLang aborts every request whose name begins with the one it is told."""
+    """SGLang aborts every request whose id begins with the given one."""
     await client.start()
     for name in ("a", "a", "ab"):
         await collect(client, evolve(REQUEST, request_id=name))
@@ -300,7 +302,7 @@ async def test_a_server_of_one_role_serves_nothing_alone(
     assert not (await client.start()).computes_prompts
     with pytest.raises(EngineNeedsPrefillError, match="kind: always"):
         await collect(client)
-    with pytest.raises(EngineHandoverError, match="for prefill"):
+    with pytest.raises(EngineHandoverError, match="is prefill"):
         await collect(client, evolve(REQUEST, handover=IN_A_ROOM))
     assert not sglang.asked
 
@@ -315,7 +317,7 @@ async def test_a_server_that_is_not_there() -> None:
 
 
 async def test_answers_that_are_forwarded(client: SglangClient, sglang: FakeSglang) -> None:
-    """A refusal is an answer; a full server is for routing to know."""
+    """The client gets a refusal as the answer; routing gets the error of a full server."""
     await client.start()
     async with client.forward("/generate", b'{"any": 1}', {}) as answer:
         assert b"".join([data async for data in answer.chunks()]) == sglang.body

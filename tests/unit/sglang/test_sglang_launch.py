@@ -10,11 +10,11 @@ import pytest
 import yaml
 from attrs import evolve
 
-from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
-from commutator.engine.embedded_config import read_tiers
+from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
 from commutator.errors import ConfigError
-from commutator_dram import DramConfig
+from commutator.kv.tiers.setup import read_tiers
+from commutator_dram.tier import DramConfig
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.launch import launch_plan, server_arguments
 from commutator_sglang.plugin import SglangConnector
@@ -27,7 +27,9 @@ def context(tmp_path: Path) -> LaunchContext:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
-    return LaunchContext("sglang-1", model, "127.0.0.1", 8123, tmp_path)
+    return LaunchContext(
+        worker_id="sglang-1", model=model, host="127.0.0.1", port=8123, state_dir=tmp_path
+    )
 
 
 @pytest.fixture
@@ -165,10 +167,12 @@ def test_a_server_that_runs_already_keeps_its_own_storage(
 ) -> None:
     config = SglangConfig(kind="sglang", url="http://127.0.0.1:30000")
     assert SglangConnector().launch_plan(config, with_tiers(context)) is None
-    assert "not our tiers" in caplog.text
+    assert "are not used" in caplog.text
 
 
-def test_an_environment_without_our_plugins_is_told(context: LaunchContext, python: str) -> None:
+def test_an_environment_without_our_plugins_is_reported(
+    context: LaunchContext, python: str
+) -> None:
     Path(python).write_text("#!/bin/sh\nexit 1\n")
     Path(python).chmod(0o755)
     with pytest.raises(ConfigError, match="commutator-sglang"):
@@ -189,7 +193,9 @@ def test_attached_to_by_url(tmp_path: Path) -> None:
     config = load(tmp_path, url="http://10.0.0.1:30000")
     assert isinstance(config, SglangConfig)
     connector = SglangConnector()
-    context = LaunchContext("w", ModelConfig(name="m", source="s"), "h", 1, tmp_path)
+    context = LaunchContext(
+        worker_id="w", model=ModelConfig(name="m", source="s"), host="h", port=1, state_dir=tmp_path
+    )
     assert connector.launch_plan(config, context) is None
     assert connector.attach_address(config) == "http://10.0.0.1:30000"
 

@@ -1,4 +1,4 @@
-"""Our request in SGLang's words, and its answers in ours."""
+"""Requests as SGLang takes them, and its answers as deltas and EngineInfo."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.engine.handover import HandoverLegs
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, WorkerRecord
+from commutator.engine.completions import ModelList
+from commutator.engine.http import FailedAnswerError, message_of
 from commutator.errors import EngineError, EngineHandoverError, RequestError
-from commutator.types import (
-    EngineInfo,
-    EventSource,
-    FinishReason,
-    GenerateRequest,
-    HandoverInfo,
-    SamplingParams,
-    TokenDelta,
-    WorkerRecord,
-)
-from commutator_sglang.api import KvEvents, Loads, ModelInfo, ModelList, RankLoad, ServerInfo
+from commutator_sglang.api import KvEvents, Loads, ModelInfo, RankLoad, ServerInfo
 from commutator_sglang.bodies import request_body
-from commutator_sglang.deltas import DeltaReader, FailedInStreamError, message_of
+from commutator_sglang.deltas import DeltaReader
 from commutator_sglang.discovery import engine_info, engine_load, event_source
 from commutator_sglang.handover import RoomHandover, room_of
 
 SERVER = ServerInfo("0.5.23", 16, 4096, 2042)
 REQUEST = GenerateRequest(
-    "r1",
-    [5, 6, 7],
-    SamplingParams(max_tokens=20, min_tokens=3, temperature=0.5, logit_bias={17: -1.5}),
+    request_id="r1",
+    token_ids=[5, 6, 7],
+    sampling=SamplingParams(max_tokens=20, min_tokens=3, temperature=0.5, logit_bias={17: -1.5}),
     cache_salt="tenant",
     priority=7,
 )
@@ -161,12 +155,12 @@ def test_ended_here_where_the_server_would_go_on() -> None:
     ],
 )
 def test_failures_in_the_stream(event: bytes, code: int) -> None:
-    with pytest.raises(FailedInStreamError, match="too long") as caught:
+    with pytest.raises(FailedAnswerError, match="too long") as caught:
         read(event)
-    assert caught.value.code == code
+    assert caught.value.status == code
 
 
-def test_aborted_by_somebody() -> None:
+def test_a_request_that_the_server_aborted() -> None:
     (delta,) = read(chunk([1], 1, finish_reason={"type": "abort", "message": "by name"}))
     assert (delta.finish_reason, delta.error) == (FinishReason.ABORT, "by name")
 
@@ -192,13 +186,17 @@ def test_what_a_server_is() -> None:
 def test_events_of_each_rank_at_the_host_of_the_server() -> None:
     events = KvEvents("zmq", "*", 5557, 16, 2, "kv", 6557)
     assert event_source(events, "http://10.1.2.3:80") == EventSource(
-        "tcp://10.1.2.3:5557",
-        "tcp://10.1.2.3:6557",
-        "kv",
-        (EventSource("tcp://10.1.2.3:5558", "tcp://10.1.2.3:6558", "kv"),),
+        endpoint="tcp://10.1.2.3:5557",
+        replay_endpoint="tcp://10.1.2.3:6557",
+        topic="kv",
+        further_ranks=(
+            EventSource(
+                endpoint="tcp://10.1.2.3:5558", replay_endpoint="tcp://10.1.2.3:6558", topic="kv"
+            ),
+        ),
     )
     elsewhere = event_source(KvEvents("zmq", "10.9.9.9", 1, 16), "http://h:80")
-    assert elsewhere == EventSource("tcp://10.9.9.9:1")
+    assert elsewhere == EventSource(endpoint="tcp://10.9.9.9:1")
     assert event_source(None, "http://h:80") is None
 
 
@@ -213,16 +211,35 @@ def test_load_of_all_ranks() -> None:
 
 
 def worker(name: str, ranks: int, address: str | None) -> WorkerRecord:
-    handover = HandoverInfo("sglang-nixl", "m", 16, 0, address=address)
-    info = EngineInfo("sglang", "1", "m", 64, 16, 9, data_parallel_size=ranks, handover=handover)
-    return WorkerRecord(name, "sglang", "sglang", "m", "http://h:1", info)
+    handover = KvTransferInfo(
+        protocol="sglang-nixl", identity="m", block_size=16, token_bytes=0, address=address
+    )
+    info = EngineInfo(
+        kind="sglang",
+        version="1",
+        model="m",
+        max_model_len=64,
+        block_size=16,
+        kv_capacity_blocks=9,
+        data_parallel_size=ranks,
+        handover=handover,
+    )
+    return WorkerRecord(
+        worker_id=name, engine="sglang", kind="sglang", model="m", address="http://h:1", info=info
+    )
 
 
 def test_both_legs_are_sent_the_same_but_for_the_ranks() -> None:
     prefill, decode = worker("p", 4, "10.0.0.1:8998"), worker("d", 1, None)
-    legs = HandoverLegs("0123456789abcdef0123", REQUEST, prefill, decode, prefill_rank=3)
+    handover = HandoverRequest(
+        handover_id="0123456789abcdef0123",
+        request=REQUEST,
+        prefill=prefill,
+        decode=decode,
+        prefill_rank=3,
+    )
     style = RoomHandover()
-    here, there = style.prefill_request(legs), style.decode_request(legs, None)
+    here, there = style.prefill_request(handover), style.decode_request(handover, None)
     assert here.sampling == there.sampling == REQUEST.sampling
     body = request_body(there, "x", SERVER)
     assert body["bootstrap_host"] == "10.0.0.1"
@@ -232,8 +249,8 @@ def test_both_legs_are_sent_the_same_but_for_the_ranks() -> None:
     assert "answer_within_s" not in body
     assert here.handover is not None
     assert here.handover["bootstrap_room"] == body["bootstrap_room"]
-    with pytest.raises(EngineHandoverError, match="bootstrap port"):
-        style.prefill_request(evolve(legs, prefill=worker("p", 1, None)))
+    with pytest.raises(EngineHandoverError, match="bootstrap_port"):
+        style.prefill_request(evolve(handover, prefill=worker("p", 1, None)))
 
 
 @given(st.text(max_size=30), st.integers(1, 64), st.data())

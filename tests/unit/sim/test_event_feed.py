@@ -1,4 +1,4 @@
-"""KV events that are gathered over several ticks say the same as one message a tick."""
+"""KV events gathered over several ticks have the same effect as one message for each tick."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import cast
 
 import pytest
 
-from commutator.kv import BlockRemoved, BlockStored, EventPublisher, KvEvent
-from commutator.kv.medium import Tier
-from commutator.routing.prefix_index import PrefixIndex
-from commutator_sim.block_keys import block_keys
+from commutator.contract.block import BlockRemoved, BlockStored, CacheLevel, KvEvent
+from commutator.kv_events.publisher import EventPublisher
+from commutator.routing.prefix_index.index import PrefixIndex
+from commutator_sim.config import SimParameters
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
-from commutator_sim.kv_events import EventFeed
+from commutator_sim.kv_events import EventFeed, block_keys
 from commutator_sim.model import SimModel
-from commutator_sim.parameters import SimParameters
 from commutator_sim.request import SimRequest
 
 SIZE = 4
@@ -49,7 +48,13 @@ async def test_blocks_of_one_request_are_one_event() -> None:
         gathering.publish()
     assert publisher.messages == []
     gathering.flush()
-    whole = BlockStored(tuple(keys), None, tuple(token_ids), SIZE, lora_name="adapter")
+    whole = BlockStored(
+        block_hashes=tuple(keys),
+        parent_block_hash=None,
+        token_ids=tuple(token_ids),
+        block_size=SIZE,
+        lora_name="adapter",
+    )
     assert publisher.messages == [[whole]]
 
 
@@ -63,9 +68,19 @@ async def test_a_block_that_went_meanwhile_comes_back_after_it() -> None:
     gathering.flush()
     assert publisher.messages == [
         [
-            BlockStored((keys[0],), None, tuple(token_ids[:4]), SIZE),
-            BlockRemoved((keys[1],)),
-            BlockStored((keys[1],), keys[0], tuple(token_ids[4:]), SIZE),
+            BlockStored(
+                block_hashes=(keys[0],),
+                parent_block_hash=None,
+                token_ids=tuple(token_ids[:4]),
+                block_size=SIZE,
+            ),
+            BlockRemoved(block_hashes=(keys[1],)),
+            BlockStored(
+                block_hashes=(keys[1],),
+                parent_block_hash=keys[0],
+                token_ids=tuple(token_ids[4:]),
+                block_size=SIZE,
+            ),
         ]
     ]
 
@@ -77,7 +92,7 @@ async def test_what_was_gathered_is_sent_in_time() -> None:
     async with asyncio.timeout(30):
         while not publisher.messages:
             await asyncio.sleep(0.001)
-    assert publisher.messages == [[BlockRemoved((1,))]]
+    assert publisher.messages == [[BlockRemoved(block_hashes=(1,))]]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -110,7 +125,7 @@ def test_an_index_learns_the_same(seed: int) -> None:
 
 
 def indexed(publisher: Publisher) -> dict[int, int]:
-    """What an index has learnt from all messages: each block's name and sequence hash."""
+    """The index after all messages: each block's name and sequence hash."""
     index = PrefixIndex(SIZE)
     for message in publisher.messages:
         for event in message:
@@ -118,7 +133,7 @@ def indexed(publisher: Publisher) -> dict[int, int]:
     assert index.statistics().orphans == 0
     found: dict[int, int] = {}
     for rank in index.snapshot("worker"):
-        for name, known in rank.held.get(Tier.DEVICE, {}).items():
+        for name, known in rank.held.get(CacheLevel.DEVICE, {}).items():
             assert isinstance(name, int)
             found[name] = known
     return found

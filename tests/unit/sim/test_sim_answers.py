@@ -1,14 +1,15 @@
-"""What a simulated request says, and when it stops."""
+"""The answers of simulated requests, and where they end."""
 
 from __future__ import annotations
 
 import pytest
 
+from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.text import TextModel, load_text_model
-from commutator.types import FinishReason, GenerateRequest, SamplingParams
+from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
-from commutator_sim.block_keys import block_keys, root_key
+from commutator_sim.kv_events import block_keys, root_key
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_it_leaves_out_special_tokens(text: TextModel) -> None:
     assert plan([special], SamplingParams(max_tokens=2), text=text).token_ids == [special] * 2
 
 
-def test_it_ends_by_itself_unless_told_to_ignore_that() -> None:
+def test_it_ends_by_itself_unless_asked_to_ignore_that() -> None:
     ended = plan([5], SamplingParams(max_tokens=80))
     assert (len(ended.token_ids), ended.finish_reason) == (50, FinishReason.STOP)
     ignoring = plan([5], SamplingParams(max_tokens=80, ignore_eos=True))
@@ -98,10 +99,28 @@ def test_stop_strings_need_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("request_", "what"),
     [
-        (GenerateRequest("a", [1], SamplingParams(top_logprobs=0)), "logprobs"),
-        (GenerateRequest("a", [1], SamplingParams(logit_bias={1: 2.0})), "logit_bias"),
-        (GenerateRequest("a", [1], SamplingParams(), data_parallel_rank=1), "rank 1"),
-        (GenerateRequest("a", [1], SamplingParams(), extra={"guided_json": {}}), "guided_json"),
+        (
+            GenerateRequest(request_id="a", token_ids=[1], sampling=SamplingParams(top_logprobs=0)),
+            "logprobs",
+        ),
+        (
+            GenerateRequest(
+                request_id="a", token_ids=[1], sampling=SamplingParams(logit_bias={1: 2.0})
+            ),
+            "logit_bias",
+        ),
+        (
+            GenerateRequest(
+                request_id="a", token_ids=[1], sampling=SamplingParams(), data_parallel_rank=1
+            ),
+            "rank 1",
+        ),
+        (
+            GenerateRequest(
+                request_id="a", token_ids=[1], sampling=SamplingParams(), extra={"guided_json": {}}
+            ),
+            "guided_json",
+        ),
     ],
 )
 def test_what_needs_a_model_is_refused(request_: GenerateRequest, what: str) -> None:
@@ -126,6 +145,6 @@ def test_block_keys_differ_by_salt_and_adapter() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32])
-def test_impossible_token_ids_are_told(token: int) -> None:
+def test_impossible_token_ids_are_refused(token: int) -> None:
     with pytest.raises(OverflowError):
         block_keys([token], 16, 0)

@@ -1,4 +1,4 @@
-"""The options of a `sim` entry, and how they reach the model."""
+"""The options of a `sim` entry, and the parameters that the model gets of them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any
 import attrs
 import pytest
 
-from commutator import EvictionConfig
+from commutator.config.kinds import config_converter
 from commutator.config.load import load_config
-from commutator.engine.tier_policy import structure_evictions
-from commutator.kv.admission import MinimumHits, NotLongerThan, PromptOnly
-from commutator.schema import StructureError, build_converter, structure
-from commutator_sim import SimConfig, SimParameters, TierParameters
+from commutator.contract.eviction import EvictionConfig
+from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
+from commutator.plugins import installed_plugins
+from commutator.schema.structure import StructureError, structure
+from commutator_sim.config import SimConfig, SimParameters, TierParameters
 
 HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}
 
 
 def structured(settings: dict[str, Any]) -> SimConfig:
     """As in a worker's process."""
-    converter = build_converter()
-    structure_evictions(converter)
-    return structure(converter, settings, SimConfig)
+    return structure(config_converter(installed_plugins()), settings, SimConfig)
 
 
 def build(**settings: Any) -> SimConfig:
@@ -103,7 +102,7 @@ def test_speedup(speedup: float | str, factor: float) -> None:
         (
             {"tiers": [{"kind": "host", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}] * 2},
             "tiers",
-            "each kind may stand here once, got host, host",
+            "each kind may be listed once, got host, host",
         ),
         (
             {"tiers": [{"kind": "tape", "capacity_blocks": 1, "bandwidth_bytes_per_s": 1}]},
@@ -123,7 +122,7 @@ def test_speedup(speedup: float | str, factor: float) -> None:
         ),
     ],
 )
-def test_mistakes_are_told(settings: dict[str, Any], path: str, text: str) -> None:
+def test_mistakes_are_reported(settings: dict[str, Any], path: str, text: str) -> None:
     with pytest.raises(StructureError) as caught:
         build(**settings)
     ((where, message),) = caught.value.problems

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from commutator.engine import TokenApiClient, TokenApiServer
-from commutator.engine.handover import HandoverLegs, PullHandover, ReadyBlock, Target
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.worker import WorkerRecord
+from commutator.engine.client import TokenApiClient
+from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineHandoverError, RequestError
-from commutator.types import GenerateRequest, SamplingParams, WorkerRecord
-from commutator_sim import SimConfig
+from commutator.kv.transfer.protocol import PullHandover, ReadyBlock, ReleaseRequest
+from commutator.kv.transfer.reader import ReadTarget
+from commutator.kv.transfer.sources import Connection
+from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
-from commutator_sim.pulling import WaitingMover, handover_info, handover_source
+from commutator_sim.handover import WaitingMover, handover_info, handover_source
 
 PROMPT = tuple(range(1, 1001))
 
@@ -28,14 +33,23 @@ async def worker(**settings: Any) -> AsyncIterator[tuple[TokenApiClient, WorkerR
     client = TokenApiClient(address)
     try:
         info = await client.start()
-        yield client, WorkerRecord(address, "sim", "sim", "sim", address, info)
+        yield (
+            client,
+            WorkerRecord(
+                worker_id=address, engine="sim", kind="sim", model="sim", address=address, info=info
+            ),
+        )
     finally:
         await client.close()
         await server.stop()
 
 
 def request(prompt: Sequence[int] = PROMPT) -> GenerateRequest:
-    return GenerateRequest("r", list(prompt), SamplingParams(max_tokens=9, ignore_eos=True))
+    return GenerateRequest(
+        request_id="r",
+        token_ids=list(prompt),
+        sampling=SamplingParams(max_tokens=9, ignore_eos=True),
+    )
 
 
 async def tokens_of(client: TokenApiClient, asked: GenerateRequest) -> list[int]:
@@ -47,10 +61,12 @@ async def handed_over(
     prefill: tuple[TokenApiClient, WorkerRecord], decode: tuple[TokenApiClient, WorkerRecord]
 ) -> list[int]:
     style = PullHandover()
-    legs = HandoverLegs("one", request(), prefill[1], decode[1])
-    prefilling = asyncio.create_task(tokens_of(prefill[0], style.prefill_request(legs)))
+    handover = HandoverRequest(
+        handover_id="one", request=request(), prefill=prefill[1], decode=decode[1]
+    )
+    prefilling = asyncio.create_task(tokens_of(prefill[0], style.prefill_request(handover)))
     try:
-        return await tokens_of(decode[0], style.decode_request(legs, None))
+        return await tokens_of(decode[0], style.decode_request(handover, None))
     finally:
         with suppress(EngineHandoverError):  # the decode side may be done before it begins
             await prefilling
@@ -83,24 +99,32 @@ async def test_sizes_that_do_not_divide_are_refused() -> None:
         assert infos[0] is not None
         assert infos[1] is not None
         assert PullHandover().mismatch(infos[0], infos[1]) is not None
-        with pytest.raises(RequestError, match="do not become"):
+        with pytest.raises(RequestError, match="cannot be read as blocks"):
             await handed_over(prefill, decode)
 
 
 async def test_without_a_prefix_cache_nothing_is_handed_over() -> None:
     async with worker(prefix_caching=False) as (client, record):
         assert record.info.handover is None
-        legs = HandoverLegs("one", request(), record, record)
+        handover = HandoverRequest(
+            handover_id="one", request=request(), prefill=record, decode=record
+        )
         with pytest.raises(RequestError, match="prefix_caching"):
-            await tokens_of(client, PullHandover().prefill_request(legs))
+            await tokens_of(client, PullHandover().prefill_request(handover))
 
 
 async def test_a_prefill_that_is_not_wanted_any_more_is_not_begun() -> None:
     async with worker() as (client, record):
-        await client.handover("release", {"id": "one"}, timeout_s=30)
-        legs = HandoverLegs("one", request(), record, record)
+        assert record.info.handover is not None
+        exporter = Connection(record.info.handover.address or "")
+        await exporter.start()
+        await exporter.ask("release", ReleaseRequest("one"), timeout_s=30)
+        await exporter.close()
+        handover = HandoverRequest(
+            handover_id="one", request=request(), prefill=record, decode=record
+        )
         with pytest.raises(EngineHandoverError, match="given the hand-over up"):
-            await tokens_of(client, PullHandover().prefill_request(legs))
+            await tokens_of(client, PullHandover().prefill_request(handover))
 
 
 async def test_transfers_take_their_time_one_after_the_other() -> None:
@@ -113,20 +137,20 @@ async def test_transfers_take_their_time_one_after_the_other() -> None:
     )
     mover, source = WaitingMover(config), handover_source(config, handover_info(config, "m"), "a")
     blocks = [(place, ReadyBlock(place, b"", 0)) for place in range(2)]
-    let_go = []
-    target = Target(0, 32, (0, 1), on_let_go=lambda: let_go.append(True))
+    released = []
+    target = ReadTarget(0, 32, (0, 1), on_released=lambda: released.append(True))
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     await asyncio.gather(*(mover.fetch(source, blocks, target, 60) for _ in range(2)))
     # Four blocks of 0.1 s and the latency, ten times as fast.
     assert loop.time() - began_s >= 0.09 - 0.001
-    assert let_go == [True]
+    assert released == [True]
 
 
 async def test_a_transfer_that_takes_too_long_brings_nothing() -> None:
     config = SimConfig(kind="sim", speedup=1, handover_latency_s=1000)
     mover, source = WaitingMover(config), handover_source(config, handover_info(config, "m"), "a")
-    target = Target(0, 16, (0,))
+    target = ReadTarget(0, 16, (0,))
     (problem,) = await mover.fetch(source, [(0, ReadyBlock(0, b"", 0))], target, 0.01)
     assert problem is not None
     assert target.under_way == 0

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from commutator_sim import (
-    Finished,
-    FirstToken,
-    Preempted,
-    SimModel,
-    SimParameters,
-    SimRequest,
-    Steps,
-    TierParameters,
-)
+from commutator_sim.config import SimParameters, TierParameters
+from commutator_sim.events import Finished, FirstToken, Preempted, Steps
+from commutator_sim.model import SimModel
+from commutator_sim.request import SimRequest
 
 MS = 1_000_000
 S = 1_000 * MS
 
 
 def run(model: SimModel, *requests: SimRequest) -> dict[tuple[str, int], int]:
-    """All requests at once, to the end: when each gave its first and last token."""
+    """Run all requests at once; returns the times of the first and last token of each."""
     for key, request in enumerate(requests):
         model.submit(key, request)
     return {

@@ -12,11 +12,12 @@ from attrs import evolve
 from tests.support.small_disk import run_on_small_disk
 
 import commutator_nvme.index
+from commutator.contract.tier import SlotGeometry
 from commutator.errors import TierError
-from commutator.kv import SlotGeometry
-from commutator.testing import TierUser
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import write_at
+from commutator_nvme.tier import NvmeTier
+from commutator_testing.tier_user import TierUser
 
 BLOCK_BYTES = 4096
 GEOMETRY = SlotGeometry(
@@ -362,7 +363,7 @@ def _program(folder: Path, body: str) -> str:
     return f"""
 import os, types
 from commutator.errors import TierError
-from commutator.kv import SlotGeometry
+from commutator import SlotGeometry
 from commutator_nvme import NvmeConfig, NvmeTier
 from commutator_nvme.files import write_at
 folder = {str(folder)!r}

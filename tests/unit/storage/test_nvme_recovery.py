@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from commutator.kv import SlotGeometry, Stored
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator.contract.tier import SlotGeometry, StoredBlock
+from commutator_nvme.config import NvmeConfig
+from commutator_nvme.tier import NvmeTier
 
 BLOCKS = 1_000_000
 BLOCK_BYTES = 4096
@@ -32,7 +33,7 @@ def test_a_million_blocks_are_found_again_in_seconds(tmp_path: Path) -> None:
         for _ in range(BLOCKS // 1000):
             keys = [rng.randbytes(32) for _ in range(1000)]
             tier.commit(
-                Stored(
+                StoredBlock(
                     key=key,
                     slot=slot,
                     size_bytes=BLOCK_BYTES,
@@ -54,7 +55,7 @@ def test_a_million_blocks_are_found_again_in_seconds(tmp_path: Path) -> None:
         print(f"{len(found)} blocks in {wall_s:.1f} s, {cpu_s:.1f} s of one CPU")
         assert {stored.key: stored for stored in found} == before
         again.close()
-        # It is half of the aim on an idle machine; whoever shares the core and its cache costs
+        # It is half of the aim on an idle machine; other processes on the core and its cache cost
         # up to twice as much.
         assert cpu_s < 20
     finally:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, settings
 
-from commutator.kv import BlockKey, OpenedSlots, Slot, SlotGeometry, StorageTier, Stored
-from commutator.testing import TierContract
-from commutator.transfer import Region, Span
-from commutator_dram import DramConfig, DramTier
-from commutator_nvme import NvmeConfig, NvmeTier
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import Region, Slot, SlotGeometry, Span, StorageTier, StoredBlock
+from commutator.kv.tiers.slot_tier import OpenedSlots
+from commutator_dram.tier import DramConfig, DramTier
+from commutator_nvme.config import NvmeConfig
+from commutator_nvme.tier import NvmeTier
+from commutator_testing.tiers import TierContract
 
 
 class IgnoresPins(DramTier):
@@ -44,13 +45,23 @@ class LeaksReleasedSlots(DramTier):
 
 
 class CommitsNothing(NvmeTier):
-    def remember(self, blocks: Sequence[Stored]) -> None:
+    def remember(self, blocks: Sequence[StoredBlock]) -> None:
         pass
 
 
 class ForgetsToForget(NvmeTier):
-    def forget(self, blocks: Sequence[Stored]) -> None:
+    def forget(self, blocks: Sequence[StoredBlock]) -> None:
         pass
+
+
+class FailsAtTheSecondBlock(DramTier):
+    failures = 0
+
+    def commit(self, blocks: Iterable[StoredBlock]) -> None:
+        super().commit(blocks)
+        if len(list(self.committed())) > 1:
+            type(self).failures += 1
+            raise ValueError("the second block")
 
 
 class RecoversTooLittle(NvmeTier):
@@ -59,20 +70,10 @@ class RecoversTooLittle(NvmeTier):
         return OpenedSlots(opened.capacity, opened.committed[1:])
 
 
-@pytest.fixture(autouse=True)
-def without_shrinking() -> Iterator[None]:
-    """That it fails is enough; to look for the shortest story takes minutes."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("first-failure", phases=[Phase.generate])
-    settings.load_profile("first-failure")
-    yield
-    settings.load_profile(before)
-
-
 def contract_for(tier: type[StorageTier], *, is_durable: bool) -> TierContract:
     class Contract(TierContract):
         durable = is_durable
-        max_examples = 200  # stops at the first failure
+        max_examples = 200  # it stops at the first failure
 
         def make_tier(self, folder: Path) -> StorageTier:
             if issubclass(tier, NvmeTier):
@@ -102,6 +103,13 @@ def test_the_suite_finds(tier: type[StorageTier], *, durable: bool) -> None:
     contract = contract_for(tier, is_durable=durable)
     with pytest.raises((AssertionError, ValueError, ExceptionGroup)):
         contract.test_lives_by_the_rules()
+
+
+def test_a_failure_is_reported_without_a_long_search_for_a_shorter_history() -> None:
+    contract = contract_for(FailsAtTheSecondBlock, is_durable=False)
+    with pytest.raises((ValueError, ExceptionGroup)):
+        contract.test_lives_by_the_rules()
+    assert FailsAtTheSecondBlock.failures <= 3, "found, and repeated for the report"
 
 
 @pytest.mark.parametrize(("tier", "durable"), [(DramTier, False), (NvmeTier, True)])

@@ -1,4 +1,4 @@
-"""Requests in the words of TensorRT-LLM's completions."""
+"""Requests as TensorRT-LLM's /v1/completions takes them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from attrs import evolve
 from tests.support.trtllm.requests import read_request
 
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.engine.completions import request_headers
 from commutator.errors import RequestError
-from commutator.types import GenerateRequest, SamplingParams
-from commutator_trtllm.bodies import request_body, request_headers
+from commutator_trtllm.bodies import request_body
 
 EVERYTHING = SamplingParams(
     max_tokens=9,
@@ -29,7 +30,7 @@ EVERYTHING = SamplingParams(
     stop_token_ids=(8, 9),
     ignore_eos=True,
 )
-REQUEST = GenerateRequest("r", [1, 2, 3], EVERYTHING)
+REQUEST = GenerateRequest(request_id="r", token_ids=[1, 2, 3], sampling=EVERYTHING)
 
 
 def no_text(_: Any) -> list[int]:
@@ -37,7 +38,7 @@ def no_text(_: Any) -> list[int]:
 
 
 def test_every_parameter_arrives() -> None:
-    """Read by the stand-in, which refuses what the server does not know."""
+    """The stand-in reads the body, and refuses parameters that the server does not know."""
     body = request_body(REQUEST, "m")
     read = read_request(body, "r", chat=False, tokenize=no_text)
     assert read.sampling == EVERYTHING
@@ -48,7 +49,7 @@ def test_every_parameter_arrives() -> None:
 
 
 def test_defaults_are_written_out() -> None:
-    """What is left out would be the server's to choose."""
+    """The server would choose a parameter that is left out."""
     body = request_body(evolve(REQUEST, sampling=SamplingParams()), "m")
     assert body["temperature"] == 1.0
     assert body["top_k"] == 0

@@ -12,6 +12,7 @@ from attrs import evolve
 from tests.support.trtllm.fake_source import FakeSource, sidecar_of
 from tests.support.trtllm.server import StandIn
 
+from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -19,10 +20,11 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from commutator.types import GenerateRequest, SamplingParams, TokenDelta
 from commutator_trtllm.client import TrtllmClient
 
-REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=3))
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=3)
+)
 WORDS = {"disagg_request_id": 1 << 62, "ctx_request_id": 1 << 62}
 
 
@@ -105,7 +107,7 @@ async def test_what_cannot_be_is_refused(client: TrtllmClient, server: StandIn) 
         (500, False, EngineUnavailableError),
     ],
 )
-async def test_full_dead_and_wrong_are_told_apart(
+async def test_full_dead_and_wrong_are_different_errors(
     client: TrtllmClient, server: StandIn, status: int, healthy: bool, kind: type[Exception]
 ) -> None:
     server.refuses, server.healthy = (status, "because"), healthy
@@ -168,7 +170,7 @@ async def test_the_legs_of_a_request(client: TrtllmClient, server: StandIn) -> N
 async def test_a_decode_leg_that_did_not_get_the_kv(
     client: TrtllmClient, server: StandIn, source: FakeSource
 ) -> None:
-    """A server that is well breaks the stream off, or says 400; one that is dead is just dead."""
+    """A healthy server ends the stream early or answers 400; a dead one is unavailable."""
     leg = evolve(REQUEST, handover={"request_type": "generation_only", **WORDS})
     source.transfers = False
     with pytest.raises(EngineHandoverError):

@@ -13,10 +13,10 @@ from tests.support.trtllm.kv_pool import BLOCK_TOKENS, KvPool
 from tests.support.trtllm.kv_runtime import llm_args
 
 from commutator.errors import ConfigError
-from commutator.testing.tier_faults import damage
+from commutator_testing.faults import damage
 from commutator_trtllm.kv_connector import CommutatorKvScheduler, CommutatorKvWorker
 from commutator_trtllm.kv_memory import layout_regions
-from commutator_trtllm.kv_options import check_llm_args, read_options
+from commutator_trtllm.options import check_llm_args, read_options
 
 DRAM = {"kind": "dram", "capacity": "1MB", "huge_pages": "off", "load_timeout_s": 60}
 PROMPT = [1] * 4 * BLOCK_TOKENS + [2]
@@ -30,14 +30,14 @@ def engine(tmp_path: Path) -> Iterator[KvExecutor]:
 
 
 def evict(engine: KvExecutor, pages: int = PAGES) -> None:
-    """Leave no page on the device that begins a prompt, and no block in host memory."""
+    """Evict all prompts from the device, and all blocks from host memory."""
     number = 1000 + engine.arrived
     engine.run(engine.arrive([number] * (pages - 2) * BLOCK_TOKENS))
     engine.settle()  # a block that finds no room there is not kept
 
 
 def loaded(engine: KvExecutor, tokens: list[int], **facts: Any) -> int:
-    """The tokens that were loaded for a request, with nothing of it on the device."""
+    """How many tokens were loaded for a request that has none on the device."""
     evict(engine)
     request = engine.arrive(tokens, **facts)
     engine.step()
@@ -83,15 +83,15 @@ def test_what_is_more_than_tokens_is_left_alone(engine: KvExecutor) -> None:
 def test_all_ranks_must_have_a_block(tmp_path: Path) -> None:
     with KvExecutor(tmp_path, DRAM, ranks=2) as engine:
         loaded(engine, PROMPT)
-        tiers = engine.workers[1]._tiers
-        tiers.service.evict([tiers.keys(PROMPT)[2]])
+        tiers = engine.workers[1]._connector
+        tiers.evict([tiers.keys(PROMPT)[2]])
         assert loaded(engine, PROMPT) == 2 * BLOCK_TOKENS
 
 
 def test_a_damaged_block_is_not_claimed(engine: KvExecutor) -> None:
     loaded(engine, PROMPT)
-    tiers = engine.workers[0]._tiers
-    (setup,) = tiers.service.tiers
+    tiers = engine.workers[0]._connector
+    (setup,) = tiers.tiers
     (stored,) = setup.tier.lookup(tiers.keys(PROMPT)[1:2])
     damage(setup.tier, stored, 0)
     assert loaded(engine, PROMPT) == BLOCK_TOKENS
@@ -138,7 +138,7 @@ def test_cancelled_parts_of_a_claim_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_loads_are_carried_out_once(engine: KvExecutor) -> None:
-    """TensorRT-LLM binds nothing new for steps that compute nothing."""
+    """TensorRT-LLM binds no new metadata in steps that compute nothing."""
     loaded(engine, PROMPT)
     evict(engine)
     request = engine.arrive(PROMPT)
@@ -204,7 +204,7 @@ def test_options_come_by_environment() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"enable_block_reuse": False}, "enable_block_reuse is off"),
+        ({"enable_block_reuse": False}, "turn on enable_block_reuse"),
         ({"max_attention_window": [64]}, "max_attention_window"),
     ],
 )
@@ -219,5 +219,5 @@ def test_what_would_be_wrong_is_refused(
 
 
 def test_layers_with_a_window_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a part of the prompt only"):
+    with pytest.raises(ConfigError, match="layers with attention windows"):
         layout_regions(KvPool(4, 0, "cpu").layout(window=64))

@@ -1,12 +1,13 @@
-"""What the KV connector's scheduler orders, from what TensorRT-LLM tells it."""
+"""The orders that the KV connector's scheduler makes of TensorRT-LLM's calls."""
 
 from __future__ import annotations
 
 import pytest
 from tests.support.trtllm.kv_executor import RequestData
 
+from commutator_trtllm.connector_metadata import ConnectorMetadata, Load
 from commutator_trtllm.kv_scheduler import TierScheduler
-from commutator_trtllm.kv_words import Load, Orders, Stage
+from commutator_trtllm.kv_staging import Stage
 
 SIZE = 4
 TOKENS = list(range(21))
@@ -25,7 +26,7 @@ def claimed(scheduler: TierScheduler, blocks: int = 5, computed: int = 0) -> Sta
     return stage
 
 
-def first_step(scheduler: TierScheduler, pages: list[int], computed: int = 0) -> Orders:
+def first_step(scheduler: TierScheduler, pages: list[int], computed: int = 0) -> ConnectorMetadata:
     """With the second cache manager."""
     data = RequestData(1, TOKENS, pages, computed, 1, new_block_ids_by_layer_group=[pages])
     return scheduler.orders([data], [])
@@ -69,40 +70,40 @@ def test_what_has_no_page_is_not_loaded(scheduler: TierScheduler) -> None:
 def test_what_is_over_is_dropped_and_forgotten(scheduler: TierScheduler) -> None:
     stage = claimed(scheduler)
     scheduler.ended(1)
-    assert scheduler.orders([], []) == Orders(drops=(stage.number,))
+    assert scheduler.orders([], []) == ConnectorMetadata(drops=[stage.number])
     claimed(scheduler)
-    assert first_step(scheduler, [10, 11, 12, 13, 14, 15]).keeps == ()
+    assert first_step(scheduler, [10, 11, 12, 13, 14, 15]).stores == []
     scheduler.orders([], [RequestData(1, [21, 22, 23], [], 21, 3)])  # fills the sixth block
     scheduler.ended(1)
-    assert scheduler.orders([], []) == Orders(forget=(1,))
+    assert scheduler.orders([], []) == ConnectorMetadata(forget=[1])
 
 
 def test_what_not_all_ranks_have_is_dropped(scheduler: TierScheduler) -> None:
     stage = scheduler.arrived(1, TOKENS, 0, None)
     assert stage is not None
     assert scheduler.staged(1, stage, 0) == 0
-    assert scheduler.orders([], []).drops == (stage.number,)
+    assert scheduler.orders([], []).drops == [stage.number]
 
 
 def test_only_what_was_computed_is_kept(scheduler: TierScheduler) -> None:
-    """With chunks, and a claim of which the second manager may have used nothing."""
+    """In chunks, and with a claim that the second cache manager may not have used."""
     claimed(scheduler, blocks=1)
     pages = [10, 11, 12, 13, 14, 15]
     data = RequestData(1, TOKENS, pages, 0, 8, new_block_ids_by_layer_group=[pages])
-    (keep,) = scheduler.orders([data], []).keeps
-    assert (keep.first, keep.device_blocks) == (1, (11,))
+    (store,) = scheduler.orders([data], []).stores
+    assert (store.first, store.device_blocks) == (1, (11,))
     data = RequestData(1, [], [], 12, 9, new_block_ids_by_layer_group=[[]])
-    (keep,) = scheduler.orders([], [data]).keeps
-    assert (keep.first, keep.device_blocks) == (2, (12, 13, 14))
+    (store,) = scheduler.orders([], [data]).stores
+    assert (store.first, store.device_blocks) == (2, (12, 13, 14))
 
 
 def test_what_was_never_asked_for_is_left_alone(scheduler: TierScheduler) -> None:
-    """Requests that warm TensorRT-LLM up."""
+    """TensorRT-LLM's warm-up requests."""
     data = RequestData(7, TOKENS, [0, 1, 2, 3, 4, 5], 0, 21)
-    assert scheduler.orders([data], [data]) == Orders()
+    assert scheduler.orders([data], [data]) == ConnectorMetadata()
 
 
 @pytest.mark.parametrize("computed", [2, 20])
 def test_nothing_is_asked_for(scheduler: TierScheduler, computed: int) -> None:
-    """A part of a block is there, or all but the last token."""
+    """The device has part of a block, or all but the last token."""
     assert scheduler.arrived(1, TOKENS, computed, None) is None

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from attrs import evolve
+from tests.support.trtllm.published import connector
 
-from commutator import LaunchContext, ModelConfig
 from commutator.config.load import load_config
-from commutator.engine.embedded_config import read_tiers
+from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.errors import ConfigError
-from commutator_dram import DramConfig
+from commutator.kv.tiers.setup import read_tiers
+from commutator_dram.tier import DramConfig
 from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
-from commutator_trtllm.kv_options import read_options
 from commutator_trtllm.launch import launch_plan, server_command
+from commutator_trtllm.options import read_options
 from commutator_trtllm.plugin import TrtllmConnector
 from commutator_trtllm.sidecar import SidecarOptions
 
@@ -31,7 +31,9 @@ def context(tmp_path: Path) -> LaunchContext:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
-    return LaunchContext("trtllm-1", model, "127.0.0.1", 8123, tmp_path)
+    return LaunchContext(
+        worker_id="trtllm-1", model=model, host="127.0.0.1", port=8123, state_dir=tmp_path
+    )
 
 
 def value_of(arguments: tuple[str, ...], name: str) -> str:
@@ -76,8 +78,8 @@ def test_the_sidecar_reads_what_was_written(kv_events: bool, hands_over: bool) -
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"args": ("--port=1",)}, "--port is set from elsewhere"),
-        ({"args": ("--config", "f")}, "give `options`"),
+        ({"args": ("--port=1",)}, "--port is set by Commutator"),
+        ({"args": ("--config", "f")}, "set `options`"),
         ({"args": ("--max_seq_len", "9")}, "max_model_len"),
     ],
 )
@@ -87,9 +89,11 @@ def test_what_cannot_be(context: LaunchContext, changes: dict[str, Any], problem
 
 
 def test_without_tensorrt_llm_nothing_is_started(context: LaunchContext, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no no-such-serve; install TensorRT-LLM"):
+    with pytest.raises(
+        ConfigError, match=r"command: no-such-serve was not found; install TensorRT-LLM"
+    ):
         launch_plan(evolve(CONFIG, command=("no-such-serve",)), context)
-    with pytest.raises(ConfigError, match="there is no trtllm-serve"):
+    with pytest.raises(ConfigError, match="trtllm-serve was not found"):
         launch_plan(TrtllmConfig(kind="trtllm", env={"PATH": str(tmp_path)}), context)
     program = tmp_path / "trtllm-serve"
     program.touch(mode=0o755)
@@ -122,7 +126,7 @@ def test_the_model_must_be_known_and_be_readable(context: LaunchContext, tmp_pat
         ("command: []", "expected the program"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, entry: str, problem: str) -> None:
+def test_mistakes_are_reported(tmp_path: Path, entry: str, problem: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(f"models: [{{name: m, source: x}}]\nengines:\n  - kind: trtllm\n    {entry}\n")
     with pytest.raises(ConfigError) as wrong:
@@ -142,7 +146,7 @@ def test_tiers_are_handed_to_the_connector(context: LaunchContext) -> None:
     written = yaml.safe_load(Path(value_of(server, "--extra_llm_api_options")).read_text())
     assert written["kv_cache_config"]["enable_partial_reuse"] is False
     assert written["kv_cache_config"]["enable_block_reuse"] is True
-    connector = import_module(written["kv_connector_config"]["connector_module"])
+    assert written["kv_connector_config"]["connector_module"] == connector.__name__
     for name in ("connector_scheduler_class", "connector_worker_class"):
         assert written["kv_connector_config"][name] in connector.__all__
     options = read_options(plan.env)
@@ -164,7 +168,10 @@ def test_without_tiers_there_is_no_connector(context: LaunchContext) -> None:
     [
         ({"role": "prefill"}, "hands over KV"),
         ({"options": {"cache_transceiver_config": {"backend": "UCX"}}}, "hands over KV"),
-        ({"options": {"kv_connector_config": {"connector": "lmcache"}}}, "names a KV connector"),
+        (
+            {"options": {"kv_connector_config": {"connector": "lmcache"}}},
+            "already set a kv_connector_config",
+        ),
     ],
 )
 def test_tiers_that_would_be_ignored_are_refused(
@@ -179,10 +186,10 @@ def test_a_server_that_runs_keeps_its_own_tiers(
 ) -> None:
     attached = TrtllmConfig(kind="trtllm", url="http://h:1")
     assert launch_plan(attached, with_tiers(context)).env == {}
-    assert "not ours" in caplog.text
+    assert "are not used" in caplog.text
 
 
-def test_who_takes_part_in_hand_overs() -> None:
+def test_which_workers_take_part_in_hand_overs() -> None:
     connector = TrtllmConnector()
     for config in (
         evolve(CONFIG, role="decode"),

@@ -1,24 +1,25 @@
-"""A sidecar reads its server's queues for everybody, whatever happens to the server."""
+"""A sidecar reads its server's queues for all clients, also after failures of the server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 from tests.support.trtllm.fake_source import BLOCK, FakeSource, sidecar_of, until_ready
 from tests.support.trtllm.queues import EventQueue, StatisticsQueue
 from tests.support.trtllm.server import StandIn
+from tests.unit.routing.fake_engine import record
 
-from commutator.engine import free_ports
+from commutator.contract.block import BlockRemoved, BlockStored
+from commutator.contract.routing import RouterConfig
+from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineUnavailableError
-from commutator.kv import BlockRemoved, BlockStored
-from commutator.kv.hashing import sequence_hashes
-from commutator.routing.event_subscriber import EventSubscriber
-from commutator.routing.prefix_index import PrefixIndex
-from commutator.types import EngineLoad
+from commutator.launcher.ports import free_ports
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator_trtllm.client import TrtllmClient
 from commutator_trtllm.sidecar import Sidecar, SidecarOptions
 
@@ -26,7 +27,9 @@ NAME = (1 << 63) + 12345
 
 
 def block(*tokens: int, name: int, parent: int | None = None) -> BlockStored:
-    return BlockStored((name,), parent, tokens, BLOCK)
+    return BlockStored(
+        block_hashes=(name,), parent_block_hash=parent, token_ids=tokens, block_size=BLOCK
+    )
 
 
 def hash_of(*tokens: int) -> int:
@@ -42,12 +45,12 @@ async def until(what: Callable[[], bool]) -> None:
 @pytest.mark.proves("trtllm", "KV events: the index is what the server holds", how="stand-in")
 async def test_events_fill_the_index() -> None:
     async with sidecar_of(FakeSource()) as (client, _, events):
-        index = PrefixIndex(BLOCK)
-        subscriber = EventSubscriber(index)
-        await subscriber.add_worker("w", await client.start())
+        subscriber = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))
+        index = subscriber.index
+        await subscriber.add(record("w", await client.start()))
         events.publish([block(1, 2, 3, 4, name=NAME)])
         await until(lambda: index.holds("w", hash_of(1, 2, 3, 4)))
-        events.publish([block(5, 6, 7, 8, name=7, parent=NAME), BlockRemoved((7,))])
+        events.publish([block(5, 6, 7, 8, name=7, parent=NAME), BlockRemoved(block_hashes=(7,))])
         events.publish([block(9, 9, 9, 9, name=8, parent=NAME)])
         await until(lambda: index.holds("w", hash_of(1, 2, 3, 4, 9, 9, 9, 9)))
         assert not index.holds("w", hash_of(1, 2, 3, 4, 5, 6, 7, 8))
@@ -56,9 +59,9 @@ async def test_events_fill_the_index() -> None:
 
 async def test_missing_events_drop_what_was_known() -> None:
     async with sidecar_of(FakeSource()) as (client, _, events):
-        index = PrefixIndex(BLOCK)
-        subscriber = EventSubscriber(index)
-        await subscriber.add_worker("w", await client.start())
+        subscriber = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))
+        index = subscriber.index
+        await subscriber.add(record("w", await client.start()))
         events.publish([block(1, 2, 3, 4, name=1)])
         await until(lambda: index.holds("w", hash_of(1, 2, 3, 4)))
         next(events._numbers)  # as if another reader had taken one
@@ -69,11 +72,11 @@ async def test_missing_events_drop_what_was_known() -> None:
 
 
 async def test_a_restarted_server_is_another_one() -> None:
-    """The client finds it again; its blocks are those of its new life."""
+    """The client finds it again, and the index has the blocks of the new server only."""
     (port,) = free_ports("127.0.0.1")
     options = SidecarOptions(url=f"http://127.0.0.1:{port}", max_model_len=64)
-    index = PrefixIndex(BLOCK)
-    subscriber = EventSubscriber(index)
+    subscriber = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))
+    index = subscriber.index
     async with Sidecar(options).running() as address:
         client = TrtllmClient(address)
         with pytest.raises(EngineUnavailableError):
@@ -86,7 +89,7 @@ async def test_a_restarted_server_is_another_one() -> None:
                 info = await client.start()
                 await client.check_health()
                 if life == 1:
-                    await subscriber.add_worker("w", info)
+                    await subscriber.add(record("w", info))
                 tokens = (life,) * BLOCK
                 events.publish([block(*tokens, name=life)])
                 await until(lambda tokens=tokens: index.holds("w", hash_of(*tokens)))  # type: ignore[misc]
@@ -108,7 +111,7 @@ async def test_load_is_that_of_the_last_step() -> None:
         assert loads[-1] == EngineLoad(running=5, kv_used_blocks=3, kv_capacity_blocks=9)
 
 
-async def test_a_server_without_statistics_is_told_what_it_needs(
+async def test_a_server_without_statistics_is_reported_with_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StatisticsQueue, "take", lambda _: [])
@@ -129,14 +132,21 @@ async def test_a_server_without_statistics_is_told_what_it_needs(
 
 @pytest.mark.parametrize(
     ("broken", "said"),
-    [(TimeoutError(), "gives no answer"), (ZeroDivisionError("oh"), "ZeroDivisionError")],
+    [(TimeoutError(), "no answer"), (ZeroDivisionError("oh"), "ZeroDivisionError")],
 )
 async def test_whatever_happens_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, broken: Exception, said: str
 ) -> None:
     async with sidecar_of(FakeSource()) as (client, _, _):
         with monkeypatch.context() as patched:
-            patched.setattr(ClientSession, "request", Mock(side_effect=broken))
+            request = ClientSession.request
+
+            def fail(session: ClientSession, method: str, url: str, **options: Any) -> Any:
+                if url.startswith(client.address):
+                    return request(session, method, url, **options)
+                raise broken
+
+            patched.setattr(ClientSession, "request", fail)
             told = ""
             async with asyncio.timeout(60):
                 while said not in told:

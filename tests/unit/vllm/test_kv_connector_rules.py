@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from tests.support.fake_vllm import BLOCK_TOKENS, FakeRequest, FakeVllm
 from tests.support.foreign_engine import dram, prompt
 
-from commutator.testing.tier_faults import damage
-from commutator_vllm.kv_scheduler import TierScheduler
-from commutator_vllm.kv_words import Answer, Report
-from commutator_vllm.prefill_clock import PrefillClock
+from commutator_testing.faults import damage
+from commutator_vllm.connector_metadata import LookupResult, WorkerReport
+from commutator_vllm.kv_scheduler import PrefillClock, TierScheduler
 
 PROMPT = [*prompt(1, 4), 1]
 
@@ -43,7 +42,7 @@ def test_all_ranks_must_have_a_block() -> None:
     with FakeVllm(dram(), workers=2) as vllm:
         served(vllm, PROMPT)
         engine = vllm.engines[1]
-        engine.tiers.service.evict([engine.tiers.keys(PROMPT)[2]])
+        engine.connector.evict([engine.connector.keys(PROMPT)[2]])
         assert served(vllm, PROMPT) == 2 * BLOCK_TOKENS
         vllm.settle()
 
@@ -51,13 +50,13 @@ def test_all_ranks_must_have_a_block() -> None:
 def test_a_damaged_block_is_computed() -> None:
     with FakeVllm(dram()) as vllm:
         served(vllm, PROMPT)
-        (setup,) = vllm.engines[0].tiers.service.tiers
-        (stored,) = setup.tier.lookup(vllm.engines[0].tiers.keys(PROMPT)[1:2])
+        (setup,) = vllm.engines[0].connector.tiers
+        (stored,) = setup.tier.lookup(vllm.engines[0].connector.keys(PROMPT)[1:2])
         assert stored is not None
         damage(setup.tier, stored, 0)
         request = vllm.run(vllm.arrive(PROMPT))
         vllm.finish(request)  # compares its blocks
-        assert vllm.engines[0].tiers.statistics().tiers[0].loads["corrupt"] == 1
+        assert vllm.engines[0].connector.statistics().tiers[0].loads["corrupt"] == 1
         vllm.settle()
 
 
@@ -82,7 +81,7 @@ def test_what_vllm_knows_by_pictures_is_left_to_it() -> None:
 
 
 class Pool:
-    """Notes who is held."""
+    """Records which blocks are held."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -90,12 +89,12 @@ class Pool:
     def hold(self, blocks: Sequence[int]) -> None:
         self.held += blocks
 
-    def let_go(self, blocks: Sequence[int]) -> None:
+    def released(self, blocks: Sequence[int]) -> None:
         self.held = [block for block in self.held if block not in blocks]
 
 
 def alone(workers: int = 1) -> tuple[TierScheduler, Pool, FakeRequest]:
-    """The scheduler's side by itself, with a request of four blocks and a token."""
+    """The scheduler's side alone, with a request of four blocks and one token."""
     scheduler = TierScheduler(block_size=BLOCK_TOKENS, num_blocks=16, workers=workers, lag=0)
     scheduler.pool = pool = Pool()
     request = FakeRequest("r", list(PROMPT), len(PROMPT))
@@ -106,8 +105,8 @@ def alone(workers: int = 1) -> tuple[TierScheduler, Pool, FakeRequest]:
 def test_what_is_being_loaded_is_not_kept() -> None:
     scheduler, pool, request = alone()
     assert scheduler.match(request, 0) is None
-    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
-    scheduler.reported(Report(answers=(Answer(ask.number, ("CPU",) * 4),)))
+    (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
+    scheduler.reported(WorkerReport(answers=(LookupResult(lookup.number, ("CPU",) * 4),)))
     assert scheduler.match(request, 0) == 4 * BLOCK_TOKENS
     scheduler.allocated(request, [1, 2, 3, 4, 5], 4 * BLOCK_TOKENS)
     request.num_computed_tokens = 4 * BLOCK_TOKENS  # as vLLM says before they are there
@@ -115,20 +114,20 @@ def test_what_is_being_loaded_is_not_kept() -> None:
     assert load.device_blocks == (1, 2, 3, 4)
     scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
     orders = scheduler.orders({}, lambda _: (), 0.0)
-    assert orders.drops == (ask.number,)
+    assert orders.drops == [lookup.number]
     assert not orders.stores
     assert not pool.held
 
 
 def test_what_another_connector_brings_is_kept_once_it_is_there() -> None:
-    """And the tiers are not asked for it, unless it does not come."""
+    """The tiers are asked for its blocks only if the transfer fails."""
     scheduler, pool, request = alone()
     request.kv_transfer_params = {"do_remote_prefill": True}
     assert scheduler.match(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False  # as that one does when it begins
     scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
     request.num_computed_tokens = len(PROMPT)  # as vLLM says before they are there
-    assert not scheduler.orders({}, lambda _: (), 0.0).asks
+    assert not scheduler.orders({}, lambda _: (), 0.0).lookups
     aborted = FakeRequest("aborted", list(PROMPT), len(PROMPT), kv_transfer_params={})
     scheduler.arrived(aborted)
     aborted.num_computed_tokens = len(PROMPT)
@@ -148,8 +147,8 @@ def test_the_tiers_are_asked_when_the_prefill_server_is_lost() -> None:
     request.kv_transfer_params["do_remote_prefill"] = False
     scheduler.allocated(request, [1, 2, 3, 4, 5], 0)
     assert scheduler.match(request, 0) is None
-    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
-    assert (ask.first, ask.blocks) == (0, 4)
+    (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
+    assert (lookup.first, lookup.blocks) == (0, 4)
 
 
 def test_blocks_are_held_until_every_worker_has_stored_them() -> None:
@@ -157,18 +156,20 @@ def test_blocks_are_held_until_every_worker_has_stored_them() -> None:
     (store,) = scheduler.orders({"r": len(PROMPT)}, lambda _: [1, 2, 3, 4, 5], 0.0).stores
     assert pool.held == [1, 2, 3, 4] == list(store.device_blocks)
     scheduler.finished(request, [1, 2, 3, 4, 5], 0.0)
-    scheduler.reported(Report(stored=(store.number,)))
+    scheduler.reported(WorkerReport(stored=(store.number,)))
     assert pool.held == [1, 2, 3, 4]
     assert scheduler.busy
-    scheduler.reported(Report(stored=(store.number,)))
+    scheduler.reported(WorkerReport(stored=(store.number,)))
     assert not pool.held
 
 
 def test_a_part_that_vllm_has_meanwhile_is_not_loaded() -> None:
     scheduler, _, request = alone()
     assert scheduler.match(request, 0) is None
-    (ask,) = scheduler.orders({}, lambda _: (), 0.0).asks
-    scheduler.reported(Report(answers=(Answer(ask.number, ("CPU", "CPU", "NVME", "S3")),)))
+    (lookup,) = scheduler.orders({}, lambda _: (), 0.0).lookups
+    scheduler.reported(
+        WorkerReport(answers=(LookupResult(lookup.number, ("CPU", "CPU", "NVME", "S3")),))
+    )
     assert scheduler.match(request, 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS
     scheduler.allocated(request, [1, 2, 3, 4, 5], 2 * BLOCK_TOKENS)
     (load,) = scheduler.orders({}, lambda _: (), 0.0).loads

@@ -1,16 +1,16 @@
-"""Our request in vLLM's words."""
+"""A request as the body that vLLM takes."""
 
 from __future__ import annotations
 
 from attrs import evolve
 
-from commutator.types import GenerateRequest, SamplingParams
+from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body, request_headers
 
 REQUEST = GenerateRequest(
-    "r1",
-    [5, 6, 7],
-    SamplingParams(
+    request_id="r1",
+    token_ids=[5, 6, 7],
+    sampling=SamplingParams(
         max_tokens=20,
         min_tokens=3,
         temperature=0.5,

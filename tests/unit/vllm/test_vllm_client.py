@@ -13,6 +13,7 @@ import pytest_asyncio
 from aiohttp import ClientConnectionResetError, web
 from attrs import define, evolve, field
 
+from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -21,11 +22,12 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from commutator.types import GenerateRequest, SamplingParams, TokenDelta
 from commutator_vllm.bodies import COMPLETIONS, GENERATE
 from commutator_vllm.client import VllmClient
 
-REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=4))
+REQUEST = GenerateRequest(
+    request_id="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4)
+)
 METRICS = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="7"} 1.0\n'
 
 
@@ -51,7 +53,7 @@ class FakeVllm:
     hangs: bool = False
     asked: list[tuple[str, Any]] = field(factory=list)
     gone: asyncio.Event = field(factory=asyncio.Event)
-    """Set when a client closed the connection of a request that ran."""
+    """Set when a client closes the connection of a running request."""
     url: str = ""
 
     def app(self) -> web.Application:
@@ -140,7 +142,7 @@ async def test_learns_what_the_server_is(client: VllmClient) -> None:
 
 
 async def test_routing_may_ask_before_each_request(client: VllmClient, vllm: FakeVllm) -> None:
-    """A server that was lost may be another one when it is back."""
+    """Another server may have started at the address of a lost one."""
     info = await client.start()
     vllm.tells_sources = False
     assert await client.start() is info
@@ -150,7 +152,7 @@ async def test_routing_may_ask_before_each_request(client: VllmClient, vllm: Fak
     assert (await client.start()).kv_events is None
 
 
-async def test_an_older_server_publishes_nobody_knows_where(
+async def test_where_an_older_server_publishes_is_not_known(
     client: VllmClient, vllm: FakeVllm
 ) -> None:
     vllm.tells_sources = False
@@ -180,7 +182,7 @@ async def test_takes_the_other_endpoint_where_one_is_not_offered(
         (500, False, EngineUnavailableError),
     ],
 )
-async def test_full_dead_and_wrong_are_told_apart(
+async def test_full_dead_and_wrong_are_different_errors(
     client: VllmClient, vllm: FakeVllm, status: int, healthy: bool, kind: type[Exception]
 ) -> None:
     await client.start()
@@ -259,7 +261,7 @@ async def test_a_key_goes_along(vllm: FakeVllm) -> None:
     await collect(client, evolve(REQUEST, priority=3))
     ((_, body),) = vllm.asked
     assert "priority" not in body
-    assert client._open_session().headers["Authorization"] == "Bearer secret"
+    assert client.server.session.headers["Authorization"] == "Bearer secret"
     await client.close()
 
 
@@ -284,7 +286,7 @@ async def test_a_client_that_is_lost_is_not_the_servers_fault(
 
 
 async def test_answers_that_are_forwarded(client: VllmClient, vllm: FakeVllm) -> None:
-    """A refusal is an answer; a full server is for routing to know."""
+    """The client gets a refusal as the answer; routing gets the error of a full server."""
     await client.start()
     async with client.forward(COMPLETIONS, b'{"any": 1}', {"X-Request-Id": "r"}) as answer:
         assert b"".join([data async for data in answer.chunks()]) == vllm.body
@@ -297,7 +299,7 @@ async def test_answers_that_are_forwarded(client: VllmClient, vllm: FakeVllm) ->
         async with client.forward(COMPLETIONS, b"{}", {}):
             pass
     assert vllm.asked[0] == (COMPLETIONS, {"any": 1})
-    client.url = "http://127.0.0.1:9"
+    client.server.url = "http://127.0.0.1:9"
     with pytest.raises(EngineUnavailableError):
         async with client.forward(COMPLETIONS, b"{}", {}):
             pass

@@ -1,29 +1,44 @@
-"""The legs of a request in the words of vLLM's NixlConnector."""
+"""Prefill and decode requests with the parameters of vLLM's NixlConnector."""
 
 from __future__ import annotations
 
 import pytest
 
-from commutator.engine.handover import HandoverLegs
+from commutator.contract.disagg import HandoverRequest
+from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import EngineHandoverError
-from commutator.types import EngineInfo, GenerateRequest, SamplingParams, WorkerRecord
 from commutator_vllm.handover import NixlHandover, handover_info
 
 REQUEST = GenerateRequest(
-    "r", [1, 2, 3], SamplingParams(max_tokens=50, min_tokens=5, top_logprobs=2, stop=("x",))
+    request_id="r",
+    token_ids=[1, 2, 3],
+    sampling=SamplingParams(max_tokens=50, min_tokens=5, top_logprobs=2, stop=("x",)),
 )
 
 
 def worker(name: str) -> WorkerRecord:
-    info = EngineInfo("vllm", "0.32.0", "m", 2048, 32, 100, handover=handover_info("m", "1", 32))
-    return WorkerRecord(name, "vllm", "vllm", "m", "http://h:1", info)
+    info = EngineInfo(
+        kind="vllm",
+        version="0.32.0",
+        model="m",
+        max_model_len=2048,
+        block_size=32,
+        kv_capacity_blocks=100,
+        handover=handover_info("m", "1", 32),
+    )
+    return WorkerRecord(
+        worker_id=name, engine="vllm", kind="vllm", model="m", address="http://h:1", info=info
+    )
 
 
-LEGS = HandoverLegs("id", REQUEST, worker("p"), worker("d"))
+HANDOVER = HandoverRequest(
+    handover_id="id", request=REQUEST, prefill=worker("p"), decode=worker("d")
+)
 
 
 def test_the_prefill_leg_makes_one_token_for_another() -> None:
-    leg = NixlHandover().prefill_request(LEGS)
+    leg = NixlHandover().prefill_request(HANDOVER)
     assert leg.sampling == SamplingParams(max_tokens=1)
     assert leg.token_ids == [1, 2, 3]
     assert leg.handover is not None
@@ -32,11 +47,11 @@ def test_the_prefill_leg_makes_one_token_for_another() -> None:
 
 def test_what_it_said_is_relayed_as_it_is() -> None:
     handed = {"do_remote_prefill": True, "remote_port": 5600, "of_tomorrow": [1]}
-    leg = NixlHandover().decode_request(LEGS, handed)
+    leg = NixlHandover().decode_request(HANDOVER, handed)
     assert leg.handover == handed
     assert leg.sampling == REQUEST.sampling
-    with pytest.raises(EngineHandoverError, match="p gave no kv_transfer_params"):
-        NixlHandover().decode_request(LEGS, None)
+    with pytest.raises(EngineHandoverError, match="p answered without kv_transfer_params"):
+        NixlHandover().decode_request(HANDOVER, None)
 
 
 def test_what_must_be_the_same() -> None:

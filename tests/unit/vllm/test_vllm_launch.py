@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 from attrs import evolve
 
-from commutator import EngineConfig, LaunchContext, ModelConfig
 from commutator.config.load import load_config
-from commutator.engine.embedded_config import read_tiers
-from commutator.engine.model_directory import directory_for
+from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
+from commutator.engine.model_files import directory_for
 from commutator.errors import ConfigError
-from commutator_dram import DramConfig
+from commutator.kv.tiers.setup import read_tiers
+from commutator_dram.tier import DramConfig
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
@@ -29,7 +29,9 @@ def context(tmp_path: Path) -> LaunchContext:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     model = ModelConfig(name="m", source=str(tmp_path / "model"), max_model_len=512)
-    return LaunchContext("vllm-1", model, "127.0.0.1", 8123, tmp_path)
+    return LaunchContext(
+        worker_id="vllm-1", model=model, host="127.0.0.1", port=8123, state_dir=tmp_path
+    )
 
 
 @pytest.fixture
@@ -94,26 +96,35 @@ def test_a_gguf_file_is_converted_first(
     plan = launch_plan(evolve(CONFIG, python=python), evolve(context, model=model))
     directory = directory_for(gguf)
     assert directory.is_relative_to(tmp_path / "cache")
-    module = "commutator.engine.start_with_model"
+    module = "commutator.engine.model_files"
     assert plan.argv[1:6] == ("-m", module, str(gguf), str(directory), python)
     gguf.write_bytes(b"GGUF, another one")
     assert directory_for(gguf) != directory
 
 
-def test_a_role_brings_the_connector(context: LaunchContext, python: str) -> None:
-    prefill = VllmConfig(kind="vllm", role="prefill", python=python)
-    decode = VllmConfig(kind="vllm", role="decode", python=python)
-    for config, expected in ((prefill, "kv_producer"), (decode, "kv_consumer")):
-        plan = launch_plan(config, context)
-        transfer = json.loads(value_of(plan.argv, "--kv-transfer-config"))
-        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", expected)
-        assert int(plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
-        assert VllmConnector().handover_style(config) is not None
+@pytest.mark.parametrize(
+    ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
+)
+def test_a_role_brings_the_connector(
+    context: LaunchContext, python: str, role: Literal["prefill", "decode"], kv_role: str
+) -> None:
+    config = VllmConfig(kind="vllm", role=role, python=python)
+    plan = launch_plan(config, context)
+    transfer = json.loads(value_of(plan.argv, "--kv-transfer-config"))
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
+    assert int(plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0
+    assert VllmConnector().handover_style(config) is not None
+
+
+def test_a_connector_among_the_arguments_replaces_ours(context: LaunchContext, python: str) -> None:
     own = evolve(CONFIG, python=python, args=('--kv-transfer-config={"kv_connector":"X"}',))
     plan = launch_plan(own, context)
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in plan.env
     assert "--kv-transfer-config" not in plan.argv
     assert VllmConnector().handover_style(own) is not None
+
+
+def test_without_a_role_or_tiers_there_is_no_connector(context: LaunchContext, python: str) -> None:
     plan = launch_plan(evolve(CONFIG, python=python), context)
     assert "--kv-transfer-config" not in plan.argv
     assert VllmConnector().handover_style(CONFIG) is None
@@ -133,7 +144,9 @@ def test_attached_to_by_url(tmp_path: Path) -> None:
     config = load(tmp_path, url="http://10.0.0.1:8000")
     assert isinstance(config, VllmConfig)
     connector = VllmConnector()
-    context = LaunchContext("w", ModelConfig(name="m", source="s"), "h", 1, tmp_path)
+    context = LaunchContext(
+        worker_id="w", model=ModelConfig(name="m", source="s"), host="h", port=1, state_dir=tmp_path
+    )
     assert connector.launch_plan(config, context) is None
     assert connector.attach_address(config) == "http://10.0.0.1:8000"
 
@@ -189,8 +202,8 @@ def test_a_role_and_tiers_bring_both_connectors(context: LaunchContext) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"args": ('--kv-transfer-config={"kv_connector":"X"}',)}, "that connector only"),
-        ({"args": ("--no-enable-prefix-caching",)}, "nothing is reused"),
+        ({"args": ('--kv-transfer-config={"kv_connector":"X"}',)}, "replaces the connector"),
+        ({"args": ("--no-enable-prefix-caching",)}, "have no use with"),
     ],
 )
 def test_tiers_that_would_be_ignored_are_refused(
@@ -201,7 +214,9 @@ def test_tiers_that_would_be_ignored_are_refused(
         launch_plan(config, with_tiers(context))
 
 
-def test_an_environment_without_our_plugins_is_told(context: LaunchContext, tmp_path: Path) -> None:
+def test_an_environment_without_our_plugins_is_reported(
+    context: LaunchContext, tmp_path: Path
+) -> None:
     python = tmp_path / "bare-python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
@@ -214,4 +229,4 @@ def test_a_server_that_runs_already_keeps_its_own(
 ) -> None:
     attached = evolve(CONFIG, url="http://127.0.0.1:1")
     assert VllmConnector().launch_plan(attached, with_tiers(context)) is None
-    assert "not ours" in caplog.text
+    assert "are not used" in caplog.text

@@ -1,15 +1,22 @@
-"""What a server's own pages tell: its cache, its load, its model, its KV events."""
+"""What a server's answers say about its cache, its load, its model and its KV events."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
+from commutator.contract.worker import EventSource
+from commutator.engine.completions import ModelCard, ModelList
 from commutator.errors import EngineError
-from commutator.types import EventSource
-from commutator_vllm.api import KvEventSource, ModelCard, ModelList
-from commutator_vllm.discovery import base_model, engine_info, event_source
-from commutator_vllm.metrics import CacheFacts, cache_facts, engine_load
+from commutator_vllm.discovery import (
+    CacheFacts,
+    KvEventSource,
+    base_model,
+    cache_facts,
+    engine_info,
+    engine_load,
+    event_source,
+)
 
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -72,10 +79,14 @@ SOURCES = """{
 def test_events_of_each_rank_at_the_host_of_the_server() -> None:
     sources = msgspec.json.decode(SOURCES, type=dict[str, KvEventSource])
     assert event_source(sources, "http://10.1.2.3:8000", None) == EventSource(
-        "tcp://10.1.2.3:5557",
-        None,
-        "kv",
-        (EventSource("tcp://10.1.2.3:5558", "tcp://10.1.2.3:6558", "kv"),),
+        endpoint="tcp://10.1.2.3:5557",
+        replay_endpoint=None,
+        topic="kv",
+        further_ranks=(
+            EventSource(
+                endpoint="tcp://10.1.2.3:5558", replay_endpoint="tcp://10.1.2.3:6558", topic="kv"
+            ),
+        ),
     )
     source = event_source(sources, "http://[::1]:8000", None)
     assert source is not None
@@ -91,7 +102,7 @@ def test_an_address_that_is_one_stays() -> None:
 
 
 def test_what_the_configuration_says_comes_first() -> None:
-    given = EventSource("tcp://h:1", "tcp://h:2")
+    given = EventSource(endpoint="tcp://h:1", replay_endpoint="tcp://h:2")
     assert event_source({"0": KvEventSource("tcp://*:5557")}, "http://h:8000", given) == given
 
 

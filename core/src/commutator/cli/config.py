@@ -14,21 +14,21 @@ __all__ = ["config"]
 
 @click.group(epilog="Example: commutator config check examples/quickstart.yaml")
 def config() -> None:
-    """Check or show a configuration."""
+    """Check or show a configuration; print its schema."""
 
 
 @config.command(epilog="Example: commutator config check base.yaml production.yaml")
 @files_argument
 @override_options
 def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
-    """Tell every mistake in FILE at once, or "ok".
+    """Report every mistake in FILE, or "ok".
 
-    Several files are merged in order, as by serve. Models and chat templates that lie on this
-    machine are read, too.
+    Several files are merged in order, as `serve` does. Models and chat templates on this machine
+    are checked too.
     """
+    from commutator.config.checks import tier_warnings
     from commutator.config.load import load_config
-    from commutator.config.tier_warnings import tier_warnings
-    from commutator.runtime.preflight import check_files
+    from commutator.supervisor.preflight import check_files
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
     check_files(loaded.config)
@@ -43,7 +43,7 @@ def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str,
 @files_argument
 @override_options
 def show(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
-    """Print the effective values and where each is from."""
+    """Print the effective values and the origin of each."""
     from commutator.config.load import load_config
     from commutator.config.show import show_config
 
@@ -58,7 +58,7 @@ def schema(no_plugins: tuple[str, ...]) -> None:
 
     It covers the options of every installed plugin.
     """
-    from commutator.config.file_schema import file_schema
+    from commutator.config.kinds import file_schema
     from commutator.plugins import load_plugins
 
     click.echo(json.dumps(file_schema(load_plugins(no_plugins)), indent=2))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commutator.runtime.local_cluster import LocalCluster
+from commutator.supervisor.local_cluster import LocalCluster
 
 __all__ = ["demo"]
 
@@ -34,7 +34,7 @@ SCRIPT = (
 
 @define
 class Answer:
-    """What the front door told about one request."""
+    """What the front door reported about one request."""
 
     worker: str = ""
     reason: str = ""
@@ -49,7 +49,7 @@ class Answer:
 @click.command(epilog="Example: commutator demo examples/kv.yaml")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def demo(file: Path) -> None:
-    """Start FILE's cluster on a free port, hold a conversation, and show what happened."""
+    """Start FILE's deployment on a free port, hold a conversation, and show how it was routed."""
     console = Console()
     console.print(Text.assemble("Starting ", (str(file), "bold"), " ..."))
     started_s = time.perf_counter()
@@ -65,12 +65,12 @@ def demo(file: Path) -> None:
             answer = ask(cluster.url, model, user, messages)
             messages.append({"role": "assistant", "content": answer.text})
             answers.append((user, answer))
-            tell(console, answer)
+            print_answer(console, answer)
         console.print(summary(answers))
 
 
 def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answer:
-    """Stream one chat answer and note what the front door says about it."""
+    """Stream one chat answer and record what the front door reports about it."""
     body = {
         "model": model,
         "messages": messages,
@@ -105,8 +105,8 @@ def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answ
     return answer
 
 
-def tell(console: Console, answer: Answer) -> None:
-    """As texts, not as markup: a model may well write ``[/INST]``."""
+def print_answer(console: Console, answer: Answer) -> None:
+    """Print the answer as text, not as markup: a model may write ``[/INST]``."""
     console.print(Text(f"     {answer.text.strip()}", "green"))
     reused = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens reused"
     rate = answer.generated_tokens / max(answer.duration_s - answer.ttft_s, 1e-9)
@@ -116,12 +116,12 @@ def tell(console: Console, answer: Answer) -> None:
 
 
 def summary(answers: list[tuple[str, Answer]]) -> Table:
-    """One row a request."""
-    made = Table(title="What happened")
+    """One row per request."""
+    table = Table(title="What happened")
     for column in ("#", "who", "worker", "prompt", "reused", "answer", "first token"):
-        made.add_column(column, justify="left" if column in ("who", "worker") else "right")
+        table.add_column(column, justify="left" if column in ("who", "worker") else "right")
     for number, (user, answer) in enumerate(answers, 1):
-        made.add_row(
+        table.add_row(
             str(number),
             user,
             Text(answer.worker),
@@ -130,4 +130,4 @@ def summary(answers: list[tuple[str, Answer]]) -> Table:
             f"{answer.generated_tokens} tokens",
             f"{answer.ttft_s * 1000:.0f} ms",
         )
-    return made
+    return table

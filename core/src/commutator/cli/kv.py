@@ -1,104 +1,130 @@
-"""``commutator kv``: what the workers of a running deployment keep in storage tiers."""
+"""``commutator kv``: inspects and changes the storage tiers of a running deployment's workers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
 from typing import Any, TypeVar
 
 import click
+import msgspec
+from attrs import frozen
 
-from commutator.cli.kv_bench import bench
-from commutator.cli.options import NumberRange, front_door_options
-from commutator.cli.route import call, only_model
-from commutator.errors import CommutatorError
+from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
+from commutator.cli.kv_tables import show_contents, show_statistics, show_verified, show_why
+from commutator.cli.options import NumberRange
+from commutator.contract.worker import KvPrompt
+from commutator.engine.client import TokenApiClient
+from commutator.errors import CommutatorError, EngineError, EngineWithoutTiersError
 
-__all__ = ["kv"]
+__all__ = [
+    "Workers",
+    "find_workers",
+    "kv",
+]
 
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+AnswerT = TypeVar("AnswerT")
+_TIMEOUT_S = 10.0
 
-_worker = click.option("--worker", metavar="ID", help="Ask this worker only.")
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+@frozen
+class Workers:
+    """The workers that a command asks, and the form in which it prints their answers."""
+
+    door: FrontDoor
+    worker_id: str | None
+    """None: every worker."""
+    as_json: bool
+
+    def ask(
+        self,
+        question: Callable[[TokenApiClient], Awaitable[AnswerT]],
+        show: Callable[[Mapping[str, AnswerT]], None],
+        *,
+        model: str | None = None,
+    ) -> tuple[Mapping[str, AnswerT], bool]:
+        """Print the answers; returns them, and whether every worker with tiers answered.
+
+        Raises CommutatorError when no worker answers.
+        """
+        addresses = find_workers(self.door, self.worker_id, model)
+        answers, problems = asyncio.run(_ask_all(addresses, question))
+        for worker_id, problem in problems.items() if answers else ():
+            click.echo(f"{worker_id}: {problem}", err=True)
+        complete = all(isinstance(error, EngineWithoutTiersError) for error in problems.values())
+        if not answers:
+            if complete:
+                raise CommutatorError("No tiers are configured. Add `tiers:` to your file.")
+            lines = "\n".join(f"  {worker_id}: {error}" for worker_id, error in problems.items())
+            raise CommutatorError(f"no worker answered the request about its tiers:\n{lines}")
+        if self.as_json:
+            click.echo(json.dumps(msgspec.to_builtins(answers), indent=2))
+        else:
+            show(answers)
+        return answers, complete
+
+
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    """``--worker``, ``--json`` and those of the front door; the command gets ``workers``."""
+
+    @wraps(command)
+    def with_workers(
+        *args: Any, door: FrontDoor, worker_id: str | None, as_json: bool, **more: Any
+    ) -> None:
+        command(*args, workers=Workers(door, worker_id, as_json), **more)
+
+    worker = click.option("--worker", "worker_id", metavar="ID", help="Ask this worker only.")
+    form = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+    return front_door_options(worker(form(with_workers)))
+
+
 _tier = click.option("--tier", metavar="NAME", help="This tier only, as `kv ls` names it.")
-
-
-def _common(command: CommandT) -> CommandT:
-    return front_door_options(_worker(_json(command)))
 
 
 @click.group()
 def kv() -> None:
-    """See and change what the workers keep in storage tiers.
+    """Show and change the KV blocks in storage tiers.
 
-    All but bench ask the workers of a running deployment, on the machine where they run.
+    The commands ask the workers of a running deployment, on the machine where they run.
     """
-
-
-kv.add_command(bench)
 
 
 @kv.command(epilog="Example: commutator kv ls")
 @_common
-def ls(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None:
-    """What is where: blocks and bytes, by worker and tier."""
-    answers, _ = _ask(url, api_key, worker, "contents")
-    if as_json:
-        click.echo(json.dumps(answers, indent=2))
-    else:
-        from commutator.cli.kv_tables import show_contents
-
-        show_contents(answers)
+def ls(workers: Workers) -> None:
+    """Show blocks and bytes by worker and tier."""
+    workers.ask(lambda client: client.kv_contents(timeout_s=_TIMEOUT_S), show_contents)
 
 
 @kv.command(epilog="Example: commutator kv stats --json")
 @_common
-def stats(url: str, api_key: str | None, worker: str | None, as_json: bool) -> None:
-    """Everything that is counted, by tier and by edge, with each reason."""
-    answers, _ = _ask(url, api_key, worker, "statistics")
-    if as_json:
-        click.echo(json.dumps(answers, indent=2))
-    else:
-        from commutator.cli.kv_tables import show_statistics
-
-        show_statistics(answers)
+def stats(workers: Workers) -> None:
+    """Show the counters of the tiers, with reasons."""
+    workers.ask(lambda client: client.kv_statistics(timeout_s=_TIMEOUT_S), show_statistics)
 
 
 @kv.command(
-    short_help="Which blocks of PROMPT would be reused, and why not the others.",
+    short_help="Show which blocks of PROMPT would be reused.",
     epilog='Example: commutator kv why "Once upon a time"',
 )
-@click.argument("prompt")
-@click.option("--model", help="The model; not needed when only one is served.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's message to the chat template.")
-@click.option("--cache-salt", metavar="SALT", help="The tenant whose blocks count.")
+@prompt_options
+@click.option("--cache-salt", metavar="SALT", help="The cache salt of the request.")
 @_common
 def why(
-    prompt: str,
-    model: str | None,
-    chat: bool,
-    cache_salt: str | None,
-    url: str,
-    api_key: str | None,
-    worker: str | None,
-    as_json: bool,
+    prompt: str, model: str | None, chat: bool, cache_salt: str | None, workers: Workers
 ) -> None:
-    """Which blocks of PROMPT would be reused, from which tier, and why not the others."""
-    model = model or only_model(url, api_key)
-    body: dict[str, Any] = {"model": model}
-    if chat:
-        body["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        body["prompt"] = prompt
-    _, tokenized = call(f"{url}/tokenize", api_key, body)
-    question = {"token_ids": tokenized["tokens"], "cache_salt": cache_salt}
-    answers, _ = _ask(url, api_key, worker, "why", question, model=model)
-    if as_json:
-        click.echo(json.dumps(answers, indent=2))
-    else:
-        from commutator.cli.kv_tables import show_why
-
-        show_why(answers)
+    """Show which blocks of PROMPT would be reused, from which tier, and why others would not."""
+    body = workers.door.prompt(prompt, model, chat=chat)
+    tokenized = workers.door.call("/tokenize", body)[1]
+    question = KvPrompt(token_ids=tokenized["tokens"], cache_salt=cache_salt)
+    workers.ask(
+        lambda client: client.kv_explain(question, timeout_s=_TIMEOUT_S),
+        show_why,
+        model=body["model"],
+    )
 
 
 @kv.command(
@@ -108,29 +134,27 @@ def why(
 @_tier
 @click.option("--all", "every", is_flag=True, help="Every tier.")
 @_common
-def evict(
-    tier: str | None, every: bool, url: str, api_key: str | None, worker: str | None, as_json: bool
-) -> None:
-    """Remove the blocks of one tier or all, also durable and shared ones.
+def evict(tier: str | None, every: bool, workers: Workers) -> None:
+    """Remove the blocks of one tier or of all, durable and shared tiers included.
 
-    What a load reads leaves once it was read. The engine's own memory is not a tier. Exit code 1
-    when a worker that has tiers did not do it.
+    A block that is being loaded is removed after the load. The engine's own memory is not a tier.
+    The exit code is 1 when a worker with tiers did not remove them.
     """
     if (tier is None) != every:
         raise click.UsageError("give either --tier NAME or --all")
-    answers, all_did = _ask(url, api_key, worker, "evict", {"tier": tier})
-    if as_json:
-        click.echo(json.dumps(answers, indent=2))
-    else:
+
+    def show(answers: Mapping[str, Mapping[str, int]]) -> None:
         for worker_id, counts in answers.items():
-            told = ", ".join(f"{blocks} blocks from {name}" for name, blocks in counts.items())
-            click.echo(f"{worker_id}: removed {told}")
-    if not all_did:
+            removed = ", ".join(f"{blocks} blocks from {name}" for name, blocks in counts.items())
+            click.echo(f"{worker_id}: removed {removed}")
+
+    _, complete = workers.ask(lambda client: client.kv_evict(tier, timeout_s=_TIMEOUT_S), show)
+    if not complete:
         sys.exit(1)
 
 
 @kv.command(
-    short_help="Read every stored block again and check it.",
+    short_help="Read and check every stored block.",
     epilog="Example: commutator kv verify --tier nvme",
 )
 @_tier
@@ -140,54 +164,66 @@ def evict(
     type=NumberRange(min=0, min_open=True),
     default=3600.0,
     show_default=True,
-    help="Wait so many seconds.",
+    help="Wait at most this many seconds.",
 )
 @_common
-def verify(
-    tier: str | None,
-    timeout_s: float,
-    url: str,
-    api_key: str | None,
-    worker: str | None,
-    as_json: bool,
-) -> None:
-    """Read every stored block again and check it; a bad one is never used again.
+def verify(tier: str | None, timeout_s: float, workers: Workers) -> None:
+    """Read and check every stored block; a corrupt block is never used again.
 
-    Goes on beside the serving, whenever a tier has nothing else to do. Exit code 1 when a block was
-    bad or could not be read, or when a worker that has tiers did not do it.
+    It runs beside serving, while a tier has nothing else to do. The exit code is 1 when a block was
+    corrupt or could not be read, or when a worker with tiers did not check them.
     """
-    answers, all_did = _ask(url, api_key, worker, "verify", {"tier": tier}, timeout_s=timeout_s)
-    if as_json:
-        click.echo(json.dumps(answers, indent=2))
-    else:
-        from commutator.cli.kv_tables import show_verified
-
-        show_verified(answers)
+    answers, complete = workers.ask(
+        lambda client: client.kv_verify(tier, timeout_s=timeout_s), show_verified
+    )
     checks = [check for checks in answers.values() for check in checks]
-    bad = any(check["corrupt"] or check["unreadable"] or check["problem"] for check in checks)
-    if bad or not all_did:
+    bad = any(check.corrupt or check.unreadable or check.problem for check in checks)
+    if bad or not complete:
         sys.exit(1)
 
 
-def _ask(
-    url: str,
-    api_key: str | None,
-    worker: str | None,
-    what: str,
-    arguments: dict[str, Any] | None = None,
-    *,
-    timeout_s: float = 10.0,
-    model: str | None = None,
-) -> tuple[dict[str, Any], bool]:
-    """The answers by worker, and whether every worker that has tiers gave one."""
-    from commutator.cli.kv_workers import ask_tiers, find_workers
-    from commutator.engine.contract import NO_TIERS
+def find_workers(door: FrontDoor, worker_id: str | None, model: str | None) -> dict[str, str]:
+    """The addresses of the workers of this machine, by worker id; None asks for all.
 
-    workers = find_workers(url, api_key, worker)
-    asked = [found for found in workers if model in (None, found.model)]
-    if not asked:
-        raise CommutatorError(f"no worker here serves {model}")
-    answers, problems = ask_tiers(asked, what, arguments, timeout_s=timeout_s)
-    for worker_id, problem in problems.items():
-        click.echo(f"{worker_id}: {problem}", err=True)
-    return answers, all(problem == NO_TIERS for problem in problems.values())
+    Raises CommutatorError when there is none.
+    """
+    known = door.workers(worker_id)
+    reachable = [worker for worker in known if worker["admin_address"] is not None]
+    if not reachable:
+        raise CommutatorError(
+            f"none of the {len(known)} workers of {door.url} can be reached from here; "
+            "run this command on the machine where they run"
+        )
+    found = {
+        worker["worker_id"]: worker["admin_address"]
+        for worker in reachable
+        if model in (None, worker["model"])
+    }
+    if not found:
+        raise CommutatorError(f"no worker on this machine serves {model}")
+    return found
+
+
+async def _ask_all(
+    addresses: Mapping[str, str], question: Callable[[TokenApiClient], Awaitable[AnswerT]]
+) -> tuple[dict[str, AnswerT], dict[str, EngineError]]:
+    """The answers by worker id, and the errors of the other workers."""
+    answers: dict[str, AnswerT] = {}
+    problems: dict[str, EngineError] = {}
+
+    async def ask(address: str) -> AnswerT | EngineError:
+        client = TokenApiClient(address)
+        try:
+            return await question(client)
+        except EngineError as error:
+            return error
+        finally:
+            await client.close()
+
+    found = await asyncio.gather(*map(ask, addresses.values()))
+    for worker_id, answer in zip(addresses, found, strict=True):
+        if isinstance(answer, EngineError):
+            problems[worker_id] = answer
+        else:
+            answers[worker_id] = answer
+    return answers, problems

@@ -1,37 +1,46 @@
-"""The entry point: a table of commands, each imported only when it is used."""
+"""The command line. Core's commands and those of other distributions are imported on use."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import IO, Any
 
 import click
 
 from commutator import __version__
-from commutator.errors import CommutatorError
+from commutator.errors import CommutatorError, PluginError
 
 __all__ = ["main"]
+
+GROUP = "commutator.commands"
+"""Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
-    "config": ("commutator.cli.config:config", "Check or show a configuration."),
+    "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
     "worker": (
         "commutator.cli.worker:worker",
         "List workers; drain one, bring it back, change its role.",
     ),
-    "route": ("commutator.cli.route:route", "Ask a running deployment about its routing."),
-    "kv": ("commutator.cli.kv:kv", "See and change what lies in storage tiers; measure them."),
-    "replay": ("commutator.cli.replay:replay", "Replay a trace over simulated workers."),
-    "demo": ("commutator.cli.demo:demo", "Hold a scripted conversation and show what happened."),
+    "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
+    "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
+    "demo": (
+        "commutator.cli.demo:demo",
+        "Start a deployment, hold a conversation, show what happened.",
+    ),
 }
+"""Core's commands: import path and one-line help of each."""
+
+PACKAGES = {"replay": "commutator-replay"}
+"""Commands of our other packages; an error names the package to install."""
 
 
 class Failure(click.ClickException):
-    """An error of ours: one block on standard error, exit code 1."""
+    """A CommutatorError: its message on standard error, exit code 1."""
 
     exit_code = 1
 
@@ -44,30 +53,53 @@ class Failure(click.ClickException):
 
 
 class LazyGroup(click.Group):
-    """Knows names and one-line helps; a command's module is imported when it is asked for."""
+    """Lists commands without importing them; a command's module is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return list(COMMANDS)
+        return [*COMMANDS, *_added()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
-        if cmd_name not in COMMANDS:
+        if cmd_name in COMMANDS:
+            point = EntryPoint(cmd_name, COMMANDS[cmd_name][0], GROUP)
+        elif (added := _added().get(cmd_name)) is not None:
+            point = added
+        elif cmd_name in PACKAGES:
+            package = PACKAGES[cmd_name]
+            raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
+        else:
             return None
-        module, _, name = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
+        try:
+            command: click.Command = point.load()
+        except Exception as error:
+            if cmd_name in COMMANDS:
+                raise
+            who = _distribution(point)
+            raise PluginError(who, f"command {cmd_name} cannot be imported: {error!r}") from error
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
+        rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+        rows += [(name, f"Added by {_distribution(point)}.") for name, point in _added().items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except CommutatorError as error:
             raise Failure(str(error)) from error
+
+
+def _added() -> dict[str, EntryPoint]:
+    """The commands of other distributions, by name. They cannot replace core's."""
+    found = sorted(set(entry_points(group=GROUP)), key=lambda point: point.name)
+    return {point.name: point for point in found if point.name not in COMMANDS}
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.value if point.dist is None else point.dist.name
 
 
 @click.group(
@@ -77,8 +109,8 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="commutator")
 def main() -> None:
-    """Serve LLMs from many workers behind one OpenAI-compatible door."""
-    # Until a command sets logging up, findings are told by the command, not by the log.
+    """Serve LLMs from many workers behind one OpenAI-compatible server."""
+    # Until a command configures logging, its output reports all problems.
     logging.getLogger("commutator").addHandler(logging.NullHandler())
 
 

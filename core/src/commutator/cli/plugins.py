@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 import click
-from attrs import asdict
 
 from commutator.cli.options import no_plugin_option
 
@@ -20,7 +19,7 @@ __all__ = ["plugins"]
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array instead of a list.")
 @no_plugin_option
 def plugins(as_json: bool, no_plugins: tuple[str, ...]) -> None:
-    """List the installed plugins: what each offers, or why it is not loaded."""
+    """List the installed plugins with their kinds and hooks, or why one is not loaded."""
     from commutator.plugins import load_plugins
 
     installed = load_plugins(no_plugins).installed
@@ -35,14 +34,17 @@ def _fields(plugin: Installed) -> dict[str, object]:
         "name": plugin.name,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "kinds": [asdict(kind) for kind in plugin.kinds],
+        "kinds": [
+            {"seam": kind.seam, "kind": kind.name, "stability": kind.stability}
+            for kind in plugin.kinds
+        ],
         "hooks": list(plugin.hooks),
         "problem": plugin.problem,
     }
 
 
 def _print_list(installed: list[Installed]) -> None:
-    if not installed:
+    if not any(plugin.kinds for plugin in installed if plugin.name != "builtin"):
         click.echo("No plugin is installed. In a checkout: pip install ./plugins/engines/reference")
     for plugin in installed:
         hooks = ", ".join(plugin.hooks) or "no hooks"

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
-from email.message import Message
-from http.client import HTTPException
 from typing import Any
 
 import click
 
-from commutator.cli.options import front_door_options
-from commutator.errors import CommutatorError
+from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
 
 __all__ = ["route"]
 
@@ -22,81 +17,26 @@ def route() -> None:
     """Ask a running deployment about its routing."""
 
 
-@route.command(epilog='Example: commutator route explain "Once upon a time"')
-@click.argument("prompt")
-@click.option("--model", help="The model; not needed when only one is served.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's message to the chat template.")
+@route.command(
+    short_help="Show where PROMPT is routed, and why.",
+    epilog='Example: commutator route explain "Once upon a time"',
+)
+@prompt_options
 @front_door_options
-@click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
-def explain(
-    prompt: str, model: str | None, chat: bool, url: str, api_key: str | None, as_json: bool
-) -> None:
-    """Send PROMPT for one token, and show every candidate, its scores, and why one won."""
-    body: dict[str, Any] = {"max_tokens": 1, "model": model or only_model(url, api_key)}
-    if chat:
-        body["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        body["prompt"] = prompt
-    path = "chat/completions" if chat else "completions"
-    decision = ask(f"{url}/v1/{path}", body, api_key)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a list.")
+def explain(prompt: str, model: str | None, chat: bool, door: FrontDoor, as_json: bool) -> None:
+    """Request one token for PROMPT; show every candidate, its scores, and the reason."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    headers, _ = door.call(path, {"max_tokens": 1, **door.prompt(prompt, model, chat=chat)})
+    decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
     if as_json:
         click.echo(json.dumps(decision, indent=2))
     else:
         show(decision)
 
 
-def ask(url: str, body: dict[str, Any], api_key: str | None) -> dict[str, Any]:
-    """The decision about one request. Raises CommutatorError with what the front door says."""
-    headers, _ = call(url, api_key, body)
-    decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
-    return decision
-
-
-def only_model(url: str, api_key: str | None) -> str:
-    """The model that is served there. Raises CommutatorError when there are several."""
-    _, models = call(f"{url}/v1/models", api_key)
-    names = [model["id"] for model in models["data"]]
-    if len(names) != 1:
-        known = ", ".join(names)
-        raise CommutatorError(f"{url} serves several models; add --model, one of: {known}")
-    return str(names[0])
-
-
-def call(
-    url: str, api_key: str | None, body: dict[str, Any] | None = None
-) -> tuple[Message, dict[str, Any]]:
-    """Headers and body of a JSON answer; GET without a body, POST with one.
-
-    Raises CommutatorError with what the front door says, or why nothing of it is to be had.
-    """
-    headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers)  # noqa: S310
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
-            return answer.headers, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        raise CommutatorError(f"{url} answered {error.code}: {_message(error)}") from error
-    except (OSError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise CommutatorError(f"{url}: {reason}; is `commutator serve` running?") from error
-    except ValueError as error:
-        raise CommutatorError(f"{url} is not answered by a front door: {error}") from error
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    """A front door answers in OpenAI's shape; what else may listen there, in any."""
-    text = error.read()
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.reason}; is that a front door?"
-
-
 def show(decision: dict[str, Any]) -> None:
-    """One line for the decision, one for each candidate."""
+    """Print one line for the decision and one for each candidate."""
     click.secho(f"{decision['worker_id']}", bold=True, nl=False)
     waited = f" (waited {decision['waited_s']:.3f} s)" if decision["waited_s"] else ""
     click.echo(f"  by {decision['policy']}: {decision['reason']}{waited}")

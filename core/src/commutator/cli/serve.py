@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--url-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the front door's URL into this file once everything is ready.",
+    help="Write the front door's URL to this file when everything is ready.",
 )
 def serve(
     files: tuple[Path, ...],
@@ -40,15 +40,15 @@ def serve(
 ) -> None:
     """Run the deployment that FILE describes; later files override earlier ones.
 
-    Starts the workers and the front door, watches them, and starts again what fails. Ctrl-C
-    lets running requests finish; a second one stops at once.
+    Starts the workers and the front door, watches them, and restarts those that fail. Ctrl-C
+    lets running requests finish; a second Ctrl-C stops at once.
     """
     from commutator.config.load import load_config
 
     if url_file is not None:
         if not url_file.parent.is_dir():
             raise click.BadParameter(f"no such folder: {url_file.parent}", param_hint="--url-file")
-        url_file.unlink(missing_ok=True)  # whoever waits for it must not find an old one
+        url_file.unlink(missing_ok=True)  # a process that waits for it must not find an old one
     loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
     sys.exit(_serve(loaded, url_file))
 
@@ -57,14 +57,14 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     """Returns the exit code."""
     from rich.console import Console
 
-    from commutator.config.tier_warnings import tier_warnings
-    from commutator.runtime.output import Printer, PrinterHandler
-    from commutator.runtime.ports import reserved_port
-    from commutator.runtime.preflight import check_machine
-    from commutator.runtime.supervisor import Supervisor
+    from commutator.config.checks import tier_warnings
+    from commutator.launcher.output import Printer, PrinterHandler
+    from commutator.launcher.ports import reserved_port
+    from commutator.supervisor.preflight import check_machine
+    from commutator.supervisor.supervisor import Supervisor
 
     config = loaded.config
-    check_machine(config)
+    check_machine(config, loaded.host)
 
     async def supervise(port: int, printer: Printer) -> int:
         colour = Console().color_system is not None
@@ -74,9 +74,6 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     with reserved_port(config.frontend.host, config.frontend.port) as port:
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
-        for plugin in loaded.host.installed:
-            if plugin.problem is not None and plugin.problem != "blocked":
-                log.warning("plugin %s (%s) %s", plugin.name, plugin.distribution, plugin.problem)
         for warning in tier_warnings(config, loaded.host):
             log.warning("%s", warning)
         try:

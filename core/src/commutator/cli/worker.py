@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any
+
 import click
 
-from commutator.cli.options import NumberRange, front_door_options
-from commutator.cli.worker_changes import (
-    ask_health,
-    change,
-    find,
-    must_be_able,
-    must_leave_another,
-    role_words,
-    set_draining,
-    wait_until_idle,
-)
-from commutator.errors import CommutatorError
-from commutator.types import Role
+from commutator.cli.front_door import FrontDoor, front_door_options
+from commutator.cli.options import NumberRange
+from commutator.contract.worker import EngineLoad, Role
+from commutator.engine.client import TokenApiClient
+from commutator.errors import CommutatorError, RegistryError
 
 __all__ = ["worker"]
+
+_POLL_S = 0.2
+
+_IDLE_POLLS = 3
+"""Polls without requests, in a row: another front door may have sent one before it was informed."""
+
+_CHANGE_TIMEOUT_S = 5.0
+"""A front door normally follows a change of the registry within milliseconds."""
 
 
 @click.group()
@@ -28,14 +32,15 @@ def worker() -> None:
 
 @worker.command(epilog="Example: commutator worker ls")
 @front_door_options
-def ls(url: str, api_key: str | None) -> None:
-    """One line for each worker: its state and its requests."""
-    workers = ask_health(url, api_key)["workers"]
+def ls(door: FrontDoor) -> None:
+    """Print one line for each worker: its state and its requests."""
+    workers = door.workers()
     widths = [max([len(w[field]) for w in workers], default=0) for field in ("worker_id", "model")]
     for one in workers:
+        role = "" if one["role"] == Role.BOTH else f"{one['role']}, "
         click.echo(
             f"{one['worker_id']:<{widths[0]}}  {one['model']:<{widths[1]}}  {one['kind']}  "
-            f"{role_words(one)}{one['state']}, {one['active_requests_of_all']} requests"
+            f"{role}{one['state']}, {one['active_requests_of_all']} requests"
         )
 
 
@@ -46,38 +51,37 @@ def ls(url: str, api_key: str | None) -> None:
     "--wait",
     "wait_s",
     type=NumberRange(min=0),
-    help="Wait at most so many seconds for its requests to finish.",
+    help="Wait at most this many seconds for its requests to finish.",
 )
-@click.option("--force", is_flag=True, help="Even if no other worker of its model is left.")
-def drain(worker_id: str, url: str, api_key: str | None, wait_s: float | None, force: bool) -> None:
-    """Give worker ID nothing new. What it has begun, it finishes.
+@click.option("--force", is_flag=True, help="Drain it even if its model has no other worker.")
+def drain(worker_id: str, door: FrontDoor, wait_s: float | None, force: bool) -> None:
+    """Stop sending requests to worker ID. It finishes those it has.
 
-    It stays drained, even when it is started again, until `commutator worker undrain ID`.
+    It stays drained, even after a restart, until `commutator worker undrain ID`.
     """
-    health = ask_health(url, api_key)
-    chosen = find(health, worker_id, url)
-    must_leave_another(health, chosen, force)
-    set_draining(health, url, api_key, worker_id, True)
+    chosen = _find(door, worker_id)
+    if not force:
+        _must_leave_another(door, chosen)
+    _change(door, worker_id, True)
     if wait_s is None:
-        click.echo(f"{worker_id} gets nothing new")
+        click.echo(f"{worker_id} gets no new requests")
         return
-    running = wait_until_idle(worker_id, url, api_key, wait_s)
+    running = _wait_until_idle(door, worker_id, wait_s)
     if running:
         raise CommutatorError(
-            f"{worker_id} gets nothing new, but after {wait_s:g} s it still has {running} "
-            "requests; ask again with a longer --wait"
+            f"{worker_id} gets no new requests, but after {wait_s:g} s it still has {running}; "
+            "run the command again with a longer --wait"
         )
-    click.echo(f"{worker_id} gets nothing new, and has nothing left to do")
+    click.echo(f"{worker_id} gets no new requests and has none left")
 
 
 @worker.command(epilog="Example: commutator worker undrain reference-0")
 @click.argument("worker_id", metavar="ID")
 @front_door_options
-def undrain(worker_id: str, url: str, api_key: str | None) -> None:
-    """Let worker ID have requests again."""
-    health = ask_health(url, api_key)
-    set_draining(health, url, api_key, worker_id, False)
-    click.echo(f"{worker_id} is back")
+def undrain(worker_id: str, door: FrontDoor) -> None:
+    """Send requests to worker ID again."""
+    _change(door, worker_id, False)
+    click.echo(f"{worker_id} gets requests again")
 
 
 @worker.command(epilog="Example: commutator worker role reference-0 prefill")
@@ -90,36 +94,136 @@ def undrain(worker_id: str, url: str, api_key: str | None) -> None:
     type=NumberRange(min=0),
     default=300.0,
     show_default=True,
-    help="Wait at most so many seconds for its requests to finish; else nothing changes.",
+    help="Wait at most this many seconds for its requests to finish, or change nothing.",
 )
-@click.option("--force", is_flag=True, help="Even if no other worker of its model could decode.")
-def role(
-    worker_id: str, new_role: str, url: str, api_key: str | None, wait_s: float, force: bool
-) -> None:
-    """Make worker ID a prefill or decode worker, or one for both.
+@click.option(
+    "--force", is_flag=True, help="Change it even if no other worker of its model can decode."
+)
+def role(worker_id: str, new_role: str, door: FrontDoor, wait_s: float, force: bool) -> None:
+    """Make worker ID a prefill worker, a decode worker, or one for both.
 
-    It is drained first, and takes requests again afterwards. It keeps its role, even when it is
-    started again, until it is changed again.
+    ROLE is prefill, decode or both. The worker is drained first and gets requests again afterwards.
+    It keeps the role, even after a restart, until this command changes it again.
     """
-    wanted, health = Role(new_role), ask_health(url, api_key)
-    chosen = find(health, worker_id, url)
+    wanted, chosen = Role(new_role), _find(door, worker_id)
     if chosen["role"] == wanted:
-        click.echo(f"{worker_id} is {wanted} already")
+        click.echo(f"{worker_id} already has the role {wanted}")
         return
-    must_be_able(health, chosen, wanted)
-    if wanted is Role.PREFILL:
-        must_leave_another(health, chosen, force)
-    drained_before = chosen["state"] == "draining"
-    set_draining(health, url, api_key, worker_id, True)
+    _must_be_able(door, chosen, wanted)
+    if wanted is Role.PREFILL and not force:
+        _must_leave_another(door, chosen)
+    _change(door, worker_id, True)
     try:
-        running = wait_until_idle(worker_id, url, api_key, wait_s)
+        running = _wait_until_idle(door, worker_id, wait_s)
         if running:
             raise CommutatorError(
-                f"after {wait_s:g} s {worker_id} still has {running} requests, so it is "
-                f"{chosen['role']} as before; ask again with a longer --wait"
+                f"after {wait_s:g} s {worker_id} still has {running} requests, so its role remains "
+                f"{chosen['role']}; run the command again with a longer --wait"
             )
-        change(health, url, api_key, worker_id, wanted)
+        _change(door, worker_id, wanted)
     finally:
-        if not drained_before:
-            set_draining(health, url, api_key, worker_id, False)
-    click.echo(f"{worker_id} is {wanted} now")
+        if chosen["state"] != "draining":
+            _change(door, worker_id, False)
+    click.echo(f"{worker_id} now has the role {wanted}")
+
+
+def _find(door: FrontDoor, worker_id: str) -> dict[str, Any]:
+    return door.workers(worker_id)[0]
+
+
+def _must_leave_another(door: FrontDoor, chosen: dict[str, Any]) -> None:
+    """Refuse to take away the last ready worker of a model that can serve whole requests."""
+    others = [
+        one
+        for one in door.workers()
+        if one["model"] == chosen["model"]
+        and one["worker_id"] != chosen["worker_id"]
+        and one["state"] == "ready"
+        and one["role"] != Role.PREFILL
+    ]
+    if not others and chosen["role"] != Role.PREFILL:
+        raise CommutatorError(
+            f"{chosen['worker_id']} is the last ready worker of {chosen['model']} that can decode: "
+            "requests would be refused\n  add --force to do it anyway"
+        )
+
+
+def _must_be_able(door: FrontDoor, chosen: dict[str, Any], wanted: Role) -> None:
+    if wanted is not Role.BOTH and not chosen["hands_over"]:
+        raise CommutatorError(
+            f"{chosen['worker_id']} cannot hand KV over, so its role must be both; our own "
+            "engines need NIXL for that: run `make tiers`"
+        )
+    if wanted is Role.PREFILL and chosen["model"] not in door.health()["prefill_queues"]:
+        raise CommutatorError(
+            "a prefill worker would get no requests: the configuration has no section "
+            "`disaggregation`"
+        )
+
+
+def _wait_until_idle(door: FrontDoor, worker_id: str, wait_s: float) -> int:
+    """Wait at most ``wait_s`` for a drained worker; returns the requests that it still has."""
+    deadline_s = time.monotonic() + wait_s
+    idle_polls = 0
+    while idle_polls < _IDLE_POLLS:
+        running = _running(_find(door, worker_id))
+        idle_polls = 0 if running else idle_polls + 1
+        if running and time.monotonic() > deadline_s:
+            return running
+        time.sleep(_POLL_S)
+    return 0
+
+
+def _running(one: dict[str, Any]) -> int:
+    """The worker's requests, as counted by the front doors and, if possible, by the worker."""
+    routed = int(one["active_requests_of_all"])
+    if one["admin_address"] is None:
+        return routed
+    load = asyncio.run(_ask_load(one["admin_address"]))
+    return max(routed, load.running + load.waiting)
+
+
+async def _ask_load(address: str) -> EngineLoad:
+    client = TokenApiClient(address)
+    try:
+        return await client.load()
+    finally:
+        await client.close()
+
+
+def _change(door: FrontDoor, worker_id: str, value: bool | Role) -> None:
+    """Set a role or draining in the registry, and wait until the front door shows it."""
+    _find(door, worker_id)
+    address = door.health()["registry"]
+    if address is None:
+        raise CommutatorError(f"{door.url} follows no registry, so its workers cannot be changed")
+    try:
+        found = asyncio.run(_set_in_registry(address, worker_id, value))
+    except RegistryError as error:
+        raise CommutatorError(f"{error}\n  run this on the machine of the registry") from error
+    if not found:
+        raise CommutatorError(f"{worker_id} has just left the registry")
+    deadline_s = time.monotonic() + _CHANGE_TIMEOUT_S
+    while _current(_find(door, worker_id), value) != value:
+        if time.monotonic() > deadline_s:
+            raise CommutatorError(
+                f"{door.url} did not follow the change within {_CHANGE_TIMEOUT_S:g} s"
+            )
+        time.sleep(_POLL_S / 10)
+
+
+def _current(one: dict[str, Any], value: bool | Role) -> bool | Role:
+    """The role or draining state that the front door shows."""
+    return Role(one["role"]) if isinstance(value, Role) else one["state"] == "draining"
+
+
+async def _set_in_registry(address: str, worker_id: str, value: bool | Role) -> bool:
+    from commutator.registry.client import RegistryClient
+
+    client = RegistryClient(address)
+    try:
+        if isinstance(value, Role):
+            return await client.set_role(worker_id, value)
+        return await client.set_draining(worker_id, value)
+    finally:
+        await client.close()

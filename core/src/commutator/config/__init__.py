@@ -1,1 +1,1 @@
-"""The configuration file: its classes, where values come from, and how mistakes are told."""
+"""The configuration: its classes, reading and merging its sources, and checking it."""

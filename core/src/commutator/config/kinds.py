@@ -1,86 +1,131 @@
-"""Structures entries by their `kind` into the class that the kind's plugin brought."""
+"""Converts entries with a `kind` to the configuration class that the kind's plugin registered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import attrs
 import cattrs
 from cattrs.errors import AttributeValidationNote, ClassValidationError
 
-from commutator.config.model import (
-    DisaggregationConfig,
-    EngineConfig,
-    EvictionConfig,
-    RouterConfig,
-    TierConfig,
-)
-from commutator.config.secret import Secret
-from commutator.plugins import PluginHost, Register
-from commutator.routing.stages import Filter, Picker, Scorer
-from commutator.schema import Mismatch, build_converter
-from commutator.schema.structure import nearest
+from commutator.config.model import Config
+from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.engine import EngineConfig
+from commutator.contract.eviction import EvictionConfig
+from commutator.contract.frontend import FrontendConfig
+from commutator.contract.launcher import LauncherConfig
+from commutator.contract.observer import ObserverConfig
+from commutator.contract.registration import Catalog
+from commutator.contract.registry import RegistryConfig
+from commutator.contract.routing import Filter, Picker, RouterConfig, Scorer
+from commutator.contract.settings import Secret
+from commutator.contract.tier import TierConfig
+from commutator.plugins import PluginHost
+from commutator.schema.json_schema import json_schema
+from commutator.schema.structure import Mismatch, build_converter, nearest
 
-__all__ = ["config_converter", "unknown_kind"]
+__all__ = [
+    "DEFAULT_KINDS",
+    "config_converter",
+    "file_schema",
+    "unknown_kind",
+]
 
 
-def config_converter(host: PluginHost) -> cattrs.Converter:
-    """A strict converter for ``Config`` that knows the kinds of ``host``."""
+DEFAULT_KINDS = {
+    "router": "round_robin",
+    "frontend": "openai",
+    "registry": "memory",
+    "launcher": "process",
+}
+"""The kind of each section of ``Config`` that may leave it out."""
+
+
+def config_converter(host: PluginHost | Callable[[], PluginHost]) -> cattrs.Converter:
+    """A strict converter for ``Config`` that knows the kinds of ``host``.
+
+    A function is called when data first names a kind, so that plugins are loaded only if needed.
+    """
     converter = build_converter()
-    bases: tuple[tuple[type[Any], Register[Any]], ...] = (
-        (EngineConfig, host.engines),
-        (RouterConfig, host.routers),
-        (DisaggregationConfig, host.disaggs),
-        (TierConfig, host.tiers),
-        (EvictionConfig, host.evictions),
-        (Filter, host.stages),
-        (Scorer, host.stages),
-        (Picker, host.stages),
-    )
-    for base, register in bases:
-        _structure_by_kind(converter, base, register, host)
+    for base in _CATALOGS:
+        _structure_by_kind(
+            converter, base, (lambda: host) if isinstance(host, PluginHost) else host
+        )
     converter.register_structure_hook_func(lambda cls: cls is Secret, _secret_hook(converter))
     return converter
 
 
-def unknown_kind(kind: str, register: Register[Any], host: PluginHost) -> str:
-    """What to tell somebody who asked for a kind that no plugin offers."""
-    known = sorted(register.kinds)
-    text = f'no installed plugin offers the {register.seam} "{kind}"; '
+_CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
+    EngineConfig: lambda host: host.engines,
+    RouterConfig: lambda host: host.routers,
+    DisaggregationConfig: lambda host: host.disaggs,
+    TierConfig: lambda host: host.tiers,
+    EvictionConfig: lambda host: host.evictions,
+    ObserverConfig: lambda host: host.observers,
+    FrontendConfig: lambda host: host.frontends,
+    RegistryConfig: lambda host: host.registries,
+    LauncherConfig: lambda host: host.launchers,
+    Filter: lambda host: host.stages,
+    Scorer: lambda host: host.stages,
+    Picker: lambda host: host.stages,
+}
+"""The base class of each section with kinds, and the catalog that lists its kinds."""
+
+
+def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
+    """The error message for a kind that no plugin offers."""
+    known = sorted(catalog.kinds)
+    text = f'no installed plugin offers the {catalog.seam} "{kind}"; '
     text += nearest(kind, known).replace("known keys", "known kinds") if known else "none are known"
     lost = [f"{p.name} ({p.distribution}): {p.problem}" for p in host.installed if p.problem]
     if lost:
         return f"{text}; not loaded: {'; '.join(lost)}"
-    if register is host.tiers and not known:
-        text += "; in a checkout, `make tiers` installs those that come along"
+    if catalog is host.tiers and not known:
+        text += "; in a checkout, run `make tiers`"
+    if catalog is host.frontends:
+        text += f"; install its package, such as commutator-{kind}"
     return text
 
 
 def _structure_by_kind(
-    converter: cattrs.Converter, base: type[Any], register: Register[Any], host: PluginHost
+    converter: cattrs.Converter, base: type[Any], load_host: Callable[[], PluginHost]
 ) -> None:
     ordinary = converter.get_structure_hook(base)
+    own = attrs.fields_dict(base).get("kind")
+    default = None if own is None or own.default is attrs.NOTHING else own.default
 
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, base):
             return value
         if not isinstance(value, Mapping):
             raise Mismatch("a mapping", value)
-        kind = value.get("kind")
+        host = load_host()
+        catalog, kind = _CATALOGS[base](host), value.get("kind", default)
         if kind is None:
-            raise _at_kind(KeyError("kind"), base)
+            raise _at_kind(_missing_kind(value, catalog), base)
         if not isinstance(kind, str):
             raise _at_kind(Mismatch("a string", kind), base)
-        if kind not in register.kinds:
-            raise _at_kind(ValueError(unknown_kind(kind, register, host)), base)
-        config_class = register.kinds[kind].config_class
+        if kind not in catalog.kinds:
+            raise _at_kind(ValueError(unknown_kind(kind, catalog, host)), base)
+        config_class = catalog.kinds[kind].config_class
         if not issubclass(config_class, base):
             raise _at_kind(ValueError(f'"{kind}" is not a {base.__name__.lower()}'), base)
-        if config_class is base:  # a plugin without options of its own
+        if config_class is base:  # a kind without options
             return ordinary(value, base)
         return converter.structure(value, config_class)
 
     converter.register_structure_hook_func(lambda cls: cls is base, hook)
+
+
+def _missing_kind(value: Mapping[str, Any], catalog: Catalog[Any]) -> ValueError:
+    for key, name in value.items():
+        if isinstance(name, str) and name in catalog.kinds:
+            return ValueError(
+                f'required, but missing; did you mean "kind: {name}" instead of "{key}: {name}"?'
+            )
+    return ValueError("required, but missing")
 
 
 def _at_kind(error: Exception, base: type[Any]) -> ClassValidationError:
@@ -95,9 +140,61 @@ def _secret_hook(converter: cattrs.Converter) -> Any:
         if not isinstance(value, Mapping):
             # Not a Mismatch: that would repeat the value, which may be the secret itself.
             raise ValueError(  # noqa: TRY004 - collected as a finding
-                "expected {env: NAME} or {file: PATH}; secrets do not stand in the configuration"
+                "expected {env: NAME} or {file: PATH}; a secret must not be written in the file"
             )
         result: Secret = ordinary(value, Secret)
         return result
 
     return hook
+
+
+def file_schema(host: PluginHost) -> dict[str, Any]:
+    """The JSON Schema of a configuration file, for editors to complete and check it.
+
+    Values from other files, the environment and options are outside its scope.
+    """
+    attrs.resolve_types(Config, include_extras=True)
+    schema = json_schema(Config, partial(_option_schema, Config, host))
+    for section in ("models", "engines"):
+        schema["properties"][section]["minItems"] = 1
+    for section, default in DEFAULT_KINDS.items():
+        base: Any = attrs.fields_dict(Config)[section].type
+        schema["properties"][section] |= _one_of_kinds(base, host, default)
+        if default not in _CATALOGS[base](host).kinds:
+            schema["required"].append(section)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Commutator configuration",
+    } | schema
+
+
+def _option_schema(owner: Any, host: PluginHost, cls: Any) -> dict[str, Any] | None:
+    """The schema of an option of ``owner`` that plugins extend, or that takes one of two forms."""
+    if cls is Secret:
+        return _secret_schema()
+    # A kind without options has the base class itself.
+    return _one_of_kinds(cls, host) if cls in _CATALOGS and cls is not owner else None
+
+
+def _one_of_kinds(base: Any, host: PluginHost, default: str | None = None) -> dict[str, Any]:
+    """One alternative for each kind; only that of the kind ``default`` may leave `kind` out."""
+    alternatives = []
+    for name, kind in sorted(_CATALOGS[base](host).kinds.items()):
+        cls = kind.config_class
+        if not issubclass(cls, base):  # filters, scorers and pickers share one catalog
+            continue
+        schema = json_schema(cls, partial(_option_schema, cls, host))
+        described = schema["properties"]["kind"]["description"]
+        schema["properties"]["kind"] = {"const": name, "description": described}
+        required = {*schema.get("required", ()), "kind"} - {"kind" if name == default else ""}
+        alternatives.append(schema | {"required": sorted(required)})
+    return {"oneOf": alternatives} if alternatives else {"not": {}}
+
+
+def _secret_schema() -> dict[str, Any]:
+    text, null = {"type": "string"}, {"type": "null"}
+    forms = (
+        {"properties": {given: text, other: null}, "required": [given]}
+        for given, other in (("env", "file"), ("file", "env"))
+    )
+    return json_schema(Secret) | {"oneOf": list(forms)}

@@ -1,4 +1,4 @@
-"""Reads a configuration: defaults, then files, then the environment, then options."""
+"""Loads a configuration from defaults, files, environment variables and options, in this order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 
 from attrs import frozen
 
-from commutator.config.check import cross_problems, fill_in
-from commutator.config.disaggregation import disaggregation_problems, fill_in_disaggregation
-from commutator.config.kinds import config_converter
+from commutator.config.checks import cross_problems, fill_in
+from commutator.config.kinds import DEFAULT_KINDS, config_converter
 from commutator.config.model import Config
-from commutator.config.overrides import Override, apply_overrides, from_environment, from_option
-from commutator.config.tiers import tier_problems
 from commutator.config.tree import (
     DEFAULT,
     Node,
@@ -24,26 +21,41 @@ from commutator.config.tree import (
     merge,
     origin_of,
     path_steps,
+    path_text,
     plain,
+    put,
 )
-from commutator.config.yaml_file import read_file
+from commutator.config.yaml_file import parse_value, read_file
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
-from commutator.schema import StructureError, structure
+from commutator.schema.structure import StructureError, structure
 
-__all__ = ["Loaded", "build_config", "load_config", "read_tree"]
+__all__ = [
+    "DEFAULTS",
+    "PREFIX",
+    "Loaded",
+    "Override",
+    "apply_overrides",
+    "blocked_plugins",
+    "build_config",
+    "from_environment",
+    "from_option",
+    "load_config",
+    "read_tree",
+]
 
-_DEFAULTS = {"router": {"kind": "round_robin"}}
+DEFAULTS = {section: {"kind": kind} for section, kind in DEFAULT_KINDS.items()}
+"""The values that files, the environment and options override."""
 
 
 @frozen
 class Loaded:
-    """A configuration that passed every check, and the plugins that it was checked against."""
+    """A valid configuration, and the plugins that it was checked against."""
 
     config: Config
     host: PluginHost
     tree: Node
-    """Where each value came from; what is not in it is a default."""
+    """The origin of each value; values that it lacks are defaults."""
 
 
 def load_config(
@@ -69,7 +81,7 @@ def load_config(
     host = load_plugins(_blocked(tree), found)
     known = sorted(plugin.name for plugin in host.installed)
     problems += [
-        f"--no-plugin {name}: no such plugin is installed; there are {', '.join(known) or 'none'}"
+        f"--no-plugin {name}: no such plugin is installed; installed: {', '.join(known) or 'none'}"
         for name in refused
         if name not in known
     ]
@@ -83,8 +95,8 @@ def read_tree(
     environ: Mapping[str, str],
     problems: list[str],
 ) -> Node:
-    """Everything that was written, merged. Raises ConfigError for files that cannot be read."""
-    tree = from_plain(_DEFAULTS, DEFAULT)
+    """All sources, merged. Raises ConfigError for files that cannot be read."""
+    tree = from_plain(DEFAULTS, DEFAULT)
     unreadable: list[str] = []
     for file in files:
         try:
@@ -110,7 +122,7 @@ def build_config(
     tree: Node, host: PluginHost, files: Sequence[str | Path], problems: Iterable[str] = ()
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
-    tree = fill_in_disaggregation(fill_in(tree))
+    tree = fill_in(tree)
     data: dict[str, Any] = plain(tree)
     found: list[tuple[str, str]] = []
     config = None
@@ -118,20 +130,22 @@ def build_config(
         config = structure(config_converter(host), data, Config)
     except StructureError as error:
         found += error.problems
-    found += cross_problems(data)
-    found += tier_problems(data, host)
-    found += disaggregation_problems(data, host)
-    lines = [*problems, *(_told(tree, path, text) for path, text in found)]
+    found += cross_problems(data, host)
+    lines = [*problems, *(_located(tree, path, text) for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")
     return Loaded(config, host, tree)
 
 
-def _blocked(tree: Node) -> list[str]:
-    """``plugins.block`` as far as it is what it should be; its mistakes are told later."""
-    node = find(tree, ("plugins", "block"))
-    names = [] if node is None else plain(node)
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+def blocked_plugins(plugins: Any) -> tuple[str, ...]:
+    """The valid entries of `block` in the section `plugins`; later checks report the others."""
+    names = plugins.get("block") if isinstance(plugins, Mapping) else None
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+
+
+def _blocked(tree: Node) -> tuple[str, ...]:
+    section = find(tree, ("plugins",))
+    return () if section is None else blocked_plugins(plain(section))
 
 
 def _block(tree: Node, refused: Sequence[str]) -> Node:
@@ -146,13 +160,77 @@ def _block(tree: Node, refused: Sequence[str]) -> Node:
     return merge(tree, Node({"plugins": Node({"block": block}, origin)}, origin))
 
 
-def _told(tree: Node, path: str, text: str) -> str:
-    """One problem in the words of compilers, so that editors find the place."""
+def _located(tree: Node, path: str, text: str) -> str:
+    """One problem as "FILE:line: path: text", a form that editors recognise."""
     try:
-        origin = origin_of(tree, path_steps(path))
-    except ValueError:  # an odd key
-        origin = None
+        steps = path_steps(path)
+    except ValueError:  # a key that is no valid step
+        return f"{path}: {text}"
+    origin = origin_of(tree, steps)
     if origin is None:
         return f"{path}: {text}"
+    kind = find(tree, (*steps[:-1], "kind"))
+    if kind is not None and kind.origin != DEFAULT and _source(kind.origin) != _source(origin):
+        where = f'for the kind "{kind.value}", which {kind.origin} sets'
+        text = text.replace("unknown key;", f"unknown key {where};", 1)
     in_file = not origin.startswith(("env ", "--"))
     return f"{origin}: {path}: {text}" if in_file else f"{path}: {text} (from {origin})"
+
+
+def _source(origin: str) -> str:
+    """The file of an origin "FILE:line"; other origins unchanged."""
+    file, colon, line = origin.rpartition(":")
+    return file if colon and line.isdecimal() else origin
+
+
+PREFIX = "COMMUTATOR__"
+
+
+@frozen
+class Override:
+    """One value to set; ``text`` is YAML."""
+
+    steps: Sequence[str]
+    text: str
+    origin: str
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Override]:
+    """Variables such as ``COMMUTATOR__ENGINES__0__REPLICAS=3``, in the order of application."""
+    found = [
+        Override(name.removeprefix(PREFIX).lower().split("__"), text, f"env {name}")
+        for name, text in environ.items()
+        if name.startswith(PREFIX)
+    ]
+    return sorted(found, key=lambda override: [_rank(step) for step in override.steps])
+
+
+def from_option(assignment: str) -> Override:
+    """The override of ``--set a.b=c``. Raises ValueError for any other form."""
+    path, equals, text = assignment.partition("=")
+    if not equals:
+        raise ValueError(f"--set {assignment}: expected PATH=VALUE, such as engines[0].replicas=3")
+    try:
+        steps = path_steps(path.strip())
+    except ValueError as error:
+        raise ValueError(f"--set {assignment}: {error}") from error
+    return Override(steps, text, f"--set {path.strip()}")
+
+
+def apply_overrides(tree: Node, overrides: Iterable[Override], problems: list[str]) -> Node:
+    """``tree`` with all overrides merged in; those that do not fit are added to ``problems``."""
+    for override in overrides:
+        if "" in override.steps:
+            problems.append(f"{override.origin}: not a path; separate its steps by two underscores")
+            continue
+        try:
+            tree = put(tree, override.steps, parse_value(override.text, override.origin))
+        except ValueError as error:
+            text = str(error).removeprefix(f"{override.origin}: ")
+            problems.append(f"{path_text(override.steps)}: {text} (from {override.origin})")
+    return tree
+
+
+def _rank(step: str) -> tuple[int, int, str]:
+    """Sorts indices as numbers, so that appending them in order leaves no gap."""
+    return (0, int(step), "") if step.isdecimal() else (1, 0, step)

@@ -1,4 +1,4 @@
-"""Prints the effective configuration as YAML, each value with where it came from."""
+"""Prints the effective configuration as YAML, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import attrs
 import yaml
 
 from commutator.config.model import Config
-from commutator.config.secret import Secret
 from commutator.config.tree import DEFAULT, Node, find
-from commutator.config.yaml_dialect import Dumper
+from commutator.config.yaml_file import Dumper
+from commutator.contract.settings import Secret
 
 __all__ = ["effective", "show_config"]
 
-_WIDEST = 60
-"""Longer lines push their own comment further to the right, not everybody's."""
+_MAX_WIDTH = 60
+"""Characters. Longer lines do not move the comments of the others to the right."""
 
 
 def effective(config: Config) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def effective(config: Config) -> dict[str, Any]:
 
 
 def show_config(config: Config, tree: Node) -> str:
-    """YAML text; each value has a comment with its origin out of ``tree``. Secrets stay hidden."""
+    """YAML text; each value has a comment with its origin from ``tree``. Secrets are hidden."""
     lines = list(_lines(_plain(config, hide=True), tree, (), 0))
-    width = max((len(text) for text, _ in lines if len(text) <= _WIDEST), default=0)
+    width = max((len(text) for text, _ in lines if len(text) <= _MAX_WIDTH), default=0)
     return "".join(
         f"{text:<{width}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines
     )
@@ -64,7 +64,7 @@ def _lines(
         for index, item in enumerate(value):
             inner = list(_entry(f"{indent}-", item, tree, (*steps, index), depth + 1))
             if isinstance(item, dict | list) and item:
-                text, origin = inner[1]  # the first line of a block stands beside its dash
+                text, origin = inner[1]  # the first line of a block follows its dash
                 inner[:2] = [(f"{indent}- {text.lstrip()}", origin)]
             yield from inner
 

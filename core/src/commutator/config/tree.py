@@ -1,4 +1,4 @@
-"""Configuration values with the place each one came from. Every operation returns a new tree."""
+"""Configuration values with their origins. Every operation returns a new tree."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Node:
 
     value: Any
     origin: str
-    """Where it was written: "FILE:line", "env NAME", "--set ...", "default"."""
+    """Where it was set: "FILE:line", "env NAME", "--set ...", "default"."""
 
 
 def from_plain(value: Any, origin: str) -> Node:
-    """Plain data as a tree of one origin."""
+    """Plain data as a tree whose nodes all have ``origin``."""
     if isinstance(value, Mapping):
         return Node({key: from_plain(item, origin) for key, item in value.items()}, origin)
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def plain(node: Node) -> Any:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """``over`` laid on ``base``: mappings merge, everything else is replaced, lists included."""
+    """``base`` overridden by ``over``: mappings merge; lists and scalars are replaced."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
@@ -62,9 +62,9 @@ def merge(base: Node, over: Node) -> Node:
 
 
 def put(base: Node | None, steps: Sequence[str], new: Node) -> Node:
-    """``base`` with ``new`` merged in at ``steps``; numbers are indices where a list stands.
+    """``base`` with ``new`` merged in at ``steps``; numbers are indices into lists.
 
-    What is missing on the way is made. Raises ValueError when a step does not fit a list.
+    Missing mappings and lists are created. Raises ValueError when a step does not fit a list.
     """
     if not steps:
         return new if base is None else merge(base, new)
@@ -82,7 +82,7 @@ def put(base: Node | None, steps: Sequence[str], new: Node) -> Node:
 
 
 def _index(step: str, length: int) -> int:
-    """The next free index is allowed, for it appends."""
+    """The next free index is allowed: it appends."""
     if not step.isdecimal():
         raise ValueError(f'a list takes an index, not "{step}"')
     if int(step) > length:
@@ -105,9 +105,9 @@ def find(node: Node, steps: Iterable[str | int]) -> Node | None:
 
 
 def origin_of(node: Node, steps: Sequence[str | int]) -> str | None:
-    """Where the value at ``steps`` was written.
+    """Where the value at ``steps`` was set, or else the innermost value around it that was.
 
-    Of what was not, the innermost part around it that was; None when that is the whole.
+    None when only the whole file remains.
     """
     for length in range(len(steps), 0, -1):
         part = find(node, steps[:length])

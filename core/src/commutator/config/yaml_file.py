@@ -6,6 +6,7 @@ The line of a value in a mapping is that of its key.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from typing import Any
 import yaml
 
 from commutator.config.tree import Node
-from commutator.config.yaml_dialect import Loader
 from commutator.errors import ConfigError
 
-__all__ = ["parse_value", "read_file"]
+__all__ = [
+    "Dumper",
+    "Loader",
+    "parse_value",
+    "read_file",
+    "to_yaml",
+]
 
 
 def read_file(path: str | Path) -> Node:
@@ -74,8 +80,12 @@ def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node
         raise ValueError(f"{origin(1)}: not YAML: {error}") from error
 
 
+class Loader(yaml.SafeLoader):
+    """Builds plain data only."""
+
+
 class _Builder:
-    """Turns PyYAML's nodes, which know their lines, into ours."""
+    """Converts PyYAML's nodes, which know their lines, to ``Node``."""
 
     def __init__(self, loader: Loader, origin: Callable[[int], str], problems: list[str]) -> None:
         self._loader = loader
@@ -98,19 +108,23 @@ class _Builder:
         for key_node, value_node in node.value:
             key = self._loader.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                self._problem(key_node, f"the key {_spelling(key)} is not text; put it in quotes")
+                self._problem(
+                    key_node, f"the key {_spelling(key)} is not a string; put it in quotes"
+                )
             items[str(key)] = self(value_node, key_node)
         return items
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         if id(node) in self._checked:
-            return  # an alias; after flattening, a key that overrides a merged one stands twice
+            return  # an alias; after flattening, a key that overrides a merged one occurs twice
         self._checked.add(id(node))
         lines: dict[Any, int] = {}
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):
                 if (first := lines.get(key_node.value)) is not None:
-                    self._problem(key_node, f'"{key_node.value}" again, first on line {first}')
+                    self._problem(
+                        key_node, f'duplicate key "{key_node.value}"; it is first on line {first}'
+                    )
                 lines[key_node.value] = key_node.start_mark.line + 1
 
     def _problem(self, node: yaml.Node, text: str) -> None:
@@ -119,3 +133,26 @@ class _Builder:
 
 def _spelling(key: Any) -> str:
     return json.dumps(key, default=str)
+
+
+_FLOAT = "tag:yaml.org,2002:float"
+_WITH_EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what ``Loader`` reads to exactly the same values."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """A value in two places is written twice, for readers."""
+        del data
+        return True
+
+
+for _class in (Loader, Dumper):  # the dumper then quotes text that would be read as a number
+    _class.add_implicit_resolver(_FLOAT, _WITH_EXPONENT, list("-+0123456789."))
+
+
+def to_yaml(values: Any) -> str:
+    """Plain data as ASCII text that ``read_file`` reads as equal data."""
+    text: str = yaml.dump(values, Dumper=Dumper, sort_keys=False, width=float("inf"))
+    return text

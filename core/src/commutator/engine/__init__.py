@@ -1,55 +1,48 @@
-"""How a worker is reached, and what an engine of one's own needs to be one."""
+"""Building blocks for engine plugins: serving requests and starting processes.
 
-from commutator.engine.client import TokenApiClient
-from commutator.engine.embedded import EmbeddedTiers
-from commutator.engine.embedded_state import TierPlan
-from commutator.engine.launched_tiers import missing_plugin, write_tiers
-from commutator.engine.launching import free_ports, gpus_of, python_at
-from commutator.engine.process import EngineStart, engine_command, run_engine_process
-from commutator.engine.server import Emit, TokenApiServer, TokenEngine
-from commutator.engine.stream import DeltaStream
-from commutator.engine.tier_policy import admission_rules, eviction_policy
-from commutator.engine.virtual import (
-    BlocksGone,
-    BlocksHeld,
-    BlocksPulled,
-    BlocksReady,
-    PrefillDone,
-    RequestDone,
-    TokensMade,
-    VirtualEngine,
-    VirtualEvent,
-    VirtualRequest,
-)
-from commutator.engine.weights_revision import weights_revision
+An engine written in Python serves the token API: implement ``TokenEngine``, start it with
+``run_engine_process`` in its ``__main__``, and return ``engine_command`` and ``TokenApiClient``
+from its connector. Connectors to HTTP servers also use ``commutator.engine.http``,
+``.completions``, ``.launching``, ``.model_files`` and ``.model_identity``; KV connectors whose
+workers are other processes than their scheduler use ``.connector_worker``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commutator.engine.client import TokenApiClient
+    from commutator.engine.process import EngineStart, engine_command, run_engine_process
+    from commutator.engine.protocol import DeltaStream
+    from commutator.engine.server import Emit, TokenApiServer, TokenEngine
+    from commutator.launcher.ports import free_ports
 
 __all__ = [
-    "BlocksGone",
-    "BlocksHeld",
-    "BlocksPulled",
-    "BlocksReady",
     "DeltaStream",
-    "EmbeddedTiers",
     "Emit",
     "EngineStart",
-    "PrefillDone",
-    "RequestDone",
-    "TierPlan",
     "TokenApiClient",
     "TokenApiServer",
     "TokenEngine",
-    "TokensMade",
-    "VirtualEngine",
-    "VirtualEvent",
-    "VirtualRequest",
-    "admission_rules",
     "engine_command",
-    "eviction_policy",
     "free_ports",
-    "gpus_of",
-    "missing_plugin",
-    "python_at",
     "run_engine_process",
-    "weights_revision",
-    "write_tiers",
 ]
+
+_HOMES = (
+    "commutator.engine.protocol",
+    "commutator.engine.server",
+    "commutator.engine.client",
+    "commutator.engine.process",
+    "commutator.launcher.ports",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in map(import_module, _HOMES):
+            if name in home.__all__:
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

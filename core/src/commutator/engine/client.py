@@ -5,77 +5,100 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, TypeVar
 
 import msgspec
 
-from commutator.engine.contract import EngineClient
-from commutator.engine.handover.statistics import HandoverStatistics
-from commutator.engine.stream import DeltaStream
-from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_request, unpack_delta
+from commutator.contract.engine import EngineClient
+from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta
+from commutator.contract.worker import (
+    EngineInfo,
+    EngineLoad,
+    KvPrompt,
+    KvStatistics,
+    PromptExplanation,
+    TierContents,
+    TierVerification,
+    TransferStatistics,
+)
+from commutator.engine.protocol import (
+    PROTOCOL,
+    DeltaStream,
+    KvQuestion,
+    pack_request,
+    unpack_delta,
+)
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
     EngineOverloadedError,
     EngineUnavailableError,
+    EngineWithoutTiersError,
     RequestError,
 )
-from commutator.types import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator.frames import FrameProtocol
 
-__all__ = ["TokenApiClient"]
+__all__ = [
+    "TokenApiClient",
+]
 
 log = logging.getLogger(__name__)
 
+AnswerT = TypeVar("AnswerT")
+
 
 class TokenApiClient(EngineClient):
-    """Talks to a ``TokenApiServer`` at "host:port"."""
+    """Talks to a ``TokenApiServer`` at "host:port", over one connection at a time.
+
+    ``start`` and every question connect when there is no connection; those that come meanwhile wait
+    for the same attempt.
+    """
 
     def __init__(self, address: str, *, answer_timeout_s: float = 5.0) -> None:
         self.address = address
         self._answer_timeout_s = answer_timeout_s
-        self._connection: FrameProtocol | None = None
-        self._info: asyncio.Future[EngineInfo] | None = None
-        self._streams: dict[int, DeltaStream] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
+        self._session: _Session | None = None
+        self._connecting: asyncio.Task[_Session] | None = None
 
     async def start(self) -> EngineInfo:
-        if self._connection is not None and self._info is not None:
-            return await self._info
-        loop = asyncio.get_running_loop()
+        return (await self._connected()).info.result()
+
+    async def _connected(self) -> _Session:
+        if self._session is not None and not self._session.lost:
+            return self._session
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+            # Marks its error as read, which it is not when all who waited were cancelled.
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> _Session:
+        session = _Session(self.address)
         host, _, port = self.address.rpartition(":")
-        info: asyncio.Future[EngineInfo] = loop.create_future()
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: FrameProtocol(self._on_frame, self._on_lost), host, int(port)
-                )
-                self._info = info
-                self._connection = connection
-                connection.send(["hello", PROTOCOL])
-                return await asyncio.shield(info)
-        except (OSError, TimeoutError) as error:
-            info.cancel()
-            self._drop()
+                await loop.create_connection(lambda: session.frames, host, int(port))
+                session.frames.send(["hello", PROTOCOL])
+                await session.info
+        except BaseException as error:
+            session.info.cancel()
+            session.frames.close()
+            if not isinstance(error, OSError):  # TimeoutError is one, too
+                raise
             what = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
             raise EngineUnavailableError(f"worker at {self.address}: {what}") from error
+        self._session = session
+        return session
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        key = next(self._numbers)
-        connection = self._connection
-
-        def abort() -> None:
-            if self._streams.pop(key, None) is not None and connection is not None:
-                connection.send(["abort", key])
-
-        stream = DeltaStream(abort)
-        if connection is None:
+        if self._session is None or self._session.lost:
+            stream = DeltaStream(lambda: None)
             stream.fail(EngineUnavailableError(f"worker at {self.address}: not connected"))
             return stream
-        self._streams[key] = stream
-        connection.send(["generate", key, pack_request(request)])
-        return stream
+        return self._session.generate(request)
 
     async def load(self) -> EngineLoad:
         return msgspec.convert(await self._ask("load"), EngineLoad)
@@ -91,62 +114,102 @@ class TokenApiClient(EngineClient):
     def admin_address(self) -> str | None:
         return self.address
 
-    async def kv_admin(
-        self, what: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 5.0
-    ) -> Any:
-        return await self._ask("kv", what, dict(arguments or {}), timeout_s=timeout_s)
+    async def kv_statistics(self, *, timeout_s: float = 5.0) -> KvStatistics:
+        return await self._ask_kv("statistics", None, KvStatistics, timeout_s)
 
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is up, as far as is known."""
-        return self._connection is not None
+    async def kv_contents(self, *, timeout_s: float = 5.0) -> Sequence[TierContents]:
+        return await self._ask_kv("contents", None, list[TierContents], timeout_s)
 
-    async def handover(
-        self, what: str, arguments: Mapping[str, Any], *, timeout_s: float = 5.0
-    ) -> Any:
-        """Ask about blocks that are handed over; see ``handover.pull_words``.
+    async def kv_explain(self, prompt: KvPrompt, *, timeout_s: float = 5.0) -> PromptExplanation:
+        return await self._ask_kv("explain", prompt, PromptExplanation, timeout_s)
 
-        Raises EngineError when the engine hands nothing over, EngineUnavailableError when it does
-        not answer.
-        """
-        return await self._ask("handover", what, dict(arguments), timeout_s=timeout_s)
+    async def kv_prefetch(self, prompt: KvPrompt, *, timeout_s: float = 5.0) -> None:
+        await self._ask_kv("prefetch", prompt, NoneType, timeout_s)
 
-    async def handover_statistics(self, *, timeout_s: float = 5.0) -> HandoverStatistics:
-        answer = await self.handover("statistics", {}, timeout_s=timeout_s)
+    async def kv_evict(
+        self, tier: str | None = None, *, timeout_s: float = 5.0
+    ) -> Mapping[str, int]:
+        return await self._ask_kv("evict", tier, dict[str, int], timeout_s)
+
+    async def kv_verify(
+        self, tier: str | None = None, *, timeout_s: float = 3600.0
+    ) -> Sequence[TierVerification]:
+        return await self._ask_kv("verify", tier, list[TierVerification], timeout_s)
+
+    async def set_peers(self, addresses: Sequence[str], *, timeout_s: float = 5.0) -> None:
+        await self._ask_kv("set_peers", addresses, NoneType, timeout_s)
+
+    async def _ask_kv(
+        self, question: KvQuestion, argument: Any, answer_type: type[AnswerT], timeout_s: float
+    ) -> AnswerT:
+        answer = await self._ask("kv", question, argument, timeout_s=timeout_s)
         try:
-            return msgspec.convert(answer, HandoverStatistics)
+            return msgspec.convert(answer, answer_type)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"worker at {self.address}: {question}: {error}") from error
+
+    async def handover_statistics(self, *, timeout_s: float = 5.0) -> TransferStatistics:
+        answer = await self._ask("transfer_statistics", timeout_s=timeout_s)
+        try:
+            return msgspec.convert(answer, TransferStatistics)
         except msgspec.ValidationError as error:
             raise EngineError(f"worker at {self.address}: {error}") from error
 
     async def close(self) -> None:
-        for key in list(self._streams):
-            if (stream := self._streams.get(key)) is not None:
-                await stream.aclose()
-        self._drop()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._session is not None:
+            await self._session.close()
 
     async def _ask(self, *question: Any, timeout_s: float | None = None) -> Any:
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
-        if self._connection is None:
-            await self.start()
-        assert self._connection is not None
-        number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
-        self._connection.send(["ask", number, *question])
+        session = await self._connected()
         try:
             async with asyncio.timeout(limit_s):
-                return await answer
+                return await session.ask(question)
         except TimeoutError:
             raise EngineUnavailableError(
                 f"worker at {self.address}: no answer within {limit_s:g} s"
             ) from None
+
+
+class _Session:
+    """One connection to a worker. Its streams and questions end with it, and with no other."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._streams: dict[int, DeltaStream] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.lost = False
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        key = next(self._numbers)
+
+        def abort() -> None:
+            if self._streams.pop(key, None) is not None:
+                self.frames.send(["abort", key])
+
+        self._streams[key] = stream = DeltaStream(abort)
+        self.frames.send(["generate", key, pack_request(request)])
+        return stream
+
+    async def ask(self, question: Sequence[Any]) -> Any:
+        number = next(self._numbers)
+        self._questions[number] = answer = asyncio.get_running_loop().create_future()
+        self.frames.send(["ask", number, *question])
+        try:
+            return await answer
         finally:
             self._questions.pop(number, None)
 
-    def _drop(self) -> None:
-        connection, self._connection, self._info = self._connection, None, None
-        if connection is not None:
-            connection.close()
+    async def close(self) -> None:
+        for stream in list(self._streams.values()):
+            await stream.aclose()
+        self.lost = True
+        self.frames.close()
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
@@ -159,18 +222,18 @@ class TokenApiClient(EngineClient):
             case ["answer", number, value]:
                 if (answer := self._questions.get(number)) is not None and not answer.done():
                     answer.set_result(value)
-            case ["failed", number, reason]:
+            case ["failed", number, reason, kind]:
                 if (answer := self._questions.get(number)) is not None and not answer.done():
-                    answer.set_exception(EngineError(str(reason)))
-            case ["info", info] if self._info is not None and not self._info.done():
-                self._info.set_result(msgspec.convert(info, EngineInfo))
+                    answer.set_exception(_failure(str(reason), str(kind)))
+            case ["info", info] if not self.info.done():
+                self.info.set_result(msgspec.convert(info, EngineInfo))
             case _:
-                log.warning("worker at %s sent an unknown frame %r", self.address, frame[0])
+                log.warning("worker at %s sent an unknown frame %r", self._address, frame[0])
 
     def _on_delta(self, key: int, delta: TokenDelta) -> None:
         stream = self._streams.get(key)
         if stream is None:
-            return  # aborted meanwhile
+            return  # it was aborted
         if delta.finish_reason is not None:
             del self._streams[key]
             if delta.finish_reason is FinishReason.ERROR:
@@ -180,21 +243,21 @@ class TokenApiClient(EngineClient):
         stream.feed(delta)
 
     def _on_lost(self, reason: str) -> None:
-        error = EngineUnavailableError(f"worker at {self.address}: connection lost ({reason})")
-        self._connection = None
-        if self._info is not None and not self._info.done():
-            self._info.set_exception(error)
-        self._info = None
+        self.lost = True
+        error = EngineUnavailableError(f"worker at {self._address}: connection lost ({reason})")
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
-        questions, self._questions = self._questions, {}
-        for question in questions.values():
-            if not question.done():
-                question.set_exception(error)
+        for future in (self.info, *self._questions.values()):
+            if not future.done():
+                future.set_exception(error)
 
 
 def _refusal(reason: str, kind: str) -> Exception:
     if kind == "request":
         return RequestError(reason)
     return EngineOverloadedError(reason) if kind == "overloaded" else EngineError(reason)
+
+
+def _failure(reason: str, kind: str) -> EngineError:
+    return EngineWithoutTiersError(reason) if kind == "no_tiers" else EngineError(reason)

@@ -1,17 +1,24 @@
-"""What connectors to HTTP engines share: failures by their kind, answers passed on as they came."""
+"""What connectors to HTTP engines share: the server and its session, its errors, and the client."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from commutator.contract.engine import EngineClient
+from commutator.contract.request import GenerateRequest
+from commutator.contract.worker import EngineInfo
+from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
@@ -20,29 +27,42 @@ from commutator.errors import (
 )
 
 __all__ = [
+    "FailedAnswerError",
     "HttpAnswer",
+    "HttpEngineClient",
+    "HttpServer",
+    "ServerEvents",
     "connection_error",
-    "error_for",
-    "errors_told",
-    "host_for_us",
-    "is_alive",
-    "new_session",
-    "own_answer",
-    "post_forwarded",
+    "message_of",
+    "reachable_host",
 ]
 
+T = TypeVar("T")
+
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
-# These servers close a connection that was idle for 5 s; one that we close earlier is never sent
-# a request while the server lets go of it.
+# These servers close connections that were idle for 5 s. Closing ours earlier avoids sending a
+# request just as the server closes its end.
 _KEEP_ALIVE_S = 3.0
 _CONNECT_S = 5.0
-# Full or dead is for routing to know; every other answer is the client's.
-_TOLD_APART = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+# Routing handles these two; every other answer goes to the client.
+_FOR_ROUTING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
+_DATA = b"data:"
+
+
+class FailedAnswerError(EngineError):
+    """A server answered an error, or reported one in the middle of a stream.
+
+    ``HttpServer.error_for`` makes the error to raise of its HTTP ``status`` and message.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
 
 
 class HttpAnswer:
-    """A server's own answer to a client's own request: a ``ForwardedAnswer``.
+    """A server's answer to a forwarded request: a ``ForwardedAnswer``.
 
     ``where`` names the server in errors, such as "vLLM at http://10.0.0.7:8000".
     """
@@ -54,27 +74,260 @@ class HttpAnswer:
         self.content_type = response.headers.get("Content-Type", "application/json")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """As they come. Raises EngineUnavailableError."""
+        """The body, in the pieces in which it arrives. Raises EngineUnavailableError."""
         content = self._response.content
         while True:
-            with errors_told(self._where):  # those of whoever gets the data are not the server's
+            with _connection_errors(self._where):  # not those of the code that reads the chunks
                 data = await content.readany()
             if not data:
                 return
             yield data
 
 
-@contextmanager
-def errors_told(where: str) -> Iterator[None]:
-    """A connection that fails is told as EngineUnavailableError."""
+class HttpServer:
+    """One server of ``engine``, such as "vLLM", at ``url``, http://HOST:PORT.
+
+    A live server answers ``alive_path`` at once. The session is opened at its first use.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        *,
+        api_key: str | None = None,
+        alive_path: str = "/health",
+        answer_timeout_s: float = 10.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.where = f"{engine} at {self.url}"
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._alive_path = alive_path
+        self._answer_timeout_s = answer_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Has no limit on connections or on the length of an answer."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                headers=self._headers,
+                json_serialize=lambda value: msgspec.json.encode(value).decode(),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def read(
+        self, path: str, kind: type[T], *, method: str = "GET", body: object = None
+    ) -> T:
+        """The JSON answer of ``path``. Raises as ``ask`` does, and EngineError for other JSON."""
+        answer = await self.ask(path, method=method, body=body)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"{self.url}{path} sent an answer that cannot be parsed: {error}"
+            ) from error
+
+    async def ask(
+        self, path: str, *, method: str = "GET", body: object = None, timeout_s: float | None = None
+    ) -> bytes:
+        """The answer of ``path``.
+
+        Raises EngineUnavailableError when there is none or the server failed, EngineError when it
+        refused the request.
+        """
+        try:
+            async with asyncio.timeout(timeout_s or self._answer_timeout_s):
+                async with self.session.request(method, self.url + path, json=body) as response:
+                    status, answer = response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise connection_error(self.where, error) from error
+        if status == HTTPStatus.OK:
+            return answer
+        failed = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = EngineUnavailableError if failed else EngineError
+        raise kind(f"{self.url}{path} answered {status}: {message_of(answer)}")
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: object, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.StreamReader]:
+        """The answer to a request, as it arrives. Raises FailedAnswerError.
+
+        Connection errors, also while the answer is read, are raised as EngineUnavailableError.
+        """
+        with _connection_errors(self.where):
+            async with self.session.post(self.url + path, json=body, headers=headers) as response:
+                if response.status != HTTPStatus.OK:
+                    raise FailedAnswerError(response.status, message_of(await response.read()))
+                yield response.content
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        """The answer to a client's own request; closed at the end.
+
+        Raises EngineOverloadedError or EngineUnavailableError for a server that is full or dead.
+        """
+        sent = {"Content-Type": "application/json", **headers}
+        with _connection_errors(self.where):
+            response = await self.session.post(self.url + path, data=body, headers=sent)
+        async with response:
+            if response.status in _FOR_ROUTING:
+                message = message_of(await response.read())
+                raise await self.error_for(response.status, message)
+            yield HttpAnswer(response, self.where)
+
+    async def error_for(self, status: int, message: str) -> Exception:
+        """The error for a failed request: the server is full, or dead, or the request is wrong."""
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            return EngineOverloadedError(message)
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            return EngineError(f"{self.where} refuses us ({status}): {message}; see `api_key`")
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return RequestError(message)
+        if not await self.is_alive():
+            return EngineUnavailableError(f"{self.where} is dead: {message}")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return EngineOverloadedError(message)
+        return EngineError(f"{self.where} answers {status}: {message}")
+
+    async def is_alive(self) -> bool:
+        """Whether the server answers ``alive_path`` with status 200."""
+        try:
+            alive = self.session.get(self.url + self._alive_path, timeout=_HEALTH_TIMEOUT)
+            async with alive as answer:
+                return answer.status == HTTPStatus.OK
+        except (aiohttp.ClientError, OSError):
+            return False
+
+
+class HttpEngineClient(EngineClient):
+    """A client of ``server``; an engine's own says what it asks and how it generates."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self._info: EngineInfo | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def discover(self) -> EngineInfo:
+        """Ask the server what it is. Raises as ``start`` does."""
+
+    @abstractmethod
+    async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        """Fill ``stream`` to its end; ``model`` is the server's. Cancelling it aborts the request.
+
+        Raises the errors of ``TokenStream``.
+        """
+
+    async def start(self) -> EngineInfo:
+        if self._info is None:  # the dispatcher calls this before each request
+            self._info = await self.discover()
+        return self._info
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        def abort() -> None:
+            if task is not None:
+                task.cancel()
+
+        task: asyncio.Task[None] | None = None
+        stream = DeltaStream(abort)
+        if self._info is None:
+            stream.fail(self._not_connected)
+            return stream
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            # A stream that has not ended was aborted: its caller closed it and gets no error, or
+            # this client closes.
+            reason = f"{self.server.where}: the connection was closed"
+            stream.fail(EngineUnavailableError(reason))
+
+        task = asyncio.get_running_loop().create_task(self._run(request, self._info.model, stream))
+        self._running.add(task)
+        task.add_done_callback(ended)
+        return stream
+
+    async def _run(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        try:
+            with self.forgets_a_lost_server():
+                await self.answer(request, model, stream)
+        except Exception as error:  # noqa: BLE001 - the reader of the stream gets it
+            stream.fail(error)
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        if self._info is None:
+            raise self._not_connected
+        with self.forgets_a_lost_server():
+            async with self.server.forward(path, body, headers) as answer:
+                yield answer
+
+    async def check_health(self) -> None:
+        with self.forgets_a_lost_server():
+            await self.server.ask("/health")
+
+    async def close(self) -> None:
+        self._info = None
+        for task in self._running:
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self.server.close()
+
+    @property
+    def _not_connected(self) -> EngineUnavailableError:
+        return EngineUnavailableError(f"{self.server.where}: not connected")
+
+    @contextmanager
+    def forgets_a_lost_server(self) -> Iterator[None]:
+        """After EngineUnavailableError, ``start`` asks again: another server may have started."""
+        try:
+            yield
+        except EngineUnavailableError:
+            self._info = None
+            raise
+
+
+class ServerEvents:
+    """Parses server-sent events: feed it bytes, and it yields the data of each complete event.
+
+    It expects one ``data`` field per event, as the engines send it, and skips comments.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(_DATA):
+                yield event[len(_DATA) :].strip()
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error answer, in any of the engines' formats."""
     try:
-        yield
-    except aiohttp.ClientError as error:
-        raise connection_error(where, error) from error
+        answer = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return body[:500].decode(errors="replace")
+    error = answer.get("error") or answer.get("detail") or answer
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
 
 
 def connection_error(where: str, error: aiohttp.ClientError | OSError) -> EngineUnavailableError:
-    """What became of a connection, in words for whoever runs the server."""
+    """The error, with the cause in plain words for the operator."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
         known = cause.errno in errno.errorcode
@@ -86,86 +339,18 @@ def connection_error(where: str, error: aiohttp.ClientError | OSError) -> Engine
     return EngineUnavailableError(f"{where}: connection lost ({what})")
 
 
-async def error_for(
-    session: aiohttp.ClientSession,
-    where: str,
-    url: str,
-    status: int,
-    message: str,
-    *,
-    alive_path: str = "/health",
-) -> Exception:
-    """Tells a server that is full from one that is dead, and both from a wrong request.
-
-    ``alive_path`` is what a server that lives answers at once.
-    """
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return EngineOverloadedError(message)
-    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        return EngineError(f"{where} refuses us ({status}): {message}")
-    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        return RequestError(message)
-    if not await is_alive(session, url, alive_path):
-        return EngineUnavailableError(f"{where} is dead: {message}")
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return EngineOverloadedError(message)
-    return EngineError(f"{where} answers {status}: {message}")
-
-
-async def is_alive(session: aiohttp.ClientSession, url: str, path: str = "/health") -> bool:
-    """Whether the server's answer at ``path`` says that it is well."""
+@contextmanager
+def _connection_errors(where: str) -> Iterator[None]:
     try:
-        async with session.get(url + path, timeout=_HEALTH_TIMEOUT) as answer:
-            return answer.status == HTTPStatus.OK
-    except (aiohttp.ClientError, OSError):
-        return False
+        yield
+    except aiohttp.ClientError as error:
+        raise connection_error(where, error) from error
 
 
-def new_session(headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
-    """Connections to one server: any number, each kept while it is used."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-        headers=headers,
-        json_serialize=lambda value: msgspec.json.encode(value).decode(),
-    )
+def reachable_host(host: str, url: str) -> str:
+    """The host at which a server that reports listening on ``host`` is reachable.
 
-
-async def post_forwarded(
-    session: aiohttp.ClientSession, where: str, url: str, body: bytes, headers: Mapping[str, str]
-) -> aiohttp.ClientResponse:
-    """Send a client's own request. Raises EngineUnavailableError."""
-    sent = {"Content-Type": "application/json", **headers}
-    with errors_told(where):
-        return await session.post(url, data=body, headers=sent)
-
-
-@asynccontextmanager
-async def own_answer(
-    session: aiohttp.ClientSession,
-    response: aiohttp.ClientResponse,
-    where: str,
-    url: str,
-    message_of: Callable[[bytes], str],
-    *,
-    alive_path: str = "/health",
-) -> AsyncIterator[HttpAnswer]:
-    """The answer to ``post_forwarded`` of the server at ``url``; closed at the end.
-
-    Raises EngineOverloadedError and EngineUnavailableError for a server that is full or dead, whose
-    words ``message_of`` reads.
-    """
-    async with response:
-        if response.status in _TOLD_APART:
-            text = message_of(await response.read())
-            raise await error_for(session, where, url, response.status, text, alive_path=alive_path)
-        yield HttpAnswer(response, where)
-
-
-def host_for_us(host: str, url: str) -> str:
-    """Where a server that says it listens at ``host`` is reached.
-
-    One that listens at every address is reached at that of ``url``.
+    For a wildcard address, this is the host of ``url``.
     """
     if host not in _WILDCARDS:
         return host

@@ -1,63 +1,188 @@
-"""What connectors that start a server need: free ports, a replica's GPUs, another Python."""
+"""What connectors share that start a server, or attach to one by the option `url`."""
 
 from __future__ import annotations
 
-import random
-import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+import json
+import logging
+import shlex
+import subprocess
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import attrs
+from attrs import Attribute, frozen
+
+from commutator.contract.engine import EngineConfig, EngineConnector, LaunchContext
+from commutator.contract.launcher import LaunchPlan
+from commutator.contract.settings import NonNegativeInt, setting
 from commutator.errors import ConfigError
 
-__all__ = ["free_ports", "gpus_of", "python_at"]
+__all__ = [
+    "ServerConfig",
+    "ServerConnector",
+    "argument_names",
+    "gpus_of",
+    "log_command",
+    "missing_plugin",
+    "only_to_attach",
+    "only_to_launch",
+    "python_at",
+    "server_environment",
+    "warn_of_unused_tiers",
+    "write_tiers",
+]
 
-_FIRST = 10_000
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_TRIES = 100
-_random = random.SystemRandom()
+log = logging.getLogger(__name__)
 
 
-def free_ports(host: str, count: int = 1) -> list[int]:
-    """Different TCP ports at which nobody listens now.
+def _http_url(_config: Any, field: Attribute[Any], url: str | None) -> None:
+    """Require an HTTP address or None."""
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{field.name}: expected http://HOST:PORT or https://HOST:PORT, got {url!r}"
+        )
 
-    Whoever is given one may take a minute to listen. So they are none that the system gives to
-    outgoing connections, where it tells which those are. Raises OSError when there are none left.
+
+def only_to_launch(config: Any, field: Attribute[Any], value: Any) -> None:
+    """Refuse an option that has no effect beside ``url``."""
+    if config.url is not None and value != field.default:
+        raise ValueError(f"{field.name}: without effect with `url`: that server is already running")
+
+
+def only_to_attach(config: Any, field: Attribute[Any], value: Any) -> None:
+    """Refuse an option that has no effect without ``url``."""
+    if config.url is None and value != field.default:
+        raise ValueError(
+            f"{field.name}: only with `url`; set by Commutator for a server that it launches"
+        )
+
+
+def _shared_evenly(config: Any, field: Attribute[Any], gpus: Sequence[int]) -> None:
+    """Refuse a number of GPUs that is not a multiple of the replicas."""
+    only_to_launch(config, field, gpus)
+    if len(gpus) % config.replicas:
+        raise ValueError(f"gpus: {len(gpus)} GPUs cannot be shared by {config.replicas} replicas")
+
+
+@frozen(kw_only=True)
+class ServerConfig(EngineConfig):
+    """A running server at `url`, or servers to launch when there is no `url`."""
+
+    url: str | None = setting(
+        "Attach to the server at this address, http://HOST:PORT. It reports its own model.",
+        None,
+        validator=_http_url,
+    )
+    env: Mapping[str, str] = setting(
+        "Environment variables of the server.", {}, validator=only_to_launch
+    )
+    gpus: tuple[NonNegativeInt, ...] = setting(
+        "GPU numbers, divided evenly among the replicas in this order; by default each server uses "
+        "all visible GPUs.",
+        (),
+        validator=_shared_evenly,
+    )
+
+    @property
+    def where(self) -> str:
+        """Names the entry in errors."""
+        return f"engine {self.name or self.kind}"
+
+
+ConfigT = TypeVar("ConfigT", bound=ServerConfig)
+
+
+class ServerConnector(EngineConnector[ConfigT]):
+    """Launches servers with the configured tiers, or attaches to the server at `url`."""
+
+    uses_tiers = True
+
+    @abstractmethod
+    def launch(self, config: ConfigT, context: LaunchContext) -> LaunchPlan:
+        """The plan for a server that is to be launched."""
+
+    def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:
+        if config.url is None:
+            return self.launch(config, context)
+        warn_of_unused_tiers(context)
+        return None
+
+    def attach_address(self, config: ConfigT) -> str:
+        assert config.url is not None
+        return config.url
+
+
+def warn_of_unused_tiers(context: LaunchContext) -> None:
+    """Called for a worker whose server is at `url`."""
+    if context.tiers:
+        log.warning(
+            "worker %s: the configured tiers are not used, because the server was attached to by "
+            "`url`; it uses only what its own options configure",
+            context.worker_id,
+        )
+
+
+def server_environment(
+    config: ServerConfig, context: LaunchContext, defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a launched server: ``defaults``, overridden by `env`, and its GPUs."""
+    env = {**defaults, **config.env}
+    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return env
+
+
+def log_command(context: LaunchContext, env: Mapping[str, str], command: Sequence[str]) -> None:
+    """Log a server's command line, so that it can be run by hand."""
+    shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *command]
+    log.info("%s: %s", context.worker_id, shlex.join(shown))
+
+
+def argument_names(args: Sequence[str], ours: Mapping[str, str], where: str) -> set[str]:
+    """The names of the arguments in `args`.
+
+    Raises ConfigError for those that Commutator sets: ``ours`` maps each to advice.
     """
-    with ExitStack() as held:
-        probes = [held.enter_context(_probe(host)) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def _probe(host: str) -> socket.socket:
-    end = _ephemeral_begin()
-    if end > _FIRST:
-        for _ in range(_TRIES):
-            try:
-                return socket.create_server((host, _random.randrange(_FIRST, end)))
-            except OSError:  # somebody has it
-                continue
-    return socket.create_server((host, 0))
-
-
-def _ephemeral_begin() -> int:
-    try:
-        return int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
+    given = {argument.partition("=")[0] for argument in args}
+    if problems := [
+        f"args: {name} is set by Commutator; {ours[name]}" for name in sorted(given & ours.keys())
+    ]:
+        raise ConfigError(problems, where)
+    return given
 
 
 def gpus_of(gpus: Sequence[int], replicas: int, worker_id: str) -> tuple[int, ...]:
-    """Those of one replica, whose id ends with its number: each has as many."""
+    """The GPUs of one replica, in equal shares; the worker id ends with the replica's number."""
     each = len(gpus) // replicas
     number = int(worker_id.rpartition("-")[2])
     return tuple(gpus[number * each : (number + 1) * each])
 
 
 def python_at(path: str, advice: str, where: str) -> str:
-    """The path of an environment's Python. Raises ConfigError, with advice, if it is not there."""
-    # Not resolved: an environment's Python is a link, and knows by its own path where it belongs.
+    """The path of an environment's Python. Raises ConfigError with ``advice`` if it is missing."""
+    # Not resolved: an environment's Python is a link, and finds its environment by its own path.
     python = Path(path).expanduser().absolute()
     if not python.is_file():
         raise ConfigError([f"python: there is no {python}; {advice}"], where)
     return str(python)
+
+
+def write_tiers(context: LaunchContext) -> Path:
+    """Write the worker's tiers to a file for ``read_tiers``; a command line would show secrets."""
+    file = context.state_dir / "tiers.json"
+    file.write_text(json.dumps({"tiers": [attrs.asdict(tier) for tier in context.tiers]}))
+    return file
+
+
+def missing_plugin(python: str, distribution: str, made_by: str) -> str | None:
+    """The problem if that environment lacks the plugin; the command ``made_by`` installs it."""
+    package = distribution.replace("-", "_")
+    look = f"import sys; from importlib.util import find_spec; sys.exit(not find_spec({package!r}))"
+    if not subprocess.run([python, "-c", look], check=False).returncode:  # noqa: S603
+        return None
+    return (
+        f"{python} lacks our plugins: install {distribution} and the packages of the "
+        f"tiers in that environment, for example with `{made_by}`"
+    )

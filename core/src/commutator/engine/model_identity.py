@@ -1,44 +1,94 @@
-"""What tells one served model from another, for the identity of its KV blocks.
+"""Identifies a served model, for the identity of its KV blocks.
 
-For connectors whose engines read Hugging Face's directories.
+For connectors whose engines read Hugging Face directories.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+import xxhash
 
-from commutator.engine.weights_revision import weights_revision
+from commutator.contract.block import CacheIdentity
 
-__all__ = ["ModelWords", "model_facts", "model_words"]
+__all__ = [
+    "model_facts",
+    "served_identity",
+    "weights_revision",
+]
 
-_OF_THE_MACHINE = {"_name_or_path", "transformers_version"}
-"""Entries of a model's configuration that change no byte of its blocks."""
-
-
-@frozen
-class ModelWords:
-    """Two parts of a ``CacheIdentity``."""
-
-    weights: str
-    tokenizer: str
+_IRRELEVANT = {"_name_or_path", "transformers_version"}
+"""Entries of a model's configuration that do not affect its KV blocks."""
 
 
-def model_words(
-    model: str, revision: str | None, tokenizer: str | None, *, random_seed: int | None = None
-) -> ModelWords:
-    """``random_seed``: of weights that are no file's (`--load-format dummy`).
+def served_identity(
+    engine: str,
+    *,
+    model: str,
+    revision: str | None,
+    tokenizer: str | None,
+    random_seed: int | None = None,
+    dtype: str,
+    facts: Mapping[str, Any],
+    block_size: int,
+    parallel_rank: str,
+) -> CacheIdentity:
+    """The identity of the KV blocks of a served model.
 
-    Reads every byte of the weights, as ``weights_revision`` does.
+    ``facts`` is all else that affects the bytes of a block; ``random_seed`` is that of random
+    weights (`--load-format dummy`). Reads every byte of the weights, as ``weights_revision`` does.
     """
     weights = weights_revision(model, revision)
     if random_seed is not None:
         weights += f" random by {random_seed}"
-    own = tokenizer is not None and tokenizer != model
-    return ModelWords(weights, f"{weights} {tokenizer}" if own else weights)
+    has_own = tokenizer is not None and tokenizer != model
+    described = json.dumps(facts, sort_keys=True, default=repr)
+    return CacheIdentity(
+        model=engine,
+        weights=weights,
+        tokenizer=f"{weights} {tokenizer}" if has_own else weights,
+        dtype=dtype,
+        layout=hashlib.sha256(described.encode()).hexdigest(),
+        block_size=block_size,
+        parallel_rank=parallel_rank,
+    )
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """Of a `transformers` configuration, what may change the bytes of a block."""
-    return {name: value for name, value in config.to_dict().items() if name not in _OF_THE_MACHINE}
+    """The entries of a `transformers` configuration that may affect KV blocks."""
+    return {name: value for name, value in config.to_dict().items() if name not in _IRRELEVANT}
+
+
+_READ_BYTES = 8 << 20
+
+
+def weights_revision(model: str, revision: str | None = None) -> str:
+    """The commit of a snapshot in Hugging Face's cache, or a digest of a directory's files.
+
+    ``model`` is a directory or a name. A directory is read completely unless its name is a commit.
+    A name needs huggingface_hub and the model in its cache.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        path = _snapshot(model, revision)
+    return path.name if path.parent.name == "snapshots" else _digest(path)
+
+
+def _snapshot(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def _digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        state.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while piece := opened.read(_READ_BYTES):
+                state.update(piece)
+    return state.hexdigest()

@@ -8,25 +8,38 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from commutator.engine.contract import NO_TIERS
-from commutator.engine.wire import PROTOCOL, FrameProtocol, pack_delta, unpack_request
-from commutator.errors import CommutatorError, EngineError, EngineOverloadedError, RequestError
-from commutator.types import EngineInfo, EngineLoad, GenerateRequest, TokenDelta
+from commutator.contract.request import GenerateRequest, TokenDelta
+from commutator.contract.worker import EngineInfo, EngineLoad, KvPrompt, TransferStatistics
+from commutator.engine.protocol import PROTOCOL, pack_delta, unpack_request
+from commutator.errors import (
+    CommutatorError,
+    EngineError,
+    EngineOverloadedError,
+    EngineWithoutTiersError,
+    RequestError,
+)
+from commutator.frames import FrameProtocol
+from commutator.kv.admin import KvAdmin
 
-__all__ = ["Emit", "TokenApiServer", "TokenEngine"]
+__all__ = [
+    "Emit",
+    "TokenApiServer",
+    "TokenEngine",
+]
 
 log = logging.getLogger(__name__)
+
 
 Emit = Callable[[Sequence[tuple[int, TokenDelta]]], None]
 
 
 class TokenEngine(ABC):
-    """What the server drives. Its methods are called from the server's event loop."""
+    """An engine for ``TokenApiServer``, which calls these methods in its event loop."""
 
     @abstractmethod
     def start(self, emit: Emit) -> EngineInfo:
@@ -36,7 +49,8 @@ class TokenEngine(ABC):
     def submit(self, key: int, request: GenerateRequest) -> None:
         """Take a request; must not block.
 
-        Raises RequestError when it can never be served, EngineOverloadedError when not now.
+        Raises RequestError for one that can never be served, EngineOverloadedError for one that
+        cannot be served now.
         """
 
     @abstractmethod
@@ -45,33 +59,76 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """What the engine is doing now."""
+        """The current load."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs."""
 
-    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a question about KV blocks in storage tiers; see ``kv.admin``.
+    @property
+    def kv_admin(self) -> KvAdmin | None:
+        """Answers questions about storage tiers, on the server's threads; None without tiers."""
+        return None
 
-        Called on a thread of its own, and may take minutes. Returns what MessagePack can hold.
-        Raises CommutatorError with what to tell who asked.
-        """
-        del what, arguments
-        raise EngineError(NO_TIERS)
-
-    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        """Answer a question about blocks that are handed over; see ``handover.pull_words``.
-
-        Called in the event loop, and may wait. Returns what MessagePack can hold. Raises
-        CommutatorError with what to tell who asked.
-        """
-        del what, arguments
-        raise EngineError("this engine hands no KV over")
+    def transfer_statistics(self) -> TransferStatistics:
+        """Counters of KV transfers with other workers; zero without transfers."""
+        return TransferStatistics()
 
     @abstractmethod
     def stop(self) -> None:
-        """End the work, and wait for it to end."""
+        """Stop, and wait until everything has ended."""
+
+
+class _Connection:
+    """The connection of one client; its loss aborts the client's requests."""
+
+    def __init__(self, server: TokenApiServer) -> None:
+        self.server = server
+        self.engine_keys: dict[int, int] = {}
+        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        try:
+            self._handle(frame)
+        except (ValueError, TypeError) as error:
+            log.warning("a client sent a wrong %r frame: %s", frame[0], error)
+            self.frames.close()
+
+    def _handle(self, frame: list[Any]) -> None:
+        match frame:
+            case ["generate", int(key), bytes(packed)]:
+                self._generate(key, unpack_request(packed))
+            case ["abort", int(key)]:
+                self.server.abort(self, key)
+            case ["ask", int(number), str(what)]:
+                self.frames.send(["answer", number, self.server.answer(what)])
+            case ["ask", int(number), "kv", str(question), argument]:
+                self.server.answer_kv(self, number, question, argument)
+            case ["hello", version]:
+                if version != PROTOCOL:
+                    raise ValueError(
+                        f"the client speaks protocol {version}, this worker {PROTOCOL}"
+                    )
+                self.frames.send(["info", self.server.info])
+            case _:
+                raise ValueError("unknown frame")
+
+    def _generate(self, key: int, request: GenerateRequest) -> None:
+        try:
+            self.server.submit(self, key, request)
+        except RequestError as error:
+            self.frames.send(["refused", key, str(error), "request"])
+        except EngineOverloadedError as error:
+            self.frames.send(["refused", key, str(error), "overloaded"])
+        except Exception as error:
+            log.exception("submitting %s failed", request.request_id)
+            self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
+
+    def _on_lost(self, reason: str) -> None:
+        if self.engine_keys:
+            log.info("client disconnected (%s): %d requests aborted", reason, len(self.engine_keys))
+        for key in list(self.engine_keys):
+            self.server.abort(self, key)
 
 
 class TokenApiServer:
@@ -123,7 +180,7 @@ class TokenApiServer:
         for engine_key, delta in deltas:
             owner = self._owner.get(engine_key)
             if owner is None:
-                continue  # aborted meanwhile
+                continue  # it was aborted
             connection, key = owner
             frames[connection].append(pack_delta(key, delta))
             if delta.finish_reason is not None:
@@ -151,9 +208,11 @@ class TokenApiServer:
             self._engine.abort(engine_key)
 
     def answer(self, what: str) -> Any:
-        """The value for an "ask" frame. Raises ValueError for what is not known."""
+        """The answer to an "ask" frame. Raises ValueError for an unknown question."""
         if what == "load":
             return msgspec.to_builtins(self._engine.load()) | {"draining": self._draining}
+        if what == "transfer_statistics":
+            return self._engine.transfer_statistics()
         if what in ("drain", "resume"):
             self._draining = what == "drain"
             return None
@@ -162,16 +221,11 @@ class TokenApiServer:
             return None
         raise ValueError(f"unknown question {what!r}")
 
-    def answer_later(
-        self, connection: _Connection, number: int, topic: str, what: str, arguments: dict[str, Any]
-    ) -> None:
-        """Answer a "kv" or "handover" frame, which may have to wait."""
+    def answer_kv(self, connection: _Connection, number: int, question: str, argument: Any) -> None:
+        """Answer a "kv" frame from a thread; this may take minutes."""
         assert self._loop is not None
-        if topic == "kv":
-            answer = asyncio.to_thread(self._engine.kv_admin, what, arguments)
-        else:
-            answer = self._engine.handover(what, arguments)
-        task = self._loop.create_task(self._answer_later(connection, number, what, answer))
+        answer = asyncio.to_thread(_answer_kv, self._engine.kv_admin, question, argument)
+        task = self._loop.create_task(self._answer_later(connection, number, question, answer))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
@@ -180,58 +234,36 @@ class TokenApiServer:
     ) -> None:
         try:
             connection.frames.send(["answer", number, await answer])
+        except EngineWithoutTiersError as error:
+            connection.frames.send(["failed", number, str(error), "no_tiers"])
         except CommutatorError as error:
-            connection.frames.send(["failed", number, str(error)])
+            connection.frames.send(["failed", number, str(error), "engine"])
         except Exception as error:
             log.exception("the question %r failed", what)
-            connection.frames.send(["failed", number, f"{type(error).__name__}: {error}"])
+            reason = f"{type(error).__name__}: {error}"
+            connection.frames.send(["failed", number, reason, "engine"])
 
 
-class _Connection:
-    """One client: its requests end with it."""
-
-    def __init__(self, server: TokenApiServer) -> None:
-        self.server = server
-        self.engine_keys: dict[int, int] = {}
-        self.frames = FrameProtocol(self._on_frame, self._on_lost)
-
-    def _on_frame(self, frame: list[Any]) -> None:
-        try:
-            self._handle(frame)
-        except (ValueError, TypeError) as error:
-            log.warning("a client sent a wrong %r frame: %s", frame[0], error)
-            self.frames.close()
-
-    def _handle(self, frame: list[Any]) -> None:
-        match frame:
-            case ["generate", int(key), bytes(packed)]:
-                self._generate(key, unpack_request(packed))
-            case ["abort", int(key)]:
-                self.server.abort(self, key)
-            case ["ask", int(number), str(what)]:
-                self.frames.send(["answer", number, self.server.answer(what)])
-            case ["ask", int(number), "kv" | "handover" as topic, str(what), dict(arguments)]:
-                self.server.answer_later(self, number, topic, what, arguments)
-            case ["hello", version]:
-                if version != PROTOCOL:
-                    raise ValueError(f"protocol {version} asked for, this worker speaks {PROTOCOL}")
-                self.frames.send(["info", self.server.info])
-            case _:
-                raise ValueError("unknown frame")
-
-    def _generate(self, key: int, request: GenerateRequest) -> None:
-        try:
-            self.server.submit(self, key, request)
-        except RequestError as error:
-            self.frames.send(["refused", key, str(error), "request"])
-        except EngineOverloadedError as error:
-            self.frames.send(["refused", key, str(error), "overloaded"])
-        except Exception as error:
-            log.exception("submitting %s failed", request.request_id)
-            self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
-
-    def _on_lost(self, reason: str) -> None:
-        if self.engine_keys:
-            log.info("a client left (%s); %d requests aborted", reason, len(self.engine_keys))
-        for key in list(self.engine_keys):
-            self.server.abort(self, key)
+def _answer_kv(admin: KvAdmin | None, question: str, argument: Any) -> Any:
+    """Raises EngineError for an unknown question or a wrong argument."""
+    if admin is None:
+        raise EngineWithoutTiersError
+    try:
+        match question:
+            case "statistics":
+                return admin.statistics()
+            case "contents":
+                return admin.contents()
+            case "explain":
+                return admin.explain(msgspec.convert(argument, KvPrompt))
+            case "prefetch":
+                return admin.prefetch(msgspec.convert(argument, KvPrompt))
+            case "evict":
+                return admin.evict(msgspec.convert(argument, str | None))
+            case "verify":
+                return admin.verify(msgspec.convert(argument, str | None))
+            case "set_peers":
+                return admin.set_peers(msgspec.convert(argument, list[str]))
+    except msgspec.ValidationError as error:
+        raise EngineError(f"the argument of {question!r} is wrong: {error}") from error
+    raise EngineError(f"unknown question {question!r} about storage tiers")

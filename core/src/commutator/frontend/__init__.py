@@ -1,1 +1,24 @@
-"""The OpenAI front door: HTTP in, tokens to the workers, text back."""
+"""What every front door shares: what a plugin of kind `frontend` builds on."""
+
+from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
+from commutator.frontend.health import OPERATIONS_PATHS, health_routes
+from commutator.frontend.limits import TimeLimit
+from commutator.frontend.preprocessor import Preprocessor
+from commutator.frontend.services import FrontendServices
+from commutator.routing.forward import Forward
+from commutator.tracing import traced
+
+__all__ = [
+    "OPERATIONS_PATHS",
+    "ChoiceRules",
+    "Forward",
+    "FrontendServices",
+    "Generation",
+    "Piece",
+    "Plan",
+    "Preprocessor",
+    "TimeLimit",
+    "TokenUsage",
+    "health_routes",
+    "traced",
+]

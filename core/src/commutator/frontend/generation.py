@@ -1,35 +1,229 @@
-"""Runs a plan: every engine request at once, their pieces as they come, all ended together."""
+"""Runs the engine requests of a plan at the same time and merges their pieces."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from commutator.frontend.choice import Choice, Piece
-from commutator.frontend.plan import Plan
-from commutator.frontend.responses import PromptTokensDetails, Usage
-from commutator.frontend.services import Dispatched, RequestDispatcher
-from commutator.observe.metrics import FrontendMetrics
-from commutator.observe.token_times import TokenTimes
+from attrs import define, frozen
 
-__all__ = ["Generation"]
+from commutator.contract.request import (
+    UNKNOWN_CALLER,
+    Caller,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+    TokenLogprob,
+)
+from commutator.errors import EngineError
+from commutator.metrics.frontend import FrontendMetrics, TokenTimes
+from commutator.routing.dispatch import Dispatch
+from commutator.routing.dispatcher import Dispatcher
+from commutator.tokenizer.detokenizer import StopMatcher
+from commutator.tokenizer.text_model import TextModel
+
+__all__ = [
+    "Choice",
+    "ChoiceRules",
+    "Generation",
+    "Piece",
+    "Plan",
+    "TokenUsage",
+]
+
+Finish = Literal["stop", "length"]
+
+
+@define  # one is made for each delta, and a frozen class takes three times as long to fill
+class Piece:
+    """What one delta adds to the answer; the last piece has a finish reason."""
+
+    text: str
+    logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
+    """(offset in the answer's text, entry) for each token whose text is certain by now."""
+    finish_reason: Finish | None = None
+
 
 Batch = list[tuple[int, Piece]]
 """(number of the answer, what is new)"""
 
 
-class Generation:
-    """Use it with ``async with``: on the way out every engine request that still runs is aborted.
+@frozen
+class ChoiceRules:
+    """What ends an answer, and which of its tokens are shown."""
 
-    Errors are those of ``RequestDispatcher.dispatch`` and of its streams. If one answer fails, all
+    stop: tuple[str, ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer; the last one is not shown unless ``include_stop``."""
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """Stop strings are looked for only after this many tokens."""
+
+
+@frozen
+class Plan:
+    """The engine requests of one client request, and how to turn their tokens into answers."""
+
+    model: str
+    text: TextModel
+    requests: tuple[GenerateRequest, ...]
+    """One for each answer; the answers to one prompt stand together."""
+    sequence_hashes: tuple[Sequence[int] | None, ...]
+    """For each answer the hashes of its prompt's blocks, if known."""
+    rules: ChoiceRules
+    answers_per_prompt: int
+    echoes: tuple[str, ...] | None = None
+    """For each answer the prompt that it begins with."""
+    caller: Caller = UNKNOWN_CALLER
+    migration_limit: int | None = None
+    """How often an answer may change its worker; None leaves it to the configuration."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once."""
+        return sum(len(r.token_ids) for r in self.requests[:: self.answers_per_prompt])
+
+
+@frozen(kw_only=True)
+class TokenUsage:
+    """Tokens of one request, all answers together."""
+
+    prompt_tokens: int
+    """Each prompt counts once, however many answers."""
+    completion_tokens: int
+    """Tokens generated."""
+    cached_tokens: int
+    """Prompt tokens that the workers found in their KV caches."""
+
+
+class Choice:
+    """Assembles one answer. ``push`` until a piece has a finish reason, then no more."""
+
+    def __init__(self, model: TextModel, rules: ChoiceRules) -> None:
+        self._rules = rules
+        self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
+        self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
+        self._plain = not rules.stop
+        self._decoded = 0
+        """Characters decoded, including those that the matcher holds back."""
+        self._sent = 0
+        self._pending: deque[tuple[int, TokenLogprob]] = deque()
+        self.generated_tokens = 0
+        self.cached_tokens = 0
+
+    def push(self, delta: TokenDelta) -> Piece:
+        """Raises EngineError when the engine gave the request up."""
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        if self._plain and delta.finish_reason is None and not delta.logprobs:
+            return self._push_plain(delta.token_ids)
+        if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            raise EngineError(delta.error or "the worker aborted the request")
+        text = self._text(self._shown(delta), delta.logprobs)
+        self.generated_tokens += len(delta.token_ids)
+        finish: Finish | None = None
+        if not self._stopped() and delta.finish_reason is not None:
+            # The detokenizer is not flushed: half a character at the end is never shown.
+            text += self._matcher.flush()
+            finish = "stop" if delta.finish_reason is FinishReason.STOP else "length"
+        if self._stopped():
+            finish = "stop"
+        self._sent += len(text)
+        return Piece(text, self._certain(finish), finish)
+
+    def _push_plain(self, ids: Sequence[int]) -> Piece:
+        """The quick way for most deltas, which only add text."""
+        text = self._decode(ids)
+        self._sent += len(text)
+        self.generated_tokens += len(ids)
+        return Piece(text)
+
+    def _shown(self, delta: TokenDelta) -> Sequence[int]:
+        """The delta's tokens, less the one that ended the answer."""
+        ids = delta.token_ids
+        ended_by_token = delta.finish_reason is FinishReason.STOP and not isinstance(
+            delta.stop_reason, str
+        )
+        if ended_by_token and ids and ids[-1] in self._rules.end_ids:
+            return ids if self._rules.include_stop else ids[:-1]
+        return ids
+
+    def _text(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> str:
+        free = max(0, self._rules.min_tokens - self.generated_tokens) if self._rules.stop else 0
+        if not logprobs:
+            text = self._decode(ids[:free]) if free else ""
+            return text + self._matcher.push(self._decode(ids[free:]))
+        text = ""
+        for place, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=False)):
+            self._pending.append((self._decoded, logprob))
+            decoded = self._decode((token_id,))
+            text += decoded if place < free else self._matcher.push(decoded)
+        return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._detokenizer.push(ids)
+        self._decoded += len(text)
+        return text
+
+    def _certain(self, finish: Finish | None) -> tuple[tuple[int, TokenLogprob], ...]:
+        """The entries whose text has been sent; at a natural end, all that are left."""
+        pending = self._pending
+        everything = finish is not None and not self._stopped()
+        entries = []
+        while pending and (everything or pending[0][0] < self._sent):
+            entries.append(pending.popleft())
+        return tuple(entries)
+
+    def _stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._matcher.matched is not None
+
+
+class _Answer:
+    """The pieces of one answer. Not a generator, because asyncio tracks every one of those."""
+
+    def __init__(
+        self, number: int, dispatched: Dispatch, choice: Choice, times: TokenTimes
+    ) -> None:
+        self._number = number
+        self._dispatched = dispatched
+        self._choice = choice
+        self._times = times
+        self._finished = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
+        if self._finished:
+            raise StopAsyncIteration
+        delta = await self._dispatched.__anext__()
+        if delta.token_ids:
+            self._times.tokens(len(delta.token_ids))
+        piece = self._choice.push(delta)
+        if piece.finish_reason is not None:
+            self._finished = True
+            await self._dispatched.stop()  # after a stop string the engine may still be at work
+        return [(self._number, piece)]
+
+    async def aclose(self) -> None:
+        """Nothing to do: the request belongs to the generation."""
+
+
+class Generation:
+    """Runs a plan inside ``async with``, which aborts every engine request that still runs.
+
+    Errors are those of ``Dispatcher.dispatch`` and of its streams. If one answer fails, all
     of them end.
     """
 
     def __init__(
         self,
-        dispatcher: RequestDispatcher,
+        dispatcher: Dispatcher,
         metrics: FrontendMetrics,
         plan: Plan,
         arrived_s: float,
@@ -42,7 +236,7 @@ class Generation:
         self._metrics = metrics
         self.choices = [Choice(plan.text, plan.rules) for _ in plan.requests]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
-        self._dispatched: list[Dispatched] = []
+        self._dispatched: list[Dispatch] = []
 
     @property
     def explanations(self) -> list[dict[str, Any]]:
@@ -65,14 +259,14 @@ class Generation:
                 dispatched = await self._dispatcher.dispatch(
                     plan.model,
                     request,
-                    plan.session_id,
+                    plan.caller,
                     hashes,
                     may_wait=not self._dispatched,
                     migration_limit=plan.migration_limit,
                     deadline_s=self._deadline_s,
                 )
                 self._dispatched.append(dispatched)
-                self._metrics.routed(plan.model, dispatched.facts)
+                self._metrics.routed(plan.model, dispatched.route)
         except BaseException:
             await self._close()
             raise
@@ -87,16 +281,17 @@ class Generation:
         await self._close()
 
     def batches(self) -> _Answer | AsyncGenerator[Batch, None]:
-        """What has come, until every answer is finished. Close the iterator if you leave early."""
+        """New pieces until every answer is finished. Close the iterator if you leave early."""
         return self._answer(0) if len(self._dispatched) == 1 else self._merged()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Tokens so far. Cached tokens are those of each prompt's first answer."""
-        prompt = self._plan.prompt_tokens
-        generated = sum(choice.generated_tokens for choice in self.choices)
         first_answers = self.choices[:: self._plan.answers_per_prompt]
-        cached = sum(choice.cached_tokens for choice in first_answers)
-        return Usage(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+        return TokenUsage(
+            prompt_tokens=self._plan.prompt_tokens,
+            completion_tokens=sum(choice.generated_tokens for choice in self.choices),
+            cached_tokens=sum(choice.cached_tokens for choice in first_answers),
+        )
 
     def _answer(self, number: int) -> _Answer:
         return _Answer(number, self._dispatched[number], self.choices[number], self.times[number])
@@ -128,40 +323,9 @@ class Generation:
         try:
             async for batch in self._answer(number):
                 ready.put_nowait(batch)
-        except Exception as error:  # noqa: BLE001 - handed to whoever reads the queue
+        except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
             ready.put_nowait(error)
 
     async def _close(self) -> None:
         for dispatched in self._dispatched:
             await dispatched.aclose()
-
-
-class _Answer:
-    """The pieces of one answer. Not a generator: the loop keeps books on each of those."""
-
-    def __init__(
-        self, number: int, dispatched: Dispatched, choice: Choice, times: TokenTimes
-    ) -> None:
-        self._number = number
-        self._dispatched = dispatched
-        self._choice = choice
-        self._times = times
-        self._finished = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Batch:
-        if self._finished:
-            raise StopAsyncIteration
-        delta = await self._dispatched.__anext__()
-        if delta.token_ids:
-            self._times.tokens(len(delta.token_ids))
-        piece = self._choice.push(delta)
-        if piece.finish_reason is not None:
-            self._finished = True
-            await self._dispatched.stop()  # after a stop string the engine may still be at work
-        return [(self._number, piece)]
-
-    async def aclose(self) -> None:
-        """Nothing to do: the request belongs to the generation."""

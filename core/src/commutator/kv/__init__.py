@@ -1,133 +1,101 @@
-"""KV cache blocks: what they are called, where they lie, and what is said about them.
+"""KV blocks in an engine's process: what plugins for engines and storage tiers use of them.
 
-Read in this order:
-
-- what a block is: ``keys`` (its identity), ``hashing``, ``events`` and ``medium`` (routers' words);
-- who decides, purely: ``manager``, over an ``index`` of ``tier_book``s, with ``stores`` (ways down:
-  ``admission``, ``eviction``, ``quota``, ``retention``) and ``loads`` (ways up: ``break_even``);
-- what a tier is: ``tier`` (the contract), ``slot_tier`` (most tiers' base), ``frame``, ``codec``;
-- who moves bytes, each tier's on a thread of its own: ``tier_thread`` runs the jobs of
-  a ``tier_worker``, whose ``block_io`` (``direct_io`` or ``staged_io``, in ``guards``) moves them
-  by a ``tier_mover``;
-- who brings both together for an engine: ``service``;
-- what an operator asks: ``admin``, ``why``, ``verify``.
+``connector`` is what an engine uses. Below it: ``block_manager`` decides, without I/O, which blocks
+are in which tier; ``tiers`` moves their bytes, each tier's on its own thread; ``transfer`` brings
+blocks from one worker to another.
 """
 
-from commutator.kv.actions import Action, Announce, StoreBlocks
-from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt, PromptQuestion
-from commutator.kv.admission import AdmissionRule, count_uses
-from commutator.kv.arena import BlockArena, bytes_at
-from commutator.kv.break_even import PrefillSpeed
-from commutator.kv.checksum import checksum
-from commutator.kv.event_words import event_hash
-from commutator.kv.events import (
-    BlockRemoved,
-    BlocksCleared,
-    BlockStored,
-    EventBatch,
-    KvEvent,
-    decode_batch,
-    encode_batch,
-)
-from commutator.kv.export_options import ExportOptions
-from commutator.kv.frame import HEADER_BYTES, FrameHeader
-from commutator.kv.guards import Breaker
-from commutator.kv.keys import KEY_BYTES, BlockKey, CacheIdentity, block_keys, next_key
-from commutator.kv.load_result import LoadResult
-from commutator.kv.manager import KvManager
-from commutator.kv.medium import Tier, tier_of
-from commutator.kv.offer import (
-    PLAIN,
-    BlockFacts,
-    Offer,
-    block_facts,
-    is_stronger,
-)
-from commutator.kv.peer_export import PeerExport
-from commutator.kv.peer_wire import (
-    PeerAnswer,
-    PeerAsk,
-    PeerBlock,
-    PeerRelease,
-    decode_peer_message,
-    encode_peer_message,
-)
-from commutator.kv.publisher import EventPublisher
-from commutator.kv.scattered_arena import Arena, BlockPart, ScatteredArena
-from commutator.kv.service import FinishedLoad, KvService
-from commutator.kv.slot_tier import OpenedSlots, SlotTier
-from commutator.kv.tier import (
-    UNBOUNDED,
-    Peer,
-    Slot,
-    SlotGeometry,
-    StorageTier,
-    Stored,
-    TierStatistics,
-)
-from commutator.kv.tier_book import TierSpec
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commutator.contract.block import (
+        PLAIN,
+        BlockDescriptor,
+        CacheIdentity,
+        CacheLevel,
+        cache_level,
+        is_stronger,
+        next_key,
+        retention_hints,
+    )
+    from commutator.contract.tier import ExportOptions, RemoteAgent, TierPolicyConfig
+    from commutator.contract.worker import TransferStatistics
+    from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
+    from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at, checksum
+    from commutator.kv.block_manager.actions import (
+        Action,
+        Announce,
+        LoadResult,
+        StoreBlocks,
+        event_hash,
+    )
+    from commutator.kv.block_manager.admission import AdmissionRule
+    from commutator.kv.block_manager.block_pool import TierSpec
+    from commutator.kv.block_manager.break_even import PrefillSpeed
+    from commutator.kv.block_manager.manager import BlockManager
+    from commutator.kv.connector import FinishedOnboard, KvConnector, OnboardTicket
+    from commutator.kv.tiers.slot_tier import OpenedSlots, SlotTier
 
 __all__ = [
-    "HEADER_BYTES",
-    "KEY_BYTES",
     "PLAIN",
-    "UNBOUNDED",
     "Action",
     "AdmissionRule",
     "Announce",
     "Arena",
     "BlockArena",
-    "BlockFacts",
-    "BlockKey",
+    "BlockDescriptor",
+    "BlockManager",
     "BlockPart",
-    "BlockRemoved",
-    "BlockStored",
-    "BlocksCleared",
-    "Breaker",
     "CacheIdentity",
+    "CacheLevel",
     "DeviceBlocks",
-    "EventBatch",
-    "EventPublisher",
     "ExportOptions",
-    "FinishedLoad",
-    "FrameHeader",
+    "FinishedOnboard",
     "KvAdmin",
-    "KvEvent",
-    "KvManager",
-    "KvService",
+    "KvConnector",
     "LoadResult",
     "LocatedPrompt",
-    "Offer",
+    "OnboardTicket",
     "OpenedSlots",
-    "Peer",
-    "PeerAnswer",
-    "PeerAsk",
-    "PeerBlock",
-    "PeerExport",
-    "PeerRelease",
     "PrefillSpeed",
-    "PromptQuestion",
+    "RemoteAgent",
     "ScatteredArena",
-    "Slot",
-    "SlotGeometry",
     "SlotTier",
-    "StorageTier",
     "StoreBlocks",
-    "Stored",
-    "Tier",
+    "TierPolicyConfig",
     "TierSpec",
-    "TierStatistics",
-    "block_facts",
-    "block_keys",
+    "TransferStatistics",
     "bytes_at",
+    "cache_level",
     "checksum",
-    "count_uses",
-    "decode_batch",
-    "decode_peer_message",
-    "encode_batch",
-    "encode_peer_message",
     "event_hash",
     "is_stronger",
     "next_key",
-    "tier_of",
+    "retention_hints",
 ]
+
+_HOMES = (
+    "commutator.contract.block",
+    "commutator.contract.tier",
+    "commutator.contract.worker",
+    "commutator.kv.arena",
+    "commutator.kv.block_manager.actions",
+    "commutator.kv.block_manager.admission",
+    "commutator.kv.block_manager.block_pool",
+    "commutator.kv.block_manager.break_even",
+    "commutator.kv.block_manager.manager",
+    "commutator.kv.tiers.slot_tier",
+    "commutator.kv.connector",
+    "commutator.kv.admin",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in map(import_module, _HOMES):
+            if name in home.__all__:
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,63 +1,53 @@
-"""Answers an operator's questions about the storage tiers of one engine: see ``commutator kv``.
-
-statistics {}                                   everything that is counted
-contents   {}                                   what lies where, in blocks and bytes
-why        {token_ids, cache_salt?, lora_name?} which blocks of a prompt would be reused
-prefetch   {token_ids, cache_salt?, lora_name?} brings a prompt's blocks up from slow tiers
-evict      {tier?}                              removes the blocks of one tier, or of all
-verify     {tier?}                              reads every block again; bad ones are removed
-peers      {addresses}                          where other workers lend blocks now
-"""
+"""Inspection and administration of one engine's storage tiers; serves ``commutator kv``."""
 
 from __future__ import annotations
 
 import threading
 import time
-import uuid
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TooLateError
-from typing import Any
 
-import attrs
-import msgspec
-from attrs import frozen
+from attrs import define, field, frozen
 
-from commutator.errors import CommutatorError, EngineError
-from commutator.kv.keys import BlockKey
-from commutator.kv.load_result import LoadResult
-from commutator.kv.service import KvService
-from commutator.kv.tier import UNBOUNDED
-from commutator.kv.tier_thread import JobUrgency
-from commutator.kv.tier_worker import TierWorker
-from commutator.kv.verify import Verification
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import UNBOUNDED
+from commutator.contract.worker import (
+    KvPrompt,
+    KvStatistics,
+    PromptExplanation,
+    TierContents,
+    TierVerification,
+)
+from commutator.errors import EngineError
+from commutator.kv.block_manager.actions import JobUrgency, LoadResult
+from commutator.kv.connector import KvConnector
+from commutator.kv.tiers.block_io import IoContext
+from commutator.kv.tiers.executor import TierExecutor
+from commutator.kv.tiers.jobs import PART_BLOCKS
 
-__all__ = ["DeviceBlocks", "KvAdmin", "LocatedPrompt", "PromptQuestion"]
+__all__ = ["DeviceBlocks", "KvAdmin", "LocatedPrompt"]
 
 _COUNT_TIMEOUT_S = 3.0
-_ASK_TIMEOUT_S = 2.0
-_POLL_S = 0.01
+"""Limit for a tier's count of its bytes."""
+
+_LOOK_UP_TIMEOUT_S = 2.0
+"""Limit for look-ups of a prompt's blocks in shared tiers."""
+
+_NO_ROOM_PAUSE_S = 0.002
 VERIFY_REASON = "found corrupt by verify"
 
 
 @frozen
-class PromptQuestion:
-    """A prompt whose blocks are looked for."""
-
-    token_ids: tuple[int, ...]
-    cache_salt: str | None = None
-    lora_name: str | None = None
-
-
-@frozen
 class LocatedPrompt:
-    """What the engine knows of it."""
+    """A prompt's blocks, as the engine identifies them."""
 
     keys: Sequence[BlockKey]
-    """Of every block that could be reused."""
+    """Of every full block that could be reused."""
     on_device: int
-    """So many of the first are in the engine's own memory."""
+    """How many of the first blocks are in the engine's own memory."""
     block_size: int
+    """Tokens in a block."""
 
 
 @frozen
@@ -65,202 +55,219 @@ class DeviceBlocks:
     """The engine's own KV memory."""
 
     medium: str
-    """As in KV events."""
+    """Its name in KV events."""
     held: int
     """Blocks that running requests use."""
     cached: int
-    """Blocks that nobody uses, and that can be reused."""
+    """Reusable blocks that no request uses."""
     capacity: int
     block_bytes: int
 
 
-@frozen
-class _OneTier:
-    tier: str | None = None
-
-
-@frozen
-class _Peers:
-    addresses: tuple[str, ...]
-
-
 class KvAdmin:
-    """Methods may be called from any thread but the engine's own and the tiers'.
+    """Call methods from any thread but the engine's and the tiers' own.
 
-    ``locate`` is the engine's part of ``why``, ``device`` that of ``contents``: the level above all
-    tiers, for engines that can tell of it.
+    ``locate`` maps a prompt to the engine's block keys; ``device`` counts the engine's own KV
+    memory for ``contents``, where the engine can. Methods raise EngineError for an unknown tier.
     """
 
     def __init__(
         self,
-        service: KvService,
-        locate: Callable[[PromptQuestion], LocatedPrompt],
+        connector: KvConnector,
+        locate: Callable[[KvPrompt], LocatedPrompt],
         device: Callable[[], DeviceBlocks] | None = None,
     ) -> None:
-        self._service = service
+        self._connector = connector
         self._locate = locate
         self._device = device
         self._verifying = threading.Lock()
 
-    def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        """Plain values. Raises EngineError for a question that makes no sense."""
-        try:
-            match what:
-                case "statistics":
-                    return msgspec.to_builtins(self._service.statistics())
-                case "contents":
-                    return self._contents()
-                case "why":
-                    return self._why(msgspec.convert(arguments, PromptQuestion))
-                case "prefetch":
-                    return self._prefetch(msgspec.convert(arguments, PromptQuestion))
-                case "evict":
-                    return self._evict(msgspec.convert(arguments, _OneTier).tier)
-                case "peers":
-                    addresses = msgspec.convert(arguments, _Peers).addresses
-                    return self._service.use_peers(addresses)
-                case "verify":
-                    return self._verify(msgspec.convert(arguments, _OneTier).tier)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"the arguments of {what!r} are wrong: {error}") from error
-        raise EngineError(f"unknown question {what!r} about KV blocks")
+    def statistics(self) -> KvStatistics:
+        """The block manager's counters and states."""
+        return self._connector.statistics()
 
-    def _contents(self) -> list[dict[str, Any]]:
-        sizes = [self._ask(number, _stored_bytes) for number in range(len(self._service.tiers))]
+    def contents(self) -> list[TierContents]:
+        """How full the device and each tier are. Waits up to 3 s for each busy tier."""
+        sizes = [self._stored_bytes(number) for number in range(len(self._connector.tiers))]
         return self._on_device() + [
-            {
-                "tier": state.name,
-                "medium": state.medium,
-                "up": state.up,
-                "blocks": state.published,
-                "pinned": state.retained,
-                "bytes": size,
-                "capacity_blocks": None if state.capacity >= UNBOUNDED else state.capacity,
-            }
-            for state, size in zip(self._service.statistics().tiers, sizes, strict=True)
-        ]
-
-    def _on_device(self) -> list[dict[str, Any]]:
-        if self._device is None:
-            return []
-        device = self._device()
-        blocks = device.held + device.cached
-        return [
-            {
-                "tier": "device",
-                "medium": device.medium,
-                "up": True,
-                "blocks": blocks,
-                "pinned": device.held,
-                "bytes": blocks * device.block_bytes,
-                "capacity_blocks": device.capacity,
-            }
-        ]
-
-    def _why(self, question: PromptQuestion) -> dict[str, Any]:
-        prompt = self._locate(question)
-        self._until(
-            lambda ask_id: not self._service.must_ask(ask_id, prompt.keys, prompt.on_device)
-        )
-        names = [setup.name for setup in self._service.tiers]
-        return {
-            "prompt_tokens": len(question.token_ids),
-            "block_size": prompt.block_size,
-            "blocks": [
-                attrs.asdict(block)
-                | {
-                    "key": block.key.hex(),
-                    "tier": None if block.tier is None else names[block.tier],
-                }
-                for block in self._service.why(prompt.keys, prompt.on_device)
-            ],
-        }
-
-    def _prefetch(self, question: PromptQuestion) -> None:
-        prompt = self._locate(question)
-        if prompt.on_device < len(prompt.keys):
-            self._until(
-                lambda ask_id: self._service.prefetch(ask_id, prompt.keys, prompt.on_device)
+            TierContents(
+                tier=state.name,
+                medium=state.medium,
+                up=state.up,
+                blocks=state.published,
+                pinned=state.retained,
+                bytes=size,
+                capacity_blocks=None if state.capacity >= UNBOUNDED else state.capacity,
             )
+            for state, size in zip(self._connector.statistics().tiers, sizes, strict=True)
+        ]
 
-    def _until(self, is_done: Callable[[str], bool]) -> None:
-        """Ask again, under the same id, while shared tiers are being asked; not for ever."""
-        ask_id = f"admin-{uuid.uuid4().hex}"
-        deadline_s = time.monotonic() + _ASK_TIMEOUT_S
-        try:
-            while not is_done(ask_id) and time.monotonic() <= deadline_s:
-                time.sleep(_POLL_S)
-        finally:
-            self._service.drop(ask_id)
+    def explain(self, prompt: KvPrompt) -> PromptExplanation:
+        """Which blocks of a prompt would be reused; includes a look-up in shared tiers."""
+        located = self._locate(prompt)
+        keys, on_device = located.keys, located.on_device
+        self._wait(self._connector.look_up(keys, first=on_device))
+        return PromptExplanation(
+            prompt_tokens=len(prompt.token_ids),
+            block_size=located.block_size,
+            blocks=tuple(self._connector.explain(keys, on_device)),
+        )
 
-    def _evict(self, tier: str | None) -> dict[str, int]:
+    def prefetch(self, prompt: KvPrompt) -> None:
+        """Start to copy a prompt's blocks up from slower tiers."""
+        located = self._locate(prompt)
+        keys, on_device = located.keys, located.on_device
+        if on_device < len(keys):
+            self._wait(self._connector.prefetch(keys, first=on_device))
+
+    def evict(self, tier: str | None = None) -> Mapping[str, int]:
+        """Remove every block of one tier or of all. Returns the number of blocks by tier."""
         self._numbers(tier)
-        before = self._service.statistics()
-        self._service.evict(tier=tier)
-        after = self._service.statistics()
+        before = self._connector.statistics()
+        self._connector.evict(tier=tier)
+        after = self._connector.statistics()
         return {
             old.name: old.published - new.published
             for old, new in zip(before.tiers, after.tiers, strict=True)
             if tier in (None, old.name)
         }
 
-    def _verify(self, tier: str | None) -> list[dict[str, Any]]:
+    def verify(self, tier: str | None = None) -> list[TierVerification]:
+        """Read every block of one tier or of all, and remove corrupt ones.
+
+        Returns after the last block. Raises EngineError while another verification runs.
+        """
         numbers = self._numbers(tier)
         if not self._verifying.acquire(blocking=False):
-            raise EngineError("the blocks are being verified already; wait for that to end")
+            raise EngineError("a verification of the blocks is running; wait for its end")
         try:
-            checks = {
-                number: Verification(self._service.tiers[number].load_timeout_s)
+            jobs = {
+                number: _VerifyJob(self._connector.tiers[number].config.load_timeout_s)
                 for number in numbers
             }
-            for number, check in checks.items():
-                self._service.on_tier(number, JobUrgency.VERIFY, check.run)
-            return [self._verified(number, check) for number, check in checks.items()]
+            for number, job in jobs.items():
+                self._connector.on_tier(number, JobUrgency.VERIFY, job.run)
+            return [self._verified(number, job) for number, job in jobs.items()]
         finally:
             self._verifying.release()
 
-    def _verified(self, number: int, check: Verification) -> dict[str, Any]:
-        check.over.wait()
-        name = self._service.tiers[number].name
-        if check.corrupt:
-            self._service.evict(check.corrupt, tier=name, reason=VERIFY_REASON)
-        return {
-            "tier": name,
-            "blocks": check.blocks,
-            "intact": check.results[LoadResult.LOADED],
-            "corrupt": check.results[LoadResult.CORRUPT],
-            "gone": check.results[LoadResult.MISSING],
-            "unreadable": check.results[LoadResult.FAILED],
-            "bytes": check.size_bytes,
-            "seconds": check.seconds,
-            "problem": check.problem,
-        }
+    def set_peers(self, addresses: Sequence[str]) -> None:
+        """Set the addresses at which other workers of the same model lend blocks."""
+        self._connector.use_peers(addresses)
+
+    def _on_device(self) -> list[TierContents]:
+        if self._device is None:
+            return []
+        device = self._device()
+        blocks = device.held + device.cached
+        return [
+            TierContents(
+                tier="device",
+                medium=device.medium,
+                up=True,
+                blocks=blocks,
+                pinned=device.held,
+                bytes=blocks * device.block_bytes,
+                capacity_blocks=device.capacity,
+            )
+        ]
+
+    def _wait(self, lookup: Future[None]) -> None:
+        """Wait for shared tiers' answers, at most ``_LOOK_UP_TIMEOUT_S``: they may be down."""
+        try:
+            lookup.result(_LOOK_UP_TIMEOUT_S)
+        except TimeoutError:
+            lookup.cancel()
+
+    def _verified(self, number: int, job: _VerifyJob) -> TierVerification:
+        job.over.wait()
+        name = self._connector.tiers[number].name
+        if job.corrupt:
+            self._connector.evict(job.corrupt, tier=name, reason=VERIFY_REASON)
+        return TierVerification(
+            tier=name,
+            blocks=job.blocks,
+            intact=job.results[LoadResult.LOADED],
+            corrupt=job.results[LoadResult.CORRUPT],
+            gone=job.results[LoadResult.MISSING],
+            unreadable=job.results[LoadResult.FAILED],
+            bytes=job.size_bytes,
+            seconds=job.seconds,
+            problem=job.problem,
+        )
 
     def _numbers(self, tier: str | None) -> list[int]:
-        names = [setup.name for setup in self._service.tiers]
+        names = [setup.name for setup in self._connector.tiers]
         if tier is None:
             return list(range(len(names)))
         if tier not in names:
-            raise EngineError(f"there is no tier {tier!r} here; there is: {', '.join(names)}")
+            raise EngineError(f"no tier {tier!r} here; the tiers are: {', '.join(names)}")
         return [names.index(tier)]
 
-    def _ask(self, tier: int, ask: Callable[[TierWorker], int]) -> int | None:
-        """The answer from the tier's thread; None when it is down or busy."""
+    def _stored_bytes(self, tier: int) -> int | None:
+        """Counted on the tier's own thread. None when the tier is down, busy or fails."""
         answer: Future[int | None] = Future()
 
-        def run(worker: TierWorker | None) -> Generator[None, None, None]:
-            try:
-                answer.set_result(None if worker is None else ask(worker))
-            except CommutatorError:
-                answer.set_result(None)
+        def count(worker: TierExecutor | None) -> Generator[None, None, None]:
+            stored = None if worker is None else worker.committed()
+            answer.set_result(None if stored is None else sum(b.size_bytes for b in stored))
             yield from ()
 
-        self._service.on_tier(tier, JobUrgency.OFFLOAD, run)
+        self._connector.on_tier(tier, JobUrgency.OFFLOAD, count)
         try:
             return answer.result(_COUNT_TIMEOUT_S)
-        except TooLateError:
+        except TimeoutError:
             return None
 
 
-def _stored_bytes(worker: TierWorker) -> int:
-    return sum(stored.size_bytes for stored in worker.setup.tier.committed())
+@define
+class _VerifyJob:
+    """The verification of one tier on its own thread, with the result."""
+
+    timeout_s: float
+    """Limit for a part of ``PART_BLOCKS`` blocks."""
+    blocks: int = 0
+    size_bytes: int = 0
+    """Total size of the blocks that were read."""
+    results: Counter[LoadResult] = field(factory=Counter)
+    corrupt: list[BlockKey] = field(factory=list)
+    seconds: float = 0.0
+    problem: str | None = None
+    """Why it ended early; None if it did not."""
+    over: threading.Event = field(factory=threading.Event)
+
+    def run(self, worker: TierExecutor | None) -> Generator[None, None, None]:
+        """The job for ``TierThread``."""
+        started_s = time.monotonic()
+        self.problem = "the tier is down"
+        try:
+            if worker is None:
+                return
+            committed = worker.committed()
+            if committed is None:
+                self.problem = "the tier cannot list its blocks; see the worker's log"
+                return
+            self.blocks = len(committed)
+            sizes = {stored.key: stored.size_bytes for stored in committed}
+            keys = list(sizes)
+            at = 0
+            self.problem = "the worker was stopped, or the tier was closed"
+            while at < len(keys) and worker.is_open:
+                context = IoContext(time.monotonic() + self.timeout_s)
+                found = worker.verify(keys[at : at + PART_BLOCKS], context)
+                if not found:
+                    time.sleep(_NO_ROOM_PAUSE_S)
+                for key, result in found.items():
+                    self.results[result] += 1
+                    if result is LoadResult.CORRUPT:
+                        self.corrupt.append(key)
+                    if result in (LoadResult.LOADED, LoadResult.CORRUPT):
+                        self.size_bytes += sizes[key]
+                at += len(found)
+                yield
+            self.problem = (
+                None if at == len(keys) else "the tier was closed during the verification"
+            )
+        finally:
+            self.seconds = time.monotonic() - started_s
+            self.over.set()

@@ -1,14 +1,12 @@
 """From a request to the worker that serves it.
 
-Follow one: ``dispatcher`` takes it, ``placer`` finds a worker (``pool``, ``busy``, ``admission``)
-by asking the policy (``contract``; ``stages`` for ``pipeline``), ``dispatch`` follows it on its
-``leg`` to the end, and ``migration`` says what becomes of it when the worker fails. With prefill
-and decode apart (``apart``, ``disagg``), ``handover_stream`` runs its two legs.
+``dispatcher`` takes a request. ``placement`` finds its worker: ``router`` asks the policy about
+candidates, ``queue`` holds the request while every worker is busy. ``dispatch`` follows it at its
+worker (``worker_request``) to the end; ``migration`` decides what follows a worker's failure.
+``forward`` passes a request on as it came. ``disagg/`` prefills at one worker and decodes at
+another.
 
-Who there is: ``membership`` hears of workers from the registry, ``view`` holds connections to them,
-``model_workers`` has what one model's requests are routed by.
-
-What the policy is shown: ``overlap``, out of the ``prefix_index`` that ``event_subscriber`` keeps
-by the engines' events (``approximate`` without them), and ``load``, shared with other front doors
-by ``peer_loads``. ``replay`` runs all of it in virtual time.
+``membership`` follows the registry; ``workers`` holds the connections. Policies see each worker's
+overlap with the prompt, from ``prefix_index/``, and its ``load``, with that of other front doors
+by ``replica_sync``.
 """

@@ -1,104 +1,115 @@
-"""One request from its first worker to its end: deltas out, hooks told, always exactly once.
+"""One request from its first worker to its end.
 
-A worker that is lost on the way is replaced by another, and the stream goes on.
+When a worker fails, ``Dispatch`` continues the answer at another one. It calls the hooks of a
+request: exactly one ``request_finished`` or ``request_failed`` is the last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from attrs import asdict, evolve, frozen
 
-from commutator.errors import EngineIncompleteError, EngineUnavailableError, RoutingError
-from commutator.plugins import PluginHost
-from commutator.routing.apart import Apart
-from commutator.routing.cache_view import CacheView
-from commutator.routing.contract import Decision
-from commutator.routing.leg import Leg
-from commutator.routing.load import InFlightLoad
-from commutator.routing.migration import Cause, Fail, Finish, Progress, cause_of, decide
-from commutator.routing.moves import DispatchLimits, MigrationObserver, Moved
-from commutator.routing.placer import Placed
-from commutator.routing.route import RouteFacts
-from commutator.routing.view import LiveWorker, WorkerView
-from commutator.types import (
+from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
     RequestOutcome,
     RequestSummary,
     TokenDelta,
 )
+from commutator.errors import EngineIncompleteError, EngineUnavailableError, RoutingError
+from commutator.routing.disagg.prefill_pool import DisaggDecision
+from commutator.routing.disagg.request import DisaggRequest
+from commutator.routing.migration import Cause, Fail, Finish, Progress, cause_of, decide
+from commutator.routing.model import ModelRouting
+from commutator.routing.placement import Placement
+from commutator.routing.router import Route
+from commutator.routing.worker_request import WorkerRequest
+from commutator.routing.workers import LiveWorker
 
-__all__ = ["Dispatch", "Surroundings"]
+__all__ = [
+    "Dispatch",
+    "DispatchLimits",
+    "Migration",
+]
 
 log = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 0.1
+_RETRY_S = 0.1
 
 
-@frozen(eq=False)
-class Surroundings:
-    """What a dispatch needs of routing."""
+@frozen
+class DispatchLimits:
+    """How often, and until when, a request may change its worker."""
 
-    cache: CacheView | None
-    view: WorkerView
-    load: InFlightLoad
-    host: PluginHost
-    place_again: Callable[
-        [RequestSummary, GenerateRequest, Collection[LiveWorker]], Awaitable[Placed]
-    ]
-    """Another worker but these; raises RoutingError without any."""
-    observer: MigrationObserver | None = None
-    apart: Callable[[RequestSummary, GenerateRequest, Placed], Apart | None] | None = None
-    """Asks whether to prefill elsewhere; None where no worker is for that."""
+    migrations: int = 0
+    wait_s: float = 0.0
+    """Seconds that a request which lost its worker waits for another one."""
+    deadline_s: float | None = None
+    """No other worker is tried after this time of the event loop's clock. None: no deadline."""
+
+    def time_left_s(self, now_s: float) -> float:
+        return math.inf if self.deadline_s is None else self.deadline_s - now_s
+
+
+@frozen
+class Migration:
+    """One change of worker."""
+
+    from_worker: str
+    to_worker: str
+    reason: str
+    generated_tokens: int
+    """Tokens of the answer before the change."""
 
 
 class Dispatch:
-    """An async iterator over the request's deltas. Close it on every way out."""
+    """An async iterator over the request's deltas. Close it however the request ends."""
 
     def __init__(
         self,
         summary: RequestSummary,
         request: GenerateRequest,
-        placed: Placed,
-        around: Surroundings,
+        placement: Placement,
+        routing: ModelRouting,
         limits: DispatchLimits,
     ) -> None:
         self.summary = summary
-        self.migrations: list[Moved] = []
+        self.migrations: list[Migration] = []
         self._request = request
-        self._around = around
+        self._routing = routing
         self._limits = limits
-        self._started_s = time.perf_counter() - placed.route.waited_s
+        self._started_s = time.perf_counter() - placement.route.waited_s
         self._generated: list[int] = []
         self._cached_tokens: int | None = None
+        self._recomputed_tokens = 0
         self._failures = 0
-        self._patient_until_s = 0.0
+        self._retry_until_s = 0.0
         self._lost: set[LiveWorker] = set()
         self._full: set[LiveWorker] = set()
         self._over = False
-        self._leg = self._begin(request, placed)
+        self._disagg: DisaggDecision | None = None
+        self._begin(request, placement)
 
     @property
-    def decision(self) -> Decision:
-        return self._leg.route.decision
-
-    @property
-    def facts(self) -> RouteFacts:
-        return self._leg.route.facts
+    def route(self) -> Route:
+        """Why this worker serves the request now."""
+        return self._current.route
 
     @property
     def worker_id(self) -> str:
-        """Who serves it now."""
-        return self._leg.worker_id
+        """The worker that serves the request now."""
+        return self._current.worker_id
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Who served it, each worker once; those that were only full do not count."""
+        """Each worker that served the request, once; without workers that were only full."""
         if not self.migrations:
             return (self.worker_id,)
         served = (m.from_worker for m in self.migrations if m.reason != Cause.OVERLOADED)
@@ -113,12 +124,12 @@ class Dispatch:
         while True:
             error: Exception
             try:
-                delta = await self._leg.stream.__anext__()
+                delta = await self._current.stream.__anext__()
             except StopAsyncIteration:
-                error = self._leg.cut_off()
+                error = self._current.incomplete()
             except asyncio.CancelledError:
-                raise  # whoever cancelled closes the dispatch; the hooks are told there
-            except Exception as raised:  # noqa: BLE001 - raised again unless it is recovered from
+                raise  # the caller closes the dispatch, which calls the hook
+            except Exception as raised:  # noqa: BLE001 - raised again unless the request recovers
                 error = raised
             else:
                 if delta.finish_reason is not FinishReason.ABORT:
@@ -131,63 +142,77 @@ class Dispatch:
 
     async def aclose(self) -> None:
         """Abort the request if it still runs. Idempotent."""
-        await self._leg.stream.aclose()
+        await self._current.stream.aclose()
         self._fail(asyncio.CancelledError())
 
     async def stop(self) -> None:
-        """End it as finished: the caller has what it wants, such as a stop string. Idempotent."""
-        await self._leg.stream.aclose()
+        """Finish the request: the caller has what it needs, such as a stop string. Idempotent."""
+        await self._current.stream.aclose()
         if not self._over:
             self._finish(FinishReason.STOP)
 
     def explain(self) -> dict[str, Any]:
-        """Why this worker: see ``Route.explain``; with ``migrations`` if there were any.
+        """Why this worker was chosen; see ``Route.explain``.
 
-        And with ``disaggregation`` if prefill elsewhere was possible.
+        Contains ``disaggregation`` if a prefill worker could have been used, and ``migrations``
+        if there were any.
         """
-        explained = self._leg.route.explain()
-        if self._leg.apart is not None:
-            explained["disaggregation"] = self._leg.apart.explain()
+        explained = self._current.route.explain()
+        if self._disagg is not None:
+            explained["disaggregation"] = self._disagg.explain()
+            if isinstance(stream := self._current.stream, DisaggRequest):
+                explained["disaggregation"] |= stream.explain()
         if self.migrations:
             explained["migrations"] = [asdict(moved) for moved in self.migrations]
         return explained
 
-    def _begin(self, request: GenerateRequest, placed: Placed) -> Leg:
-        around = self._around
-        apart = None if around.apart is None else around.apart(self.summary, request, placed)
-        return Leg(request, placed, around.cache, around.load, apart)
+    def _begin(self, request: GenerateRequest, placement: Placement) -> None:
+        """Send the request to its worker, after a prefill elsewhere if the policy decides so."""
+        routing, pool = self._routing, self._routing.prefill
+        decision = self._disagg = (
+            None if pool is None else pool.decide(self.summary, request, placement)
+        )
+        on_first_token = None
+        if pool is not None and decision is not None and not decision.answer.separate:
+            on_first_token = partial(pool.prefilled_locally, decision, placement)
+        self._current = current = WorkerRequest(
+            request, placement, routing.router.indexer, routing.load, "decode", on_first_token
+        )
+        if pool is not None and decision is not None and decision.answer.separate:
+            current.stream = DisaggRequest(pool, self.summary, decision, current)
+        else:
+            current.stream = current.worker.client.generate(current.request)
 
     def _account(self, delta: TokenDelta) -> TokenDelta:
-        leg = self._leg
+        current = self._current
         if delta.cached_tokens is not None:
-            self._tell_recomputed(leg, delta.cached_tokens)
+            self._recomputed_tokens += max(0, current.recomputes - delta.cached_tokens)
+            current.recomputes = 0
             if self._cached_tokens is None:
                 self._cached_tokens = delta.cached_tokens
-            else:  # the client hears only of what its prompt found
+            else:  # hits at later workers are not hits of the client's prompt
                 delta = evolve(delta, cached_tokens=None)
         if delta.token_ids:
             if not self._generated:
                 ttft_s = time.perf_counter() - self._started_s
-                self._around.host.request_first_token(self.summary, leg.worker_id, ttft_s)
-            leg.account(delta)
+                self._routing.host.request_first_token(self.summary, current.worker_id, ttft_s)
+            current.account(delta)
             self._generated += delta.token_ids
         if delta.finish_reason is not None:
             self._finish(delta.finish_reason)
         return delta
 
-    def _tell_recomputed(self, leg: Leg, cached_tokens: int) -> None:
-        if leg.recomputes and self._around.observer is not None:
-            tokens = max(0, leg.recomputes - cached_tokens)
-            self._around.observer.recomputed(self.summary.model, tokens)
-        leg.recomputes = 0
-
     async def _recover(self, error: Exception) -> TokenDelta | None:
-        """A last delta, or None once another worker goes on. Raises ``error`` if neither can be."""
-        leg = self._leg
-        leg.release(error)
+        """Continue at another worker, or finish an answer that is complete.
+
+        Returns the last delta of a complete answer, or None once another worker continues. Raises
+        ``error`` if none can.
+        """
+        current = self._current
+        current.release(error)
         if isinstance(error, EngineUnavailableError):
-            self._around.view.lost(leg.worker)
-        cause = cause_of(error, leg.worker.gone)
+            self._routing.workers.lost(current.worker)
+        cause = cause_of(error, current.worker.gone)
         action = decide(cause, self._progress())
         if isinstance(action, Finish):
             end = TokenDelta(finish_reason=action.reason, stop_reason=action.stop_reason)
@@ -195,19 +220,19 @@ class Dispatch:
         if isinstance(action, Fail):
             self._fail(error)
             raise error
-        await leg.stream.aclose()
+        await current.stream.aclose()
         if action.cause is Cause.OVERLOADED:
-            self._full.add(leg.worker)
+            self._full.add(current.worker)
         else:
-            self._lost.add(leg.worker)
+            self._lost.add(current.worker)
             self._failures += 1
-            self._patient_until_s = asyncio.get_running_loop().time() + self._limits.wait_s
+            self._retry_until_s = asyncio.get_running_loop().time() + self._limits.wait_s
         request = self._rest()
-        placed = await self._place_again(request)
-        if placed is None:
+        placement = await self._place_again(request)
+        if placement is None:
             self._fail(error)
             raise error
-        self._go_on(request, placed, action.cause)
+        self._migrate(request, placement, action.cause)
         return None
 
     def _progress(self) -> Progress:
@@ -221,7 +246,7 @@ class Dispatch:
         )
 
     def _rest(self) -> GenerateRequest:
-        """The request as another worker is to go on with it."""
+        """The request for another worker: the answer so far is part of the prompt."""
         if not self._generated:
             return self._request
         return evolve(
@@ -230,52 +255,61 @@ class Dispatch:
             generated_prefix=self._request.generated_prefix + len(self._generated),
         )
 
-    async def _place_again(self, request: GenerateRequest) -> Placed | None:
-        """Another worker. One that was lost waits for it, one that was only refused does not."""
+    async def _place_again(self, request: GenerateRequest) -> Placement | None:
+        """A worker that can continue the answer; None if none is found in time.
+
+        A request that lost its worker retries for ``limits.wait_s``. A request that a full worker
+        refused does not retry.
+        """
+        begun = request.generated_prefix > 0
+
+        def usable(worker: LiveWorker) -> bool:
+            if worker in self._lost or worker in self._full:
+                return False
+            return worker.record.info.continues_answers or not begun
+
+        routing = self._routing
         summary = evolve(
             self.summary,
             prompt_tokens=len(request.token_ids),
             max_tokens=self.summary.max_tokens - len(self._generated),
         )
+        hashes = routing.router.hashes(request)
         while True:
             try:
-                return await self._around.place_again(summary, request, self._lost | self._full)
+                return await routing.placer.place(summary, hashes, may_wait=False, usable=usable)
             except RoutingError:
                 now_s = asyncio.get_running_loop().time()
-                if now_s >= self._patient_until_s or self._limits.time_left_s(now_s) <= 0:
+                if now_s >= self._retry_until_s or self._limits.time_left_s(now_s) <= 0:
                     return None
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            self._full.clear()  # it may have room by now
+            await asyncio.sleep(_RETRY_S)
+            self._full.clear()  # full workers may have room now
 
-    def _go_on(self, request: GenerateRequest, placed: Placed, cause: Cause) -> None:
-        around, summary, generated = self._around, self.summary, len(self._generated)
-        before = self._leg
-        self._leg = self._begin(request, placed)
-        if generated:
-            self._leg.recomputes = len(request.token_ids)
-        moved = Moved(before.worker_id, self.worker_id, cause.value, generated)
-        self.migrations.append(moved)
+    def _migrate(self, request: GenerateRequest, placement: Placement, cause: Cause) -> None:
+        host, summary, generated = self._routing.host, self.summary, len(self._generated)
+        from_worker, to_worker = self.worker_id, placement.route.worker.record.worker_id
+        self.migrations.append(Migration(from_worker, to_worker, cause.value, generated))
         log.info(
-            "request %s goes on at %s after %d tokens: %s, %s",
-            summary.request_id, moved.to_worker, generated, moved.from_worker, moved.reason,
+            "request %s migrated from %s to %s after %d tokens: %s",
+            summary.request_id, from_worker, to_worker, generated, cause.value,
         )  # fmt: skip
-        if around.observer is not None:
-            around.observer.migrated(summary.model, moved.reason)
-        around.host.request_migrated(
-            summary, moved.from_worker, moved.to_worker, moved.reason, generated
-        )
-        around.host.request_routed(summary, placed.route.decision)
+        host.request_migrated(summary, from_worker, to_worker, cause.value, generated)
+        host.request_routed(summary, placement.route.decision)
+        self._begin(request, placement)
+        if generated:
+            self._current.recomputes = len(request.token_ids)
 
     def _finish(self, reason: FinishReason) -> None:
         self._over = True
-        self._leg.release()
-        self._around.host.request_finished(
+        self._current.release()
+        self._routing.host.request_finished(
             self.summary,
             RequestOutcome(
                 worker_id=self.worker_id,
                 finish_reason=reason,
                 generated_tokens=len(self._generated),
                 cached_tokens=self._cached_tokens or 0,
+                recomputed_tokens=self._recomputed_tokens,
                 duration_s=time.perf_counter() - self._started_s,
             ),
         )
@@ -283,5 +317,5 @@ class Dispatch:
     def _fail(self, error: BaseException) -> None:
         if not self._over:
             self._over = True
-            self._leg.release(error)
-            self._around.host.request_failed(self.summary, error)
+            self._current.release(error)
+            self._routing.host.request_failed(self.summary, error, self.worker_id)

@@ -1,271 +1,241 @@
-"""Sends each request to the worker that the policy picks, and follows it to its end."""
+"""Routing for every model of one front door."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from commutator.config.model import Config
+from commutator.contract.request import (
+    UNKNOWN_CALLER,
+    Caller,
+    GenerateRequest,
+    RequestSummary,
+)
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
-from commutator.routing.cache_view import CacheView
-from commutator.routing.dispatch import Dispatch, Surroundings
-from commutator.routing.event_health import EventWarning
-from commutator.routing.event_subscriber import WorkerEvents
-from commutator.routing.forward import Forward, begin_forward
-from commutator.routing.handover_observer import HandoverObserver
-from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
-from commutator.routing.handover_poll import HandoverPoll
-from commutator.routing.kv_poll import KvPoll
+from commutator.routing.disagg.prefill_pool import (
+    IncompatiblePair,
+    QueueState,
+    WorkerCompatibility,
+)
+from commutator.routing.dispatch import Dispatch, DispatchLimits
+from commutator.routing.forward import Forward
 from commutator.routing.load import InFlightLoad
 from commutator.routing.membership import Membership
-from commutator.routing.model_workers import ModelWorkersFactory
-from commutator.routing.moves import DispatchLimits, MigrationObserver
-from commutator.routing.placer import Placed
-from commutator.routing.prefill_pool import QueueState
-from commutator.routing.view import LiveWorker, WorkerView
-from commutator.routing.worker_status import WorkerStatus, worker_status
-from commutator.types import GenerateRequest, RequestSummary, WorkerRecord
+from commutator.routing.model import model_routing
+from commutator.routing.placement import Placement, Usable
+from commutator.routing.prefix_index.health import EventWarning
+from commutator.routing.prefix_index.indexer import KvIndexer, WorkerEvents
+from commutator.routing.workers import (
+    LiveWorker,
+    LiveWorkers,
+    WorkerPoll,
+    WorkerStatus,
+    worker_status,
+)
 
-__all__ = ["Dispatcher"]
+__all__ = [
+    "Dispatcher",
+]
 
 
 class Dispatcher:
-    """Routing for every model of one front-door process. Used from one event loop."""
+    """Sends each request to the worker that the model's policy picks. Used from one event loop."""
 
-    def __init__(self, config: Config, host: PluginHost, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        host: PluginHost,
+        rng: random.Random | None = None,
+        on_waiting: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1."""
         self._host = host
-        self._view = WorkerView(on_routable=self._wake)
-        self.kv = KvPoll(self._view)
-        self.handovers = HandoverPoll(self._view)
-        apart = config.disaggregation
-        queues = config.router.busy.enabled or (apart is not None and apart.router.busy.enabled)
+        self._workers = LiveWorkers(on_routable=self._wake)
+        self.poll = WorkerPoll(self._workers, tiers=bool(config.tiers))
+        disagg = config.disaggregation
+        queues = config.router.busy.enabled or (disagg is not None and disagg.router.busy.enabled)
         self.load = InFlightLoad(on_fall=self._wake if queues else None)
         engines = {engine.name or engine.kind: engine for engine in config.engines}
-        pairs = HandoverPairs(engines, host)
+        compatibility = WorkerCompatibility(engines, host)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
-        workers_of = ModelWorkersFactory(
-            config, host, self._view, self.load, pairs, rng, self._waits
-        )
-        self._models = {model.name: workers_of.make(model.name) for model in config.models}
-        self._membership = Membership(engines, self._models, self._view, pairs, host)
+        shared = (config, host, self._workers, self.load, compatibility, rng, on_waiting)
+        self._models = {model.name: model_routing(model.name, *shared) for model in config.models}
+        self.membership = Membership(engines, self._models, self._workers, compatibility, host)
         self._migration = config.migration
-        self._when_waiting: Callable[[int], None] | None = None
-        self._migrations: MigrationObserver | None = None
-        self._around: dict[str, Surroundings] = {}
-
-    def watch_waiting(self, heard: Callable[[int], None]) -> None:
-        """``heard`` gets 1 when a request begins to wait for a worker, -1 when that ends."""
-        self._when_waiting = heard
-
-    def watch_migrations(self, observer: MigrationObserver) -> None:
-        """``observer`` is told of every request that changes its worker."""
-        self._migrations = observer
-        self._around.clear()
-
-    def watch_handovers(self, observer: HandoverObserver) -> None:
-        """``observer`` is told of every request whose prefill may be elsewhere."""
-        for model in self._models.values():
-            if model.prefill is not None:
-                model.prefill.observer = observer
 
     def prefill_queues(self) -> dict[str, QueueState]:
-        """By model: requests that wait for a prefill worker. Empty without `disaggregation`."""
+        """Requests that wait for a prefill worker, by model. Empty without `disaggregation`."""
         return {
             name: model.prefill.queue()
             for name, model in self._models.items()
             if model.prefill is not None
         }
 
-    def refused_handovers(self) -> list[RefusedPair]:
-        """Prefill workers whose KV some other worker cannot take."""
-        return self._membership.refused_handovers()
+    def refused_handovers(self) -> list[IncompatiblePair]:
+        """Prefill workers whose KV another worker of the model cannot take."""
+        return self.membership.refused_handovers()
 
     def waiting(self, model: str) -> int:
-        """Requests that wait because every worker is busy."""
+        """Requests that wait because every worker of the model is busy."""
         return self._models[model].placer.waiting
 
     def load_peers(self) -> int:
-        """How many other front doors tell this one of their load."""
+        """Other front doors that share their load with this one."""
         return self.load.peers
 
     def models(self) -> Sequence[str]:
-        """Every model of the configuration, whether or not a worker is up for it."""
+        """Every model of the configuration, with or without workers."""
         return list(self._models)
 
-    def cache_views(self) -> dict[str, CacheView]:
-        """Each view once; front doors with equal configurations name them alike."""
+    def indexers(self) -> dict[str, KvIndexer]:
+        """Each indexer once, by a name that is equal in front doors of one configuration."""
         return {
-            f"{name}/{number}": cache
+            f"{name}/{number}": indexer
             for name, model in self._models.items()
-            for number, cache in enumerate(model.caches())
+            for number, indexer in enumerate(model.indexers())
         }
 
     def indexed_blocks(self) -> dict[str, int]:
-        """By model: distinct KV blocks that some worker is known to hold."""
+        """Distinct KV blocks in the prefix index of each model."""
         return {
-            name: model.cache.index.statistics().blocks
+            name: model.indexer.index.statistics().blocks
             for name, model in self._models.items()
-            if model.cache is not None
+            if model.indexer is not None
         }
 
     def worker_events(self) -> dict[str, WorkerEvents]:
-        """By worker: what came of its KV events, for the first router that looks at overlaps."""
+        """Counts of each worker's KV events, from its model's first indexer."""
         found: dict[str, WorkerEvents] = {}
         for model in self._models.values():
-            for cache in model.caches()[:1]:
-                found |= cache.statistics()
+            for indexer in model.indexers()[:1]:
+                found |= indexer.statistics()
         return found
 
     def warnings(self) -> list[EventWarning]:
-        """Why routing may work on a wrong view of what some worker holds."""
-        caches = (cache for model in self._models.values() for cache in model.caches())
-        return [warning for cache in caches for warning in cache.warnings()]
+        """Why the prefix index may be wrong about a worker."""
+        return [warning for indexer in self.indexers().values() for warning in indexer.warnings()]
 
     def status(self) -> list[WorkerStatus]:
         """Every known worker, ordered by id."""
-        return [worker_status(worker, self.load) for worker in self._view.all()]
+        return [worker_status(worker, self.load) for worker in self._workers.all()]
 
     def ready(self) -> bool:
-        """Whether every model has workers that can be routed to and compute prompts."""
+        """Whether every model has a routable worker, and one that computes prompts."""
         return all(map(self._serves, self._models))
 
     def _serves(self, model: str) -> bool:
-        workers = self._view.routable(model)
+        workers = self._workers.routable(model)
         if any(worker.record.info.computes_prompts for worker in workers):
             return True
-        return bool(workers and self._view.routable(model, prefill=True))
+        return bool(workers and self._workers.routable(model, prefill=True))
 
     def max_model_len(self, model: str) -> int | None:
-        """What every routable worker can hold, prompt plus answer in tokens; None without any."""
-        workers = self._view.routable(model)
+        """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
+        workers = self._workers.routable(model)
         return min((worker.record.info.max_model_len for worker in workers), default=None)
 
     def hashed_block_size(self, model: str) -> int | None:
-        """Tokens in a block of the sequence hashes to give to ``dispatch``; None: none needed."""
+        """Tokens in a block of ``dispatch``'s sequence hashes; None: the model needs no hashes."""
         known = self._models.get(model)
-        cache = None if known is None else known.cache
-        return None if cache is None else cache.index.block_size
-
-    async def worker_up(self, record: WorkerRecord) -> None:
-        """The registry has a new worker, or a change of a known one."""
-        await self._membership.worker_up(record)
-
-    async def worker_down(self, worker_id: str, reason: str) -> None:
-        """The registry lost a worker; its running requests go elsewhere, or fail, at once."""
-        await self._membership.worker_down(worker_id, reason)
+        indexer = None if known is None else known.indexer
+        return None if indexer is None else indexer.index.block_size
 
     async def dispatch(
         self,
         model: str,
         request: GenerateRequest,
-        session_id: str | None = None,
+        caller: Caller = UNKNOWN_CALLER,
         sequence_hashes: Sequence[int] | None = None,
         *,
         may_wait: bool = True,
         migration_limit: int | None = None,
         deadline_s: float | None = None,
     ) -> Dispatch:
-        """Pick a worker and send the request; the tokens come from the result.
+        """Pick a worker and send the request; read the tokens from the result.
 
-        ``sequence_hashes`` are those of the prompt's full blocks for the request's adapter, if
-        they were made already; see ``hashed_block_size``. While every worker is busy the request
-        waits, unless it may not; see ``Placer.place``, also for the errors. ``migration_limit``
-        lowers that of the configuration; after ``deadline_s``, by the event loop's clock, no other
-        worker is tried.
+        ``sequence_hashes`` are those of the prompt's full blocks, if they are known already; see
+        ``hashed_block_size``. While every worker is busy the request waits, unless ``may_wait`` is
+        false; see ``Placer.place``, also for the errors. ``migration_limit`` lowers that of the
+        configuration; after ``deadline_s``, by the event loop's clock, no other worker is tried.
         """
-        summary = _summary(model, request, session_id)
-        self._host.request_received(summary)
-        try:
-            placed = await self._place(summary, request, sequence_hashes, may_wait)
-        except (RoutingError, asyncio.CancelledError) as error:
-            self._host.request_failed(summary, error)
-            raise
-        self._host.request_routed(summary, placed.route.decision)
+        summary = _summary(model, request, caller)
+        placement = await self._place(summary, request, sequence_hashes, may_wait=may_wait)
         most = self._migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
-        return Dispatch(summary, request, placed, self._surroundings(model), limits)
-
-    def _surroundings(self, model: str) -> Surroundings:
-        """The same for all requests."""
-        known = self._around.get(model)
-        if known is None:
-            workers = self._models[model]
-            known = self._around[model] = Surroundings(
-                workers.cache,
-                self._view,
-                self.load,
-                self._host,
-                self._place_again,
-                self._migrations,
-                None if workers.prefill is None else workers.prefill.decide,
-            )
-        return known
+        return Dispatch(summary, request, placement, self._models[model], limits)
 
     def forwards(self, model: str) -> bool:
-        """Whether some worker takes requests for this model as clients send them."""
-        return any(w.record.info.forwards for w in self._view.routable(model))
+        """Whether a worker takes requests for this model as clients send them."""
+        return any(map(_forwards, self._workers.routable(model)))
 
     async def forward(
-        self, model: str, request: GenerateRequest, session_id: str | None = None
+        self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER
     ) -> Forward:
-        """Pick a worker for a request that it is to get as the client sent it.
+        """Pick a worker for a request that it gets as the client sent it.
 
-        ``request`` has the prompt's tokens, as far as they are known, to route by. Raises as
+        ``request`` holds the prompt's tokens, as far as they are known, to route by. Raises as
         ``dispatch`` does.
         """
-        summary, workers = _summary(model, request, session_id), self._models[model]
-        hashes = workers.pool.hashes(request)
-        return await begin_forward(summary, hashes, workers.placer, self._surroundings(model))
+        summary = _summary(model, request, caller)
+        hashes = self._models[model].router.hashes(request)
+        placement = await self._place(summary, None, hashes, usable=_forwards)
+        return Forward(summary, placement, self._models[model])
 
     async def _place(
         self,
         summary: RequestSummary,
-        request: GenerateRequest,
-        known: Sequence[int] | None,
-        may_wait: bool,
-    ) -> Placed:
-        workers = self._models[summary.model]
-        hashes = workers.pool.hashes(request) if known is None else known
-        return await workers.placer.place(summary, hashes, request, may_wait=may_wait)
-
-    async def _place_again(
-        self, summary: RequestSummary, request: GenerateRequest, avoid: Collection[LiveWorker]
-    ) -> Placed:
-        """A worker that is not among ``avoid`` and can go on with the answer. Does not wait."""
-        begun = request.generated_prefix > 0
-
-        def usable(worker: LiveWorker) -> bool:
-            return worker not in avoid and (worker.record.info.continues_answers or not begun)
-
-        workers = self._models[summary.model]
-        hashes = workers.pool.hashes(request)
-        return await workers.placer.place(summary, hashes, may_wait=False, usable=usable)
+        request: GenerateRequest | None,
+        hashes: Sequence[int] | None,
+        *,
+        may_wait: bool = True,
+        usable: Usable | None = None,
+    ) -> Placement:
+        """Place a new request, with the hooks that belong to it. Raises as ``Placer.place``."""
+        host, model = self._host, self._models[summary.model]
+        host.request_received(summary)
+        try:
+            if hashes is None:
+                assert request is not None
+                hashes = model.router.hashes(request)
+            placement = await model.placer.place(
+                summary, hashes, request, may_wait=may_wait, usable=usable
+            )
+        except (RoutingError, asyncio.CancelledError) as error:
+            host.request_failed(summary, error, None)
+            raise
+        if waited_s := placement.route.waited_s:
+            host.request_queued(summary, "router", waited_s)
+        host.request_routed(summary, placement.route.decision)
+        return placement
 
     def _wake(self) -> None:
         for model in self._models.values():
             model.wake()
 
-    def _waits(self, change: int) -> None:
-        if self._when_waiting is not None:
-            self._when_waiting(change)
-
     async def close(self) -> None:
         """Abort what runs and disconnect from every worker."""
-        await self._view.close()
-        for model in self._models.values():
-            for cache in model.caches():
-                await cache.close()
+        await self._workers.close()
+        for indexer in self.indexers().values():
+            await indexer.close()
 
 
-def _summary(model: str, request: GenerateRequest, session_id: str | None) -> RequestSummary:
+def _forwards(worker: LiveWorker) -> bool:
+    return worker.record.info.forwards
+
+
+def _summary(model: str, request: GenerateRequest, caller: Caller) -> RequestSummary:
     return RequestSummary(
         request_id=request.request_id,
         model=model,
         prompt_tokens=len(request.token_ids),
         max_tokens=request.sampling.max_tokens,
-        session_id=session_id,
         priority=request.priority,
+        user=caller.user,
+        session_id=caller.session_id,
+        api_key_name=caller.api_key_name,
+        headers=caller.headers,
     )

@@ -1,96 +1,70 @@
-"""A request that its worker gets as the client sent it, for what only the engine itself can do."""
+"""A request forwarded to the engine as the client sent it, for what only the engine can do."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from commutator.engine.contract import ForwardedAnswer
-from commutator.errors import EngineUnavailableError, RoutingError
-from commutator.routing.dispatch import Surroundings
-from commutator.routing.placer import Placed, Placer
-from commutator.routing.route import RouteFacts
-from commutator.types import FinishReason, RequestOutcome, RequestSummary
+from commutator.contract.engine import ForwardedAnswer
+from commutator.contract.request import FinishReason, RequestOutcome, RequestSummary
+from commutator.errors import EngineUnavailableError
+from commutator.routing.model import ModelRouting
+from commutator.routing.placement import Placement
+from commutator.routing.router import Route
 
-__all__ = ["RANK_HEADER", "Forward", "begin_forward"]
+__all__ = [
+    "RANK_HEADER",
+    "Forward",
+]
 
 RANK_HEADER = "X-Data-Parallel-Rank"
-
-
-async def begin_forward(
-    summary: RequestSummary,
-    hashes: Sequence[int],
-    placer: Placer,
-    around: Surroundings,
-) -> Forward:
-    """Pick one of the workers that take such requests. Raises RoutingError."""
-    host = around.host
-    host.request_received(summary)
-    try:
-        placed = await placer.place(
-            summary, hashes, may_wait=True, usable=lambda worker: worker.record.info.forwards
-        )
-    except (RoutingError, asyncio.CancelledError) as error:
-        host.request_failed(summary, error)
-        raise
-    host.request_routed(summary, placed.route.decision)
-    return Forward(summary, placed, around)
+"""The header for the data-parallel rank, which vLLM and SGLang read."""
 
 
 class Forward:
-    """Use it with ``async with``, which sends it; leaving aborts it and gives its load back.
+    """One forwarded request. Use with ``async with``; leaving aborts it if it still runs.
 
-    It is not migrated: what the worker has answered is not understood here. Raises what
-    ``EngineClient.forward`` does.
+    A forwarded request is never migrated, because its answer is not parsed. Raises the errors of
+    ``EngineClient.forward``.
     """
 
     def __init__(
-        self,
-        summary: RequestSummary,
-        placed: Placed,
-        around: Surroundings,
+        self, summary: RequestSummary, placement: Placement, routing: ModelRouting
     ) -> None:
         self._summary = summary
-        self._placed = placed
-        self._view = around.view
-        self._load = around.load
-        self._host = around.host
-        route = placed.route
-        if around.cache is not None:
-            record = route.worker.record
-            around.cache.routed(record, route.candidate.rank, route.sequence_hashes)
+        self._placement = placement
+        self._routing = routing
         self._stack = AsyncExitStack()
         self._started_s = time.perf_counter()
         self._answer: ForwardedAnswer | None = None
-        self._ended = False
+        self._complete = False
+        route, indexer = placement.route, routing.router.indexer
+        if indexer is not None:
+            indexer.routed(route.worker.record, route.candidate.rank, route.sequence_hashes)
 
     @property
     def worker_id(self) -> str:
-        return self._placed.route.worker.record.worker_id
+        return self._placement.route.worker.record.worker_id
 
     @property
     def model(self) -> str:
-        """What the worker calls the model."""
-        return self._placed.route.worker.record.info.model
+        """The worker's name for the model."""
+        return self._placement.route.worker.record.info.model
 
     @property
-    def facts(self) -> RouteFacts:
-        return self._placed.route.facts
+    def route(self) -> Route:
+        return self._placement.route
 
     def explain(self) -> dict[str, Any]:
-        """Why this worker: see ``Route.explain``."""
-        return self._placed.route.explain()
+        """Why this worker was chosen; see ``Route.explain``."""
+        return self._placement.route.explain()
 
     async def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> ForwardedAnswer:
-        """The worker's answer, whose body is read with ``chunks``.
-
-        A header tells the data-parallel rank, which vLLM and SGLang look for in it.
-        """
-        route = self._placed.route
+        """Send the request; read the body of the answer with ``chunks``."""
+        route = self._placement.route
         client = route.worker.client
         if route.worker.record.info.data_parallel_size > 1:
             headers = {**headers, RANK_HEADER: str(route.candidate.rank)}
@@ -99,15 +73,15 @@ class Forward:
         return self._answer
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer's body."""
+        """The answer's body, as it arrives."""
         assert self._answer is not None
         async for chunk in self._answer.chunks():
-            if self._placed.ticket.prefilling:
+            if self._placement.ticket.prefilling:
                 ttft_s = time.perf_counter() - self._started_s
-                self._host.request_first_token(self._summary, self.worker_id, ttft_s)
-                self._load.progress(self._placed.ticket, 1)
+                self._routing.host.request_first_token(self._summary, self.worker_id, ttft_s)
+                self._routing.load.progress(self._placement.ticket, 1)
             yield chunk
-        self._ended = True
+        self._complete = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,17 +92,17 @@ class Forward:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._load.release(self._placed.ticket)
+        self._routing.load.release(self._placement.ticket)
         if isinstance(error, EngineUnavailableError):
-            self._view.lost(self._placed.route.worker)
+            self._routing.workers.lost(self._placement.route.worker)
         if error is not None:
-            self._host.request_failed(self._summary, error)
+            self._routing.host.request_failed(self._summary, error, self.worker_id)
         else:
-            self._host.request_finished(
+            self._routing.host.request_finished(
                 self._summary,
                 RequestOutcome(
                     worker_id=self.worker_id,
-                    finish_reason=FinishReason.STOP if self._ended else FinishReason.ABORT,
+                    finish_reason=FinishReason.STOP if self._complete else FinishReason.ABORT,
                     generated_tokens=0,
                     cached_tokens=0,
                     duration_s=time.perf_counter() - self._started_s,

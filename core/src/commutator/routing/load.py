@@ -1,4 +1,7 @@
-"""In-flight accounting: what each worker has been sent and has not yet given back. Pure."""
+"""In-flight accounting: the requests, prefill tokens and KV blocks in flight at each worker.
+
+Does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,31 @@ from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
-from commutator.routing.contract import WorkerLoad
+from commutator.contract.routing import WorkerLoad
 
-__all__ = ["InFlightLoad", "Ticket"]
+__all__ = [
+    "InFlightLoad",
+    "Ticket",
+]
 
 _NOTHING = WorkerLoad()
 
 
 @define
 class Ticket:
-    """One request on one worker, from dispatch to its end."""
+    """One request at one worker, from dispatch to its end."""
 
     worker_id: str
     prompt_tokens: int
     block_size: int
     prefill_tokens: int
-    """Prompt tokens that the worker has to compute, as far as is known."""
+    """Prompt tokens that the worker is expected to compute."""
     generated_tokens: int = 0
     prefilling: bool = True
 
     @property
     def blocks(self) -> int:
-        """KV blocks that the prompt and the answer so far fill or have begun."""
+        """KV blocks that the prompt and the answer so far use, the last one perhaps in part."""
         return -(-(self.prompt_tokens + self.generated_tokens) // self.block_size)
 
 
@@ -37,29 +43,29 @@ class _Totals:
     prefill_tokens: int = 0
     blocks: int = 0
     load: WorkerLoad | None = None
-    """The same for policies; None when it changed since it was last asked for."""
+    """The totals as policies see them; None when they have changed since it was last made."""
 
 
 @define
 class InFlightLoad:
     """Sums the tickets of each worker.
 
-    Prefill tokens count from dispatch to the first token; blocks grow with the answer; both go
-    when the ticket is released, on whichever way the request ended. What other front doors have in
-    flight comes on top, in ``of``.
+    Prefill tokens count from dispatch to the first token; blocks grow with the answer; both are
+    subtracted when the ticket is released, however the request ended. ``of`` adds what other front
+    doors have in flight.
     """
 
     on_fall: Callable[[], None] | None = None
-    """Called whenever some worker's load has fallen."""
+    """Called whenever a worker's load has fallen."""
     peers: int = 0
-    """How many other front doors tell of their load."""
+    """The number of other front doors that share their load."""
     _totals: dict[str, _Totals] = field(factory=dict)
     _of_peers: Mapping[str, WorkerLoad] = field(factory=dict)
 
     def dispatch(
         self, worker_id: str, prompt_tokens: int, block_size: int, cached_tokens: int = 0
     ) -> Ticket:
-        """A request was sent; ``cached_tokens`` of its prompt lie in the worker's cache.
+        """Count a request that was sent; the worker has ``cached_tokens`` of its prompt cached.
 
         ``block_size``: in tokens, the same for every worker, so that their loads compare.
         """
@@ -73,7 +79,7 @@ class InFlightLoad:
         return ticket
 
     def expect(self, ticket: Ticket, prefill_tokens: int) -> None:
-        """The worker has to compute so many tokens of the prompt, other than was known before."""
+        """Correct the number of prompt tokens that the worker has to compute."""
         if not ticket.prefilling:
             return
         totals = self._totals.get(ticket.worker_id)
@@ -86,7 +92,7 @@ class InFlightLoad:
             self.on_fall()
 
     def progress(self, ticket: Ticket, new_tokens: int) -> None:
-        """The worker sent ``new_tokens`` more tokens for this ticket."""
+        """Count ``new_tokens`` more tokens that the worker sent for this ticket."""
         totals = self._totals.get(ticket.worker_id)
         before = ticket.blocks
         if ticket.prefilling and new_tokens:
@@ -102,7 +108,7 @@ class InFlightLoad:
             totals.load = None
 
     def release(self, ticket: Ticket) -> None:
-        """The request ended. Call exactly once for each ticket."""
+        """Subtract an ended request. Call exactly once for each ticket."""
         totals = self._totals.get(ticket.worker_id)
         if totals is None:
             return  # the worker was forgotten, and its load with it
@@ -117,27 +123,31 @@ class InFlightLoad:
             self.on_fall()
 
     def set_peers(self, loads: Mapping[str, WorkerLoad], count: int) -> None:
-        """What ``count`` other front doors together have in flight, by worker."""
+        """Set what ``count`` other front doors together have in flight, by worker."""
         self._of_peers = loads
         self.peers = count
         if self.on_fall is not None:
             self.on_fall()
 
     def own(self, worker_id: str) -> WorkerLoad:
-        """What this front door has in flight on the worker."""
+        """What this front door has in flight at the worker."""
         totals = self._totals.get(worker_id)
         if totals is None:
             return _NOTHING
         if totals.load is None:
-            totals.load = WorkerLoad(totals.requests, totals.prefill_tokens, totals.blocks)
+            totals.load = WorkerLoad(
+                active_requests=totals.requests,
+                active_prefill_tokens=totals.prefill_tokens,
+                active_decode_blocks=totals.blocks,
+            )
         return totals.load
 
     def all_own(self) -> dict[str, WorkerLoad]:
-        """The same of every worker that has anything in flight from here."""
+        """``own`` of every worker at which this front door has requests in flight."""
         return {worker_id: self.own(worker_id) for worker_id in self._totals}
 
     def of(self, worker_id: str) -> WorkerLoad:
-        """What all front doors have in flight on the worker, as far as is known."""
+        """What all front doors that share their load have in flight at the worker."""
         if not self._of_peers:
             return self.own(worker_id)
         return self.own(worker_id) + self._of_peers.get(worker_id, _NOTHING)

@@ -1,95 +1,189 @@
-"""Keeps routing in step with the registry: workers come, change, and go."""
+"""Follows the registry: keeps the workers of each model up to date."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Protocol
 
-from commutator.config.model import EngineConfig
+from commutator.contract.engine import EngineConfig
+from commutator.contract.registry import Change, WorkerUp
+from commutator.contract.worker import WorkerRecord
 from commutator.plugins import PluginHost
-from commutator.routing.handover_pairs import HandoverPairs, RefusedPair
-from commutator.routing.model_workers import ModelWorkers
-from commutator.routing.view import LiveWorker, WorkerView
-from commutator.types import WorkerRecord
+from commutator.routing.disagg.prefill_pool import (
+    IncompatiblePair,
+    WorkerCompatibility,
+)
+from commutator.routing.model import ModelRouting
+from commutator.routing.workers import LiveWorker, LiveWorkers
 
-__all__ = ["Membership"]
+__all__ = [
+    "Membership",
+    "WorkerFollower",
+    "WorkerSink",
+]
 
 log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Connects to workers, and tells policies, caches and plugins of them.
+    """Connects to workers, and announces them to policies, indexers and plugins.
 
-    Of ``engines`` and ``models`` it has what the configuration names, by name. Used from one event
-    loop; changes of one worker come one after the other.
+    ``engines`` and ``models`` are those of the configuration, by name. Used from one event loop;
+    changes of one worker are applied one after another.
     """
 
     def __init__(
         self,
         engines: Mapping[str, EngineConfig],
-        models: Mapping[str, ModelWorkers],
-        view: WorkerView,
-        pairs: HandoverPairs,
+        models: Mapping[str, ModelRouting],
+        workers: LiveWorkers,
+        compatibility: WorkerCompatibility,
         host: PluginHost,
     ) -> None:
         self._engines = engines
         self._models = models
-        self._view = view
-        self._pairs = pairs
+        self._workers = workers
+        self._compatibility = compatibility
         self._host = host
 
     async def worker_up(self, record: WorkerRecord) -> None:
-        """The registry has a new worker, or a change of a known one."""
-        known = self._view.get(record.worker_id)
+        """Add a worker that is new in the registry, or apply a change of a known one."""
+        known = self._workers.get(record.worker_id)
         if known is not None and known.record.address == record.address and known.announced:
             self._change(known, record)
             return
         config = self._engines.get(record.engine)
         if config is None:
-            log.error("worker %s names engine %s, which is not configured here; ignored",
+            log.error("worker %s ignored: its engine %s is not in this front door's configuration",
                       record.worker_id, record.engine)  # fmt: skip
             return
         connector = self._host.engines.kinds[config.kind].thing
-        worker = await self._view.put(record, connector.connect(config, record.address))
+        worker = await self._workers.put(record, connector.connect(config, record.address))
         if (model := self._models.get(record.model)) is not None:
-            for cache in model.caches():
-                await cache.add(record)
+            for indexer in model.indexers():
+                await indexer.add(record)
         worker.announced = True
-        self._tell_refusals(record.worker_id)
+        self._log_incompatible(record.worker_id)
         if not record.draining:
             self._host.worker_up(record)
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
-        """The registry lost a worker; its running requests go elsewhere, or fail, at once."""
-        worker = await self._view.remove(worker_id, reason)
+        """Remove a worker that left the registry; its requests migrate or fail at once."""
+        worker = await self._workers.remove(worker_id, reason)
         if worker is None:
             return
         if (model := self._models.get(worker.record.model)) is not None:
             model.forget(worker_id)
-            for cache in model.caches():
-                await cache.remove(worker_id)
-        if not worker.record.draining:  # otherwise it left routing before
+            for indexer in model.indexers():
+                await indexer.remove(worker_id)
+        if not worker.record.draining:  # draining: the hook was called when it began to drain
             self._host.worker_down(worker.record, reason)
 
-    def refused_handovers(self) -> list[RefusedPair]:
-        """Prefill workers whose KV some other worker cannot take."""
-        return self._pairs.refused(worker.record for worker in self._view.all())
+    def refused_handovers(self) -> list[IncompatiblePair]:
+        """Pairs of a prefill worker and a worker of its model that cannot take its KV."""
+        return self._compatibility.incompatible(worker.record for worker in self._workers.all())
 
     def _change(self, worker: LiveWorker, record: WorkerRecord) -> None:
         known = worker.record
         if (known.draining, known.role) == (record.draining, record.role):
             return
-        self._view.change(worker, draining=record.draining, role=record.role)
+        self._workers.change(worker, draining=record.draining, role=record.role)
         if known.role is not record.role:
             if (model := self._models.get(known.model)) is not None:
                 model.forget(known.worker_id)
-            self._tell_refusals(record.worker_id)
+            self._log_incompatible(record.worker_id)
         if known.draining and not record.draining:
             self._host.worker_up(worker.record)
         elif record.draining and not known.draining:
             self._host.worker_down(worker.record, "draining")
 
-    def _tell_refusals(self, worker_id: str) -> None:
+    def _log_incompatible(self, worker_id: str) -> None:
         for pair in self.refused_handovers():
             if worker_id in {pair.prefill_worker, pair.decode_worker}:
                 log.warning("%s", pair)
+
+
+_LONGEST_RETRY_S = 30.0
+
+
+class WorkerSink(Protocol):
+    """Applies changes of workers; ``Membership`` is one."""
+
+    async def worker_up(self, record: WorkerRecord) -> None: ...
+
+    async def worker_down(self, worker_id: str, reason: str) -> None: ...
+
+
+class WorkerFollower:
+    """Applies the changes of each worker in order; a slow worker does not delay the others.
+
+    A newer change of a worker cancels the one in progress. Adding a worker that failed is tried
+    again after ``retry_s``, then with growing pauses, until a newer change of that worker.
+    """
+
+    def __init__(self, sink: WorkerSink, *, retry_s: float = 1.0) -> None:
+        self.informed = asyncio.Event()
+        """Set once all workers of the first batch have been applied."""
+        self._sink = sink
+        self._retry_s = retry_s
+        self._applying: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self, batches: AsyncIterator[Sequence[Change]]) -> None:
+        """Apply every batch, until cancelled."""
+        async for batch in batches:
+            begun = [self._begin(change) for change in batch]
+            if not self.informed.is_set():
+                await asyncio.gather(*begun, return_exceptions=True)
+                self.informed.set()
+
+    async def close(self) -> None:
+        tasks = list(self._applying.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, change: Change) -> asyncio.Task[None]:
+        worker_id = change.record.worker_id if isinstance(change, WorkerUp) else change.worker_id
+        return self._start(worker_id, self._apply(change, self._applying.get(worker_id)))
+
+    def _start(self, worker_id: str, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._applying[worker_id] = task
+        task.add_done_callback(lambda done: self._forget(worker_id, done))
+        return task
+
+    def _forget(self, worker_id: str, task: asyncio.Task[None]) -> None:
+        if self._applying.get(worker_id) is task:
+            del self._applying[worker_id]
+
+    async def _apply(self, change: Change, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            earlier.cancel()
+            await asyncio.wait({earlier})
+        if await self._applied(change) or not isinstance(change, WorkerUp):
+            return
+        worker_id = change.record.worker_id
+        if self._applying.get(worker_id) is asyncio.current_task():  # no newer change has come
+            # A separate task, because ``run`` may wait for this one.
+            self._start(worker_id, self._try_again(change))
+
+    async def _try_again(self, change: WorkerUp) -> None:
+        pause_s = self._retry_s
+        while True:
+            await asyncio.sleep(pause_s)
+            if await self._applied(change):
+                return
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+
+    async def _applied(self, change: Change) -> bool:
+        try:
+            if isinstance(change, WorkerUp):
+                await self._sink.worker_up(change.record)
+            else:
+                await self._sink.worker_down(change.worker_id, change.reason)
+        except Exception:
+            log.exception("applying a change of a worker failed: %r", change)
+            return False
+        return True

@@ -1,6 +1,7 @@
-"""What becomes of a request whose worker failed it: another worker, its end, or its failure. Pure.
+"""Decides what follows a worker's failure: another worker, the end of the request, or its failure.
 
-One migration by default: a request that kills every worker it meets must not meet them all.
+Does no I/O. The default is one migration, so that a request that crashes its workers does not crash
+all of them.
 """
 
 from __future__ import annotations
@@ -9,54 +10,59 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from commutator.errors import (
-    EngineIncompleteError,
-    EngineOverloadedError,
-    EngineUnavailableError,
-)
-from commutator.types import FinishReason, SamplingParams
+from commutator.contract.request import FinishReason, SamplingParams
+from commutator.errors import EngineIncompleteError, EngineOverloadedError, EngineUnavailableError
 
-__all__ = ["Action", "Cause", "Fail", "Finish", "Migrate", "Progress", "cause_of", "decide"]
+__all__ = [
+    "Action",
+    "Cause",
+    "Fail",
+    "Finish",
+    "Migrate",
+    "Progress",
+    "cause_of",
+    "decide",
+]
 
 _LEASE_EXPIRED = "lease expired"
-"""The registry's word; see the hook ``worker_down``."""
+"""The registry's reason; see the hook ``worker_down``."""
 
 
 class Cause(StrEnum):
-    """Why a worker does not finish a request that another one could."""
+    """Why a worker did not finish a request that another one may finish."""
 
     CONNECTION_LOST = "connection_lost"
     INCOMPLETE_STREAM = "incomplete_stream"
     LEASE_EXPIRED = "lease_expired"
     OVERLOADED = "overloaded"
-    """It is healthy and refused the request, which is not a failure of the worker."""
+    """The worker is healthy and refused the request; that is not a failure of the worker."""
 
 
 @frozen
 class Progress:
-    """How far a request has come, and what it may still do."""
+    """How much of a request is done, and its limits for migrations."""
 
     sampling: SamplingParams
-    """As the client gave it: lengths count from the beginning of the answer."""
+    """As the client sent it: lengths count from the beginning of the answer."""
     generated_tokens: int
     last_token: int | None
     """The newest token of the answer."""
     migrations: int
-    """Workers that failed it before this one; those that were only full do not count."""
+    """Migrations so far; those away from a full worker do not count."""
     limit: int
     time_left_s: float
 
 
 @frozen
 class Migrate:
-    """Send prompt and answer so far to another worker."""
+    """Send the prompt and the answer so far to another worker."""
 
     cause: Cause
 
 
 @frozen
 class Finish:
-    """Nothing is missing but the worker's word that this is the end."""
+    """The answer is complete; only the worker's finish reason is missing."""
 
     reason: FinishReason
     stop_reason: int | None = None
@@ -64,7 +70,7 @@ class Finish:
 
 @frozen
 class Fail:
-    """Let the client have the error."""
+    """Report the error to the client."""
 
 
 Action = Migrate | Finish | Fail
@@ -73,8 +79,9 @@ Action = Migrate | Finish | Fail
 def cause_of(error: Exception, gone: str | None) -> Cause | None:
     """The reason to migrate, if ``error`` is one.
 
-    ``gone`` is the registry's reason when it has taken the worker away. None for what another
-    worker would answer the same: a refused request, or an engine that failed computing it.
+    ``gone``: the registry's reason for removing the worker; None while it is registered. Returns
+    None where another worker would fail in the same way: the request was refused, or the engine
+    failed while computing it.
     """
     match error:
         case EngineOverloadedError():
@@ -87,18 +94,18 @@ def cause_of(error: Exception, gone: str | None) -> Cause | None:
 
 
 def decide(cause: Cause | None, progress: Progress) -> Action:
-    """What to do about a worker that does not finish a request."""
+    """What to do when a worker does not finish a request."""
     if cause is None or progress.time_left_s <= 0:
         return Fail()
     if cause is Cause.OVERLOADED:
-        return Migrate(cause)  # as often as there are workers: none is asked twice
+        return Migrate(cause)  # no limit but the number of workers: none is tried twice
     if (end := _natural_end(progress)) is not None:
         return end
     return Migrate(cause) if progress.migrations < progress.limit else Fail()
 
 
 def _natural_end(progress: Progress) -> Finish | None:
-    """The end that the answer has reached by its tokens alone; stop strings are the reader's."""
+    """The end that the answer's tokens have reached. The front door checks stop strings itself."""
     sampling, generated = progress.sampling, progress.generated_tokens
     stops = generated >= max(1, sampling.min_tokens)
     if stops and progress.last_token in sampling.stop_token_ids:

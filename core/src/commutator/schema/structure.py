@@ -1,4 +1,4 @@
-"""Turns plain data into attrs classes, strictly, and reports every mistake with its path.
+"""Converts plain data to attrs classes strictly, and reports every mistake with its path.
 
 Strict means: no silent conversion ("2" is not 2, true is not 1, 1.0 is not 1), no unknown keys.
 """
@@ -24,17 +24,21 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn
 
-from commutator.schema.fields import Bounds
-from commutator.schema.size import ByteSize
+from commutator.contract.settings import Bounds, ByteSize, SettingNote
 
-__all__ = ["Mismatch", "StructureError", "build_converter", "structure"]
+__all__ = [
+    "Mismatch",
+    "StructureError",
+    "build_converter",
+    "structure",
+]
 
 T = TypeVar("T")
 
-# Of one list or mapping; a request with a million wrong items must not cost a minute.
+# Per list or mapping; a request with a million wrong items must not take a minute.
 _MAX_PROBLEMS = 20
 
-_WORDS: Mapping[Any, str] = {
+_NAMES: Mapping[Any, str] = {
     int: "an integer",
     float: "a number",
     str: "a string",
@@ -88,13 +92,13 @@ def describe(kind: Any) -> str:
         return f"a list ({describe(args[0])} each)" if args else "a list"
     if origin in (dict, Mapping) or attrs.has(kind):
         return "a mapping"
-    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def matcher(kind: Any) -> Callable[[Any], bool]:
-    """Tells whether a plain value has the outer shape of the annotation ``kind``.
+    """A test whether a plain value has the outer shape of the annotation ``kind``.
 
-    The annotation is looked at once, here, and not again for each value.
+    The annotation is inspected once, here, and not for each value.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -120,7 +124,7 @@ def matcher(kind: Any) -> Callable[[Any], bool]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold; infinity and NaN are none."""
+    """Whether it is a finite number that a float can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -130,7 +134,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_mapping(value: Any) -> bool:
-    return isinstance(value, (dict, Mapping))  # asking the abstract class alone takes longer
+    return isinstance(value, (dict, Mapping))  # the abstract class alone is slower
 
 
 def _annotated_matcher(kind: Any) -> Callable[[Any], bool]:
@@ -146,9 +150,9 @@ def _annotated_matcher(kind: Any) -> Callable[[Any], bool]:
 
 
 def build_converter(*, detailed: bool = True) -> cattrs.Converter:
-    """A strict converter. With ``detailed=False`` it is quicker and stops at the first mistake."""
+    """A strict converter. With ``detailed=False`` it is faster and stops at the first mistake."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=detailed)
-    for primitive in (int, float, str, bool):  # cattrs has hooks of its own for exactly these
+    for primitive in (int, float, str, bool):  # replaces the hooks of cattrs
         converter.register_structure_hook(primitive, _leaf_hook(primitive, converter))
     converter.register_structure_hook_factory(_is_leaf, _leaf_hook)
     converter.register_structure_hook_factory(_is_union, _union_hook)
@@ -209,7 +213,7 @@ def _leaf_hook(kind: Any, _: cattrs.Converter) -> Callable[[Any, Any], Any]:
 
 
 def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """The first member whose outer shape fits decides, so that its own errors are reported."""
+    """Uses the first member whose outer shape fits, so that its errors are reported."""
     members = [
         (matcher(member), converter.get_structure_hook(member), member)
         for member in get_args(kind)
@@ -302,7 +306,7 @@ def _step(error: BaseException, path: str) -> str:
         if isinstance(note, IterableValidationNote):
             index = note.index
             return f"[{index}]" if isinstance(index, int) else f".{index}" if path else str(index)
-        if isinstance(note, AttributeValidationNote):
+        if isinstance(note, (AttributeValidationNote, SettingNote)):
             return f".{note.name}" if path else note.name
     return ""
 
@@ -315,5 +319,5 @@ def _leaf_problems(error: BaseException, path: str) -> Iterable[tuple[str, str]]
     elif isinstance(error, KeyError):
         yield path, "required, but missing"
     else:
-        name = path.rpartition(".")[2]  # a validator may have said it, too
+        name = path.rpartition(".")[2]  # some validators include the name
         yield path, str(error).removeprefix(f"{name}: ")

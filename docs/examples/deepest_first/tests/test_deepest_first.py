@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from commutator import EvictionPolicy
-from commutator.testing import EvictionContract, tree_block
 from commutator_deepest_first import DeepestFirst
+from commutator_testing.eviction import EvictionContract, tree_block
 
 
 class TestDeepestFirst(EvictionContract):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from commutator.kv import StorageTier
-from commutator.testing import TierContract
+from commutator import StorageTier
 from commutator_folder_tier import FolderConfig, FolderTier
+from commutator_testing.tiers import TierContract
 
 
 class TestFolderTier(TierContract):

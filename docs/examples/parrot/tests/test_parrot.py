@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from commutator import EngineClient, ModelConfig
 from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
-from commutator.testing import EngineContract
 from commutator_parrot import ParrotConfig
 from commutator_parrot.__main__ import ParrotEngine
+from commutator_testing.engines import EngineContract
 
 
 class TestParrot(EngineContract):

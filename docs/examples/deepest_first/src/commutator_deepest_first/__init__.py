@@ -5,29 +5,30 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from commutator import EvictionConfig, EvictionPolicy, EvictionRegister, hookimpl
-from commutator.kv import BlockFacts, BlockKey
-
-Entry = tuple[int, int, BlockKey]
+from commutator import (
+    BlockKey,
+    EvictionConfig,
+    EvictionPolicy,
+    EvictionRegister,
+    RetentionHints,
+    hookimpl,
+)
 
 
 class DeepestFirst(EvictionPolicy):
     """A heap by depth; at equal depth the block that came first goes first."""
 
     def __init__(self) -> None:
-        self._entries: dict[BlockKey, Entry] = {}
-        self._heap: list[Entry] = []
+        self._entries: dict[BlockKey, tuple[int, int, BlockKey]] = {}
+        self._heap: list[tuple[int, int, BlockKey]] = []
         self._added = 0
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
         self._added += 1
         self._entries[key] = (-facts.depth, self._added, key)
         heapq.heappush(self._heap, self._entries[key])
-
-    def touched(self, key: BlockKey, now_s: float) -> None:
-        """Use does not matter here."""
 
     def removed(self, key: BlockKey, *, evicted: bool) -> None:
         self._entries.pop(key, None)  # its place in the heap is skipped when it comes up
@@ -41,11 +42,10 @@ class DeepestFirst(EvictionPolicy):
         looked_at = []
         while self._heap and len(found) < count:
             entry = heapq.heappop(self._heap)
-            key = entry[2]
-            if self._entries.get(key) == entry:
+            if self._entries.get(entry[2]) == entry:
                 looked_at.append(entry)
-                if evictable(key):
-                    found.append(key)
+                if evictable(entry[2]):
+                    found.append(entry[2])
         for entry in looked_at:
             heapq.heappush(self._heap, entry)
         return found

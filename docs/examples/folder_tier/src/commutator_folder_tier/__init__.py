@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 from attrs import frozen
 
-from commutator import TierConfig, TierRegister, hookimpl, setting
+from commutator import (
+    KEY_BYTES,
+    Memory,
+    Region,
+    Size,
+    Slot,
+    SlotGeometry,
+    Span,
+    StoredBlock,
+    TierConfig,
+    TierRegister,
+    hookimpl,
+    setting,
+)
 from commutator.errors import TierError
-from commutator.kv import KEY_BYTES, OpenedSlots, Slot, SlotGeometry, SlotTier, Stored
-from commutator.schema import Size
-from commutator.transfer import Memory, Region, Span
+from commutator.kv import OpenedSlots, SlotTier
 
 
 @frozen(kw_only=True)
 class FolderConfig(TierConfig):
     """Options of the tier; they stand in the YAML file beside `kind`."""
 
+    memory = Memory.FILE
     path: str = setting("The folder; made when it is missing.")
     capacity: Size = setting("Most bytes of blocks.")
 
 
 class FolderTier(SlotTier):
-    """File names say which blocks are valid; what is in them is checked by its own header."""
+    """A file's name says which block is valid; core checks its bytes by the header in it."""
 
     medium = "DISK"
     memory = Memory.FILE
@@ -33,18 +45,11 @@ class FolderTier(SlotTier):
 
     def __init__(self, config: FolderConfig) -> None:
         self._config = config
-        self._folder = Path(config.path)
         self._paths: dict[Slot, Path] = {}
         self._numbers = count(1 << 32)  # NIXL's names for files: none may be used twice
 
-    @property
-    def backend_parameters(self) -> Mapping[str, str]:
-        return {}
-
     def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
-        capacity = self._config.capacity // geometry.slot_bytes
-        if not capacity:
-            raise TierError(f"folder: set capacity to at least {geometry.slot_bytes} bytes")
+        capacity = geometry.slots_in(self._config.capacity)
         self._folder = Path(self._config.path, geometry.identity)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -55,12 +60,7 @@ class FolderTier(SlotTier):
                 surplus.unlink()
             self._paths = dict(enumerate(files[:capacity]))
             found = [
-                Stored(
-                    key=bytes.fromhex(file.name),
-                    slot=slot,
-                    size_bytes=file.stat().st_size,
-                    checksum=0,
-                )
+                StoredBlock(key=bytes.fromhex(file.name), slot=slot, size_bytes=file.stat().st_size)
                 for slot, file in self._paths.items()
             ]
         except OSError as error:
@@ -69,14 +69,14 @@ class FolderTier(SlotTier):
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         span = Span(0, size_bytes, next(self._numbers))
-        return span, Region(Memory.FILE, span, f"rw,create:{self._path(slot)}")
+        return span, Region(memory=Memory.FILE, span=span, name=f"rw,create:{self._path(slot)}")
 
-    def remember(self, blocks: Sequence[Stored]) -> None:
+    def remember(self, blocks: Sequence[StoredBlock]) -> None:
         for stored in blocks:
             self._rename(stored.slot, stored.key.hex(), stored.size_bytes)
 
-    def forget(self, blocks: Sequence[Stored]) -> None:
-        for stored in blocks:  # not removed: somebody may still read it
+    def forget(self, blocks: Sequence[StoredBlock]) -> None:
+        for stored in blocks:  # not removed: a transfer may still read it
             self._rename(stored.slot, f"{stored.slot}.part", stored.size_bytes)
 
     def _path(self, slot: Slot) -> Path:
@@ -89,7 +89,7 @@ class FolderTier(SlotTier):
                 file.truncate(size_bytes)  # an older block in this slot may have been longer
             self._paths[slot] = path.rename(self._folder / name)
         except OSError as error:
-            raise TierError(f"folder: {error}; is somebody removing files?") from error
+            raise TierError(f"folder: {error}; does another process remove files?") from error
 
 
 @hookimpl

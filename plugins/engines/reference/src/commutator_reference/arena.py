@@ -8,9 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
+from commutator import Memory
 from commutator.kv import BlockArena
-from commutator.transfer import Memory
-from commutator_reference.llama_config import LlamaConfig
+from commutator_reference.weights import LlamaConfig
 
 __all__ = ["KVArena", "block_bytes"]
 
@@ -56,7 +56,7 @@ class KVArena:
 
     @property
     def block_arena(self) -> BlockArena:
-        """The same memory as storage tiers see it."""
+        """The same memory, described for storage tiers."""
         return BlockArena(
             memory=Memory.DRAM if self.tensor.device.type == "cpu" else Memory.VRAM,
             address=self.tensor.data_ptr(),
@@ -67,7 +67,7 @@ class KVArena:
 
     @property
     def runs(self) -> int:
-        """Contiguous pieces of a block, each with something of all its tokens, in order."""
+        """Contiguous pieces of a block; each contains a part of all its tokens, in order."""
         return self.num_layers * 2 * self.num_kv_heads
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys_values: Tensor) -> None:
@@ -75,7 +75,7 @@ class KVArena:
         self._layers[layer][blocks, :, offsets] = keys_values
 
     def run_index(self, block_tables: Tensor) -> Tensor:
-        """Where ``read`` finds the sequences of ``block_tables`` [sequences, blocks], by layer.
+        """Positions of the sequences of ``block_tables`` [sequences, blocks], by layer.
 
         [layers, 2 * sequences * KV heads * blocks]; made once a step, on the tables' device.
         """

@@ -10,12 +10,12 @@ from attrs import frozen
 from torch import Tensor
 
 from commutator_reference.arena import KVArena
-from commutator_reference.step import Chunk
+from commutator_reference.scheduler import Chunk
 
 __all__ = ["Batch", "DecodeGroup", "Prefill", "build_batch"]
 
 _SHORT_BLOCKS = 8
-"""Sequences of up to this many blocks are not worth telling apart by length."""
+"""Sequences of at most this many blocks form one group, whatever their length."""
 
 
 @frozen(eq=False)
@@ -36,9 +36,9 @@ class Prefill:
 
     rows: slice
     run_index: Tensor | None
-    """Where the arena holds the sequence's KV; None when there is none but the chunk's own."""
+    """Where the arena holds the sequence's KV; None when there is only the chunk's own."""
     mask: Tensor | None
-    """0 where a token may look, -inf elsewhere; [tokens, positions]. None: plainly causal."""
+    """0 where a token may attend, -inf elsewhere; [tokens, positions]. None: causal."""
 
 
 @frozen(eq=False)

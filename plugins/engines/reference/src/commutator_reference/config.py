@@ -7,8 +7,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from commutator import EngineConfig, setting
-from commutator.schema import NonNegativeInt, PositiveInt, PositiveSeconds, Size
+from commutator import EngineConfig, NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
 
 __all__ = ["ReferenceConfig"]
 
@@ -18,7 +17,7 @@ class ReferenceConfig(EngineConfig):
     """Workers of the reference engine."""
 
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "Where the model runs; auto takes a GPU where there is one.", "auto"
+        "Where the model runs; auto: a GPU if there is one, else the CPU.", "auto"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "Number format of weights and KV cache; auto is float32 on CPU, bfloat16 on GPU.", "auto"
@@ -37,13 +36,13 @@ class ReferenceConfig(EngineConfig):
     )
     prefix_caching: bool = setting("Reuse the KV blocks of equal prompt prefixes.", True)
     handover_lease_s: PositiveSeconds = setting(
-        "How long a prefilled prompt's KV is kept for a decode worker that does not ask for it.",
+        "How long a prefilled prompt's KV is held for a decode worker that does not fetch it.",
         30.0,
     )
     ucx_parameters: Mapping[str, str] = setting(
-        "Parameters of NIXL's backend UCX, by which KV is handed over.", factory=dict
+        "Parameters of NIXL's UCX backend, which hands KV over.", factory=dict
     )
     kv_events: bool = setting("Publish KV events over ZMQ.", True)
     kv_events_kept: PositiveInt = setting(
-        "Messages of KV events that a front door that missed them can have again.", 10_000
+        "Messages of KV events that are stored for front doors that missed them.", 10_000
     )

@@ -1,4 +1,4 @@
-"""The engine: takes requests, runs steps, gives out tokens. One thread drives it."""
+"""The engine: takes requests, runs steps, emits tokens. One thread drives it."""
 
 from __future__ import annotations
 
@@ -10,52 +10,71 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from itertools import takewhile
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
-from commutator.engine.handover import DecodeWords, PrefillWords
-from commutator.errors import EngineOverloadedError, RequestError
-from commutator.kv import CacheIdentity, KvEvent, KvService, LocatedPrompt, PromptQuestion
-from commutator.types import (
+from commutator import (
     EngineLoad,
+    FinishReason,
     GenerateRequest,
+    KvPrompt,
     SamplingParams,
     TokenDelta,
 )
+from commutator.errors import EngineOverloadedError, RequestError
+from commutator.kv import KvConnector, LocatedPrompt
+from commutator.kv_events import KvEvent
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
-from commutator_reference.books import Books
-from commutator_reference.deltas import ended, failed, handed_over, not_handed_over
-from commutator_reference.handover import Handover
+from commutator_reference.block_pool import ANONYMOUS, BlockPool
+from commutator_reference.handover import Handover, TransferParams
 from commutator_reference.model import Abandoned, LlamaModel
-from commutator_reference.options import EngineOptions
 from commutator_reference.sampler import Sampled, sample
-from commutator_reference.scheduler import Scheduler
-from commutator_reference.sequence import Sequence
-from commutator_reference.step import Step
-from commutator_reference.stopping import Decode, find_stop
-from commutator_reference.validation import validate_request
+from commutator_reference.scheduler import BlockLoads, Scheduler, Step
+from commutator_reference.sequence import Decode, Sequence, find_stop, validate_request
+from commutator_reference.tiering import Tiering
 
-__all__ = ["Deltas", "ReferenceEngine"]
+__all__ = ["Deltas", "EngineOptions", "ReferenceEngine"]
 
 log = logging.getLogger(__name__)
 
 Deltas = list[tuple[int, TokenDelta]]
-"""What one step added, by request key."""
+"""The deltas of one step, by request key."""
 
 _WAKE_S = 0.2
-"""How often an idle ``run`` looks at its stop event."""
+"""How often an idle ``run`` checks its stop event, in seconds."""
+
+
+@frozen(kw_only=True)
+class EngineOptions:
+    """Sizes and limits of one engine."""
+
+    num_blocks: int
+    """KV blocks in the arena; ``arena.block_bytes`` is the size of one."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    max_running_requests: int = 32
+    max_tokens_per_step: int = 512
+    max_queued_requests: int = 1024
+    """Requests that may wait in addition to running ones; one more is refused as overload."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and answer together; by default what model and arena allow."""
+    prefix_caching: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_running_requests", "max_tokens_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 class ReferenceEngine:
     """Continuous batching over one model and one KV arena.
 
     ``submit``, ``abort``, ``load`` and ``reset_prefix_cache`` may be called from any thread;
-    ``step`` and ``run`` from one. ``decode`` gives the text that stop strings are looked for in.
-    ``on_kv_events`` is called by that thread, once a step, with what the prefix cache stored and
-    removed.
+    ``step`` and ``run`` from one. ``decode`` returns the text in which stop strings are searched.
+    ``on_kv_events`` is called by that thread, once a step, with the blocks that the prefix cache
+    stored and removed.
     """
 
     def __init__(
@@ -81,43 +100,55 @@ class ReferenceEngine:
             device=model.device,
             dtype=model.dtype,
         )
-        self._books = Books(options, self.max_model_len)
+        self.pool = BlockPool(
+            options.num_blocks, options.block_size, prefix_caching=options.prefix_caching
+        )
+        self._loads: list[BlockLoads] = []
+        self._scheduler = Scheduler(
+            self.pool,
+            self.max_model_len,
+            self._loads,
+            max_running_requests=options.max_running_requests,
+            max_tokens_per_step=options.max_tokens_per_step,
+        )
+        self._tiering: Tiering | None = None
         self._handover: Handover | None = None
+        self._identity = ANONYMOUS
+        """Everything that decides a block's bytes, except tokens, adapter and salt."""
         self._arrivals = 0
         self.computes = False
         """Whether the last step had anything to compute; if not, requests may wait for a tier."""
         self._tier_events: list[KvEvent] = []
         self._unserved: list[tuple[int, str]] = []
-        """Requests for which there was nothing to be done, and why."""
+        """Requests that could not be served, and why."""
 
         self._changed = threading.Condition()
-        # What follows is guarded by the condition's lock.
+        # The condition's lock guards the following.
         self._inbox: deque[Callable[[], object]] = deque()
         self._live: set[int] = set()
         self._pending: dict[int, GenerateRequest] = {}
         self._load = EngineLoad(kv_capacity_blocks=options.num_blocks)
         self._woken = False
 
-    def use_tiers(self, service: KvService, identity: CacheIdentity) -> None:
-        """Keep blocks in storage tiers, too; before the first request.
-
-        ``identity`` is everything that decides a block's bytes, but for adapter and salt.
-        """
-        self._books.use_tiers(service, identity)
+    def use_tiers(self, connector: KvConnector) -> None:
+        """Keep blocks in storage tiers, too; before the first request."""
+        self._identity = connector.identity
+        self._tiering = Tiering(connector, self.pool)
+        self._loads.append(self._tiering)
 
     def use_handover(self, handover: Handover) -> None:
-        """Take part in requests whose prefill and decode are apart; before the first request."""
+        """Take part in disaggregated requests; before the first request."""
         self._handover = handover
-        self._books.use_handover(handover)
+        # Before tiers: blocks of a prefill worker need no lookup there.
+        self._loads[:0] = [handover.exports, handover.pulls]
 
     @property
     def storing(self) -> bool:
         """Whether blocks are on their way to a tier; from the driving thread."""
-        tiering = self._books.tiering
-        return tiering is not None and tiering.storing
+        return self._tiering is not None and self._tiering.storing
 
     def wake(self) -> None:
-        """Something happened in the tiers, or in a hand-over; from any thread."""
+        """Run a step soon, because a tier or hand-over made progress; from any thread."""
         with self._changed:
             self._woken = True
             self._changed.notify()
@@ -125,7 +156,8 @@ class ReferenceEngine:
     def submit(self, key: int, request: GenerateRequest) -> None:
         """Take a request, to begin with the next step; ``key`` names it until its last delta.
 
-        Raises RequestError when it can never be served, EngineOverloadedError when not now.
+        Raises RequestError when it can never be served, EngineOverloadedError when the queue is
+        full.
         """
         validate_request(
             request,
@@ -133,8 +165,8 @@ class ReferenceEngine:
             max_model_len=self.max_model_len,
             can_decode=self._decode is not None,
         )
-        words = self._words(request)
-        limit = self._options.limits.max_running_requests + self._options.max_queued_requests
+        params = self._transfer_params(request)
+        limit = self._options.max_running_requests + self._options.max_queued_requests
         with self._changed:
             if key in self._live:
                 raise ValueError(f"key {key} is in use")
@@ -144,10 +176,10 @@ class ReferenceEngine:
                 )
             self._live.add(key)
             self._pending[key] = request
-            self._inbox.append(lambda: self._admit(key, request, words))
+            self._inbox.append(lambda: self._admit(key, request, params))
             self._changed.notify()
 
-    def _words(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
+    def _transfer_params(self, request: GenerateRequest) -> TransferParams | None:
         if self._handover is not None:
             return self._handover.read(request)
         if request.handover is not None:
@@ -155,7 +187,7 @@ class ReferenceEngine:
         return None
 
     def abort(self, key: int) -> None:
-        """Stop a request and free what it holds before the next step. Nothing if unknown."""
+        """Stop a request and free its blocks before the next step. No effect if unknown."""
         with self._changed:
             self._live.discard(key)
             self._pending.pop(key, None)
@@ -165,7 +197,7 @@ class ReferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs, before the next step."""
         with self._changed:
-            self._inbox.append(self._forget_prefixes)
+            self._inbox.append(self.pool.clear)
             self._changed.notify()
 
     def load(self) -> EngineLoad:
@@ -173,36 +205,27 @@ class ReferenceEngine:
         with self._changed:
             return evolve(self._load, waiting=self._load.waiting + len(self._pending))
 
-    def locate(self, question: PromptQuestion, timeout_s: float = 10.0) -> LocatedPrompt:
+    def locate(self, question: KvPrompt, timeout_s: float = 10.0) -> LocatedPrompt:
         """A prompt's blocks, from any thread but the driving one. Raises TimeoutError."""
         size = self._options.block_size
         request = GenerateRequest(
-            "locate",
-            question.token_ids,
-            SamplingParams(),
+            request_id="locate",
+            token_ids=question.token_ids,
+            sampling=SamplingParams(),
             lora_name=question.lora_name,
             cache_salt=question.cache_salt,
         )
-        sequence = Sequence.start(0, request, 0, 0, self._books.identity)
-        # The last token is computed in any case: its logits are wanted.
-        wanted = (len(question.token_ids) - 1) // size
-        identities = [sequence.identity(index, size) for index in range(wanted)]
+        identities = Sequence.start(0, request, 0, 0, self._identity).reusable(size)
         found: Future[int] = Future()
-
-        def look() -> None:
-            pool = self._scheduler.pool
-            here = takewhile(lambda identity: pool.find(identity) is not None, identities)
-            found.set_result(sum(1 for _ in here))
-
         with self._changed:
-            self._inbox.append(look)
+            self._inbox.append(lambda: found.set_result(len(self.pool.find_prefix(identities))))
             self._changed.notify()
         keys = [identity.digest for identity in identities]
         return LocatedPrompt(keys, found.result(timeout_s), size)
 
     @property
     def preemptions(self) -> int:
-        """How often a request lost its blocks to another, ever."""
+        """How often a request has lost its blocks to another."""
         return self._scheduler.preemptions
 
     def check_integrity(self) -> None:
@@ -210,7 +233,10 @@ class ReferenceEngine:
         self._scheduler.check_integrity()
 
     def run(self, emit: Callable[[Deltas], None], stop: threading.Event) -> None:
-        """Step while there is work, sleep while there is none, until ``stop`` is set."""
+        """Step while there is work, sleep while there is none, until ``stop`` is set.
+
+        Raises what ``step`` raises.
+        """
         # OpenMP keeps a thread count for each thread; asking PyTorch for its own applies it here.
         torch.get_num_threads()
         while not stop.is_set():
@@ -227,21 +253,16 @@ class ReferenceEngine:
                 self._woken = False
 
     def step(self) -> Deltas:
-        """Compute one step and return what it added to each request. Never raises.
+        """Compute one step and return what it added to each request.
 
-        Whatever goes wrong ends the requests that it concerns with ``FinishReason.ERROR``.
+        A forward pass that fails ends its requests with ``FinishReason.ERROR``. Any other error is
+        raised: the block accounting can no longer be trusted, and the engine must stop.
         """
-        try:
-            if self._books.broken and not self._recovered():
-                return []
-            self._take_inbox()
-            deltas = self._tick()
-        except Exception as error:
-            log.exception("the engine's books are broken: every request is ended")
-            deltas = self._give_up(error)
+        self._take_inbox()
+        deltas = self._tick()
         self._publish_events()
         with self._changed:
-            # Requests aborted while the step ran say nothing more.
+            # Requests aborted while the step ran emit nothing more.
             deltas = [(key, delta) for key, delta in deltas if key in self._live]
             self._live -= {key for key, delta in deltas if delta.finish_reason is not None}
             self._load = self._current_load()
@@ -253,45 +274,60 @@ class ReferenceEngine:
                 self._inbox.popleft()()
             self._load = self._current_load()
 
-    def _admit(
-        self, key: int, request: GenerateRequest, words: PrefillWords | DecodeWords | None
-    ) -> None:
-        if self._pending.get(key) is not request:  # aborted before it was seen
-            self._books.skip(words)
+    def _admit(self, key: int, request: GenerateRequest, params: TransferParams | None) -> None:
+        if self._pending.get(key) is not request:  # aborted before it was admitted
+            if self._handover is not None and params is not None:
+                self._handover.skip(params)
             return
         del self._pending[key]
         seed = request.sampling.seed
         seed = secrets.randbits(62) if seed is None else seed
-        sequence = Sequence.start(key, request, self._arrivals, seed, self._books.identity)
+        sequence = Sequence.start(key, request, self._arrivals, seed, self._identity)
         self._arrivals += 1
-        if (problem := self._books.add(sequence, words)) is not None:
-            self._unserved.append((key, problem))
-
-    def _forget_prefixes(self) -> None:
-        # Looked up when it runs: the scheduler may have been replaced since.
-        self._scheduler.pool.clear()
+        if self._handover is not None and params is not None:
+            problem = self._handover.begin(sequence, params)
+            if problem is not None:
+                self._unserved.append((key, problem))
+                return
+        self._scheduler.add(sequence)
 
     def _tick(self) -> Deltas:
-        events, unserved = self._books.update()
-        self._tier_events += events
-        unserved += self._unserved
-        self._unserved = []
+        unserved, self._unserved = self._unserved, []
+        if self._tiering is not None:
+            self._tier_events += self._tiering.update()
+        if self._handover is not None:
+            unserved += self._handover.pulls.update()
         deltas: Deltas = []
         for key, why in unserved:
             self._scheduler.remove(key)
-            deltas.append((key, not_handed_over(why)))
+            failed = TokenDelta(
+                finish_reason=FinishReason.ERROR, error=f"hand-over: {why}", handover_failed=True
+            )
+            deltas.append((key, failed))
         deltas += self._hand_over()
         step = self._scheduler.schedule()
-        self._books.look_ahead()
+        if self._tiering is not None:
+            self._tiering.look_ahead(self._scheduler.queue, idle=not self._scheduler.running)
         handed = self._hand_over()  # all of it was cached
         step = step.without(key for key, _ in handed)
-        # What was handed over at once has made room for others.
+        # Prefills handed over at once have made room for others.
         self.computes = bool(step.chunks or handed)
         deltas += handed
         return deltas + self._run_step(step) if step.chunks else deltas
 
     def _hand_over(self) -> Deltas:
-        return [(done.key, handed_over(done)) for done in self._books.hand_over()]
+        """Publish blocks computed so far, and end the prefills that this completes.
+
+        Tokens after the last full block are never computed for another worker.
+        """
+        deltas: Deltas = []
+        for key in () if self._handover is None else self._handover.exports.advance():
+            if (sequence := self._scheduler.get(key)) is not None:
+                self._scheduler.remove(key)
+                cached = sequence.cached_tokens or 0
+                last = TokenDelta(finish_reason=FinishReason.LENGTH, cached_tokens=cached)
+                deltas.append((key, last))
+        return deltas
 
     def _run_step(self, step: Step) -> Deltas:
         started_s = time.perf_counter()
@@ -300,19 +336,19 @@ class ReferenceEngine:
         except Abandoned:
             return []  # all of it is aborted, and will be removed before the next step
         except Exception as error:
-            log.exception("a step failed; its %d requests are ended", len(step.chunks))
+            log.exception("step failed; its %d requests end with an error", len(step.chunks))
             return self._fail((chunk.key for chunk in step.chunks), error)
         # Only now may other requests reuse the step's KV.
         self._scheduler.complete(step)
         handed = self._hand_over()
-        if self._books.tiering is not None and (prompt_tokens := step.prompt_tokens):
-            self._books.tiering.computed(prompt_tokens, time.perf_counter() - started_s)
+        if self._tiering is not None and (prompt_tokens := step.prompt_tokens):
+            self._tiering.computed(prompt_tokens, time.perf_counter() - started_s)
         over = {key for key, _ in handed}
         appended = (self._append(key, token) for key, token in sampled if key not in over)
         return handed + [delta for deltas in appended for delta in deltas]
 
     def _compute(self, step: Step) -> list[tuple[int, Sampled]]:
-        """The new tokens. Raises Abandoned when every request was aborted meanwhile."""
+        """The new tokens. Raises Abandoned when every request was aborted during the step."""
         batch = build_batch(step.chunks, self.arena, self._model.dtype)
         keys = [chunk.key for chunk in step.chunks]
         logits = self._model.forward(
@@ -329,7 +365,7 @@ class ReferenceEngine:
         try:
             stop = find_stop(sequence, eos_ids, self.max_model_len, self._decode)
         except Exception as error:
-            log.exception("looking for stop strings failed")
+            log.exception("search for stop strings failed")
             return self._fail([key], error)
         delta = TokenDelta(
             token_ids=(sampled.token_id,),
@@ -338,35 +374,22 @@ class ReferenceEngine:
         )
         sequence.started = True
         if stop is not None:
-            self._books.ended(sequence)
+            if self._tiering is not None:
+                self._tiering.prefetcher.ended(sequence)
             self._scheduler.remove(key)
-            delta = ended(delta, stop)
+            delta = evolve(delta, finish_reason=stop.finish_reason, stop_reason=stop.stop_reason)
         return [(key, delta)]
 
     def _fail(self, keys: Iterable[int], error: Exception) -> Deltas:
         deltas = []
         for key in keys:
             self._scheduler.remove(key)
-            deltas.append((key, failed(error)))
+            why = f"{type(error).__name__}: {error}"
+            deltas.append((key, TokenDelta(finish_reason=FinishReason.ERROR, error=why)))
         return deltas
 
-    def _give_up(self, error: Exception) -> Deltas:
-        """The books cannot be trusted: end every request."""
-        with self._changed:
-            gone = self._live - set(self._pending)
-        self.computes = False
-        self._books.give_up()
-        self._recovered()
-        return [(key, failed(error)) for key in gone]
-
-    def _recovered(self) -> bool:
-        """Whether everything could begin anew."""
-        recovered, events = self._books.recovered()
-        self._tier_events += events
-        return recovered
-
     def _publish_events(self) -> None:
-        events = self._scheduler.pool.take_events() + self._tier_events
+        events = self.pool.take_events() + self._tier_events
         self._tier_events = []
         if events and self._on_kv_events is not None:
             try:
@@ -374,17 +397,13 @@ class ReferenceEngine:
             except Exception:
                 log.exception("the receiver of %d KV events failed; they are lost", len(events))
 
-    @property
-    def _scheduler(self) -> Scheduler:
-        return self._books.scheduler
-
     def _sequence(self, key: int) -> Sequence:
         sequence = self._scheduler.get(key)
-        assert sequence is not None, f"request {key} was scheduled but is gone"
+        assert sequence is not None, f"request {key} was scheduled but no longer exists"
         return sequence
 
     def _current_load(self) -> EngineLoad:
-        pool = self._scheduler.pool
+        pool = self.pool
         return EngineLoad(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,

@@ -1,36 +1,50 @@
-"""What a worker needs to hand KV over, whichever side of it: made once, used by every pool."""
+"""KV hand-over: exports blocks to decode workers, and pulls blocks from prefill workers.
+
+``Exports`` and ``Pulls`` run on the engine's thread; the protocol and NIXL have their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Any
 
-from attrs import evolve
+from attrs import define, evolve, field
 
-from commutator.engine import TokenApiClient
-from commutator.engine.handover import (
+from commutator import GenerateRequest, KvTransferInfo
+from commutator.kv import BlockArena, CacheIdentity, TransferStatistics, bytes_at, checksum
+from commutator.kv.transfer.exporter import BlockExporter
+from commutator.kv.transfer.geometry import BlockShapes
+from commutator.kv.transfer.protocol import (
     PROTOCOL,
-    DecodeWords,
-    ExportServer,
-    HandoverStatistics,
-    NixlMover,
-    PrefillWords,
-    Puller,
-    PullTimes,
+    DecodeTransferParams,
+    ExportedMemory,
+    PrefillTransferParams,
     ReadyBlock,
-    Source,
-    read_words,
+    handover_keys,
+    parse_transfer_params,
 )
-from commutator.kv import BlockArena, CacheIdentity, bytes_at, checksum
-from commutator.types import GenerateRequest, HandoverInfo
+from commutator.kv.transfer.puller import Puller, PullResult, PullTimes
+from commutator.kv.transfer.reader import BlockReader, ReadTarget
 from commutator_reference.arena import KVArena
+from commutator_reference.block_pool import BlockPool
+from commutator_reference.sequence import Sequence
 
-__all__ = ["Handover", "handover_info", "missing_for_handover"]
+__all__ = [
+    "Exports",
+    "Handover",
+    "Pulls",
+    "TransferParams",
+    "missing_for_handover",
+]
+
+TransferParams = PrefillTransferParams | DecodeTransferParams
+"""A request's part in a hand-over."""
 
 _FIRST_PIECE_BYTES = 2 << 20
-"""Blocks are told of in pieces, the first a small one, so that reading begins soon."""
+"""Blocks are published in pieces; the first is small, so that reading begins early."""
+_ABORTED = "the prefill was aborted or has failed"
 
 
 def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
@@ -44,13 +58,13 @@ def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
     return None
 
 
-def handover_info(identity: CacheIdentity, arena: KVArena) -> HandoverInfo:
-    """What another worker must have in common; blocks of other sizes can be converted."""
+def _transfer_info(identity: CacheIdentity, arena: KVArena) -> KvTransferInfo:
+    """What another worker must match; blocks of other sizes can be converted."""
     layout = (
         f"reference-1: {arena.num_layers} layers, key and value, {arena.num_kv_heads} heads, "
         f"tokens, {arena.head_size}"
     )
-    return HandoverInfo(
+    return KvTransferInfo(
         protocol=PROTOCOL,
         identity=evolve(identity, layout=layout, block_size=0).digest.hex(),
         block_size=arena.block_size,
@@ -59,112 +73,295 @@ def handover_info(identity: CacheIdentity, arena: KVArena) -> HandoverInfo:
 
 
 class Handover:
-    """Both sides of one worker: its exports, its pulls, and the NIXL agent that they share."""
+    """A worker's exports, its pulls, and the NIXL agent that they share."""
 
     def __init__(
         self,
-        info: HandoverInfo,
+        identity: CacheIdentity,
         arena: KVArena,
+        pool: BlockPool,
         *,
         agent_name: str,
         wake: Callable[[], None],
+        host: str = "127.0.0.1",
         parameters: Mapping[str, str] | None = None,
         times: PullTimes | None = None,
     ) -> None:
-        """``parameters`` are those of NIXL's backend UCX; ``wake`` is called from any thread."""
-        self.info = info
-        self._arena = arena
-        self._blocks: BlockArena = arena.block_arena
+        """``host`` is where the exporter listens; ``parameters`` are those of NIXL's backend UCX.
+
+        ``wake`` is called from any thread.
+        """
+        self.info = info = _transfer_info(identity, arena)
+        """Has the exporter's address once it is started."""
+        self._host = host
+        self._runs = arena.runs
+        self._blocks = arena.block_arena
         self._agent_name = agent_name
-        self.mover = NixlMover(
+        self._reader = BlockReader(
             self._blocks,
             block_tokens=info.block_size,
             runs=arena.runs,
             agent_name=agent_name,
             parameters=parameters,
         )
-        self.exports = ExportServer(self._source, wake)
-        self.pulls = Puller(self.mover, info, TokenApiClient, wake, times)
-        self._sums: dict[int, tuple[object, int]] = {}
-        """Of each block that was handed over: of which content, and its checksum."""
-        self._summing = ThreadPoolExecutor(1, thread_name_prefix="handover-sum")
+        self._exporter = BlockExporter(wake, memory=self._memory)
+        self._puller = Puller(self._reader, info, wake, times)
+        self.exports = Exports(self._exporter, info, self._blocks, pool)
+        self.pulls = Pulls(self._puller, info, pool)
 
     def start(self) -> None:
-        """From the event loop that serves the worker."""
-        self.exports.start()
-        self.pulls.start()
+        """From the event loop that serves the worker. Raises OSError."""
+        self.info = evolve(self.info, address=self._exporter.start(self._host))
+        self._puller.start()
 
     def stop(self) -> None:
         """From any thread but the event loop's, once the engine has stopped."""
+        self._exporter.stop()
+        self._puller.stop()
         self.exports.stop()
-        self.pulls.stop()
-        self._summing.shutdown()
-        self.mover.close()
+        self._reader.close()
 
-    def read(self, request: GenerateRequest) -> PrefillWords | DecodeWords | None:
-        """Which leg a request is, if any. Raises RequestError for what cannot be done."""
-        return read_words(request, self.info.block_size)
+    def read(self, request: GenerateRequest) -> TransferParams | None:
+        """The request's role in a hand-over, if any. Raises RequestError if it cannot be served."""
+        return parse_transfer_params(request, self.info.block_size)
 
-    def publish(
-        self,
-        export_id: str,
-        blocks: Sequence[int],
-        keys: Sequence[bytes],
-        contents: Sequence[object],
-    ) -> None:
-        """Sum held blocks on another thread, and tell of each piece that is summed.
+    def begin(self, sequence: Sequence, params: TransferParams) -> str | None:
+        """Begin the request's part. Returns None, or why the request cannot be served."""
+        if isinstance(params, PrefillTransferParams):
+            return self.exports.begin(sequence, params)
+        self.pulls.begin(sequence, params)
+        return None
 
-        ``contents`` stand for what is in the blocks; of the same content a block is summed only
-        once, which costs less and shows damage that was done since.
-        """
-        start, count = 0, max(1, _FIRST_PIECE_BYTES // self._blocks.block_bytes)
-        while start < len(blocks):
-            piece = slice(start, start + count)
-            self._summing.submit(
-                self._publish, export_id, blocks[piece], keys[piece], contents[piece]
-            )
-            start, count = start + count, 2 * count
+    def skip(self, params: TransferParams) -> None:
+        """The request was aborted before it began; a decode worker need not wait for a prefill."""
+        if isinstance(params, PrefillTransferParams):
+            self._exporter.fail(params.pull, _ABORTED)
 
-    def complete(self, export_id: str) -> None:
-        """No more blocks are held for it. Told behind those that are still to be summed."""
-        self._summing.submit(self.exports.complete, export_id)
+    def statistics(self) -> TransferStatistics:
+        return TransferStatistics(
+            exports=self._exporter.statistics(), pulls=self._puller.statistics()
+        )
 
-    async def answer(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        """The value for a question of the token API's. Raises EngineError."""
-        if what == "statistics":
-            return HandoverStatistics(self.exports.statistics(), self.pulls.statistics())
-        return await self.exports.answer(what, arguments)
-
-    def _publish(
-        self,
-        export_id: str,
-        blocks: Sequence[int],
-        keys: Sequence[bytes],
-        contents: Sequence[object],
-    ) -> None:
-        ready = [
-            ReadyBlock(block, key, self._sum(block, content))
-            for block, key, content in zip(blocks, keys, contents, strict=True)
-        ]
-        self.exports.publish(export_id, ready)
-
-    def _sum(self, block: int, content: object) -> int:
-        known, found = self._sums.get(block, (None, 0))
-        if known != content:
-            found = checksum(bytes_at(self._blocks.span(block)))
-            self._sums[block] = content, found
-        return found
-
-    def _source(self) -> Source:
+    def _memory(self) -> ExportedMemory:
         blocks = self._blocks
-        return Source(
+        return ExportedMemory(
             info=self.info,
             agent=self._agent_name,
-            metadata=self.mover.metadata(),
+            metadata=self._reader.metadata(),
             memory=str(blocks.memory),
             address=blocks.address,
             block_bytes=blocks.block_bytes,
             blocks=blocks.count,
             device=blocks.device,
-            runs=self._arena.runs,
+            runs=self._runs,
         )
+
+
+@define
+class _Export:
+    id: str
+    sequence: Sequence
+    keys: list[bytes]
+    """Identities of the blocks that are handed over."""
+    published: int = 0
+
+
+class Exports:
+    """The prefill side: holds a prompt's blocks until the decode worker has read them."""
+
+    def __init__(
+        self, exporter: BlockExporter, info: KvTransferInfo, blocks: BlockArena, pool: BlockPool
+    ) -> None:
+        self._exporter = exporter
+        self._info = info
+        self._blocks = blocks
+        self._pool = pool
+        self._exports: dict[int, _Export] = {}
+        self._checksums: dict[int, tuple[int, int]] = {}
+        """Generation and checksum of each block that was handed over."""
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="handover-sum")
+
+    def stop(self) -> None:
+        """End the thread that computes checksums."""
+        self._summing.shutdown()
+
+    def begin(self, sequence: Sequence, params: PrefillTransferParams) -> str | None:
+        """Begin a hand-over. Returns None, or why the request cannot be served."""
+        try:
+            wanted = self._exporter.begin(params.pull, params.lease_s)
+        except ValueError as error:
+            return str(error)
+        if not wanted:
+            return "the decode side has given the hand-over up already"
+        # The decode worker always computes the last token: it needs the logits.
+        count = (len(sequence.tokens) - 1) // self._info.block_size
+        keys = handover_keys(self._info, sequence.request)[:count]
+        self._exports[sequence.key] = _Export(params.pull, sequence, keys)
+        return None
+
+    def advance(self) -> list[int]:
+        """Hold and publish the blocks computed since the last call; free released ones.
+
+        Returns the requests that are done: all is published, or the decode worker has released it.
+        """
+        done: list[int] = []
+        for key, export in self._exports.items():
+            end = min(export.sequence.registered, len(export.keys))
+            new = slice(export.published, end)
+            blocks = export.sequence.blocks[new]
+            wanted = self._exporter.hold(export.id, blocks)
+            if wanted and blocks:
+                for block in blocks:
+                    self._pool.acquire(block)
+                self._publish(export.id, blocks, export.keys[new])
+                export.published = end
+            if not wanted or export.published == len(export.keys):
+                done.append(key)
+        for key in done:
+            # After the blocks whose checksum is still being computed.
+            self._summing.submit(self._exporter.complete, self._exports.pop(key).id)
+        # Each hand-over's blocks are in the order of its tokens.
+        self._pool.release(self._exporter.take_freed())
+        return done
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """A prefill waits for nothing."""
+        del sequence, hits
+        return True
+
+    def drop(self, key: int) -> None:
+        """The request ended, perhaps before all of it was published."""
+        if (export := self._exports.pop(key, None)) is not None:
+            self._exporter.fail(export.id, _ABORTED)
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that are held for hand-overs."""
+        return set(self._exporter.held())
+
+    def _publish(self, export_id: str, blocks: Many[int], keys: Many[bytes]) -> None:
+        """Compute checksums of held blocks on another thread, and publish piece by piece."""
+        new = [
+            (block, key, self._pool.generation(block))
+            for block, key in zip(blocks, keys, strict=True)
+        ]
+        start, count = 0, max(1, _FIRST_PIECE_BYTES // self._blocks.block_bytes)
+        while start < len(new):
+            self._summing.submit(self._publish_piece, export_id, new[start : start + count])
+            start, count = start + count, 2 * count
+
+    def _publish_piece(self, export_id: str, piece: Many[tuple[int, bytes, int]]) -> None:
+        ready = [
+            ReadyBlock(block, key, self._checksum(block, generation))
+            for block, key, generation in piece
+        ]
+        self._exporter.publish(export_id, ready)
+
+    def _checksum(self, block: int, generation: int) -> int:
+        """Computed once for each content, which is cheaper and reveals later damage."""
+        known, found = self._checksums.get(block, (None, 0))
+        if known != generation:
+            found = checksum(bytes_at(self._blocks.span(block)))
+            self._checksums[block] = generation, found
+        return found
+
+
+@define
+class _Pull:
+    sequence: Sequence
+    shapes: BlockShapes
+    first: int = 0
+    """Index of the first block that is read."""
+    chain: list[int] = field(factory=list)
+    """Registered blocks of the prompt, from its first, held during the pull, in order."""
+    blocks: list[int] = field(factory=list)
+    """Destination of the other blocks; includes those that were added to ``chain`` since."""
+    over: PullResult | None = None
+
+
+class Pulls:
+    """The decode side: a request waits until its prompt's blocks are read."""
+
+    def __init__(self, puller: Puller, info: KvTransferInfo, pool: BlockPool) -> None:
+        self._puller = puller
+        self._info = info
+        self._pool = pool
+        self._pulls: dict[int, _Pull] = {}
+        """Pulls of waiting requests, and of those whose blocks are not released yet."""
+        self._gone: set[int] = set()
+        """Requests that ended while something may still write to their blocks."""
+
+    def begin(self, sequence: Sequence, params: DecodeTransferParams) -> None:
+        """Send the request to the prefill worker, before there is room for the blocks."""
+        shapes = BlockShapes(params.block_size, self._info.block_size, self._info.token_bytes)
+        self._pulls[sequence.key] = _Pull(sequence, shapes)
+        self._puller.begin(sequence.key, params, sequence.request)
+
+    def ready(self, sequence: Sequence, hits: list[int]) -> bool:
+        """Whether the request can be admitted; sets the destination of its blocks."""
+        pull = self._pulls.get(sequence.key)
+        if pull is None:
+            return True
+        if pull.over is not None or pull.blocks:
+            return pull.over is not None and pull.over.error is None
+        size = self._pool.block_size
+        first = pull.shapes.aligned(len(hits) * size)
+        end = pull.shapes.aligned(len(sequence.tokens) - 1)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = len(hits) * size
+        if first >= end:
+            self._puller.drop(sequence.key)
+            del self._pulls[sequence.key]
+            return True
+        chain = hits[: first // size]
+        for block in chain:
+            self._pool.acquire(block)
+        blocks = self._pool.allocate((end - first) // size)
+        if blocks is None:
+            self._pool.release(chain)
+            return False
+        pull.chain, pull.first, pull.blocks = chain, first // size, blocks
+        self._puller.set_destination(sequence.key, ReadTarget(first, end, tuple(blocks)))
+        return False
+
+    def drop(self, key: int) -> None:
+        """The request ended; its blocks are released once nothing writes to them."""
+        pull = self._pulls.get(key)
+        if pull is None:
+            return
+        self._puller.drop(key)
+        if pull.blocks:
+            self._gone.add(key)
+        else:
+            del self._pulls[key]
+
+    def update(self) -> list[tuple[int, str]]:
+        """Take blocks that arrived; once a step. Returns failed requests with the reason."""
+        over, released = self._puller.poll()
+        failed: list[tuple[int, str]] = []
+        for each in over:
+            pull = self._pulls.get(each.key)
+            if pull is None or each.key in self._gone:
+                continue
+            pull.over = each
+            self._adopt(pull, each.good_tokens // self._pool.block_size)
+            if each.error is not None:
+                failed.append((each.key, each.error))
+            elif not pull.blocks:
+                del self._pulls[each.key]
+        for key in released:
+            if (pull := self._pulls.pop(key, None)) is not None:
+                self._gone.discard(key)
+                spare = set(pull.blocks).difference(pull.chain)
+                # In the order of the tokens, so that no block is reallocated before its child.
+                self._pool.release([*pull.chain, *spare])
+        return failed
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that are held for hand-overs."""
+        return {block for pull in self._pulls.values() for block in (*pull.chain, *pull.blocks)}
+
+    def _adopt(self, pull: _Pull, count: int) -> None:
+        size = self._pool.block_size
+        for index, block in enumerate(pull.blocks[:count], start=pull.first):
+            identity, facts = pull.sequence.identity(index, size), pull.sequence.facts(index, size)
+            pull.chain.append(self._pool.adopt(block, identity, facts))

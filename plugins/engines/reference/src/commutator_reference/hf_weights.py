@@ -10,13 +10,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from commutator.errors import ConfigError
-from commutator_reference.llama_config import (
+from commutator_reference.weights import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LlamaConfig,
     RopeScaling,
+    TensorSource,
 )
-from commutator_reference.weights import TensorSource
 
 __all__ = ["open_hf"]
 

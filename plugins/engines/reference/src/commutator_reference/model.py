@@ -2,24 +2,119 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import Batch, DecodeGroup, Prefill
-from commutator_reference.linear import Linear
-from commutator_reference.llama_config import LlamaConfig
-from commutator_reference.rope import rope_frequencies, rope_tables, rotate_
-from commutator_reference.weights import LayerWeights, LlamaWeights
+from commutator_reference.gguf_weights import open_gguf
+from commutator_reference.hf_weights import open_hf
+from commutator_reference.weights import (
+    LayerWeights,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LlamaConfig,
+    LlamaWeights,
+    build_weights,
+)
 
-__all__ = ["Abandoned", "LlamaModel"]
+__all__ = [
+    "Abandoned",
+    "Linear",
+    "LlamaModel",
+    "load_model",
+    "rope_frequencies",
+    "rope_tables",
+    "rotate_",
+]
+
+
+def rope_frequencies(config: LlamaConfig) -> Tensor:
+    """Radians a position, [head_size / 2], float32: theta ** (-2i / head_size), then scaled."""
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+    frequencies = 1.0 / config.rope_theta**exponents
+    match config.rope_scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling(factor):
+            return frequencies / factor
+        case Llama3RopeScaling() as scaling:
+            return _scaled_as_llama3(frequencies, scaling)
+
+
+def _scaled_as_llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """The scaling of Llama 3.1's reference implementation.
+
+    With r = original context length / wavelength: frequencies with r >= high stay unchanged, those
+    with r <= low are divided by the factor, between the two they are interpolated linearly in r.
+    """
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_context_length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rope_tables(
+    frequencies: Tensor, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines, each [tokens, 1, head_size], for ``rotate_``."""
+    angles = positions[:, None].to(torch.float32) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    cosines = torch.cat((cos, cos), dim=-1)
+    signed_sines = torch.cat((-sin, sin), dim=-1)
+    return cosines[:, None].to(dtype), signed_sines[:, None].to(dtype)
+
+
+def rotate_(heads: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
+    """Rotate ``heads`` [tokens, heads, head_size] in place.
+
+    Each pair (x[i], x[i + size/2]) turns by its angle; rolling by half brings partners together.
+    """
+    partners = heads.roll(heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cosines).addcmul_(partners, signed_sines)
+
+
+class Linear:
+    """``x @ weight.T`` for one weight [out, in].
+
+    On CPUs float32 weights are stored in oneDNN's blocked order, as PyTorch's own compiler does:
+    for the few rows of a decode batch it is twice as fast as the plain order.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = _can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight  # noqa: SLF001
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] to [rows, out]."""
+        if self._packed:
+            result: Tensor = _packed_linear(x, self._weight, None, "none", [], "")
+            return result
+        return linear(x, self._weight)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _packed_linear(*arguments: object) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(*arguments)  # noqa: SLF001
+    return result
 
 
 class Abandoned(Exception):  # noqa: N818 - nothing went wrong
-    """Nobody wants the result of this forward pass any more."""
+    """The result of this forward pass is no longer needed."""
 
 
 class LlamaModel:
@@ -41,7 +136,7 @@ class LlamaModel:
     ) -> Tensor:
         """Logits [sampled rows, vocabulary], float32; the KV of every token goes to the arena.
 
-        ``wanted`` is asked before each layer. Raises Abandoned once it says no.
+        ``wanted`` is called before each layer. Raises Abandoned once it returns False.
         """
         x = embedding(batch.token_ids, self._embedding)
         tables = rope_tables(self._rope_frequencies, batch.positions, self.dtype)
@@ -89,7 +184,7 @@ class _Layer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_decodes(self, qkv: Tensor, group: DecodeGroup, arena: KVArena) -> Tensor:
-        """The heads of one group stand where usually the tokens of one sequence stand."""
+        """Attention of one group; its heads take the axis that usually has a sequence's tokens."""
         config = self._config
         queries = qkv[group.rows, : config.num_heads]
         queries = queries.view(group.count, config.num_kv_heads, config.group_size, -1)
@@ -115,3 +210,18 @@ class _Layer:
             is_causal=chunk.mask is None,
         )
         return attended.permute(2, 1, 0, 3).reshape(len(rows), -1)
+
+
+def load_model(
+    path: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LlamaModel:
+    """The model of a GGUF file or a Hugging Face directory (what ``locate_model`` finds).
+
+    Raises ConfigError when it is no Llama model, or one with an option this engine lacks.
+    """
+    config, source = open_hf(path) if path.is_dir() else open_gguf(path)
+    weights = build_weights(config, source, device=torch.device(device), dtype=dtype)
+    return LlamaModel(config, weights)

@@ -6,12 +6,13 @@ from commutator import (
     EngineClient,
     EngineConnector,
     EngineRegister,
+    HandoverStyle,
     LaunchContext,
     LaunchPlan,
     hookimpl,
 )
 from commutator.engine import TokenApiClient, engine_command
-from commutator.engine.handover import HandoverStyle, PullHandover
+from commutator.kv.transfer.protocol import PullHandover
 from commutator_reference.config import ReferenceConfig
 
 __all__ = ["ReferenceConnector"]

@@ -1,63 +1,91 @@
 """Decides what each step computes: continuous batching over a fixed number of KV blocks.
 
-Pure: it knows neither tensors nor time. The engine calls ``schedule``, runs the step, and reports
+Pure: no tensors, no clock. The engine calls ``schedule``, runs the step, and reports
 with ``complete`` and ``remove``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from attrs import field, frozen
+from attrs import evolve, frozen
 
-from commutator_reference.blocks import BlockPool
+from commutator_reference.block_pool import BlockPool
 from commutator_reference.sequence import Sequence
-from commutator_reference.step import Chunk, Step
 
-__all__ = ["BlockLoads", "Scheduler", "SchedulerLimits"]
+__all__ = ["BlockLoads", "Chunk", "Scheduler", "Step"]
 
 
 @frozen
-class SchedulerLimits:
-    """How much may run at once."""
+class Chunk:
+    """Consecutive tokens of one request whose KV is to be computed."""
 
-    max_running_requests: int = field(default=32)
-    max_tokens_per_step: int = field(default=512)
+    key: int
+    token_ids: tuple[int, ...]
+    start: int
+    """Position of the first of these tokens in its sequence."""
+    block_table: tuple[int, ...]
+    """Blocks of the sequence, in order; block i holds positions [i * size, (i + 1) * size)."""
+    samples: bool
+    """Whether the sequence ends here, so that its next token is to be chosen."""
 
-    def __attrs_post_init__(self) -> None:
-        if self.max_running_requests < 1 or self.max_tokens_per_step < 1:
-            raise ValueError(f"every limit must be at least 1: {self}")
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.start + len(self.token_ids)
+
+
+@frozen
+class Step:
+    """The chunks of one forward pass, those of a single token first."""
+
+    chunks: tuple[Chunk, ...] = ()
+    preempted: tuple[int, ...] = ()
+    """Requests that lost their blocks to make room; they are waiting again."""
+
+    def without(self, keys: Iterable[int]) -> Step:
+        """The same step without the chunks of some requests."""
+        gone = set(keys)
+        return evolve(self, chunks=tuple(c for c in self.chunks if c.key not in gone))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of chunks with more than one."""
+        return sum(len(c.token_ids) for c in self.chunks if len(c.token_ids) > 1)
 
 
 class BlockLoads(Protocol):
-    """Blocks that come from elsewhere before a request is admitted, or are held for others."""
+    """Blocks loaded from elsewhere before a request is admitted, or held for other workers."""
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether to admit it now, with the blocks ``hits`` in the pool; False: ask again."""
+        """Whether to admit it now, with the blocks ``hits`` in the pool; False: call again."""
 
     def drop(self, key: int) -> None:
-        """The request is gone."""
+        """The request ended."""
 
     def held_blocks(self) -> set[int]:
-        """Blocks that are held beside those of running requests."""
+        """Blocks held in addition to those of running requests."""
 
 
 class Scheduler:
     """Running requests first, decodes before prefills; then admission in order of rank.
 
-    When blocks run out, the running request of the last rank gives all of its own back and waits
-    to be computed again, tokens generated so far included. The first rank always proceeds, so
-    every request ends, provided that each fits into the pool when alone (``max_model_len``).
+    When blocks run out, the running request of the last rank releases all of its blocks and waits
+    to be computed again, including the tokens generated so far. The first rank always proceeds, so
+    every request ends, provided that each fits into the pool alone (``max_model_len``).
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        limits: SchedulerLimits,
         max_model_len: int,
         loads: Many[BlockLoads] = (),
+        *,
+        max_running_requests: int,
+        max_tokens_per_step: int,
     ) -> None:
         capacity = pool.num_blocks * pool.block_size
         if not 2 <= max_model_len <= capacity:  # noqa: PLR2004 - one token in, one out
@@ -69,10 +97,10 @@ class Scheduler:
         self._loads = loads
         self.max_model_len = max_model_len
         self.preemptions = 0
-        """How often a request lost its blocks, ever."""
-        self._limits = limits
+        """How often a request has lost its blocks."""
+        self._max_tokens = max_tokens_per_step
         # A step must have a token for each running request, or the last of them would starve.
-        self._max_running = min(limits.max_running_requests, limits.max_tokens_per_step)
+        self._max_running = min(max_running_requests, max_tokens_per_step)
         self._sequences: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -84,7 +112,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for blocks or for their turn."""
+        """How many requests wait for admission."""
         return len(self._waiting)
 
     @property
@@ -106,7 +134,7 @@ class Scheduler:
         insort(self._waiting, sequence, key=_rank)
 
     def remove(self, key: int) -> bool:
-        """Forget a finished or aborted request and let go of its blocks. False if unknown."""
+        """Remove a finished or aborted request and release its blocks. False if unknown."""
         sequence = self._sequences.pop(key, None)
         if sequence is None:
             return False
@@ -137,17 +165,17 @@ class Scheduler:
                 self._register_full_blocks(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when requests and pool disagree about who holds what."""
+        """Raise AssertionError when requests and pool disagree about held blocks."""
         self.pool.check_integrity()
         assert len(self._running) <= self._max_running, "too many requests run"
-        assert len(self._running) + len(self._waiting) == len(self._sequences), "one is lost"
+        assert len(self._running) + len(self._waiting) == len(self._sequences), "a request is lost"
         assert all(not waiting.blocks for waiting in self._waiting), "a waiting one holds blocks"
         held = {block for sequence in self._running.values() for block in sequence.blocks}
         held = held.union(*(load.held_blocks() for load in self._loads))
         assert len(held) == self.pool.held, "a block is held by no request"
 
     def _plan_running(self, plan: dict[int, int]) -> list[int]:
-        budget, preempted = self._limits.max_tokens_per_step, list[int]()
+        budget, preempted = self._max_tokens, list[int]()
         decodes_first = sorted(self._running.values(), key=lambda s: (s.uncomputed > 1, s.rank))
         for sequence in decodes_first:
             if budget == 0:
@@ -158,7 +186,7 @@ class Scheduler:
             while not self._grow(sequence, count):
                 victim = max(self._running.values(), key=_rank)
                 if victim is sequence:
-                    break  # it keeps what it has, until somebody before it needs that
+                    break  # it keeps its blocks until a request of a better rank needs them
                 self._preempt(victim)
                 preempted.append(victim.key)
                 budget += plan.pop(victim.key, 0)
@@ -168,17 +196,19 @@ class Scheduler:
         return preempted
 
     def _plan_admissions(self, plan: dict[int, int]) -> None:
-        budget = self._limits.max_tokens_per_step - sum(plan.values())
+        budget = self._max_tokens - sum(plan.values())
         position = 0
         while (
             position < len(self._waiting) and budget > 0 and len(self._running) < self._max_running
         ):
             sequence = self._waiting[position]
-            hits = self._cached_prefix(sequence)
+            hits: list[int] = []
+            if self.pool.prefix_caching:
+                hits = self.pool.find_prefix(sequence.reusable(self.pool.block_size))
             if not self._has_room_for(sequence, hits):
                 break
             if not all(load.ready(sequence, hits) for load in self._loads):
-                position += 1  # others go on while its blocks are on their way
+                position += 1  # others continue while its blocks are on their way
                 continue
             del self._waiting[position]
             self._running[sequence.key] = sequence
@@ -197,25 +227,14 @@ class Scheduler:
             plan[sequence.key] = count
             budget -= count
 
-    def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        hits: list[int] = []
-        if self.pool.prefix_caching:
-            # The last token is always computed: its logits are what the next one comes from.
-            for index in range((len(sequence.tokens) - 1) // self.pool.block_size):
-                block = self.pool.find(sequence.identity(index, self.pool.block_size))
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
-
     def _has_room_for(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether all of its tokens fit beside what the running requests still need.
+        """Whether all of its tokens fit beside the blocks that running requests still need.
 
         One block of headroom for each running request keeps a newcomer from being admitted only
         to be preempted a few tokens later.
         """
         owed = sum(self._missing(running) + 1 for running in self._running.values())
-        revived = sum(not self.pool.is_held(block) for block in hits)
+        revived = sum(not self.pool.in_flight(block) for block in hits)
         needed = self._blocks_for(len(sequence.tokens)) - len(hits)
         return needed + revived + owed <= self.pool.available
 

@@ -1,31 +1,32 @@
-"""The engine as the token API's server drives it: its own thread, its events, its sizes."""
+"""Runs the engine under the token API's server: its thread, KV events and memory sizes."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import uuid
-from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 import torch
+from attrs import evolve
 
+from commutator import EngineInfo, EngineLoad, GenerateRequest
 from commutator.engine import Emit, EngineStart, TokenEngine
 from commutator.errors import ConfigError
-from commutator.kv import DeviceBlocks, EventPublisher, KvAdmin, KvService
-from commutator.text import load_text_model, locate_model
-from commutator.types import EngineInfo, EngineLoad, GenerateRequest
+from commutator.kv import DeviceBlocks, KvAdmin, KvConnector, TransferStatistics
+from commutator.kv_events import EventPublisher
+from commutator.tokenizer import load_text_model, locate_model
 from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
-from commutator_reference.engine import ReferenceEngine
-from commutator_reference.handover import Handover, handover_info, missing_for_handover
-from commutator_reference.identity import cache_identity
-from commutator_reference.loading import load_model
-from commutator_reference.options import EngineOptions
-from commutator_reference.scheduler import SchedulerLimits
+from commutator_reference.engine import EngineOptions, ReferenceEngine
+from commutator_reference.handover import Handover, missing_for_handover
+from commutator_reference.model import load_model
+from commutator_reference.weights import cache_identity
 
 __all__ = ["ReferenceServer"]
+
+log = logging.getLogger(__name__)
 
 _WHERE = "reference engine"
 
@@ -34,7 +35,7 @@ class ReferenceServer(TokenEngine):
     """Loads the model, then runs the engine on one thread until ``stop``."""
 
     def __init__(self, config: ReferenceConfig, start: EngineStart) -> None:
-        """Raises ConfigError when the model or the KV arena cannot be what was asked for."""
+        """Raises ConfigError when the model or the KV arena cannot be as configured."""
         model = start.model
         torch.set_num_threads(config.threads or _fair_threads(config.replicas))
         device, dtype = _device(config), _dtype(config)
@@ -58,10 +59,8 @@ class ReferenceServer(TokenEngine):
             EngineOptions(
                 num_blocks=num_blocks,
                 block_size=config.block_size,
-                limits=SchedulerLimits(
-                    max_running_requests=config.max_running_requests,
-                    max_tokens_per_step=config.max_tokens_per_step,
-                ),
+                max_running_requests=config.max_running_requests,
+                max_tokens_per_step=config.max_tokens_per_step,
                 max_queued_requests=config.max_queued_requests,
                 max_model_len=model.max_model_len,
                 prefix_caching=config.prefix_caching,
@@ -69,7 +68,7 @@ class ReferenceServer(TokenEngine):
             decode=load_text_model(model.source).decode,
             on_kv_events=None if self._publisher is None else self._publisher.publish,
         )
-        self._service: KvService | None = None
+        self._connector: KvConnector | None = None
         self._admin: KvAdmin | None = None
         self._handover: Handover | None = None
         if start.tiers or missing is None:
@@ -78,25 +77,27 @@ class ReferenceServer(TokenEngine):
             )
         if missing is None:
             self._handover = Handover(
-                handover_info(identity, self._engine.arena),
+                identity,
                 self._engine.arena,
+                self._engine.pool,
                 agent_name=f"handover/{start.worker_id}/{uuid.uuid4().hex}",
                 wake=self._engine.wake,
+                host=start.host,
                 parameters=config.ucx_parameters,
             )
             self._engine.use_handover(self._handover)
         if start.tiers:
-            self._service = KvService(
+            self._connector = KvConnector(
                 start.tiers,
                 self._engine.arena.block_arena,
-                block_size=config.block_size,
-                identity=identity.digest.hex(),
-                agent_name=f"{start.worker_id}/{os.getpid()}",
+                identity,
+                worker_id=start.worker_id,
+                reports_evictions=True,
                 wake=self._engine.wake,
             )
-            self._service.start()
-            self._engine.use_tiers(self._service, identity)
-            self._admin = KvAdmin(self._service, self._engine.locate, self._device_blocks)
+            self._connector.start()
+            self._engine.use_tiers(self._connector)
+            self._admin = KvAdmin(self._connector, self._engine.locate, self._device_blocks)
         self._info = EngineInfo(
             kind="reference",
             version=version("commutator-reference"),
@@ -107,8 +108,7 @@ class ReferenceServer(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
-            handover=None if self._handover is None else self._handover.info,
-            kv_exchange=None if self._service is None else self._service.exchange,
+            kv_exchange=None if self._connector is None else self._connector.exchange,
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -116,11 +116,21 @@ class ReferenceServer(TokenEngine):
     def start(self, emit: Emit) -> EngineInfo:
         if self._handover is not None:
             self._handover.start()
-        self._thread = threading.Thread(
-            target=self._engine.run, args=(emit, self._stopping), name="engine", daemon=True
-        )
+            self._info = evolve(self._info, handover=self._handover.info)
+        self._thread = threading.Thread(target=self._run, args=(emit,), name="engine", daemon=True)
         self._thread.start()
         return self._info
+
+    def _run(self, emit: Emit) -> None:
+        """Run the engine until ``stop``. An error ends the process; its supervisor restarts it."""
+        try:
+            self._engine.run(emit, self._stopping)
+        except Exception:
+            log.critical(
+                "engine: block accounting failed; the process ends, and its supervisor restarts it",
+                exc_info=True,
+            )
+            os._exit(os.EX_SOFTWARE)
 
     def submit(self, key: int, request: GenerateRequest) -> None:
         self._engine.submit(key, request)
@@ -144,15 +154,12 @@ class ReferenceServer(TokenEngine):
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
-    def kv_admin(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        if self._admin is None:
-            return super().kv_admin(what, arguments)
-        return self._admin.answer(what, arguments)
+    @property
+    def kv_admin(self) -> KvAdmin | None:
+        return self._admin
 
-    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        if self._handover is None:
-            return await super().handover(what, arguments)
-        return await self._handover.answer(what, arguments)
+    def transfer_statistics(self) -> TransferStatistics:
+        return TransferStatistics() if self._handover is None else self._handover.statistics()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -160,8 +167,8 @@ class ReferenceServer(TokenEngine):
             self._thread.join()
         if self._handover is not None:
             self._handover.stop()
-        if self._service is not None:
-            self._service.close()
+        if self._connector is not None:
+            self._connector.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -174,7 +181,7 @@ def _device(config: ReferenceConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["device: cuda was asked for, but PyTorch sees none"], _WHERE)
+        raise ConfigError(["device: cuda is configured, but PyTorch finds no GPU"], _WHERE)
     return torch.device(config.device)
 
 

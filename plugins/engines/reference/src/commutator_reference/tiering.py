@@ -1,108 +1,139 @@
-"""Keeps the engine's blocks in storage tiers, and brings them back before a prompt is computed.
+"""Storage tiers behind the arena: blocks are offloaded to them, and onboarded from them.
 
-On the engine's thread, all of it. The bytes are moved on the tiers' own threads meanwhile.
+Runs on the engine's thread; the tiers' own threads move the bytes.
 """
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
+from itertools import islice
+from math import ceil
 
 from attrs import define, field
 
-from commutator.kv import FinishedLoad, KvEvent, KvService, PrefillSpeed, count_uses
-from commutator_reference.block_identity import BlockIdentity
-from commutator_reference.blocks import BlockPool
-from commutator_reference.look_ahead import LookAhead
+from commutator import BlockKey
+from commutator.kv import BlockDescriptor, FinishedOnboard, KvConnector, OnboardTicket
+from commutator.kv_events import KvEvent
+from commutator_reference.block_pool import BlockIdentity, BlockPool
 from commutator_reference.sequence import Sequence
-from commutator_reference.way_out import Offered, WayOut, offer_of
 
-__all__ = ["Tiering"]
+__all__ = ["EvictionOffloader", "QueuePrefetcher", "Tiering"]
 
 _LENT_SHARE = 0.25
 """Blocks of the arena that may be on their way to a tier at a time; others wait."""
 _SPEED_FORGETTING = 0.8
+_DEMAND_FORGETTING = 0.999
+_ASK_AGAIN_S = 0.25
+"""Delay until a block that no tier took is offered again."""
+_REQUESTS_AHEAD = 8
+_CONVERSATIONS = 64
 
 
 @define
-class _Load:
+class _Onboard:
     sequence: Sequence
+    ticket: OnboardTicket
     first: int
-    """Position of the first block that is loaded."""
+    """Index in the prompt of the first block that is loaded."""
     hits: list[int]
-    """Blocks before it, held meanwhile."""
+    """Blocks before ``first``, held during the load."""
     blocks: list[int] = field(factory=list)
     returned: set[int] = field(factory=set)
     good: int | None = None
-    """How many of ``blocks`` are verified, once that is known."""
+    """How many of ``blocks`` are verified; set when the load ends."""
 
 
 class Tiering:
-    """Between the scheduler's pool and the KV service."""
+    """Connects the scheduler's block pool with the KV connector."""
 
-    def __init__(self, service: KvService, pool: BlockPool) -> None:
-        self._service = service
+    def __init__(self, connector: KvConnector, pool: BlockPool) -> None:
+        self._connector = connector
         self._pool = pool
-        self._on_evict = service.takes_evicted
-        self._write_through = service.takes_computed
-        self._counts_uses = count_uses(setup.admission for setup in service.tiers)
-        self._loads: dict[int, _Load] = {}
+        self._plans: dict[int, Future[OnboardTicket]] = {}
+        """Keys of requests that wait for the answer of a shared tier."""
+        self._loads: dict[int, _Onboard] = {}
         self._loading_blocks: dict[int, int] = {}
         """Device block to the key of the request that it is loaded for."""
         self._offers: dict[int, BlockIdentity] = {}
-        """Blocks computed or used of which no tier was told yet, and what was in them."""
-        self._way_out = WayOut(service, pool)
+        """Computed or used blocks that are not offloaded or counted yet, with their identities."""
+        self._evictions = EvictionOffloader(connector, pool)
         self._lent = 0
         self._tokens_per_s: float | None = None
-        self.look_ahead = LookAhead(service, pool)
+        self.prefetcher = QueuePrefetcher(connector, pool)
         pool.has_tiers = True
         pool.on_registered = self._registered
-        if self._counts_uses:
+        if connector.counts_uses:
             pool.on_reused = self._used
 
     def ready(self, sequence: Sequence, hits: list[int]) -> bool:
-        """Whether the request can be admitted; begins to load what is worth it."""
+        """Whether the request can be admitted; begins to load blocks where that pays."""
         if sequence.tiers_asked or not self._pool.prefix_caching:
             return True
         if (running := self._loads.get(sequence.key)) is not None:
             return running.good is not None
-        block_size = self._pool.block_size
-        wanted = (len(sequence.tokens) - 1) // block_size
-        if wanted <= len(hits):
+        wanted = sequence.reusable(self._pool.block_size)
+        if len(wanted) <= len(hits):
             return True
-        keys = [sequence.identity(index, block_size).digest for index in range(wanted)]
-        prefill = PrefillSpeed(tokens_per_s=self._tokens_per_s, block_size=block_size)
-        load_id = str(sequence.key)
-        count = self._service.plan(load_id, keys, len(hits), prefill)
-        if count is None:
+        plan = self._plans.pop(sequence.key, None)
+        if plan is None:
+            plan = self._connector.plan(
+                [identity.digest for identity in wanted],
+                first=len(hits),
+                tokens_per_s=self._tokens_per_s,
+                request_id=str(sequence.key),
+            )
+        if not plan.done():
+            self._plans[sequence.key] = plan
             return False
+        ticket = plan.result()
+        skip = len(hits) - ticket.first  # other requests may have computed or evicted blocks
+        if skip < 0:
+            self._connector.cancel(ticket)
+            return self.ready(sequence, hits)
         sequence.tiers_asked = True
-        if not count:
+        if skip >= ticket.blocks:
+            self._connector.cancel(ticket)
             return True
         for block in hits:
             self._pool.acquire(block)
-        blocks = self._pool.allocate(count)
+        blocks = self._pool.allocate(ticket.blocks - skip)
         if blocks is None:
             self._pool.release(hits)
-            self._service.drop(load_id)
+            self._connector.cancel(ticket)
             return True
-        self._loads[sequence.key] = _Load(sequence, len(hits), list(hits), blocks)
+        self._loads[sequence.key] = _Onboard(sequence, ticket, len(hits), list(hits), blocks)
         self._loading_blocks.update(dict.fromkeys(blocks, sequence.key))
-        self._service.start_load(load_id, blocks)
+        self._connector.onboard(ticket, blocks, skip=skip)
         sequence.tiers_asked = False
         return False
 
     def drop(self, key: int) -> None:
-        """The request is gone; its blocks come back as the load ends."""
-        self._service.drop(str(key))
-        self.look_ahead.gone(key)
+        """The request ended; its blocks are released when the load ends."""
+        self._connector.forget(str(key))
+        if (plan := self._plans.pop(key, None)) is not None and not plan.cancel():
+            self._connector.cancel(plan.result())
+        if (load := self._loads.get(key)) is not None:
+            self._connector.cancel(load.ticket)
+        self.prefetcher.gone(key)
 
-    def waiting(self, queue: Many[Sequence]) -> None:
-        """Requests that were not admitted, the next one first."""
-        self.look_ahead.waiting(
-            sequence
-            for sequence in queue
-            if sequence.key not in self._loads and not sequence.tiers_asked
-        )
+    def look_ahead(self, queue: Many[Sequence], *, idle: bool) -> None:
+        """Prefetch from slow tiers what will be needed soon, once a step is planned.
+
+        ``queue`` are the requests that were not admitted, the next one first; ``idle`` says
+        whether no request is running.
+        """
+        if queue:
+            self.prefetcher.waiting(
+                sequence
+                for sequence in queue
+                if sequence.key not in self._loads and not sequence.tiers_asked
+            )
+        elif idle:
+            self.prefetcher.idle()
 
     def held_blocks(self) -> set[int]:
         """Blocks that are held for loads."""
@@ -115,78 +146,54 @@ class Tiering:
         return bool(self._lent or self._offers)
 
     def update(self) -> list[KvEvent]:
-        """Once a step: take what was loaded and released, and offer what is new.
+        """Take onboarded and released blocks, and offload new ones; once a step.
 
-        Returns what routers are to be told of the tiers.
+        Returns the tiers' KV events.
         """
-        polled = self._service.poll()
+        polled = self._connector.poll()
         for block in polled.released:
             if (key := self._loading_blocks.get(block)) is not None:
                 self._loads[key].returned.add(block)
             else:
                 self._pool.take_back(block)
-                self._way_out.came_back(block)
+                self._evictions.came_back(block)
                 self._lent -= 1
-        for finished in polled.loads:
+        for finished in polled.onboards:
             self._finish(finished)
         for key in [key for key, load in self._loads.items() if load.good is not None]:
             self._give_back(key)
         self._offer()
-        if self._on_evict:
-            self._lend(self._way_out.take(self._room()), evicting=True)
+        if self._connector.takes_evicted:
+            self._lend(self._evictions.take(self._room()), self._connector.offload_evicted)
         return polled.events
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed so many prompt tokens."""
+        """A step computed ``tokens`` prompt tokens in ``seconds``."""
         speed = tokens / seconds
         old = self._tokens_per_s
         keep = _SPEED_FORGETTING
         self._tokens_per_s = speed if old is None else keep * old + (1 - keep) * speed
 
-    def _finish(self, finished: FinishedLoad) -> None:
-        load = self._loads[int(finished.load_id)]
+    def _finish(self, finished: FinishedOnboard) -> None:
+        load = self._loads[int(finished.ticket.request_id)]
         load.good = finished.blocks
         block_size = self._pool.block_size
         for index in range(finished.blocks):
             identity = load.sequence.identity(load.first + index, block_size)
-            twin = self._pool.find(identity)
-            if twin is not None:
-                # Another request computed it meanwhile. Held as long as those after it, it will not
-                # be given away before them.
-                self._pool.acquire(twin)
+            block, facts = load.blocks[index], load.sequence.facts(load.first + index, block_size)
+            if (twin := self._pool.adopt(block, identity, facts)) != block:
+                # Held as long as the blocks after it, it is not reallocated before them.
                 load.hits.append(twin)
                 continue
-            block, facts = load.blocks[index], load.sequence.facts(load.first + index, block_size)
-            self._pool.register(block, identity, facts)
             if facts.is_plain:
-                self._way_out.is_kept(identity.digest)
-            if self._counts_uses:
-                # The load counted; what the request tells as it is admitted is the same use.
+                self._evictions.is_kept(identity.digest)
+            if self._connector.counts_uses:
+                # The load was counted as a use; the admission of the request is the same use.
                 self._offers.pop(block, None)
         load.sequence.tiers_asked = True
 
-    def give_up(self) -> None:
-        """The pool's books are broken: nothing is loaded or offered any more. See ``settled``."""
-        self._offers.clear()
-        self._loads = {key: load for key, load in self._loads.items() if load.good is None}
-        for key in self._loads:
-            self._service.drop(str(key))
-
-    def settled(self) -> tuple[bool, list[KvEvent]]:
-        """Whether no block of the arena is under way any more, and what routers are to be told.
-
-        After ``give_up``, instead of ``update``: what comes back is counted, and that is all.
-        """
-        polled = self._service.poll()
-        for block in polled.released:
-            if self._loading_blocks.pop(block, None) is None:
-                self._lent -= 1
-        for finished in polled.loads:
-            self._loads.pop(int(finished.load_id), None)
-        return not (self._loading_blocks or self._lent or self._loads), polled.events
-
     def _give_back(self, key: int) -> None:
-        """Let go of what came back; the prefix cache keeps what was registered."""
+        """Release loaded blocks; the prefix cache keeps registered ones."""
         load = self._loads[key]
         for block in reversed(load.blocks):
             if block in load.returned:
@@ -200,8 +207,8 @@ class Tiering:
             del self._loads[key]
 
     def _registered(self, block: int, identity: BlockIdentity) -> None:
-        self._way_out.is_new(identity.digest)
-        if self._write_through or self._counts_uses:
+        self._evictions.is_new(identity.digest)
+        if self._connector.takes_computed or self._connector.counts_uses:
             self._used(block, identity)
 
     def _used(self, block: int, identity: BlockIdentity) -> None:
@@ -209,34 +216,159 @@ class Tiering:
         self._offers[block] = identity
 
     def _offer(self) -> None:
-        if not self._write_through:
-            self._tell_uses()
+        if not self._connector.takes_computed:
+            # Tiers that store on eviction may decide by the number of uses.
+            if self._offers:
+                self._connector.used([identity.digest for identity in self._offers.values()])
+                self._offers.clear()
             return
         room = self._room()
-        chosen: list[Offered] = []
+        chosen: list[int] = []
         while self._offers and len(chosen) < room:
             block = next(iter(self._offers))
-            identity = self._offers.pop(block)
-            if self._pool.find(identity) == block:  # it may be gone by now
-                chosen.append((offer_of(self._pool, block, identity), block))
-        self._lend(chosen, evicting=False)
-
-    def _tell_uses(self) -> None:
-        """Nothing is offered before it goes, but how often it was used may decide then."""
-        if self._offers:
-            self._service.used([identity.digest for identity in self._offers.values()])
-            self._offers.clear()
+            if self._pool.find(self._offers.pop(block)) == block:  # it may have been dropped
+                chosen.append(block)
+        self._lend(chosen, self._connector.offload)
 
     def _room(self) -> int:
         """How many more blocks may be on their way to a tier."""
         return max(1, int(self._pool.num_blocks * _LENT_SHARE)) - self._lent
 
-    def _lend(self, chosen: Many[Offered], *, evicting: bool) -> None:
-        if not chosen:
+    def _lend(
+        self, blocks: Many[int], offload: Callable[[Many[BlockDescriptor], Many[int]], object]
+    ) -> None:
+        if blocks:
+            for block in blocks:
+                self._pool.lend(block)
+            self._lent += len(blocks)
+            offload([self._pool.descriptor(block) for block in blocks], blocks)
+
+
+class EvictionOffloader:
+    """Looks far enough ahead that the blocks a step reallocates were copied in earlier steps.
+
+    Blocks on their way to a tier are not reallocated: the next ones are, so these must have been
+    copied already. The distance depends on how many blocks are reallocated during one copy.
+    """
+
+    def __init__(
+        self, connector: KvConnector, pool: BlockPool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._clock = clock
+        self._asked: OrderedDict[BlockKey, float] = OrderedDict()
+        """Keys that were offered or came from a tier, and when to check that a tier has them."""
+        self._begun: dict[int, int] = {}
+        """Blocks being copied, and how many blocks had been allocated when the copy began."""
+        self._taken = pool.taken
+        self._demand = 0.0
+        """Most blocks allocated recently in one step, or during one copy."""
+
+    def is_kept(self, key: BlockKey) -> None:
+        """The block came from a tier."""
+        self._asked[key] = self._clock() + _ASK_AGAIN_S
+
+    def is_new(self, key: BlockKey) -> None:
+        """The block was computed, or its retention hints changed: offer it to the tier."""
+        self._asked.pop(key, None)
+
+    def came_back(self, block: int) -> None:
+        """A copy of the block ended."""
+        if (begun := self._begun.pop(block, None)) is not None:
+            self._demand = max(self._demand, self._pool.taken - begun)
+
+    def take(self, room: int) -> list[int]:
+        """Once a step: up to ``room`` blocks to offload now, the beginnings of chains first."""
+        self._measure()
+        ahead = 2 * ceil(self._demand) - self._pool.free
+        room = min(room, self._spare())
+        if ahead <= 0 or room <= 0:
+            return []
+        chosen = self._wanted(self._pool.oldest_cached(ahead))[:room]
+        for offer, block in chosen:
+            self._asked[offer.key] = self._clock() + _ASK_AGAIN_S
+            self._begun[block] = self._pool.taken
+        while len(self._asked) > 4 * self._pool.num_blocks:
+            self._asked.popitem(last=False)
+        return [block for _, block in reversed(chosen)]
+
+    def _measure(self) -> None:
+        taken, self._taken = self._pool.taken - self._taken, self._pool.taken
+        if taken:
+            self._demand = max(taken, self._demand * _DEMAND_FORGETTING)
+
+    def _spare(self) -> int:
+        """How many blocks can be lent without making a request of the next step wait for a copy.
+
+        At least half of them, even if a step takes nearly all: otherwise none would be copied.
+        """
+        available = self._pool.available
+        return max(available - ceil(self._demand), available // 2)
+
+    def _wanted(self, oldest: Many[tuple[int, BlockIdentity]]) -> list[tuple[BlockDescriptor, int]]:
+        """Blocks not offered yet, or that no tier took before and one would take now."""
+        now_s = self._clock()
+        due = [
+            (self._pool.descriptor(block), block)
+            for block, identity in oldest
+            if self._asked.get(identity.digest, now_s) <= now_s
+        ]
+        again = [offer for offer, _ in due if offer.key in self._asked]
+        missed = self._connector.admissible(again) if again else set()
+        settled = {offer.key for offer in again} - missed
+        self._asked.update(dict.fromkeys(settled, now_s + _ASK_AGAIN_S))
+        return [(offer, block) for offer, block in due if offer.key not in settled]
+
+
+class QueuePrefetcher:
+    """Prefetches for waiting requests, and for conversations that may continue."""
+
+    def __init__(self, connector: KvConnector, pool: BlockPool) -> None:
+        self._connector = connector
+        self._pool = pool
+        self._seen: set[int] = set()
+        """Requests that were prefetched."""
+        self._ended: OrderedDict[bytes, list[BlockIdentity]] = OrderedDict()
+        """Blocks of recently answered conversations, by their last block."""
+        self._conversation: Future[None] | None = None
+        """The prefetch of an answered conversation, until its copies have begun."""
+
+    def waiting(self, queue: Iterable[Sequence]) -> None:
+        """Prefetch for requests that are not admitted, the next one first."""
+        for sequence in islice(queue, _REQUESTS_AHEAD):
+            if sequence.key not in self._seen:
+                self._seen.add(sequence.key)
+                self._prefetch(sequence.reusable(self._pool.block_size), str(sequence.key))
+
+    def gone(self, key: int) -> None:
+        """The request was served or aborted."""
+        self._seen.discard(key)
+
+    def ended(self, sequence: Sequence) -> None:
+        """An answer is complete; the conversation may continue."""
+        if identities := sequence.reusable(self._pool.block_size):
+            last = identities[-1].digest
+            self._ended[last] = identities
+            self._ended.move_to_end(last)
+            if len(self._ended) > _CONVERSATIONS:
+                self._ended.popitem(last=False)
+
+    def idle(self) -> None:
+        """Nothing runs or waits: prefetch the latest conversation that was not yet prefetched."""
+        if self._conversation is not None and not self._conversation.done():
             return
-        offers = [offer for offer, _ in chosen]
-        blocks = [block for _, block in chosen]
-        for block in blocks:
-            self._pool.lend(block)
-        self._lent += len(blocks)
-        (self._service.evicting if evicting else self._service.offer)(offers, blocks)
+        self._conversation = None
+        if self._ended and self._connector.idle:
+            _, identities = self._ended.popitem()
+            self._conversation = self._prefetch(identities)
+
+    def _prefetch(
+        self, identities: Many[BlockIdentity], request_id: str | None = None
+    ) -> Future[None] | None:
+        """Prefetch blocks that the engine's own memory lacks; None when it lacks none."""
+        here = len(self._pool.find_prefix(identities))
+        if here == len(identities):
+            return None
+        keys = [identity.digest for identity in identities]
+        return self._connector.prefetch(keys, first=here, request_id=request_id)

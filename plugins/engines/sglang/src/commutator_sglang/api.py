@@ -1,4 +1,4 @@
-"""The parts of SGLang's HTTP answers that are read; what else they hold is skipped."""
+"""The parts of SGLang's HTTP answers that we read; other fields are ignored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = [
     "Loads",
     "MetaInfo",
     "ModelInfo",
-    "ModelList",
     "RankLoad",
     "ServerInfo",
 ]
 
 Logprob = tuple[float | None, int, str | None]
-"""Its value, the token's id, and its text where that was asked for."""
+"""Its value, the token's id, and the token's text if requested."""
 
 
 class FinishedBecause(msgspec.Struct):
@@ -32,7 +31,7 @@ class FinishedBecause(msgspec.Struct):
 
 
 class MetaInfo(msgspec.Struct):
-    """Beside the tokens of one chunk."""
+    """What a chunk says beside its tokens."""
 
     completion_tokens: int = 0
     cached_tokens: int | None = None
@@ -42,7 +41,7 @@ class MetaInfo(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """One server-sent event of /generate, or an error as a whole answer."""
+    """One server-sent event of /generate, or the body of an error answer."""
 
     output_ids: list[int] = []
     meta_info: MetaInfo | None = None
@@ -51,7 +50,7 @@ class Chunk(msgspec.Struct):
 
 
 class KvEvents(msgspec.Struct):
-    """Where KV events are published; each rank's ports are counted up from these."""
+    """Where KV events are published. These are the ports of rank 0; rank N adds N."""
 
     publisher: str
     endpoint_host: str
@@ -63,7 +62,7 @@ class KvEvents(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """Of GET /server_info."""
+    """The answer to GET /server_info."""
 
     version: str
     page_size: int
@@ -83,28 +82,14 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """Of GET /model_info."""
+    """The answer to GET /model_info."""
 
     served_model_name: str
     is_generation: bool = True
 
 
-class ModelCard(msgspec.Struct):
-    """One model, or an adapter of ``parent``."""
-
-    id: str
-    max_model_len: int | None = None
-    parent: str | None = None
-
-
-class ModelList(msgspec.Struct):
-    """Of GET /v1/models."""
-
-    data: list[ModelCard]
-
-
 class RankLoad(msgspec.Struct):
-    """Of one data-parallel rank."""
+    """The load of one data-parallel rank."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -112,6 +97,6 @@ class RankLoad(msgspec.Struct):
 
 
 class Loads(msgspec.Struct):
-    """Of GET /v1/loads."""
+    """The answer to GET /v1/loads."""
 
     loads: list[RankLoad]

@@ -1,11 +1,11 @@
-"""Our request in the words of SGLang's /generate. Pure."""
+"""Makes the body of a request for SGLang's /generate. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from commutator import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.types import GenerateRequest, SamplingParams
 from commutator_sglang.api import ServerInfo
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
@@ -16,17 +16,17 @@ _ALL_TOKENS = -1
 
 
 def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) -> dict[str, Any]:
-    """The JSON body. ``request_id`` is what the request can be aborted by.
+    """The JSON body. The request can be aborted by its ``request_id``.
 
-    Every sampling parameter is written out, so that the server's own defaults change none.
-    ``request.extra`` holds further ones of SGLang's own (`json_schema`, `regex`, `ebnf`, ...).
-    Raises RequestError for what this server would ignore.
+    It sets every sampling parameter, so that the server's defaults have no effect.
+    ``request.extra`` holds parameters that only SGLang has (`json_schema`, `regex`, `ebnf`, ...).
+    Raises RequestError for a seed that this server would ignore.
     """
     asked = request.sampling
     if asked.seed is not None and asked.temperature and not server.enable_deterministic_inference:
         raise RequestError(
-            "seed: this SGLang server draws without; with --enable-deterministic-inference it "
-            "would heed them"
+            "seed: this SGLang server ignores it; run the server with "
+            "--enable-deterministic-inference"
         )
     body: dict[str, Any] = {
         "rid": request_id,
@@ -47,14 +47,14 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
         low_first = server.schedule_low_priority_values_first
         body["priority"] = request.priority if low_first else -request.priority
     if request.handover is not None:
-        body |= {name: word for name, word in request.handover.items() if name != ANSWER_WITHIN_S}
+        body |= {name: value for name, value in request.handover.items() if name != ANSWER_WITHIN_S}
     return body
 
 
 def _sampling(asked: SamplingParams, begun: int) -> dict[str, Any]:
-    """An engine that knows only prompts: of a continued answer the limits are what is left.
+    """The sampling parameters, with token limits reduced by the ``begun`` tokens generated before.
 
-    All penalties then see only what comes from here on.
+    To SGLang a continued answer is a new prompt: all penalties count only new tokens.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": asked.max_tokens - begun,

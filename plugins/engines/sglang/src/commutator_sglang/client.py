@@ -1,43 +1,46 @@
-"""The client of one SGLang server, over the HTTP that it speaks."""
+"""The HTTP client of one SGLang server."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from http import HTTPStatus
-from typing import TypeVar
+import time
+from contextlib import suppress
 
 import aiohttp
-import msgspec
-from attrs import frozen
 
-from commutator import EngineClient, ForwardedAnswer
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
-from commutator.engine.http import connection_error, new_session, own_answer, post_forwarded
-from commutator.errors import EngineError, EngineUnavailableError
-from commutator.types import EngineInfo, EngineLoad, EventSource, GenerateRequest
-from commutator_sglang.api import Loads, ModelInfo, ModelList, ServerInfo
-from commutator_sglang.deltas import message_of
+from commutator.engine.completions import ModelList
+from commutator.engine.http import FailedAnswerError, HttpEngineClient, HttpServer
+from commutator.errors import (
+    EngineError,
+    EngineHandoverError,
+    EngineIncompleteError,
+    EngineNeedsPrefillError,
+)
+from commutator_sglang.api import Loads, ModelInfo, ServerInfo
+from commutator_sglang.bodies import GENERATE, request_body
+from commutator_sglang.deltas import DeltaReader
 from commutator_sglang.discovery import engine_info, engine_load
-from commutator_sglang.generation import ALIVE, Generation
+from commutator_sglang.handover import ANSWER_WITHIN_S
 
 __all__ = ["SglangClient"]
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
+_ALIVE = "/model_info"
+"""Shows that a server is alive. /health takes a second or more, because it generates a token."""
 _HEALTH_S = 30.0
-"""It generates a token, which may have to wait for a long prompt, and gives up after 20 s."""
+"""That token may wait for a long prompt; SGLang gives up after 20 s."""
+_ABORT = "/abort_request"
+_ABORT_WITHIN_S = 2.0
+_ABORT_AGAIN_S = 0.2
+"""SGLang ignores the abort of a request that it has not started yet, so aborts are repeated."""
 
 
-@frozen
-class _Server:
-    info: EngineInfo
-    told: ServerInfo
-
-
-class SglangClient(EngineClient):
+class SglangClient(HttpEngineClient):
     """Talks to the server at ``url``, http://HOST:PORT."""
 
     def __init__(
@@ -48,120 +51,139 @@ class SglangClient(EngineClient):
         kv_events: EventSource | None = None,
         answer_timeout_s: float = 10.0,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._where = f"SGLang at {self.url}"
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._given_events = kv_events
-        self._answer_timeout_s = answer_timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        self._server: _Server | None = None
-        self._running: dict[asyncio.Task[None], Generation] = {}
-        self._aborting: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> EngineInfo:
-        if self._server is None:  # routing asks before each request
-            told = await self._read("/server_info", ServerInfo)
-            model = await self._read("/model_info", ModelInfo)
-            models = await self._read("/v1/models", ModelList)
-            info = engine_info(self.url, told, model, models, self._given_events)
-            self._server = _Server(info, told)
-        return self._server.info
-
-    def generate(self, request: GenerateRequest) -> DeltaStream:
-        def abort() -> None:
-            if task is not None:
-                self._abort(task)
-
-        task: asyncio.Task[None] | None = None
-        stream = DeltaStream(abort)
-        if self._server is None:
-            stream.fail(EngineUnavailableError(f"{self._where}: not connected"))
-            return stream
-        request_id = f"{os.urandom(8).hex()}-{request.request_id}"
-        generation = Generation(
-            self._open_session(), self.url, self._server.told, request, request_id, stream
+        super().__init__(
+            HttpServer(
+                "SGLang",
+                url,
+                api_key=api_key,
+                alive_path=_ALIVE,
+                answer_timeout_s=answer_timeout_s,
+            )
         )
-        task = asyncio.get_running_loop().create_task(self._run(generation, stream))
-        self._running[task] = generation
-        task.add_done_callback(lambda done: self._running.pop(done, None))
-        return stream
+        self._given_events = kv_events
+        self._server_info: ServerInfo | None = None
 
-    async def _run(self, generation: Generation, stream: DeltaStream) -> None:
+    async def discover(self) -> EngineInfo:
+        server = await self.server.read("/server_info", ServerInfo)
+        model = await self.server.read("/model_info", ModelInfo)
+        models = await self.server.read("/v1/models", ModelList)
+        self._server_info = server
+        return engine_info(self.server.url, server, model, models, self._given_events)
+
+    async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        assert self._server_info is not None, "start comes first"
+        generation = _Generation(self.server, self._server_info, request, stream)
+        running = asyncio.create_task(generation.run())
         try:
-            await generation.run()
-        except EngineUnavailableError as error:
-            self._server = None  # it may be another one that comes back
-            stream.fail(error)
-        except Exception as error:  # noqa: BLE001 - whoever reads the stream gets it
-            stream.fail(error)
-        finally:
-            # If it has not ended, it was aborted: by closing it, which hears of nothing, or by us.
-            stream.fail(EngineUnavailableError(f"{self._where}: the connection was closed"))
-
-    def _abort(self, task: asyncio.Task[None]) -> None:
-        if (generation := self._running.get(task)) is not None:
-            aborting = asyncio.get_running_loop().create_task(generation.abort(task))
-            self._aborting.add(aborting)
-            aborting.add_done_callback(self._aborting.discard)
-
-    @asynccontextmanager
-    async def forward(
-        self, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[ForwardedAnswer]:
-        session, where = self._open_session(), self._where
-        try:
-            response = await post_forwarded(session, where, self.url + path, body, headers)
-        except EngineUnavailableError:
-            self._server = None
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await generation.abort(running)
             raise
-        async with own_answer(
-            session, response, where, self.url, message_of, alive_path=ALIVE
-        ) as answer:
-            yield answer
 
     async def load(self) -> EngineLoad:
         info = await self.start()
-        loads = await self._read("/v1/loads?include=core", Loads)
+        with self.forgets_a_lost_server():
+            loads = await self.server.read("/v1/loads?include=core", Loads)
         return engine_load(loads, info.block_size, info.kv_capacity_blocks)
 
     async def check_health(self) -> None:
-        await self._get("/health", _HEALTH_S)
+        with self.forgets_a_lost_server():
+            await self.server.ask("/health", timeout_s=_HEALTH_S)
 
-    async def close(self) -> None:
-        running, self._server = list(self._running), None
-        for task in running:
-            self._abort(task)
-        await asyncio.gather(*running, *self._aborting, return_exceptions=True)
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = new_session(self._headers)
-        return self._session
+class _Generation:
+    """One request: ``run`` fills its stream, ``abort`` ends it at the server and here."""
 
-    async def _read(self, path: str, kind: type[T]) -> T:
+    def __init__(
+        self,
+        server: HttpServer,
+        server_info: ServerInfo,
+        request: GenerateRequest,
+        stream: DeltaStream,
+    ) -> None:
+        self._server = server
+        self._server_info = server_info
+        self._request = request
+        # No other request's id begins with this one: SGLang aborts all that do.
+        self._request_id = f"{os.urandom(8).hex()}-{request.request_id}"
+        self._stream = stream
+        asked = request.sampling
+        # With ignore_eos SGLang ignores stop tokens, too.
+        cut_after = frozenset(asked.stop_token_ids) if asked.ignore_eos else ()
+        self._reader = DeltaReader(asked.top_logprobs, cut_after)
+        self._aborted = False
+
+    async def run(self) -> None:
+        """Fill the stream. Raises the errors of ``TokenStream``."""
+        handover = self._request.handover
+        within_s = None if handover is None else handover.get(ANSWER_WITHIN_S)
+        self._check_role()
+        body = request_body(self._request, self._request_id, self._server_info)
         try:
-            return msgspec.json.decode(await self._get(path, self._answer_timeout_s), type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url}{path} is no answer of SGLang's: {error}") from error
+            async with asyncio.timeout(within_s) as deadline:
+                await self._read(body, deadline)
+        except TimeoutError as error:
+            await self._post_abort()
+            raise EngineHandoverError(f"no KV arrived within {within_s:g} s") from error
+        except FailedAnswerError as failed:
+            message = str(failed)
+            cause = await self._server.error_for(failed.status, message)
+            waits_for_kv = handover is not None and not self._reader.begun
+            # A healthy server that fails before the first token could not receive or send the KV.
+            lacks_kv = waits_for_kv and type(cause) is EngineError
+            raise (EngineHandoverError(message) if lacks_kv else cause) from failed
+        if not self._reader.ended:
+            raise EngineIncompleteError(f"{self._server.where} ended the stream before the answer")
 
-    async def _get(self, path: str, timeout_s: float) -> str:
-        status, text = await self._ask(path, timeout_s)
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._server = None
-            raise EngineUnavailableError(f"{self.url}{path} answers {status}")
-        if status != HTTPStatus.OK:
-            raise EngineError(f"{self.url}{path} answers {status}: {text[:200]}")
-        return text
+    async def abort(self, running: asyncio.Task[None]) -> None:
+        """Abort at the server before closing: it notices a closed connection seconds later."""
+        self._aborted, begun_s = True, time.perf_counter()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_WITHIN_S):
+                while not running.done():
+                    await self._post_abort()
+                    await asyncio.wait({running}, timeout=_ABORT_AGAIN_S)
+        if self._request.handover is not None:
+            result = "ended" if running.done() else "has not ended"
+            took_ms = (time.perf_counter() - begun_s) * 1e3
+            log.info(
+                "%s: disaggregated request %s %s %.1f ms after its abort",
+                self._server.where,
+                self._request_id,
+                result,
+                took_ms,
+            )
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
-    async def _ask(self, path: str, timeout_s: float) -> tuple[int, str]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                session = self._open_session()
-                async with session.get(self.url + path) as response:
-                    return response.status, await response.text()
-        except (aiohttp.ClientError, OSError) as error:
-            self._server = None
-            raise connection_error(self._where, error) from error
+    async def _read(self, body: object, deadline: asyncio.Timeout) -> None:
+        async with self._server.post(GENERATE, body) as content:
+            async for data in content.iter_any():
+                for delta in self._reader.feed(data):
+                    if not self._aborted:
+                        self._stream.feed(delta)
+                if self._reader.begun:
+                    deadline.reschedule(None)
+                if self._reader.cut:
+                    await self._post_abort()
+                    return
+
+    async def _post_abort(self) -> None:
+        with suppress(aiohttp.ClientError):
+            body = {"rid": self._request_id}
+            async with self._server.session.post(self._server.url + _ABORT, json=body) as response:
+                await response.read()
+
+    def _check_role(self) -> None:
+        mode, handover = self._server_info.disaggregation_mode, self._request.handover
+        where = f"{self._server.where} runs with --disaggregation-mode {mode}"
+        if handover is None:
+            if mode != "null":
+                raise EngineNeedsPrefillError(
+                    f"{where} and cannot serve a request alone: configure `disaggregation: {{kind: "
+                    "always}`, and wait for a prefill server to be ready"
+                )
+            return
+        role = "decode" if ANSWER_WITHIN_S in handover else "prefill"
+        if mode != role:
+            raise EngineHandoverError(f"{where}, but its `role` is {role}")

@@ -1,81 +1,82 @@
-"""From the bytes of SGLang's answer to token deltas. Pure."""
+"""Parses the bytes of SGLang's answers into token deltas. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import msgspec
 from attrs import evolve
 
-from commutator.engine.server_events import DONE, ServerEvents
+from commutator import FinishReason, TokenDelta, TokenLogprob
+from commutator.engine.completions import decoded, failure_of
+from commutator.engine.http import ServerEvents
 from commutator.errors import EngineError
-from commutator.types import FinishReason, TokenDelta, TokenLogprob
 from commutator_sglang.api import Chunk, FinishedBecause, Logprob, MetaInfo
 
-__all__ = ["DeltaReader", "FailedInStreamError", "message_of"]
+__all__ = ["DeltaReader"]
 
+_DONE = b"[DONE]"
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
 _decode = msgspec.json.Decoder(Chunk).decode
 
 
-class FailedInStreamError(EngineError):
-    """SGLang reports that the request failed, by the HTTP status that it would have had."""
-
-    def __init__(self, code: int, message: str) -> None:
-        self.code = code
-        super().__init__(message or "SGLang failed the request")
-
-
 class DeltaReader:
-    """Feed it what arrives.
+    """Turns received bytes into deltas.
 
-    A server tells with each chunk either what is new or everything so far, as it was started
-    (``--incremental-streaming-output``); the count of tokens beside it tells what is new.
+    Each chunk has either the new tokens (``--incremental-streaming-output``) or all tokens so far.
+    The token count in the chunk tells which of them are new.
     """
 
     def __init__(self, top_logprobs: int | None, cut_after: Collection[int] = ()) -> None:
-        """``cut_after``: tokens that end the answer, which the server does not know of."""
+        """``cut_after``: tokens that end the answer here, but not at the server."""
         self._top = top_logprobs
         self._cut_after = cut_after
         self._events = ServerEvents()
         self._tokens = 0
-        self._told_cached = False
+        self._has_cached = False
         self.ended = False
-        """The answer was complete."""
+        """Whether the answer is complete."""
         self.cut = False
-        """It was ended here; the server goes on."""
+        """Whether it was ended by ``cut_after``, so that the server is still generating."""
 
     @property
     def begun(self) -> bool:
-        """A token has come."""
+        """Whether a token has arrived."""
         return self._tokens > 0
 
     def feed(self, data: bytes) -> Iterator[TokenDelta]:
-        """Deltas of server-sent events. Raises FailedInStreamError; EngineError if unreadable."""
+        """The deltas in ``data``, part of a stream of server-sent events.
+
+        Raises FailedAnswerError; EngineError when an event cannot be parsed.
+        """
         for payload in self._events.feed(data):
-            if payload != DONE:
-                yield from self._on_chunk(_read(payload))
+            if payload != _DONE:
+                yield from self._on_chunk(decoded("SGLang", payload, _decode))
 
     def _on_chunk(self, chunk: Chunk) -> Iterator[TokenDelta]:
         if chunk.error is not None:
-            raise _failure(chunk.error)
+            raise failure_of("SGLang", chunk.error)
         meta = chunk.meta_info
         if meta is None or self.ended:
             return
         why = meta.finish_reason
         if why is not None and why.type == "abort" and why.status_code is not None:
-            raise FailedInStreamError(why.status_code, why.message or "")
+            raise failure_of("SGLang", {"code": why.status_code, "message": why.message})
         new = meta.completion_tokens - self._tokens
         if new <= 0 and why is None:
             return
         token_ids = tuple(chunk.output_ids[-new:]) if new > 0 else ()
         self._tokens += len(token_ids)
-        cached = None if self._told_cached else meta.cached_tokens
-        self._told_cached |= cached is not None
+        cached = None if self._has_cached else meta.cached_tokens
+        self._has_cached |= cached is not None
         self.ended = why is not None
         delta = TokenDelta(
-            token_ids,
-            () if self._top is None else self._logprobs(meta, len(token_ids)),
+            token_ids=token_ids,
+            logprobs=() if self._top is None else self._logprobs(meta, len(token_ids)),
             finish_reason=None if why is None else _REASONS.get(why.type, FinishReason.STOP),
             stop_reason=None if why is None else _stopped_by(why),
             cached_tokens=cached,
@@ -102,41 +103,15 @@ class DeltaReader:
         chosen = (meta.output_token_logprobs or [])[-count:]
         tops = (meta.output_top_logprobs or [None] * count)[-count:]
         if len(chosen) != count or len(tops) != count:
-            raise EngineError(f"SGLang gave {len(chosen)} logprobs for {count} tokens")
+            raise EngineError(f"SGLang sent {len(chosen)} logprobs for {count} tokens")
         return tuple(
-            TokenLogprob(token, _value(value), self._best(top or []))
+            TokenLogprob(token_id=token, logprob=_value(value), top=self._best(top or []))
             for (value, token, _), top in zip(chosen, tops, strict=True)
         )
 
     def _best(self, entries: list[Logprob]) -> tuple[tuple[int, float], ...]:
         ordered = sorted(((token, _value(value)) for value, token, _ in entries), key=_by_value)
         return tuple(ordered[: self._top])
-
-
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
-
-
-def message_of(body: bytes) -> str:
-    """What an error of SGLang's says."""
-    try:
-        error = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return body[:500].decode(errors="replace")
-    told = error.get("error", error.get("detail", error))
-    return str(told["message"]) if isinstance(told, dict) and "message" in told else str(told)
-
-
-def _failure(error: Any) -> FailedInStreamError:
-    if isinstance(error, dict):
-        code = error.get("code")
-        return FailedInStreamError(
-            code if isinstance(code, int) else 500, str(error.get("message") or "")
-        )
-    return FailedInStreamError(500, str(error))
 
 
 def _stopped_by(why: FinishedBecause) -> int | str | None:
@@ -149,10 +124,3 @@ def _by_value(entry: tuple[int, float]) -> float:
 
 def _value(logprob: float | None) -> float:
     return 0.0 if logprob is None else logprob
-
-
-def _read(payload: bytes) -> Chunk:
-    try:
-        return _decode(payload)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"SGLang answered what is not understood: {error}") from error

@@ -1,11 +1,14 @@
-"""What a running server is, put together from its own answers. Pure."""
+"""Makes an EngineInfo of the answers of a running server. Pure."""
 
 from __future__ import annotations
 
-from commutator.engine.http import host_for_us
+from attrs import evolve
+
+from commutator import EngineInfo, EngineLoad, EventSource
+from commutator.engine.completions import ModelList
+from commutator.engine.http import reachable_host
 from commutator.errors import EngineError
-from commutator.types import EngineInfo, EngineLoad, EventSource
-from commutator_sglang.api import KvEvents, Loads, ModelInfo, ModelList, ServerInfo
+from commutator_sglang.api import KvEvents, Loads, ModelInfo, ServerInfo
 from commutator_sglang.handover import handover_info
 
 __all__ = ["engine_info", "engine_load", "event_source"]
@@ -18,7 +21,10 @@ def engine_info(
     models: ModelList,
     given_events: EventSource | None,
 ) -> EngineInfo:
-    """``given_events`` come before what the server tells. Raises EngineError for an embedder."""
+    """``given_events``, from the configuration, take precedence over the server's.
+
+    Raises EngineError when the model generates no text.
+    """
     if not model.is_generation:
         raise EngineError(f"the SGLang server at {url} serves a model that generates no text")
     lengths = [card.max_model_len for card in models.data if card.max_model_len is not None]
@@ -27,7 +33,7 @@ def engine_info(
         kind="sglang",
         version=server.version,
         model=model.served_model_name,
-        # Longer ones would be cut off where the model or the memory ends.
+        # Longer requests would be truncated at the limit of the model or of the memory.
         max_model_len=min([server.max_req_input_len, *lengths]),
         block_size=server.page_size,
         kv_capacity_blocks=ranks * (server.max_total_num_tokens // server.page_size),
@@ -41,26 +47,28 @@ def engine_info(
 
 
 def event_source(events: KvEvents | None, url: str) -> EventSource | None:
-    """A server that listens on every address is reached at its own host."""
+    """The address to subscribe to for KV events; None when the server publishes none.
+
+    The host of ``url`` replaces the address of a server that listens on all addresses.
+    """
     if events is None or events.publisher != "zmq":
         return None
-    host = host_for_us(events.endpoint_host, url)
+    host = reachable_host(events.endpoint_host, url)
     replay = events.replay_endpoint_port_base
 
     def of_rank(rank: int) -> EventSource:
         return EventSource(
-            f"tcp://{host}:{events.endpoint_port_base + rank}",
-            None if replay is None else f"tcp://{host}:{replay + rank}",
-            events.topic,
+            endpoint=f"tcp://{host}:{events.endpoint_port_base + rank}",
+            replay_endpoint=None if replay is None else f"tcp://{host}:{replay + rank}",
+            topic=events.topic,
         )
 
-    first = of_rank(0)
-    others = tuple(of_rank(rank) for rank in range(1, events.dp_size))
-    return EventSource(first.endpoint, first.replay_endpoint, first.topic, others)
+    first, *others = map(of_rank, range(events.dp_size))
+    return evolve(first, further_ranks=tuple(others))
 
 
 def engine_load(loads: Loads, page_size: int, capacity_blocks: int) -> EngineLoad:
-    """Sums over the ranks. What is only cached is not in use to SGLang."""
+    """The load, summed over the ranks. SGLang does not count cached tokens as used."""
     return EngineLoad(
         running=sum(load.num_running_reqs for load in loads.loads),
         waiting=sum(load.num_waiting_reqs for load in loads.loads),

@@ -1,8 +1,8 @@
-"""Prefill and decode apart in SGLang's own way: both legs at once, which meet in a numbered room.
+"""SGLang's own disaggregation: both servers get the request at once, with the same room number.
 
-The decode server tells the prefill server's bootstrap service where the pages of the room go, and
-the prefill server writes them there. Both are sent the same request: its first token is drawn by
-the prefill server and goes along.
+The decode server sends the addresses of its pages for the room to the prefill server's bootstrap
+service, and the prefill server writes the KV there. The prefill server samples the first token and
+sends it along.
 """
 
 from __future__ import annotations
@@ -14,64 +14,65 @@ from urllib.parse import urlsplit
 
 from attrs import evolve
 
-from commutator.engine.handover import HandoverLegs, HandoverStyle
+from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
 from commutator.errors import EngineHandoverError
-from commutator.types import GenerateRequest, HandoverInfo
 from commutator_sglang.api import ServerInfo
 
 __all__ = ["ANSWER_WITHIN_S", "RoomHandover", "handover_info", "room_of"]
 
 ANSWER_WITHIN_S = "answer_within_s"
-"""The one word of ours: how long the decode server may take to begin. SGLang is not sent it."""
+"""Our own parameter: seconds that the decode server may take to start. Not sent to SGLang."""
 _ROOM_BITS = 63
-"""Rooms are signed 64-bit integers to SGLang."""
+"""SGLang stores room numbers as signed 64-bit integers."""
 
 
 class RoomHandover(HandoverStyle):
-    """Concurrent: the legs find each other by the prefill server's address and the room."""
+    """Concurrent: the servers find each other by the prefill server's address and the room."""
 
     sequential: ClassVar[bool] = False
 
-    def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
-        return evolve(legs.request, handover=_words(legs), data_parallel_rank=None)
+    def prefill_request(self, handover: HandoverRequest) -> GenerateRequest:
+        return evolve(handover.request, handover=_parameters(handover), data_parallel_rank=None)
 
     def decode_request(
-        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+        self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
         del handed
-        words = {**_words(legs), ANSWER_WITHIN_S: legs.timeout_s}
-        if legs.prefill.info.data_parallel_size > 1:
-            words["disagg_prefill_dp_rank"] = legs.prefill_rank
-        return evolve(legs.request, handover=words)
+        parameters = {**_parameters(handover), ANSWER_WITHIN_S: handover.timeout_s}
+        if handover.prefill.info.data_parallel_size > 1:
+            parameters["disagg_prefill_dp_rank"] = handover.prefill_rank
+        return evolve(handover.request, handover=parameters)
 
 
-def _words(legs: HandoverLegs) -> dict[str, Any]:
-    info = legs.prefill.info.handover
+def _parameters(handover: HandoverRequest) -> dict[str, Any]:
+    info = handover.prefill.info.handover
     if info is None or info.address is None:
-        raise EngineHandoverError(f"{legs.prefill.worker_id} tells no bootstrap port")
+        raise EngineHandoverError(
+            f"worker {handover.prefill.worker_id} reports no disaggregation_bootstrap_port"
+        )
     host, _, port = info.address.rpartition(":")
-    ranks = legs.prefill.info.data_parallel_size
+    ranks = handover.prefill.info.data_parallel_size
     return {
         "bootstrap_host": host,
         "bootstrap_port": int(port),
-        "bootstrap_room": room_of(legs.handover_id, ranks, legs.prefill_rank),
+        "bootstrap_room": room_of(handover.handover_id, ranks, handover.prefill_rank),
     }
 
 
 def room_of(handover_id: str, ranks: int, rank: int) -> int:
-    """A number of 63 bits; its remainder by the number of ``ranks`` is the prefill's ``rank``."""
+    """A 63-bit number whose remainder modulo ``ranks`` is the prefill ``rank``."""
     digest = hashlib.sha256(handover_id.encode()).digest()
     drawn = int.from_bytes(digest[:8], "big") >> (64 - _ROOM_BITS)
     room = drawn - drawn % ranks + rank
     return room if room < 1 << _ROOM_BITS else room - ranks
 
 
-def handover_info(url: str, server: ServerInfo, model: str) -> HandoverInfo | None:
-    """None for a server that does both. Sizes that SGLang does not tell are 0."""
+def handover_info(url: str, server: ServerInfo, model: str) -> KvTransferInfo | None:
+    """How a server hands KV over; None when it does not. Sizes SGLang does not report are 0."""
     if server.disaggregation_mode not in {"prefill", "decode"}:
         return None
     host, port = urlsplit(url).hostname, server.disaggregation_bootstrap_port
-    return HandoverInfo(
+    return KvTransferInfo(
         protocol=f"sglang-{server.disaggregation_transfer_backend}",
         identity=f"{model} SGLang {server.version} {server.dtype} {server.kv_cache_dtype}",
         block_size=server.page_size,

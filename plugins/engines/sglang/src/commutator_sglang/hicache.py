@@ -1,7 +1,7 @@
-"""Our KV manager and storage tiers behind HiCache: a storage backend that SGLang loads by path.
+"""The HiCache storage backend that brings our storage tiers into SGLang.
 
-In each of its schedulers' processes. Thin: what is done with pages is in ``hicache_pages``. Written
-for SGLang 0.5.23.
+SGLang imports this module by name and creates one backend in each scheduler process. This module
+only translates SGLang's calls; ``hicache_pages`` does the work. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from sglang.srt.runtime_context import (
     process_model_config,
 )
 
-from commutator.engine import EmbeddedTiers
 from commutator.errors import ConfigError
-from commutator_sglang.hicache_arena import page_arena
-from commutator_sglang.hicache_identity import cache_identity, worker_of
-from commutator_sglang.hicache_pages import TierPages
-from commutator_sglang.hicache_rules import problems
+from commutator.kv import KvConnector
+from commutator_sglang.hicache_pages import TierPages, page_arena
+from commutator_sglang.hicache_settings import cache_identity, problems, worker_of
 
 __all__ = ["CommutatorHiCache"]
 
@@ -31,17 +29,17 @@ _WHERE = "--hicache-storage-backend-extra-config of CommutatorHiCache"
 
 
 class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
-    """Options: ``tiers``, a file with a `tiers:` section or its entries; ``worker``, a name.
+    """Options: ``tiers``, a file with a `tiers:` section or the section itself; ``worker``, a name.
 
-    No two servers may have the same name at the same time. Raises ConfigError, which ends the
-    server's start, for what would be wrong or ignored without a word; nothing else ever.
+    The name must be unique among running servers. Raises ConfigError, which stops the server's
+    start, for settings that are unsupported or would be ignored; no other errors.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
         self._storage = storage_config
         self._options = dict(storage_config.extra_config or {})
         self._pool: Any = None
-        self._tiers: EmbeddedTiers | None = None
+        self._connector: KvConnector | None = None
         self._pages: TierPages | None = None
         wrong = problems(storage_config, get_memory().hicache_host_memory_mode)
         if wrong:
@@ -54,13 +52,13 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         if host_pool is not self._pool:
-            what = f"models that keep {host_pool_name} beside keys and values are not supported"
+            what = f"models that cache {host_pool_name} beside keys and values are not supported"
             raise ConfigError([what], _WHERE)
 
     def on_host_pools_registered(self) -> None:
         pool = self._pool
         if pool.shared_allocation_domain is not None:
-            raise ConfigError(["pages move within a host pool that is shared"], _WHERE)
+            raise ConfigError(["a shared host pool is not supported: its pages move"], _WHERE)
         try:
             arena = page_arena(self._pieces, pool.page_num)
         except ValueError as error:
@@ -75,9 +73,10 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
             version=sglang.version.__version__,
         )
         worker = worker_of(str(self._options["worker"]), self._storage, get_parallel().dp_rank)
-        self._tiers = EmbeddedTiers(self._options["tiers"], arena, identity, worker_id=worker)
-        self._tiers.start()
-        self._pages = TierPages(self._tiers)
+        self._connector = KvConnector(self._options["tiers"], arena, identity, worker_id=worker)
+        self._connector.start()
+        self._connector.poll_on_own_thread()  # SGLang's own events name its pages
+        self._pages = TierPages(self._connector)
 
     # On its storage threads
 
@@ -99,7 +98,7 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    # Without `interface_v1`, which ``problems`` insists on
+    # Not used: for a backend without `interface_v1`, which ``problems`` rejects
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
@@ -123,29 +122,29 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         return False
 
-    # When it is told to, and in the end
+    # Clearing and closing
 
     def clear(self) -> None:
-        if self._tiers is not None:
-            self._tiers.reset()
+        if self._connector is not None:
+            self._connector.evict(reason="reset")
 
     def close(self) -> None:
-        if self._tiers is not None:
-            self._tiers.close()
+        if self._connector is not None:
+            self._connector.close()
 
     @property
     def _ready(self) -> TierPages:
-        assert self._pages is not None, "the host pools come first"
+        assert self._pages is not None, "on_host_pools_registered comes first"
         return self._pages
 
     def _numbers(self, host_indices: Any) -> list[int]:
-        """Of the pages whose tokens have these places in host memory."""
+        """The numbers of the pages that have the tokens at ``host_indices``."""
         size = self._pool.page_size
         numbers: list[int] = (host_indices[::size] // size).tolist()
         return numbers
 
     def _pieces(self, page: int) -> Sequence[tuple[int, int]]:
-        import torch  # noqa: PLC0415 - SGLang brings it
+        import torch
 
         size = self._pool.page_size
         addresses, sizes = self._pool.get_page_buffer_meta(

@@ -1,74 +1,77 @@
-"""The command line of one SGLang server. Shown in the log, so that it can be run by hand."""
+"""The command line of one SGLang server: its arguments, and those for the tiers behind HiCache."""
 
 from __future__ import annotations
 
 import json
-import logging
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import free_ports, gpus_of, python_at
-from commutator.engine.model_directory import directory_for, start_command
+from commutator.engine import free_ports
+from commutator.engine.launching import (
+    argument_names,
+    log_command,
+    missing_plugin,
+    python_at,
+    server_environment,
+    write_tiers,
+)
+from commutator.engine.model_files import directory_for, start_command
 from commutator.errors import ConfigError
-from commutator.text import locate_model
+from commutator.tokenizer import locate_model
 from commutator_sglang.config import SglangConfig
-from commutator_sglang.launch_tiers import check_tiers, tier_arguments
 
 __all__ = ["launch_plan", "server_arguments"]
 
-log = logging.getLogger(__name__)
-
 _SERVER = ("-m", "sglang.launch_server")
-_OURS = (
-    "--host",
-    "--port",
-    "--model-path",
-    "--model",
-    "--served-model-name",
-    "--skip-tokenizer-init",
+_OURS = dict.fromkeys(
+    (
+        "--host",
+        "--port",
+        "--model-path",
+        "--model",
+        "--served-model-name",
+        "--skip-tokenizer-init",
+    ),
+    "remove it",
 )
-# What there is without an accelerator, of which SGLang itself chooses other parts.
+# What works without an accelerator; SGLang's own defaults differ.
 _ON_CPU = {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 _DISAGGREGATION = "--disaggregation-mode"
 _TRANSFER = "--disaggregation-transfer-backend"
 _BOOTSTRAP_PORT = "--disaggregation-bootstrap-port"
+_BACKEND = "--hicache-storage-backend"
+_OPTIONS = "--hicache-storage-backend-extra-config"
+_PAGE_TOKENS = "64"
+"""SGLang's default page may be a single token, too little for a block."""
 
 
 def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
-    """Raises ConfigError when the environment, the model or an argument cannot be used."""
-    advice = "run `make sglang`, or give the Python of the environment that has SGLang"
-    python = python_at(config.python, advice, f"engine {config.name or config.kind}")
+    """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
+    advice = "run `make sglang`, or set `python` to that of the environment that has SGLang"
+    python = python_at(config.python, advice, config.where)
     if context.tiers:
-        check_tiers(config, python, set(_names(config)))
+        _check_tiers(config, python)
     source = locate_model(context.model.source)
-    directory = directory_for(source) if source.is_file() else source
-    server = (python, *_SERVER, *server_arguments(config, context, directory))
-    env = {
+    arguments = server_arguments(config, context, directory_for(source))
+    command = (python, *_SERVER, *arguments)
+    defaults = {
         "HF_HUB_OFFLINE": "1",
-        # Log probabilities as everywhere else: before temperature and filters.
+        # Log probabilities before temperature and filters, as from the other engines.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         **(_CPU_ENV if _on_cpu(config) else {}),
-        **config.env,
     }
-    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
-    log.info("%s: %s", context.worker_id, shlex.join(shown))
-    if source.is_file():
-        server = start_command(source, directory, server)
-    return LaunchPlan(server, f"http://{context.host}:{context.port}", env)
+    env = server_environment(config, context, defaults)
+    log_command(context, env, command)
+    address = f"http://{context.host}:{context.port}"
+    return LaunchPlan(argv=start_command(source, command), address=address, env=env)
 
 
 def server_arguments(
     config: SglangConfig, context: LaunchContext, directory: Path
 ) -> tuple[str, ...]:
-    """What the configuration says, and before it what we add unless it says otherwise."""
-    given = set(_names(config))
-    if ours := sorted(given.intersection(_OURS)):
-        raise ConfigError([f"args: {', '.join(ours)} is set by us; leave it out"])
+    """Our default arguments that `args` does not set, followed by `args`."""
+    given = argument_names(config.args, _OURS, config.where)
     ports = free_ports(context.host, 3)
     added = {
         "--host": context.host,
@@ -82,7 +85,7 @@ def server_arguments(
     if not given & {"--disable-radix-cache"}:
         added["--kv-events-config"] = _events(context.host, *ports[:2])
     if context.tiers:
-        added |= tier_arguments(context)
+        added |= _tier_arguments(context)
     if config.role != "both":
         added |= {_DISAGGREGATION: config.role, _TRANSFER: "nixl"}
         if config.role == "prefill":
@@ -93,25 +96,54 @@ def server_arguments(
     if "--enable-priority-scheduling" not in given:
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
     arguments = [
-        word
+        argument
         for name, value in added.items()
         if name not in given
-        for word in ((name, value) if value else (name,))
+        for argument in ((name, value) if value else (name,))
     ]
     return (*arguments, *(flag for flag in flags if flag not in given), *config.args)
 
 
-def _names(config: SglangConfig) -> Iterator[str]:
-    return (argument.partition("=")[0] for argument in config.args)
+def _check_tiers(config: SglangConfig, python: str) -> None:
+    """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
+    problem, given = None, argument_names(config.args, _OURS, config.where)
+    if config.role != "both":
+        problem = f"a server with role {config.role} cannot use them; remove one"
+    elif _BACKEND in given or _OPTIONS in given:
+        problem = f"{_BACKEND} and its options are set from `tiers`; remove them from `args`"
+    elif "--disable-radix-cache" in given:
+        problem = "they have no use with --disable-radix-cache; remove one"
+    else:
+        problem = missing_plugin(python, "commutator-sglang", "make sglang")
+    if problem is not None:
+        raise ConfigError([f"tiers: {problem}"], config.where)
+
+
+def _tier_arguments(context: LaunchContext) -> dict[str, str]:
+    """Writes the tiers to a file for the worker, and returns the arguments that refer to it."""
+    options = {
+        "backend_name": "commutator",
+        "module_path": "commutator_sglang.hicache",
+        "class_name": "CommutatorHiCache",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "tiers": str(write_tiers(context)),
+        "worker": context.worker_id,
+    }
+    return {
+        "--enable-hierarchical-cache": "",
+        _BACKEND: "dynamic",
+        _OPTIONS: json.dumps(options, separators=(",", ":")),
+        "--page-size": _PAGE_TOKENS,
+    }
 
 
 def _on_cpu(config: SglangConfig) -> bool:
-    words = " ".join(config.args).replace("=", " ")
-    return "--device cpu" in words
+    return "--device cpu" in " ".join(config.args).replace("=", " ")
 
 
 def _events(host: str, port: int, replay_port: int) -> str:
-    # Told to bind: with a host in place of a "*", SGLang would connect.
+    # With a host instead of "*", SGLang would connect to it if `bind` were not set.
     events = {
         "publisher": "zmq",
         "endpoint": f"tcp://{host}:{port}",

@@ -1,6 +1,6 @@
 """A simulated engine: a pure model in virtual time, and the server that drives it."""
 
-from commutator_sim.config import SimConfig, SimTier
+from commutator_sim.config import SimConfig, SimParameters, SimTier, TierParameters
 from commutator_sim.events import (
     DEVICE,
     Event,
@@ -16,7 +16,6 @@ from commutator_sim.events import (
     Stored,
 )
 from commutator_sim.model import SimModel
-from commutator_sim.parameters import SimParameters, TierParameters
 from commutator_sim.request import SimRequest
 
 __all__ = [

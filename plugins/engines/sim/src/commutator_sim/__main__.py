@@ -6,23 +6,25 @@ import os
 import sys
 
 from commutator.engine import EngineStart, run_engine_process
-from commutator.text import load_text_model
+from commutator.tokenizer import load_text_model
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 
 
 def build(config: SimConfig, start: EngineStart) -> SimEngine:
-    """Of the model, only its name, its tokenizer and its context length are used."""
+    """Make the engine; it uses only the model's name, tokenizer and context length."""
     if config.time_factor == 0:
-        _interrupt_nobody()
+        _run_as_batch()
     model = start.model
     text = load_text_model(model.source)
     max_model_len = model.max_model_len or text.max_model_len
-    return SimEngine(config, model=model.name, max_model_len=max_model_len, text=text)
+    return SimEngine(
+        config, model=model.name, max_model_len=max_model_len, text=text, host=start.host
+    )
 
 
-def _interrupt_nobody() -> None:
-    """At unlimited speed nothing is ever late, and a real engine would compute elsewhere."""
+def _run_as_batch() -> None:
+    """At unlimited speed nothing is late, and a real engine would not use this CPU."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

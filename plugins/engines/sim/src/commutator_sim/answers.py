@@ -1,4 +1,4 @@
-"""What a simulated request answers: its own prompt again, until something ends it. Pure."""
+"""The answer to a simulated request: its own prompt, repeated until something ends it. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import filterfalse, islice
 
 from attrs import frozen
 
+from commutator import FinishReason, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.text import TextModel
-from commutator.types import FinishReason, GenerateRequest, SamplingParams
+from commutator.tokenizer import TextModel
 
 __all__ = ["Answer", "plan_answer", "refuse_what_needs_a_model"]
 
 
 @frozen
 class Answer:
-    """All tokens of one answer, known before the first is given."""
+    """All tokens of one answer, known before the first one is sent."""
 
     token_ids: list[int]
     finish_reason: FinishReason
@@ -24,9 +24,9 @@ class Answer:
 
 
 def refuse_what_needs_a_model(request: GenerateRequest) -> None:
-    """Raises RequestError for what a simulator cannot do.
+    """Raise RequestError for parameters that a simulator cannot serve.
 
-    Temperature and its like pass: they choose among likely tokens, and here is only one.
+    Temperature and the like are accepted: they choose among likely tokens, and here is only one.
     """
     asked = {
         "logprobs": request.sampling.top_logprobs is not None,
@@ -50,11 +50,11 @@ def plan_answer(
     natural_tokens: int,
     text: TextModel | None,
 ) -> Answer:
-    """The prompt's tokens over and over, less the special ones.
+    """The prompt's tokens over and over, without the special ones.
 
-    It ends at a stop token or string once ``min_tokens`` are there, else by itself at
-    ``natural_tokens`` unless ``ignore_eos``, else at ``max_tokens`` or when ``room`` is full. The
-    ending token belongs to the answer. ``text`` knows the special tokens, and decodes for stop
+    It ends at a stop token or string once it has ``min_tokens``, else by itself after
+    ``natural_tokens`` unless ``ignore_eos`` is set, else after ``max_tokens`` or ``room`` tokens.
+    The ending token belongs to the answer. ``text`` knows the special tokens, and decodes for stop
     strings. Raises RequestError for a stop string without ``text``.
     """
     count, reason = min(params.max_tokens, room), FinishReason.LENGTH
@@ -95,7 +95,7 @@ def _first_stop_id(
 def _first_stop_string(
     token_ids: Sequence[int], params: SamplingParams, text: TextModel
 ) -> tuple[int, str | None]:
-    """How many tokens complete the first stop string, and which it is."""
+    """How many tokens complete the first stop string, and that string."""
     detokenizer = text.detokenizer()
     longest = max(map(len, params.stop))
     tail = ""

@@ -1,8 +1,8 @@
-"""The device's KV blocks: held, idle but reusable, or free. Pure bookkeeping, no time.
+"""The device's KV blocks: held, idle but reusable, or free. Pure accounting, without time.
 
 A block's key stands for everything up to the block's end, so equal keys mean equal prefixes. The
-set of keys here is closed under prefixes: whoever holds a block holds those before it, and a chain
-is evicted from its end.
+set of keys is closed under prefixes: a request that holds a block also holds those before it, and
+a chain is evicted from its end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class BlockCache:
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self._holders: dict[int, int] = {}
-        """Requests on each key that at least one holds."""
+        """Number of requests that hold each key; at least one."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Keys that nobody holds, least recently used first."""
+        """Keys that no request holds, least recently used first."""
         self._unnamed = 0
         """Held blocks without a key: not full yet, or of unknown content."""
 
@@ -37,7 +37,7 @@ class BlockCache:
         return key in self._holders or key in self._idle
 
     def match(self, keys: Sequence[int], limit: int) -> tuple[int, int]:
-        """How many of the first ``limit`` keys are here, and how many of those are idle."""
+        """How many of the first ``limit`` keys are cached, and how many of those are idle."""
         holders, idle = self._holders, self._idle
         found = found_idle = 0
         for key in keys[:limit]:
@@ -61,7 +61,7 @@ class BlockCache:
     def take(self, count: int) -> list[int]:
         """Hold ``count`` more blocks without a key; returns the keys evicted to make room.
 
-        The caller has made sure that they fit beside what is held.
+        The caller has checked that they fit beside the held blocks.
         """
         self._unnamed += count
         held = len(self._holders) + self._unnamed + len(self._idle)
@@ -71,9 +71,9 @@ class BlockCache:
         return [self._idle.popitem(last=False)[0] for _ in range(excess)]
 
     def name(self, keys: Sequence[int]) -> int:
-        """Give keys to held blocks without one, in order; returns how many were here already.
+        """Give keys to held blocks without one, in order; returns how many were cached already.
 
-        A block that is here already is shared and the copy freed. Those are the first of ``keys``.
+        Those are the first of ``keys``; each is shared, and the block that held its copy is freed.
         """
         holders, idle = self._holders, self._idle
         known = 0
@@ -90,7 +90,7 @@ class BlockCache:
         return known
 
     def release(self, keys: Sequence[int], unnamed: int) -> None:
-        """Give back what one request held: its first blocks by key, and ``unnamed`` others."""
+        """Release the blocks of one request: the first ones by key, and ``unnamed`` others."""
         holders, idle = self._holders, self._idle
         for key in reversed(keys):  # the end of a chain is the first to be evicted
             if holders[key] > 1:

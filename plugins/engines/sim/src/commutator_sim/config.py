@@ -1,17 +1,103 @@
-"""The options of a `sim` engine entry."""
+"""The options of a `sim` engine entry, and what the model gets of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from attrs import Attribute, frozen
+from attrs import Attribute, Factory, frozen
 
-from commutator import EngineConfig, TierPolicyConfig, setting
-from commutator.engine import admission_rules
-from commutator.schema import Bounds, NonNegativeInt, PositiveInt, PositiveSeconds, Seconds
-from commutator_sim.parameters import SimParameters, TierParameters
+from commutator import (
+    Bounds,
+    EngineConfig,
+    EvictionConfig,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    Seconds,
+    setting,
+)
+from commutator.kv import AdmissionRule, TierPolicyConfig
+from commutator.kv.block_manager.admission import admission_rules
 
-__all__ = ["SimConfig", "SimTier"]
+__all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
+
+
+@frozen(kw_only=True)
+class TierParameters:
+    """KV memory behind the device."""
+
+    name: str
+    capacity_blocks: int
+    load_block_ns: int
+    """Time that one block occupies the link to the device."""
+    latency_ns: int = 0
+    """Time of a load in addition to that of its blocks."""
+    write: Literal["through", "on_evict"] = "through"
+    """When blocks are stored there: once computed, or when the tier above evicts them."""
+    eviction: EvictionConfig = EvictionConfig(kind="lru")
+    """The options of an installed policy."""
+    admission: tuple[AdmissionRule, ...] = ()
+    tenant_share: float | None = None
+    """Largest part of the capacity that one tenant may fill; None: all of it."""
+    tenant_shares: Mapping[str, float] = Factory(dict)
+    """Other shares for single tenants."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.capacity_blocks < 1 or self.load_block_ns < 1 or self.latency_ns < 0:
+            raise ValueError(
+                f"tier {self.name}: capacity and load time must be at least 1, latency at least 0"
+            )
+
+
+@frozen(kw_only=True)
+class SimParameters:
+    """Defaults are the published ones: 8000 prefill tokens/s, 6 ms + 0.35 ms x batch a step."""
+
+    prefill_tokens_per_s: float = 8000.0
+    decode_base_ns: int = 6_000_000
+    decode_request_ns: int = 350_000
+    """Added to a step for each decoding request."""
+    max_running_requests: int = 256
+    max_tokens_per_step: int = 2048
+    """Budget of one step: one for each decoding request, the rest for prefill chunks."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    kv_capacity_blocks: int = 16_384
+    tiers: tuple[TierParameters, ...] = ()
+    """Fastest first."""
+    handover_latency_ns: int = 2_000_000
+    """Time of a hand-over in addition to that of its blocks."""
+    handover_block_ns: int = 209_715
+    """Time that one pulled block occupies the worker's link."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.prefill_tokens_per_s <= 0 or self.decode_base_ns < 1 or self.decode_request_ns < 0:
+            raise ValueError("a step must take time: rates above 0, no negative times")
+        if min(self.max_running_requests, self.block_size, self.kv_capacity_blocks) < 1:
+            raise ValueError("batch, block size and KV capacity must be at least 1")
+        if self.max_tokens_per_step < self.max_running_requests:
+            raise ValueError(
+                f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least "
+                f"max_running_requests ({self.max_running_requests}), or prefill may starve"
+            )
+        if self.handover_latency_ns < 0 or self.handover_block_ns < 1:
+            raise ValueError("a hand-over takes time: at least 1 ns a block, no negative latency")
+        names = [tier.name for tier in self.tiers]
+        if len(set(names)) < len(names) or "device" in names:
+            raise ValueError(f"tiers need names of their own, other than device: {names}")
+
+    def step_ns(self, decoding: int, prefill_tokens: int) -> int:
+        """How long one engine step takes; decode and prefill work add up."""
+        decode_ns = self.decode_base_ns + self.decode_request_ns * decoding if decoding else 0
+        if decode_ns and not prefill_tokens:
+            return decode_ns
+        return decode_ns + max(1, round(prefill_tokens * 1e9 / self.prefill_tokens_per_s))
+
+    def blocks(self, tokens: int) -> int:
+        """Number of KV blocks that ``tokens`` fill or begin."""
+        return -(-tokens // self.block_size)
+
 
 PositiveNumber = Annotated[float, Bounds(above=0)]
 NonNegativeNumber = Annotated[float, Bounds(minimum=0)]
@@ -21,16 +107,16 @@ NonNegativeNumber = Annotated[float, Bounds(minimum=0)]
 class SimTier(TierPolicyConfig):
     """Memory behind the device, with the policies of a real tier."""
 
-    kind: Literal["host", "disk", "object"] = setting("What it stands for; named in KV events.")
-    capacity_blocks: PositiveInt = setting("Blocks that it holds.")
-    bandwidth_bytes_per_s: PositiveNumber = setting("How fast blocks come back from it.")
-    latency_s: Seconds = setting("What a load takes beside its bytes.", 0.0)
+    kind: Literal["host", "disk", "object"] = setting("What it models; named in KV events.")
+    capacity_blocks: PositiveInt = setting("Capacity in blocks.")
+    bandwidth_bytes_per_s: PositiveNumber = setting("How fast blocks are loaded from it.")
+    latency_s: Seconds = setting("Time of a load beside that of its bytes.", 0.0)
 
 
 def _different_kinds(_config: Any, _field: Attribute[Any], tiers: tuple[SimTier, ...]) -> None:
     kinds = [tier.kind for tier in tiers]
     if len(set(kinds)) < len(kinds):
-        raise ValueError(f"tiers: each kind may stand here once, got {', '.join(kinds)}")
+        raise ValueError(f"tiers: each kind may be listed once, got {', '.join(kinds)}")
 
 
 def _room_for_the_batch(config: SimConfig, _field: Attribute[Any], tokens: int) -> None:
@@ -68,7 +154,7 @@ class SimConfig(EngineConfig):
     prefix_caching: bool = setting("Reuse the KV blocks of equal prefixes.", True)
     kv_events: bool = setting("Publish KV events over ZMQ.", True)
     kv_events_kept: PositiveInt = setting(
-        "Messages of KV events that a front door that missed them can have again.", 10_000
+        "Messages of KV events that are stored for front doors that missed them.", 10_000
     )
     kv_bytes_per_token: PositiveInt = setting(
         "KV size of one token, for transfers from `tiers` and other workers; by default that of an "
@@ -76,20 +162,20 @@ class SimConfig(EngineConfig):
         131_072,
     )
     handover_bandwidth_bytes_per_s: PositiveNumber = setting(
-        "How fast blocks come from a prefill worker, one hand-over after the other.", 1e10
+        "How fast blocks arrive from a prefill worker, one hand-over after the other.", 1e10
     )
-    handover_latency_s: Seconds = setting("What a hand-over takes beside its bytes.", 0.002)
+    handover_latency_s: Seconds = setting("Time of a hand-over beside that of its bytes.", 0.002)
     tiers: tuple[SimTier, ...] = setting(
-        "Where KV blocks are kept beside the device, fastest first.",
+        "Where KV blocks are stored in addition to the device, fastest first.",
         (),
         validator=_different_kinds,
     )
     answer_tokens: PositiveInt = setting(
-        "An answer ends by itself after so many tokens, unless the request sets `ignore_eos`.", 512
+        "Tokens after which an answer ends by itself, unless the request sets `ignore_eos`.", 512
     )
     burst_tokens: PositiveInt = setting(
-        "At unlimited speed: engine steps made before their tokens are sent, so that a request's "
-        "tokens come in bursts of at most so many.",
+        "At unlimited speed: engine steps made before their tokens are sent. A request's tokens "
+        "come in bursts of at most this number.",
         16,
     )
 
@@ -99,7 +185,7 @@ class SimConfig(EngineConfig):
         return 0.0 if self.speedup == "unlimited" else float(self.speedup)
 
     def parameters(self) -> SimParameters:
-        """The same for the model."""
+        """The parameters of the model: the same in nanoseconds and blocks."""
         block_bytes = self.block_size * self.kv_bytes_per_token
         return SimParameters(
             prefill_tokens_per_s=self.prefill_tokens_per_s,

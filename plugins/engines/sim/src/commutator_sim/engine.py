@@ -1,32 +1,26 @@
-"""The served engine: drives the model by the clock, or as fast as it will go.
+"""The served engine: advances the model with the clock, or as fast as possible.
 
-It runs inside the server's event loop: a tick of the model is far shorter than what a thread of
-its own would cost in hand-overs.
+It runs in the server's event loop: a tick of the model is far shorter than a switch to another
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from attrs import define, evolve
 
+from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator.engine import Emit, TokenEngine
-from commutator.engine.handover import DecodeWords, PrefillWords
-from commutator.errors import (
-    EngineError,
-    EngineHandoverError,
-    EngineOverloadedError,
-    RequestError,
-)
-from commutator.kv import EventPublisher
-from commutator.text import TextModel
-from commutator.types import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator.errors import EngineHandoverError, EngineOverloadedError, RequestError
+from commutator.kv import TransferStatistics
+from commutator.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
+from commutator.kv_events import EventPublisher
+from commutator.tokenizer import TextModel
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
-from commutator_sim.block_keys import block_keys, root_key
 from commutator_sim.config import SimConfig
 from commutator_sim.events import (
     Event,
@@ -41,21 +35,21 @@ from commutator_sim.events import (
     Steps,
     Stored,
 )
-from commutator_sim.kv_events import EventFeed
+from commutator_sim.handover import Handover
+from commutator_sim.kv_events import EventFeed, block_keys, root_key
 from commutator_sim.model import SimModel
 from commutator_sim.request import SimRequest
-from commutator_sim.served_handover import FailedHandover, ServedHandover
 
 __all__ = ["SimEngine"]
 
 _SHORTEST_SLEEP_S = 0.001
 _GATHER_EVENTS_S = 0.01
-"""At unlimited speed. A real step takes as long, and its events come in one message."""
+"""At unlimited speed. A real step takes about as long, and publishes one message of events."""
 
 
 @define(eq=False)
 class _Stream:
-    """One request's answer on its way out."""
+    """A running request with its answer, which is sent as the model generates it."""
 
     answer: Answer
     token_ids: list[int]
@@ -65,19 +59,24 @@ class _Stream:
     cached_tokens: int | None = None
     """Set between the first token's event and its delta."""
     sent: int = 0
+    """Tokens of the answer that were sent."""
 
     def delta(self, generated: int) -> TokenDelta:
-        """What was generated and not yet sent."""
-        answer, cached = self.answer, self.cached_tokens
-        token_ids = tuple(answer.token_ids[self.sent : generated])
+        """The generated tokens that were not sent yet."""
+        answer = self.answer
+        ended = generated == len(answer.token_ids)
+        delta = TokenDelta(
+            token_ids=tuple(answer.token_ids[self.sent : generated]),
+            finish_reason=answer.finish_reason if ended else None,
+            stop_reason=answer.stop_reason if ended else None,
+            cached_tokens=self.cached_tokens,
+        )
         self.sent, self.cached_tokens = generated, None
-        if generated < len(answer.token_ids):
-            return TokenDelta(token_ids, cached_tokens=cached)
-        return TokenDelta(token_ids, (), answer.finish_reason, answer.stop_reason, cached)
+        return delta
 
 
 class SimEngine(TokenEngine):
-    """A worker without a model. Needs no files; ``text`` only makes the answers nicer."""
+    """A worker without a model. ``text`` finds special tokens and stop strings; it is optional."""
 
     def __init__(
         self,
@@ -86,18 +85,23 @@ class SimEngine(TokenEngine):
         model: str,
         max_model_len: int,
         text: TextModel | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        """``model`` is the name that clients give; ``max_model_len`` is in tokens."""
+        """``model`` is the name that clients give; ``max_model_len`` is in tokens.
+
+        ``host`` is the address at which other workers ask for KV.
+        """
+        self._host = host
         self._config = config
         self._model_name = model
         self._max_model_len = min(max_model_len, config.kv_capacity_blocks * config.block_size)
         self._text = text
         self._factor = config.time_factor
-        # The bytes of a hand-over take their time outside, where the real ones would go.
+        # The puller waits for the time of a transfer, so the model must not count it again.
         self._model = SimModel(
             evolve(config.parameters(), handover_latency_ns=0, handover_block_ns=1)
         )
-        self._handover: ServedHandover | None = None
+        self._handover: Handover | None = None
         self._streams: dict[int, _Stream] = {}
         self._publisher: EventPublisher | None = None
         self._feed: EventFeed | None = None
@@ -120,7 +124,9 @@ class SimEngine(TokenEngine):
                 gather_s=0.0 if self._factor else _GATHER_EVENTS_S,
             )
         if config.prefix_caching:
-            self._handover = ServedHandover(config, self._model_name, self._model, self._tick_soon)
+            self._handover = Handover(
+                config, self._model_name, self._model, self._tick_soon, self._host
+            )
             self._handover.start()
         return EngineInfo(
             kind="sim",
@@ -146,10 +152,10 @@ class SimEngine(TokenEngine):
             )
         self._catch_up()
         try:
-            asked = self._leg(key, stream)
+            asked = self._model_request(key, stream)
         except EngineHandoverError as error:
             assert self._loop is not None
-            self._loop.call_soon(self._fail_handovers, [FailedHandover(key, str(error))])
+            self._loop.call_soon(self._fail_handovers, [(key, str(error))])
             return
         self._streams[key] = stream
         model.submit(key, asked)
@@ -179,10 +185,8 @@ class SimEngine(TokenEngine):
         self._model.reset_prefix_cache()
         self._tick_soon()
 
-    async def handover(self, what: str, arguments: Mapping[str, Any]) -> Any:
-        if self._handover is None:
-            raise EngineError("this worker hands no KV over: prefix_caching is off")
-        return await self._handover.answer(what, arguments)
+    def transfer_statistics(self) -> TransferStatistics:
+        return TransferStatistics() if self._handover is None else self._handover.statistics()
 
     def stop(self) -> None:
         if self._handover is not None:
@@ -195,7 +199,7 @@ class SimEngine(TokenEngine):
             self._publisher.close()
 
     def _stream_for(self, request: GenerateRequest) -> _Stream:
-        """Raises RequestError for what can never be answered."""
+        """The request with its answer. Raises RequestError if it can never be served."""
         config, length = self._config, len(request.token_ids)
         refuse_what_needs_a_model(request)
         if not 0 < length < self._max_model_len:
@@ -216,10 +220,11 @@ class SimEngine(TokenEngine):
             raise RequestError(f"a token id is out of range: {error}") from error
         return _Stream(answer, token_ids, keys, request)
 
-    def _leg(self, key: int, stream: _Stream) -> SimRequest:
-        """The request as the model gets it: whole, or one leg of a hand-over.
+    def _model_request(self, key: int, stream: _Stream) -> SimRequest:
+        """The request as the model gets it; of a hand-over's prefill only the wanted blocks.
 
-        Raises RequestError for a wrong leg, EngineHandoverError for one that nobody wants.
+        Raises RequestError for wrong parameters of a hand-over, EngineHandoverError for a prefill
+        that is no longer wanted.
         """
         request, size, prompt = stream.request, self._config.block_size, stream.request.token_ids
         whole = SimRequest(
@@ -234,26 +239,26 @@ class SimEngine(TokenEngine):
             return whole
         if self._handover is None:
             raise RequestError("this worker hands no KV over: prefix_caching is off", "handover")
-        match self._handover.leg(request):
-            case DecodeWords() as words:
-                return evolve(whole, pulls=self._handover.begin_pull(key, request, words))
-            case PrefillWords() as words:
+        match self._handover.read(request):
+            case DecodeTransferParams() as params:
+                return evolve(whole, pulls=self._handover.begin_pull(key, request, params))
+            case PrefillTransferParams() as params:
                 stream.answer = evolve(
                     stream.answer,
                     token_ids=stream.answer.token_ids[:1],
                     finish_reason=FinishReason.LENGTH,
                 )
-                if not (wanted := self._handover.begin_export(key, request, words)):
+                if not (wanted := self._handover.begin_export(key, request, params)):
                     return evolve(whole, output_tokens=1)
-                # What is not handed over is computed by the decode worker, so not here.
+                # The decode worker computes the tokens that are not handed over.
                 return evolve(whole, prompt_tokens=wanted * size, output_tokens=1, exports=True)
         return whole
 
     def _answer_to(self, request: GenerateRequest) -> Answer:
-        """What is left to say: the answer to the prompt, less what another worker said of it."""
+        """The answer to the prompt without the tokens that another worker generated."""
         done = request.generated_prefix
         prompt_length = len(request.token_ids) - done
-        if not (done >= 0 < prompt_length):
+        if not 0 <= done < len(request.token_ids):
             raise RequestError(f"generated_prefix: {done} of {len(request.token_ids)} tokens")
         answer = plan_answer(
             request.token_ids[:prompt_length],
@@ -264,8 +269,8 @@ class SimEngine(TokenEngine):
         )
         if done >= len(answer.token_ids):
             raise RequestError(
-                f"generated_prefix: the answer has only {len(answer.token_ids)} tokens, and {done} "
-                "are said to be there already"
+                f"generated_prefix: {done} tokens, but the whole answer has only "
+                f"{len(answer.token_ids)}"
             )
         return evolve(answer, token_ids=answer.token_ids[done:]) if done else answer
 
@@ -277,7 +282,7 @@ class SimEngine(TokenEngine):
         return max(self._model.now_ns, int(passed_s * self._factor * 1e9))
 
     def _catch_up(self) -> None:
-        """Bring the model to the present; at unlimited speed there is none to bring it to."""
+        """Advance the model to the present. At unlimited speed it has a time of its own."""
         if self._factor:
             self._deliver(self._model.advance(self._virtual_now_ns()))
 
@@ -314,19 +319,19 @@ class SimEngine(TokenEngine):
     # -------------------------------------------------------------------- outwards
 
     def _update_handover(self) -> None:
-        """What other workers have sent, or need no more."""
+        """Take blocks that arrived from other workers, and free those that they released."""
         if self._handover is None:
             return
         failed = self._handover.update()
-        for one in failed:
-            self._model.abort(one.key)
-            del self._streams[one.key]
+        for key, _ in failed:
+            self._model.abort(key)
+            del self._streams[key]
         self._fail_handovers(failed)
 
-    def _fail_handovers(self, failed: Sequence[FailedHandover]) -> None:
+    def _fail_handovers(self, failed: Sequence[tuple[int, str]]) -> None:
         if failed and self._emit is not None:
-            why = TokenDelta(finish_reason=FinishReason.ERROR, handover_failed=True)
-            self._emit([(one.key, evolve(why, error=one.error)) for one in failed])
+            last = TokenDelta(finish_reason=FinishReason.ERROR, handover_failed=True)
+            self._emit([(key, evolve(last, error=error)) for key, error in failed])
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Send the tokens and publish the block events of one tick."""
@@ -345,7 +350,7 @@ class SimEngine(TokenEngine):
                     deltas.append((event.key, stream.delta(len(stream.answer.token_ids))))
                 case Preempted():
                     preempted.append(event.key)
-                case _:
+                case Ready() | Pulling() | Pulled():
                     self._hand_over(event)
         deltas += self._progress((*self._model.decoding(), *preempted))
         if self._feed is not None:

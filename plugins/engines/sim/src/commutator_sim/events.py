@@ -1,4 +1,4 @@
-"""What the model tells: everything that happened, in order, with its virtual time."""
+"""The model's events: everything that happened, in order, with its virtual time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = "device"
 
 @frozen
 class Steps:
-    """``count`` equal engine steps, one after the other from ``start_ns``.
+    """``count`` equal engine steps, one after the other, from ``start_ns`` on.
 
     Each gave one token to each of ``decoding`` requests and computed ``prefill_tokens``.
     """
@@ -45,7 +45,7 @@ class FirstToken:
     cached_tokens: int
     """Prompt tokens found in the KV cache on admission, in any tier."""
     loaded_tokens: int
-    """Of those, the ones that came from a tier behind the device."""
+    """Those of them that a tier behind the device loaded."""
 
 
 @frozen
@@ -58,7 +58,7 @@ class Finished:
 
 @frozen
 class Preempted:
-    """Request ``key`` lost its blocks and waits again; its tokens so far are kept."""
+    """Request ``key`` lost its blocks and waits again; it keeps its tokens."""
 
     time_ns: int
     key: int
@@ -77,7 +77,7 @@ class Stored:
 
 @frozen
 class Offloaded:
-    """Evicted blocks were copied to ``tier``; each is independent of the others."""
+    """Blocks were copied to ``tier``; they need not be consecutive."""
 
     time_ns: int
     tier: str
@@ -95,7 +95,7 @@ class Removed:
 
 @frozen
 class Ready:
-    """The first ``blocks`` blocks of request ``key`` can be fetched by another worker."""
+    """Another worker can pull the first ``blocks`` blocks of request ``key``."""
 
     time_ns: int
     key: int
@@ -104,7 +104,7 @@ class Ready:
 
 @frozen
 class Pulling:
-    """Request ``key`` has its blocks and waits for what another worker has of some of them."""
+    """Request ``key`` has its blocks and waits for another worker to fill some of them."""
 
     time_ns: int
     key: int
@@ -114,12 +114,12 @@ class Pulling:
 
 @frozen
 class Pulled:
-    """Request ``key`` needs nothing more of another worker's blocks."""
+    """Request ``key`` needs no more blocks of another worker."""
 
     time_ns: int
     key: int
     blocks: int
-    """How many came from there."""
+    """How many were pulled."""
 
 
 Event = (

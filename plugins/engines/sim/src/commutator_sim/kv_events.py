@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+from array import array
 from collections.abc import Sequence
 
-from attrs import define
+from attrs import define, evolve
+from xxhash import xxh3_64_intdigest
 
-from commutator.kv import BlockRemoved, BlockStored, EventPublisher, KvEvent
+from commutator.kv_events import BlockRemoved, BlockStored, EventPublisher, KvEvent
 from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 
-__all__ = ["EventFeed"]
+__all__ = ["EventFeed", "block_keys", "root_key"]
+
+
+def root_key(lora_name: str | None, cache_salt: str | None) -> int:
+    """The parent of a request's first block: equal only for requests that may share KV."""
+    if lora_name is None and cache_salt is None:
+        return 0
+    return xxh3_64_intdigest(repr((lora_name, cache_salt)).encode())
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
+    """Unsigned 64-bit keys of the full blocks of ``token_ids``; other engines have other keys.
+
+    Raises OverflowError for a token id below 0 or over 32 bits.
+    """
+    data = array("I", token_ids).tobytes()
+    size = block_size * 4
+    key, keys = root, []
+    for (block,) in struct.iter_unpack(f"{size}s", data[: len(data) // size * size]):
+        key = xxh3_64_intdigest(block, key)
+        keys.append(key)
+    return keys
+
 
 _MEDIUM = {DEVICE: "GPU", "host": "CPU", "disk": "DISK", "object": "EXTERNAL"}
 
 
 @define
 class _Block:
-    """What an event about an offloaded block has to say again."""
+    """A block in some tier; the event of each further tier repeats the block's contents."""
 
-    parent: int | None
-    token_ids: tuple[int, ...]
-    lora_name: str | None
-    cache_salt: str | None
+    stored: BlockStored
     places: int = 1
-    """In how many tiers it is, the device included."""
+    """Number of tiers that store it, including the device."""
 
 
 @define
 class _Stored:
-    """What became of one request's blocks since the last message: one event, however many ticks."""
+    """Blocks of one request that several ticks stored; they are published as one event."""
 
     keys: list[int]
     parent: int | None
@@ -40,10 +62,10 @@ class _Stored:
 
     def event(self, block_size: int) -> BlockStored:
         return BlockStored(
-            tuple(self.keys),
-            self.parent,
-            tuple(self.token_ids),
-            block_size,
+            block_hashes=tuple(self.keys),
+            parent_block_hash=self.parent,
+            token_ids=tuple(self.token_ids),
+            block_size=block_size,
             lora_name=self.lora_name,
             cache_salt=self.cache_salt,
         )
@@ -60,19 +82,21 @@ class EventFeed:
         has_tiers: bool,
         gather_s: float = 0.0,
     ) -> None:
-        """What ticks tell within ``gather_s`` goes out together; it needs an event loop."""
+        """Events of ``gather_s`` seconds are one message; above 0 that needs an event loop."""
         self._publisher = publisher
         self._block_size = block_size
-        self._blocks: dict[int, _Block] | None = {} if has_tiers else None
+        self._has_tiers = has_tiers
+        self._blocks: dict[int, _Block] = {}
+        """The blocks of all tiers; empty where there is only the device."""
         self._gather_s = gather_s
         self._timer: asyncio.TimerHandle | None = None
         self._ready: list[KvEvent | _Stored] = []
         self._stored: dict[int, _Stored] = {}
-        """The last of each request among what is ready."""
+        """The last one of each request in ``_ready``."""
         self._removals: dict[str, list[int]] = {}
-        """By medium. They wait for the end of the message, where one event tells of many."""
+        """Removed blocks by medium; one event at the end of the message holds all of them."""
         self._removed: set[int] = set()
-        """All of their blocks."""
+        """The blocks of ``_removals``."""
 
     def stored(
         self,
@@ -87,55 +111,54 @@ class EventFeed:
         next_block = first + len(event.blocks)
         parent = keys[first - 1] if first else None
         tokens = token_ids[first * size : next_block * size]
-        self._settle(event.blocks)
+        self._add_removals_before(event.blocks)
         before = self._stored.get(event.key)
         if before and before.next_block == first:
             before.keys += event.blocks
             before.token_ids += tokens
             before.next_block = next_block
         else:
-            stored = _Stored(
+            self._stored[event.key] = _Stored(
                 list(event.blocks), parent, list(tokens), lora_name, cache_salt, next_block
             )
-            self._stored[event.key] = stored
-            self._ready.append(stored)
-        if self._blocks is None:
+            self._ready.append(self._stored[event.key])
+        if not self._has_tiers:
             return
         for index, key in enumerate(event.blocks):
             if (block := self._blocks.get(key)) is not None:
                 block.places += 1
             else:
-                mine = tuple(tokens[index * size : (index + 1) * size])
-                self._blocks[key] = _Block(parent, mine, lora_name, cache_salt)
+                stored = BlockStored(
+                    block_hashes=(key,),
+                    parent_block_hash=parent,
+                    token_ids=tuple(tokens[index * size : (index + 1) * size]),
+                    block_size=size,
+                    lora_name=lora_name,
+                    cache_salt=cache_salt,
+                )
+                self._blocks[key] = _Block(stored)
             parent = key
 
     def moved(self, event: Offloaded | Removed) -> None:
-        """Blocks came to a tier behind the device, or left any."""
+        """Blocks were stored in a tier behind the device, or removed from a tier or the device."""
         medium = _MEDIUM[event.tier]
         if isinstance(event, Removed):
             self._removals.setdefault(medium, []).extend(event.blocks)
             self._removed.update(event.blocks)
-            if self._blocks is not None:
-                self._forget(event.blocks, self._blocks)
+            for key in event.blocks if self._has_tiers else ():
+                block = self._blocks[key]
+                block.places -= 1
+                if not block.places:
+                    del self._blocks[key]
             return
-        assert self._blocks is not None
-        self._settle(event.blocks)
+        self._add_removals_before(event.blocks)
         for key in event.blocks:
             block = self._blocks[key]
             block.places += 1
-            stored = BlockStored(
-                (key,),
-                block.parent,
-                block.token_ids,
-                self._block_size,
-                lora_name=block.lora_name,
-                medium=medium,
-                cache_salt=block.cache_salt,
-            )
-            self._ready.append(stored)
+            self._ready.append(evolve(block.stored, medium=medium))
 
     def publish(self) -> None:
-        """Send what was collected, now or when it has been gathered for long enough."""
+        """Send the collected events, now or ``gather_s`` after the first of them."""
         if not self._gather_s:
             self.flush()
         elif (self._ready or self._removed) and self._timer is None:
@@ -143,29 +166,25 @@ class EventFeed:
             self._timer = loop.call_later(self._gather_s, self.flush)
 
     def flush(self) -> None:
-        """Send what was collected now."""
+        """Send the collected events now."""
         self._timer = None
-        self._tell_removals()
+        self._add_removals()
         ready, self._ready = self._ready, []
         size = self._block_size
         self._publisher.publish(
             [one.event(size) if isinstance(one, _Stored) else one for one in ready]
         )
 
-    def _settle(self, blocks: Sequence[int]) -> None:
-        """Blocks that went meanwhile must not come back before they go."""
+    def _add_removals_before(self, blocks: Sequence[int]) -> None:
+        """Where ``blocks`` were removed and are stored again, the removal must come first."""
         if not self._removed.isdisjoint(blocks):
-            self._tell_removals()
+            self._add_removals()
 
-    def _tell_removals(self) -> None:
-        self._ready += [BlockRemoved(tuple(gone), where) for where, gone in self._removals.items()]
+    def _add_removals(self) -> None:
+        self._ready += [
+            BlockRemoved(block_hashes=tuple(gone), medium=where)
+            for where, gone in self._removals.items()
+        ]
         self._removals.clear()
         self._removed.clear()
         self._stored.clear()
-
-    def _forget(self, keys: Sequence[int], blocks: dict[int, _Block]) -> None:
-        for key in keys:
-            block = blocks[key]
-            block.places -= 1
-            if not block.places:
-                del blocks[key]

@@ -6,14 +6,14 @@ from commutator import (
     EngineClient,
     EngineConnector,
     EngineRegister,
+    HandoverStyle,
     LaunchContext,
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine import TokenApiClient, VirtualEngine, engine_command
-from commutator.engine.handover import HandoverStyle, PullHandover
+from commutator.engine import TokenApiClient, engine_command
+from commutator.kv.transfer.protocol import PullHandover
 from commutator_sim.config import SimConfig
-from commutator_sim.virtual import SimVirtualEngine
 
 __all__ = ["SimConnector"]
 
@@ -29,9 +29,6 @@ class SimConnector(EngineConnector[SimConfig]):
 
     def handover_style(self, config: SimConfig) -> HandoverStyle:
         return PullHandover()
-
-    def virtual(self, config: SimConfig) -> VirtualEngine:
-        return SimVirtualEngine(config.parameters(), config.kv_bytes_per_token)
 
 
 @hookimpl

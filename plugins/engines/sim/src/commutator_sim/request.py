@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from attrs import define, frozen
 
-from commutator.types import KvRetention
+from commutator import KvRetention
 
 __all__ = ["Phase", "Run", "SimRequest"]
 
@@ -18,7 +18,7 @@ class SimRequest:
 
     prompt_tokens: int
     output_tokens: int
-    """How long the answer is: a simulated request knows when it will end."""
+    """Length of the answer: a simulated request knows when it will end."""
     block_keys: Sequence[int] = ()
     """Keys of the first blocks, each standing for the whole prefix up to the block's end.
 
@@ -26,15 +26,15 @@ class SimRequest:
     may be fewer keys than blocks; blocks without a key are never reused.
     """
     priority: int = 0
-    """Lower is served earlier."""
+    """Lower values are served earlier."""
     exports: bool = False
-    """Its blocks are for another worker: they are held, and told of, until they are released."""
+    """Whether its blocks are for another worker: they are held and announced until released."""
     pulls: int | None = None
-    """Of its prompt's first full blocks so many come from another worker, unless they are here."""
+    """How many of its prompt's first full blocks another worker has; cached ones are not pulled."""
     tenant: str | None = None
-    """Whose share of a tier its blocks take."""
+    """The tenant to whose share of a tier its blocks count."""
     retention: tuple[KvRetention, ...] = ()
-    """What tiers are asked to keep longer than other blocks."""
+    """Which blocks tiers should retain longer than others."""
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
@@ -51,7 +51,7 @@ class Phase(Enum):
 
     WAITING = auto()
     LOADING = auto()
-    """It has its blocks and waits for a tier, or another worker, to fill the first of them."""
+    """It has its blocks and waits until a tier or another worker has filled the first of them."""
     PREFILL = auto()
     DECODE = auto()
     OVER = auto()
@@ -66,29 +66,30 @@ class Run:
     order: tuple[int, int]
     """Priority, then arrival: smaller is served first and preempted last."""
     kv_tokens: int
-    """Those of the request."""
+    """``SimRequest.kv_tokens`` of the request."""
     phase: Phase = Phase.WAITING
     computed: int = 0
     """Tokens with KV on the device; while decoding, ``decode_base`` plus the step number."""
     target: int = 0
-    """Tokens to compute before the next token exists: the prompt and what was generated."""
+    """Tokens to compute before the next token exists: the prompt and the tokens generated."""
     generated: int = 0
-    """Tokens of the answer; while decoding it follows from the step number instead."""
+    """Tokens of the answer; not updated while decoding: it follows from the step number then."""
     decode_base: int = 0
     named: int = 0
-    """Of its device blocks, the first ones that are held by key."""
+    """How many of its first device blocks are held by key."""
     unnamed: int = 0
+    """How many of its device blocks are held without a key."""
     cached_tokens: int = -1
     """Found on first admission; -1 before."""
     loaded_tokens: int = 0
     pulling: bool = False
-    """It waits for blocks of another worker, or will when it is admitted."""
+    """Whether it waits for blocks of another worker, or will when it is admitted."""
     offered: int = 0
-    """Of its first blocks, those that the other worker has ready."""
+    """How many of its first blocks the other worker has ready."""
     pulled: int = 0
-    """Of its first blocks, those that are here or on their way."""
+    """How many of its first blocks have arrived or are on their way."""
     epoch: int = 0
-    """Counts the phases left, so that appointments made in an earlier one are void."""
+    """Number of phases left; it makes appointments of earlier phases void."""
 
     def move(self, phase: Phase) -> None:
         self.phase = phase

@@ -1,7 +1,7 @@
-"""Memory behind the device, run by the KV manager: what is kept, what goes, what is worth loading.
+"""Tiers behind the device: the block manager decides what is stored, evicted and onboarded.
 
-Stores take no time (they run beside the steps), so the manager's are carried out at once. A load
-takes that of its tier's link, one load after the other.
+Stores run beside the steps and take no time, so they are carried out at once. Loads take the time
+of their tier's link, one after the other.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from itertools import count
 
 from attrs import define, evolve, frozen
 
-from commutator.engine import eviction_policy
+from commutator import BlockKey, StoredBlock
 from commutator.kv import (
     Action,
     Announce,
-    BlockKey,
-    KvManager,
+    BlockDescriptor,
+    BlockManager,
     LoadResult,
-    Offer,
     PrefillSpeed,
     StoreBlocks,
-    Stored,
     TierSpec,
-    block_facts,
     is_stronger,
+    retention_hints,
 )
+from commutator.kv.tiers.setup import eviction_factory
+from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import DEVICE, Offloaded, Removed
-from commutator_sim.parameters import SimParameters, TierParameters
 from commutator_sim.request import SimRequest
 
 __all__ = ["Load", "OffloadTiers"]
@@ -40,7 +39,7 @@ TierEvent = Offloaded | Removed
 
 @frozen
 class Load:
-    """So many of the blocks asked for come from the tiers, and are all there at ``ready_ns``."""
+    """The first ``blocks`` of the requested blocks are loaded, the last one at ``ready_ns``."""
 
     blocks: int = 0
     ready_ns: int = 0
@@ -52,22 +51,22 @@ class _Link:
     free_ns: int = 0
 
     def load(self, blocks: int, now_ns: int) -> int:
-        """When blocks that are asked for now are there."""
+        """When blocks that are requested now have arrived."""
         self.free_ns = max(self.free_ns, now_ns) + blocks * self.parameters.load_block_ns
         return self.free_ns + self.parameters.latency_ns
 
     def seconds(self, blocks: int) -> float:
-        """What that takes when nothing goes before it."""
+        """Duration of a load that waits for no other."""
         return (blocks * self.parameters.load_block_ns + self.parameters.latency_ns) / 1e9
 
 
 class OffloadTiers:
-    """The tiers, fastest first. Without any, nothing is kept and every method is cheap."""
+    """The tiers, fastest first. Without tiers every method is cheap."""
 
     def __init__(self, parameters: SimParameters) -> None:
         """Raises ConfigError when no installed plugin offers an eviction policy."""
         tiers = parameters.tiers
-        self.manager = KvManager([_spec(tier) for tier in tiers], most_waiting=sys.maxsize)
+        self.manager = BlockManager([_spec(tier) for tier in tiers], most_waiting=sys.maxsize)
         self._links = [_Link(tier) for tier in tiers]
         self._block_size = parameters.block_size
         self._prefill = PrefillSpeed(
@@ -76,15 +75,15 @@ class OffloadTiers:
         self._takes_computed = any(tier.write == "through" for tier in tiers)
         self._takes_evicted = bool(tiers) and tiers[0].write == "on_evict"
         self._counts_uses = any(rule.counts_uses for tier in tiers for rule in tier.admission)
-        self._offers: dict[int, Offer] = {}
-        """Of every block that is on the device and has a key."""
+        self._offers: dict[int, BlockDescriptor] = {}
+        """Descriptors of the blocks on the device that have a key."""
         self._load_ids = count()
         self._now_s = 0.0
 
     def on_device(
         self, request: SimRequest, first: int, end: int, now_ns: int
     ) -> Sequence[TierEvent]:
-        """These blocks of a request are computed or loaded, or it uses what was there."""
+        """Blocks ``first`` to ``end`` of a request were computed, loaded or found on the device."""
         if not self._links or first == end:
             return ()
         known, keys = self._offers, request.block_keys
@@ -97,39 +96,39 @@ class OffloadTiers:
         return self._carry_out(self.manager.offer(offers, self._passed(now_ns)), now_ns)
 
     def load(self, keys: Sequence[int], now_ns: int) -> Load:
-        """Begin to bring to the device what is worth it of these consecutive blocks."""
+        """Begin to load those of these consecutive blocks that load faster than they compute."""
         if not self._links or not keys:
             return Load()
         names = [_name(key) for key in keys]
         now_s, load_id = self._passed(now_ns), str(next(self._load_ids))
-        plan = self.manager.begin_load(load_id, names, 0, now_s, prefill=self._prefill)
+        plan = self.manager.begin_onboard(load_id, names, 0, now_s, prefill=self._prefill)
         if not plan.blocks:
             return Load()
         by_tier = Counter(tier for _, tier in plan.blocks)
         ready_ns = max(self._links[tier].load(n, now_ns) for tier, n in by_tier.items())
-        # The tiers are read at once, and need not hold the blocks until they have arrived.
+        # A load reads the tiers at once: they need not pin the blocks until these have arrived.
         loaded = {key: LoadResult.LOADED for key, _ in plan.blocks}
         seconds = {tier: self._links[tier].seconds(n) for tier, n in by_tier.items()}
-        self.manager.finish_load(load_id, loaded, now_s, seconds=seconds)
+        self.manager.finish_onboard(load_id, loaded, now_s, seconds=seconds)
         return Load(len(plan.blocks), ready_ns)
 
     def evict(self, keys: Sequence[int], now_ns: int) -> list[TierEvent]:
-        """``keys`` leave the device, least recently used first; what that changes everywhere.
+        """The device evicts ``keys``, least recently used first; returns the resulting events.
 
-        Copies are told of before what they were copied from is gone, and no tier ever overflows.
+        A block's copy in a tier is announced before the block is removed from the device.
         """
         events: list[TierEvent] = []
         if self._links:
-            # The most recent and the beginnings of chains first, as the manager wants them.
+            # The manager expects the most recently used blocks and the beginnings of chains first.
             offers = [self._offers.pop(key) for key in reversed(keys)]
             if self._takes_evicted:
-                actions = self.manager.device_evicting(offers, self._passed(now_ns))
+                actions = self.manager.offload_evicted(offers, self._passed(now_ns))
                 events += self._carry_out(actions, now_ns)
         events.append(Removed(now_ns, DEVICE, tuple(keys)))
         return events
 
     def clear(self, idle: Sequence[int], now_ns: int) -> list[TierEvent]:
-        """Forget every block in the tiers; those in ``idle`` leave the device, too."""
+        """Forget every block in the tiers, and the device's blocks ``idle``."""
         events: list[TierEvent] = [Removed(now_ns, DEVICE, tuple(idle))] if idle else []
         if self._links:
             for key in idle:
@@ -137,23 +136,25 @@ class OffloadTiers:
             events += self._carry_out(self.manager.clear(self._passed(now_ns)), now_ns)
         return events
 
-    def _offer(self, request: SimRequest, index: int) -> Offer:
-        """Of a block on the device; of several that ask to keep it, the strongest holds."""
+    def _offer(self, request: SimRequest, index: int) -> BlockDescriptor:
+        """Descriptor of a block on the device, with the strongest retention hints asked for."""
         offers, keys = self._offers, request.block_keys
-        facts = block_facts(
+        facts = retention_hints(
             index, self._block_size, request.prompt_tokens, request.tenant, request.retention
         )
         offer = offers.get(keys[index])
         if offer is None:
             parent = offers[keys[index - 1]].key if index else None
-            offer = Offer(key=_name(keys[index]), parent=parent, token_ids=(), facts=facts)
+            offer = BlockDescriptor(
+                key=_name(keys[index]), parent=parent, token_ids=(), facts=facts
+            )
         elif is_stronger(facts, offer.facts):
             offer = evolve(offer, facts=facts)
         offers[keys[index]] = offer
         return offer
 
     def _carry_out(self, actions: Iterable[Action], now_ns: int) -> list[TierEvent]:
-        """In the order of the manager's decisions, so that the events tell of its states."""
+        """Carry out the manager's actions; returns the events in the order of its decisions."""
         events: list[TierEvent] = []
         left = deque(actions)
         while left:
@@ -162,12 +163,14 @@ class OffloadTiers:
                     kind = Offloaded if what == "stored" else Removed
                     events.append(kind(now_ns, tier, tuple(_number(one.key) for one in blocks)))
                 case StoreBlocks() as store:
-                    written = [Stored(key=k, slot=0, size_bytes=1, checksum=0) for k in store.keys]
+                    written = [
+                        StoredBlock(key=k, slot=0, size_bytes=1, checksum=0) for k in store.keys
+                    ]
                     left += self.manager.finish_store(store.move_id, written, {}, self._now_s)
         return events
 
     def _passed(self, now_ns: int) -> float:
-        """The time in seconds. The manager's must not run backwards; a step's begin may."""
+        """The time in seconds, which never runs backwards for the manager; a step's begin may."""
         self._now_s = max(self._now_s, now_ns / 1e9)
         return self._now_s
 
@@ -177,7 +180,7 @@ def _spec(tier: TierParameters) -> TierSpec:
         name=tier.name,
         medium=tier.name,
         capacity_blocks=tier.capacity_blocks,
-        eviction=eviction_policy(tier.eviction, tier.capacity_blocks),
+        eviction=eviction_factory(tier.eviction),
         admission=tier.admission,
         write=tier.write,
         prefetch=False,

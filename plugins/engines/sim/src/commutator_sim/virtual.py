@@ -1,10 +1,11 @@
-"""The model as `commutator replay` drives it."""
+"""The model in virtual time, for `commutator replay`; needs the extra `replay`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commutator.engine import (
+from commutator.kv import CacheLevel
+from commutator_replay.virtual import (
     BlocksGone,
     BlocksHeld,
     BlocksPulled,
@@ -16,7 +17,7 @@ from commutator.engine import (
     VirtualEvent,
     VirtualRequest,
 )
-from commutator.kv import Tier
+from commutator_sim.config import SimConfig, SimParameters
 from commutator_sim.events import (
     DEVICE,
     Event,
@@ -30,12 +31,16 @@ from commutator_sim.events import (
     Stored,
 )
 from commutator_sim.model import FOREVER, SimModel
-from commutator_sim.parameters import SimParameters
 from commutator_sim.request import SimRequest
 
-__all__ = ["SimVirtualEngine"]
+__all__ = ["SimVirtualEngine", "virtual_engine"]
 
-_TIERS = {DEVICE: Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK, "object": Tier.EXTERNAL}
+_TIERS = {
+    DEVICE: CacheLevel.DEVICE,
+    "host": CacheLevel.HOST,
+    "disk": CacheLevel.DISK,
+    "object": CacheLevel.EXTERNAL,
+}
 
 
 class SimVirtualEngine(VirtualEngine):
@@ -50,7 +55,7 @@ class SimVirtualEngine(VirtualEngine):
         return self._model.parameters.block_size
 
     def submit(self, key: int, request: VirtualRequest) -> None:
-        # The last token's KV is not worth a hand-over: the next token needs it computed anyway.
+        # The last token is always computed by the decode worker, so its block is not handed over.
         wanted = (request.prompt_tokens - 1) // self.block_size
         asked = SimRequest(
             wanted * self.block_size if request.exports and wanted else request.prompt_tokens,
@@ -63,7 +68,7 @@ class SimVirtualEngine(VirtualEngine):
 
     def advance(self, until_ns: int | None) -> Sequence[VirtualEvent]:
         happened = self._model.advance(FOREVER if until_ns is None else until_ns)
-        return [told for event in happened for told in _tell(event)]
+        return [virtual for event in happened for virtual in _virtual_events(event)]
 
     @property
     def token_bytes(self) -> int:
@@ -79,7 +84,12 @@ class SimVirtualEngine(VirtualEngine):
         self._model.release(key)
 
 
-def _tell(event: Event) -> Iterator[VirtualEvent]:
+def virtual_engine(config: SimConfig) -> VirtualEngine:
+    """A worker of this configuration, in virtual time."""
+    return SimVirtualEngine(config.parameters(), config.kv_bytes_per_token)
+
+
+def _virtual_events(event: Event) -> Iterator[VirtualEvent]:
     match event:
         case Steps() if event.decoding:
             yield TokensMade(event.step_ns, event.count * event.decoding)
@@ -88,7 +98,7 @@ def _tell(event: Event) -> Iterator[VirtualEvent]:
         case Finished():
             yield RequestDone(event.time_ns, event.key)
         case Stored():
-            yield BlocksHeld(Tier.DEVICE, event.blocks)
+            yield BlocksHeld(CacheLevel.DEVICE, event.blocks)
         case Offloaded():
             yield BlocksHeld(_TIERS[event.tier], event.blocks)
         case Removed():

@@ -1,6 +1,6 @@
 """``python -m commutator_trtllm --url URL ... [-- SERVER...]``: a sidecar, and its server if given.
 
-The server is started as a child. Whichever of the two ends takes the other with it.
+The server is started as a child process. When one of the two ends, the other is stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 8.0
 _KILLED = 128
-"""And the number of the signal: the status of a process that was killed, as shells tell it."""
+"""Plus the signal's number: the exit status of a killed process, as in shells."""
 
 
 def sidecar_arguments(options: SidecarOptions) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def sidecar_arguments(options: SidecarOptions) -> tuple[str, ...]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[SidecarOptions, tuple[str, ...]]:
-    """The inverse of ``sidecar_arguments``, and the server's command line behind ``--``."""
+    """The options in a command line of ``sidecar_arguments``, and the server's after ``--``."""
     own, server = list(arguments), list[str]()
     if "--" in own:
         place = own.index("--")
@@ -49,19 +49,19 @@ def parse(arguments: Sequence[str]) -> tuple[SidecarOptions, tuple[str, ...]]:
 
 
 async def run(options: SidecarOptions, command: Sequence[str]) -> int:
-    """Until SIGTERM or SIGINT, or until the server ends; returns the exit status."""
-    told_to_stop = asyncio.Event()
+    """Run until SIGTERM or SIGINT, or until the server ends; returns the exit status."""
+    stop_signal = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop_signal.set)
     server = await asyncio.create_subprocess_exec(*command) if command else None
     async with Sidecar(options).running():
-        ends: list[asyncio.Task[Any]] = [asyncio.create_task(told_to_stop.wait())]
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop_signal.wait())]
         if server is not None:
             ends.append(asyncio.create_task(server.wait()))
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for task in ends:
         task.cancel()
-    if server is None or told_to_stop.is_set():
+    if server is None or stop_signal.is_set():
         if server is not None:
             await _end(server)
         return 0

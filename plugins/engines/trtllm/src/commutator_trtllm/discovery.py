@@ -1,102 +1,130 @@
-"""What a running server is, asked of itself."""
+"""What a running server says about itself: an EngineInfo, and its latest statistics."""
 
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
-from typing import TypeVar
+from collections.abc import Iterable
 
-import aiohttp
 import msgspec
-from attrs import field, frozen
+from attrs import define, field
 
-from commutator.engine.http import errors_told
-from commutator.errors import EngineError, EngineUnavailableError
-from commutator.types import EngineInfo
-from commutator_trtllm.api import CacheEvent, IterationStats, ModelList, Version
+from commutator import EngineInfo, EngineLoad
+from commutator.engine.completions import ModelList, Version
+from commutator.engine.http import HttpServer
+from commutator.errors import EngineError
 from commutator_trtllm.bodies import COMPLETIONS
-from commutator_trtllm.exchange import message_of, name_of
 from commutator_trtllm.handover import handover_info
-from commutator_trtllm.statistics import LatestStatistics
 
-__all__ = ["Server"]
+__all__ = ["LatestStatistics", "discover", "iteration_stats"]
 
-T = TypeVar("T")
-
-# Statistics begin with the first step that the engine makes.
+# There are no statistics before the engine's first step, so one token is generated.
 _ONE_TOKEN = {"prompt": [1], "max_tokens": 1, "temperature": 0.0, "detokenize": False}
 _STATISTICS_TRIES = 20
 
 
-@frozen(eq=False)
-class Server:
-    """One server as its sidecar asks it."""
+class KvCacheStats(msgspec.Struct, rename="camel"):
+    """Part of ``IterationStats``."""
 
-    url: str
-    session: aiohttp.ClientSession = field(repr=False)
+    max_num_blocks: int = 0
+    used_num_blocks: int = 0
+    free_num_blocks: int = 0
+    tokens_per_block: int = 0
 
-    async def discover(
-        self, statistics: LatestStatistics, *, max_model_len: int, hands_over: bool
-    ) -> EngineInfo:
-        """Generates one token, so that there are statistics; they are added to ``statistics``.
 
-        Raises EngineUnavailableError while the server is not ready, and EngineError when it never
-        will be.
-        """
-        await self._ask("GET", "/health")
-        version = self._decode(await self._ask("GET", "/version"), Version)
-        models = self._decode(await self._ask("GET", "/v1/models"), ModelList)
-        if not models.data:
-            raise EngineError(f"{name_of(self.url)} serves no model")
-        model = models.data[0].id
-        await self._ask("POST", COMPLETIONS, {"model": model, **_ONE_TOKEN})
-        for _ in range(_STATISTICS_TRIES):
-            statistics.add(await self.iteration_stats())
-            if statistics.block_size and statistics.capacity_blocks:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            raise EngineError(
-                f"{self.url}/metrics tells nothing of the KV cache: start the server with "
-                "`enable_iter_perf_stats: true`, and let nobody else read /metrics"
-            )
-        size = statistics.block_size
-        return EngineInfo(
-            kind="trtllm",
-            version=version.version,
-            model=model,
-            max_model_len=max_model_len,
-            block_size=size,
-            kv_capacity_blocks=statistics.capacity_blocks,
-            continues_answers=True,
-            forwards=True,
-            handover=handover_info(model, version.version, size) if hands_over else None,
+class InflightBatchingStats(msgspec.Struct, rename="camel"):
+    """Part of ``IterationStats``."""
+
+    num_paused_requests: int = 0
+
+
+class IterationStats(msgspec.Struct, rename="camel"):
+    """One entry of GET /metrics: the state after one step of the engine or of one of its ranks."""
+
+    num_active_requests: int = 0
+    num_queued_requests: int = 0
+    attention_dp_rank: int | None = None
+    kv_cache_stats: KvCacheStats | None = None
+    inflight_batching_stats: InflightBatchingStats | None = None
+
+
+@define
+class LatestStatistics:
+    """The last statistics of each rank. The server returns each only once."""
+
+    _ranks: dict[int, IterationStats] = field(factory=dict)
+
+    def add(self, stats: Iterable[IterationStats]) -> None:
+        """Add new statistics, oldest first."""
+        for each in stats:
+            self._ranks[each.attention_dp_rank or 0] = each
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block; 0 before the first statistics."""
+        return max((kv.tokens_per_block for kv in self._caches()), default=0)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """KV blocks of all ranks; 0 before the first statistics."""
+        return sum(kv.max_num_blocks for kv in self._caches())
+
+    def load(self) -> EngineLoad:
+        """The load, summed over the ranks. Blocks that are cached but not in use count as free."""
+        running = waiting = 0
+        for stats in self._ranks.values():
+            batch = stats.inflight_batching_stats
+            running += stats.num_active_requests
+            waiting += stats.num_queued_requests + (batch.num_paused_requests if batch else 0)
+        return EngineLoad(
+            running=running,
+            waiting=waiting,
+            kv_used_blocks=sum(kv.used_num_blocks for kv in self._caches()),
+            kv_capacity_blocks=self.capacity_blocks,
         )
 
-    async def iteration_stats(self) -> list[IterationStats]:
-        """What was not told before; the server waits a little for it."""
-        return self._decode(await self._ask("GET", "/metrics"), list[IterationStats])
+    def _caches(self) -> Iterable[KvCacheStats]:
+        return [s.kv_cache_stats for s in self._ranks.values() if s.kv_cache_stats is not None]
 
-    async def kv_cache_events(self) -> list[CacheEvent]:
-        """What was not told before; the server waits a little for it."""
-        return self._decode(await self._ask("POST", "/kv_cache_events"), list[CacheEvent])
 
-    def _decode(self, body: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url} answers what is not understood: {error}") from error
+async def discover(
+    server: HttpServer, statistics: LatestStatistics, *, max_model_len: int, hands_over: bool
+) -> EngineInfo:
+    """Describe a server. Generates one token, and adds the statistics to ``statistics``.
 
-    async def _ask(self, method: str, path: str, body: object = None) -> bytes:
-        try:
-            with errors_told(name_of(self.url)):
-                async with self.session.request(method, self.url + path, json=body) as response:
-                    answer = await response.read()
-        except TimeoutError:
-            raise EngineUnavailableError(f"{self.url}{path} gives no answer") from None
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise EngineUnavailableError(f"{self.url}{path} answers {response.status}")
-        if response.status != HTTPStatus.OK:
-            message = message_of(answer)
-            raise EngineError(f"{self.url}{path} answers {response.status}: {message}")
-        return answer
+    Raises EngineUnavailableError while the server is not ready, and EngineError when it cannot
+    be used as it is.
+    """
+    await server.ask("/health")
+    version = await server.read("/version", Version)
+    models = await server.read("/v1/models", ModelList)
+    if not models.data:
+        raise EngineError(f"{server.where} serves no model")
+    model = models.data[0].id
+    await server.ask(COMPLETIONS, method="POST", body={"model": model, **_ONE_TOKEN})
+    for _ in range(_STATISTICS_TRIES):
+        statistics.add(await iteration_stats(server))
+        if statistics.block_size and statistics.capacity_blocks:
+            break
+        await asyncio.sleep(0.1)
+    else:
+        raise EngineError(
+            f"{server.url}/metrics has no KV cache statistics: start the server with "
+            "`enable_iter_perf_stats: true`, and let no other client read /metrics"
+        )
+    size = statistics.block_size
+    return EngineInfo(
+        kind="trtllm",
+        version=version.version,
+        model=model,
+        max_model_len=max_model_len,
+        block_size=size,
+        kv_capacity_blocks=statistics.capacity_blocks,
+        continues_answers=True,
+        forwards=True,
+        handover=handover_info(model, version.version, size) if hands_over else None,
+    )
+
+
+async def iteration_stats(server: HttpServer) -> list[IterationStats]:
+    """Those that were not returned before. The server waits briefly when there are none."""
+    return await server.read("/metrics", list[IterationStats])

@@ -1,53 +1,98 @@
-"""From TensorRT-LLM's KV events to those that routing knows. Pure."""
+"""TensorRT-LLM's KV events, and their translation into ours. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
+import msgspec
 from attrs import define, field
 
-from commutator.kv import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-from commutator_trtllm.api import BlockData, CacheEvent
+from commutator.kv_events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 
-__all__ = ["EventTranslator"]
+__all__ = ["CacheEvent", "EventTranslator"]
 
 _MEDIA = ("GPU", "CPU")
 
 
+class Token(msgspec.Struct):
+    """A token of a block; ``token_extra_id`` is not 0 when it stands for other content."""
+
+    token_id: int
+    token_extra_id: int = 0
+
+
+class BlockData(msgspec.Struct):
+    """One block of a `stored` event."""
+
+    block_hash: int
+    tokens: list[Token] = []
+    cache_level: int = 0
+    lora_id: int | None = None
+    mm_keys: list[Any] | None = None
+
+
+class LevelChange(msgspec.Struct):
+    """Part of an `updated` event."""
+
+    old_value: int
+    new_value: int
+
+
+class CacheEventData(msgspec.Struct):
+    """The change; ``type`` decides which fields are set."""
+
+    type: str
+    parent_hash: int | None = None
+    blocks: list[BlockData] = []
+    block_hashes: list[int] = []
+    block_hash: int | None = None
+    cache_level: LevelChange | None = None
+
+
+class CacheEvent(msgspec.Struct):
+    """One entry of POST /kv_cache_events."""
+
+    event_id: int
+    data: CacheEventData
+    window_size: int | None = None
+    attention_dp_rank: int | None = None
+
+
 @define(eq=False)
 class EventTranslator:
-    """Follows one server. Blocks of ``block_size`` tokens are told of, others are not.
+    """Translates the events of one server about blocks of ``block_size`` tokens.
 
-    Left out is what other prompts of the same tokens must not be matched with (pictures, adapters),
-    and whatever follows a block that is left out or unknown. Of models with several attention
-    windows the widest is followed, and of data-parallel attention rank 0: requests over HTTP
-    cannot choose a rank.
+    Leaves out blocks that must not match other prompts of the same tokens (images, adapters), and
+    blocks that follow a block that is left out or unknown. It follows the widest attention window
+    of a model, and rank 0 of data-parallel attention, because requests over HTTP cannot choose a
+    rank.
     """
 
     block_size: int
     gaps: int = 0
-    """How often events were missing: all blocks are forgotten, as nobody tells what happened."""
+    """How often events were missing; each time all blocks are forgotten."""
     restarts: int = 0
-    """How often the server's numbers began anew."""
+    """How often the server's event numbers started again."""
     other_ranks: int = 0
-    """Events of ranks that are not followed."""
+    """Number of events of ranks that are not followed."""
     _next: int | None = None
     _window: int = 0
     _levels: dict[int, int] = field(factory=dict)
-    """Where each block that was told of lies."""
+    """The cache level of each block that was published and not removed."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks were told of and are still there."""
+        """Number of blocks that were published and not removed."""
         return len(self._levels)
 
     def translate(self, events: Iterable[CacheEvent]) -> list[KvEvent]:
-        """What to publish for the next events of the server's queue."""
-        return [told for event in events for told in self._translate(event)]
+        """The events to publish for the next events of the server's queue."""
+        return [translated for event in events for translated in self._translate(event)]
 
     def forget(self) -> list[KvEvent]:
-        """What the server has is not known any longer; what to publish for that."""
+        """Forget all blocks, as the server's are unknown; the events to publish for that."""
         self._levels.clear()
         self._next, self._window = None, 0
         return [BlocksCleared()]
@@ -106,16 +151,22 @@ class EventTranslator:
     def _removed(self, hashes: Iterable[int]) -> Iterator[KvEvent]:
         gone = [(self._levels.pop(name), name) for name in hashes if name in self._levels]
         for level, run in groupby(gone, key=lambda pair: pair[0]):
-            yield BlockRemoved(tuple(name for _, name in run), _medium(level))
+            yield BlockRemoved(block_hashes=tuple(name for _, name in run), medium=_medium(level))
 
     def _moved(self, name: int | None, level: int) -> Iterator[KvEvent]:
         assert name is not None
         old = self._levels[name]
         if level != old:
             self._levels[name] = level
-            # Its tokens are known to whoever was told of it.
-            yield BlockStored((name,), None, (), self.block_size, medium=_medium(level))
-            yield BlockRemoved((name,), _medium(old))
+            # Subscribers know the block's tokens from its first event.
+            yield BlockStored(
+                block_hashes=(name,),
+                parent_block_hash=None,
+                token_ids=(),
+                block_size=self.block_size,
+                medium=_medium(level),
+            )
+            yield BlockRemoved(block_hashes=(name,), medium=_medium(old))
 
 
 def _medium(level: int) -> str:

@@ -1,7 +1,7 @@
-"""Prefill and decode apart as TensorRT-LLM does it: a context server, then a generation server.
+"""TensorRT-LLM's own disaggregation: first a context server, then a generation server.
 
-What the context server says is relayed as it is, but for the request's type and number. The opaque
-state in it says where the KV is; nobody but the servers reads it.
+The parameters in the context server's answer are relayed unchanged, except for the request's type
+and number. They include an opaque state with the location of the KV, which only servers read.
 """
 
 from __future__ import annotations
@@ -12,53 +12,55 @@ from typing import Any, ClassVar, Final
 
 from attrs import evolve
 
-from commutator.engine.handover import HandoverLegs, HandoverStyle
+from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
 from commutator.errors import EngineHandoverError
-from commutator.types import GenerateRequest, HandoverInfo
-from commutator_trtllm.bodies import CONTEXT_ONLY
 
-__all__ = ["WHOLE", "ContextFirst", "handover_info", "request_number"]
+__all__ = ["CONTEXT_ONLY", "WHOLE", "ContextFirst", "handover_info", "request_number"]
 
+CONTEXT_ONLY: Final = "context_only"
+"""The type of a prefill request."""
 WHOLE: Final[Mapping[str, Any]] = {"request_type": "context_and_generation"}
-"""Handed where there is nothing to hand over: the decode worker serves the whole request."""
+"""The parameters when there is no KV to hand over: the decode worker serves the whole request."""
 
 
 class ContextFirst(HandoverStyle):
-    """Sequential: the decode leg begins with what the prefill leg ended with."""
+    """Sequential: the decode request carries the parameters from the context server's answer."""
 
     sequential: ClassVar[bool] = True
 
-    def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
-        # The request as it is: a context server ends it after the first token by itself.
-        number = request_number(legs.handover_id)
-        words = {"request_type": CONTEXT_ONLY, "disagg_request_id": number}
-        return evolve(legs.request, handover=words)
+    def prefill_request(self, handover: HandoverRequest) -> GenerateRequest:
+        # Otherwise unchanged: a context server ends a request after its first token.
+        number = request_number(handover.handover_id)
+        parameters = {"request_type": CONTEXT_ONLY, "disagg_request_id": number}
+        return evolve(handover.request, handover=parameters)
 
     def decode_request(
-        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+        self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
         if handed is None:
             raise EngineHandoverError(
-                f"{legs.prefill.worker_id} gave no disaggregated_params: it needs "
-                "`cache_transceiver_config`, see `python -m commutator_trtllm.options`"
+                f"worker {handover.prefill.worker_id} answered without disaggregated_params: set "
+                "its `cache_transceiver_config`, see `python -m commutator_trtllm.options`"
             )
         if handed == WHOLE:
-            return legs.request
-        number = request_number(legs.handover_id)
-        words = {**handed, "request_type": "generation_only", "disagg_request_id": number}
-        return evolve(legs.request, handover=words)
+            return handover.request
+        number = request_number(handover.handover_id)
+        parameters = {**handed, "request_type": "generation_only", "disagg_request_id": number}
+        return evolve(handover.request, handover=parameters)
 
 
 def request_number(handover_id: str) -> int:
-    """The 64-bit signed integer by which both servers know the request; never a small one.
+    """The 64-bit signed integer that identifies the request to both servers.
 
-    Small numbers are those that servers give to requests of their own.
+    It is always large, because servers number their own requests from 0.
     """
     digest = hashlib.blake2b(handover_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2 | 1 << 62
 
 
-def handover_info(model: str, version: str, block_size: int) -> HandoverInfo:
-    """For servers with a cache transceiver. Sizes that TensorRT-LLM does not tell are 0."""
+def handover_info(model: str, version: str, block_size: int) -> KvTransferInfo:
+    """How a server with a cache transceiver hands KV over. Sizes that are not reported are 0."""
     identity = f"{model} TensorRT-LLM {version}"
-    return HandoverInfo("trtllm-context-first", identity, block_size, token_bytes=0)
+    return KvTransferInfo(
+        protocol="trtllm-context-first", identity=identity, block_size=block_size, token_bytes=0
+    )

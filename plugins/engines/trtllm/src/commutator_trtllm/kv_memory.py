@@ -1,4 +1,4 @@
-"""A TensorRT-LLM worker's KV cache and the host memory beside it, as blocks of bytes."""
+"""A TensorRT-LLM worker's KV cache and its host memory, as blocks of bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from commutator import Memory
+from commutator.engine.connector_worker import Fence
 from commutator.errors import ConfigError
 from commutator.kv import BlockArena
-from commutator.transfer import Memory
-from commutator_trtllm.kv_worker import Fence
 
 __all__ = ["EngineMemory", "layout_regions", "pool_region"]
 
@@ -19,12 +19,12 @@ _WHERE = "TensorRT-LLM's KV cache"
 
 
 def pool_region(pool: torch.Tensor) -> torch.Tensor:
-    """The one tensor of the first cache manager, as bytes: [blocks, bytes of a block].
+    """The tensor of the first cache manager, as bytes: [blocks, bytes of a block].
 
-    Raises ConfigError when a block is not one range of bytes.
+    Raises ConfigError when a block is not contiguous.
     """
     if not pool.dim() or not pool.is_contiguous():
-        problem = f"blocks are not ranges of bytes: {tuple(pool.shape)}, {pool.stride()}"
+        problem = f"blocks are not contiguous: shape {tuple(pool.shape)}, strides {pool.stride()}"
         raise ConfigError([problem], _WHERE)
     return pool.view(pool.shape[0], -1).view(torch.uint8)
 
@@ -32,18 +32,18 @@ def pool_region(pool: torch.Tensor) -> torch.Tensor:
 def layout_regions(layout: Any) -> list[torch.Tensor]:
     """The regions of the second cache manager, each [slots, bytes of a slot].
 
-    Raises ConfigError when blocks are not all of one kind.
+    Raises ConfigError when there is more than one kind of block, or a sliding window.
     """
     if len(layout.groups) != 1 or layout.groups[0].window_size is not None:
         windows = [group.window_size for group in layout.groups]
-        problem = f"layers that see a part of the prompt only are not known here: {windows}"
+        problem = f"layers with attention windows are not supported: {windows}"
         raise ConfigError([problem], _WHERE)
     (group,) = layout.groups
     return [region.as_tensor() for region in (*group.regions, *group.replicated_regions)]
 
 
 class EngineMemory:
-    """Copies whole blocks; a block's regions lie one after another in host memory."""
+    """Copies whole blocks. In host memory the regions of a block follow each other."""
 
     def __init__(self, regions: Sequence[torch.Tensor], host_bytes: int) -> None:
         """Raises ConfigError when ``host_bytes`` has no room for two blocks."""
@@ -53,8 +53,11 @@ class EngineMemory:
         self.blocks = min(region.shape[0] for region in self._regions)
         self.block_bytes = sum(region.shape[1] for region in self._regions)
         count = min(host_bytes // self.block_bytes, 2 * self.blocks)
-        if count < 2:  # noqa: PLR2004 - one to load, one to keep
-            problem = f"staging: {host_bytes} bytes; a KV block has {self.block_bytes}"
+        if count < 2:  # noqa: PLR2004 - one to load, one to store
+            problem = (
+                f"staging: {host_bytes} bytes have no room for two KV blocks of "
+                f"{self.block_bytes} bytes; increase it"
+            )
             raise ConfigError([problem], _WHERE)
         self._host = torch.empty(
             (count, self.block_bytes), dtype=torch.uint8, pin_memory=self._on_gpu
@@ -68,7 +71,7 @@ class EngineMemory:
 
     @property
     def layout(self) -> str:
-        """Sizes of a block's pieces, in words."""
+        """Describes the sizes of a block's pieces."""
         return f"regions of {[region.shape[1] for region in self._regions]} bytes"
 
     def to_host(self, device_blocks: Sequence[int], blocks: Sequence[int], stream: Any) -> Fence:

@@ -1,7 +1,7 @@
-"""The KV connector in TensorRT-LLM's scheduler: what to stage, load and keep. Pure.
+"""The KV connector in TensorRT-LLM's scheduler: decides what to stage, load and store. Pure.
 
-TensorRT-LLM asks once for each request what can be loaded, and cannot be told later that a load
-failed. So the blocks are brought into host memory and verified first, and only those are claimed.
+TensorRT-LLM asks once for each request how many tokens can be loaded, and a load cannot fail later.
+So blocks are first staged in host memory and verified, and only staged blocks are claimed.
 """
 
 from __future__ import annotations
@@ -12,51 +12,42 @@ from typing import Any
 
 from attrs import define, field
 
-from commutator_trtllm.kv_words import Chain, Keep, Load, Orders, Stage
+from commutator.engine.connector_worker import Chain
+from commutator_trtllm.connector_metadata import ConnectorMetadata, Load, Store
+from commutator_trtllm.kv_staging import Stage
 
 __all__ = ["TierScheduler"]
 
 
 @define
 class _Claim:
-    """Staged blocks that TensorRT-LLM counts on."""
+    """Staged blocks that were promised to TensorRT-LLM."""
 
     number: int
     first: int
     wanted: range
-    """Positions in the chain of those that it has not cancelled."""
+    """Positions in the chain of the blocks that it has not cancelled."""
 
 
 @define(eq=False)
 class _Request:
-    """All that is known of a request. Lists grow as TensorRT-LLM tells of more."""
+    """The state of one request. Its lists grow with each step."""
 
     prompt_tokens: int
     cache_salt: str | None
     claim: _Claim | None = None
     matched_tokens: int = 0
-    """What the claim was when it was made."""
+    """Tokens of the claim when it was made."""
     token_ids: list[int] = field(factory=list)
     blocks: list[int] = field(factory=list)
-    told: int = 0
-    """Blocks whose tokens the workers know."""
-    kept: int = 0
-    """The first block that may not be in the tiers, and that they were not told to keep."""
-
-
-@define
-class _Next:
-    """What the next orders will say."""
-
-    forget: list[int] = field(factory=list)
-    drops: list[int] = field(factory=list)
-    loads: list[Load] = field(factory=list)
-    chains: list[Chain] = field(factory=list)
-    keeps: list[Keep] = field(factory=list)
+    sent_blocks: int = 0
+    """Blocks of its chain that were sent to the workers."""
+    stored: int = 0
+    """The first block that was neither in the tiers nor ordered to be stored."""
 
 
 class TierScheduler:
-    """Called on the scheduler's thread only."""
+    """The scheduler's side. Called on the scheduler's thread only."""
 
     def __init__(self, *, block_size: int, wait_s: float) -> None:
         """``wait_s``: how long a new request may wait for its blocks, and all others with it."""
@@ -64,12 +55,12 @@ class TierScheduler:
         self._wait_s = wait_s
         self._numbers = itertools.count(1)
         self._requests: dict[int, _Request] = {}
-        self._next = _Next()
+        self._next = ConnectorMetadata()
 
     def arrived(
         self, request_id: int, token_ids: Sequence[int], computed: int, cache_salt: str | None
     ) -> Stage | None:
-        """A new request, of which ``computed`` tokens are on the device; what to stage for it."""
+        """A new request with ``computed`` tokens on the device; returns what to stage for it."""
         self.ended(request_id)
         self._requests[request_id] = _Request(len(token_ids), cache_salt)
         first, part = divmod(computed, self._block_size)
@@ -85,21 +76,21 @@ class TierScheduler:
         )
 
     def staged(self, request_id: int, stage: Stage, blocks: int) -> int:
-        """All workers have so many blocks: how many tokens may be claimed."""
+        """All workers have staged ``blocks`` blocks; returns how many tokens are claimed."""
         if not blocks:
-            self._next.drops.append(stage.number)  # one of them may have some
+            self._next.drops.append(stage.number)  # some workers may have staged blocks
             return 0
         request = self._requests[request_id]
         request.claim = _Claim(stage.number, stage.first, range(stage.first, stage.first + blocks))
         request.matched_tokens = blocks * self._block_size
-        request.kept = stage.first + blocks
+        request.stored = stage.first + blocks
         return request.matched_tokens
 
     def cancelled(self, request_id: int, start: int, end: int) -> None:
         """Tokens ``start`` to ``end`` of a claim will not be used.
 
-        That is its beginning, which the device has by now, or its end, for which there is no room.
-        A block of which any token may be used is loaded.
+        They are its beginning, which is on the device by now, or its end, which has no room. A
+        block is loaded if any of its tokens may be used.
         """
         request = self._requests.get(request_id)
         if request is None or request.claim is None:
@@ -112,19 +103,19 @@ class TierScheduler:
             request.claim.wanted = range(wanted.start, low)
 
     def ended(self, request_id: int) -> None:
-        """A request is over, or loses its blocks and will be asked for again."""
+        """A request has ended, or lost its blocks and will arrive again."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         if request.claim is not None:
             self._next.drops.append(request.claim.number)
-        if request.told:
+        if request.sent_blocks:
             self._next.forget.append(request_id)
 
-    def orders(self, new: Iterable[Any], cached: Iterable[Any]) -> Orders:
-        """What this step's workers are to do, from what is scheduled: TensorRT-LLM's RequestData.
+    def orders(self, new: Iterable[Any], cached: Iterable[Any]) -> ConnectorMetadata:
+        """The workers' orders for this step, from the RequestData of its scheduled requests.
 
-        Requests that it never asked for, such as those that only warm it up, are left alone.
+        Requests that did not arrive before, such as warm-up requests, are ignored.
         """
         for data in new:
             if (request := self._requests.get(data.request_id)) is not None:
@@ -133,22 +124,16 @@ class TierScheduler:
         for data in cached:
             if (request := self._requests.get(data.request_id)) is not None:
                 self._grow(data, request, data.computed_position + data.num_scheduled_tokens)
-        told, self._next = self._next, _Next()
-        return Orders(
-            forget=tuple(told.forget),
-            drops=tuple(told.drops),
-            loads=tuple(told.loads),
-            chains=tuple(told.chains),
-            keeps=tuple(told.keeps),
-        )
+        orders, self._next = self._next, ConnectorMetadata()
+        return orders
 
     def _begin(self, data: Any, request: _Request) -> None:
-        if request.told:  # it is told from its beginning once more
+        if request.sent_blocks:  # its chain is sent from the beginning again
             self._next.forget.append(data.request_id)
-        request.token_ids, request.blocks, request.told = [], [], 0
-        # With its second cache manager less than was claimed may be used, and is computed instead.
+        request.token_ids, request.blocks, request.sent_blocks = [], [], 0
+        # The second cache manager may use less than was claimed, and computes the rest.
         loaded = 0 if data.new_block_ids_by_layer_group else request.matched_tokens
-        request.kept = max(request.kept, data.computed_position // self._block_size)
+        request.stored = max(request.stored, data.computed_position // self._block_size)
         done = data.computed_position + loaded + data.num_scheduled_tokens
         self._grow(data, request, done)
 
@@ -157,7 +142,7 @@ class TierScheduler:
         request.matched_tokens = 0
         if claim is None:
             return
-        # What has no page yet is computed: pages come with the chunks of a prompt.
+        # Blocks without a page are computed: pages are allocated with the chunks of a prompt.
         chosen = [
             (position - claim.first, block)
             for position, block in enumerate(request.blocks)
@@ -171,18 +156,24 @@ class TierScheduler:
         request.token_ids += data.new_tokens
         request.blocks += data.new_block_ids
         full = min(min(done, len(request.token_ids)) // self._block_size, len(request.blocks))
-        chosen = tuple(itertools.takewhile(lambda at: at >= 0, request.blocks[request.kept : full]))
+        chosen = tuple(itertools.takewhile(lambda b: b >= 0, request.blocks[request.stored : full]))
         if not chosen:
             return
-        end = request.kept + len(chosen)
-        self._tell(data.request_id, request, end)
-        self._next.keeps.append(Keep(data.request_id, request.kept, chosen))
-        request.kept = end
+        end = request.stored + len(chosen)
+        self._extend_chain(data.request_id, request, end)
+        self._next.stores.append(Store(data.request_id, request.stored, chosen))
+        request.stored = end
 
-    def _tell(self, request_id: int, request: _Request, blocks: int) -> None:
-        """Let the workers know the chain that far."""
+    def _extend_chain(self, request_id: int, request: _Request, blocks: int) -> None:
+        """Send the workers the request's chain up to its first ``blocks`` blocks."""
         size = self._block_size
-        more = tuple(request.token_ids[request.told * size : blocks * size])
+        more = tuple(request.token_ids[request.sent_blocks * size : blocks * size])
         prompt_blocks = request.prompt_tokens // size
-        self._next.chains.append(Chain(request_id, more, prompt_blocks, request.cache_salt))
-        request.told = blocks
+        chain = Chain(
+            request_id=request_id,
+            token_ids=more,
+            prompt_blocks=prompt_blocks,
+            cache_salt=request.cache_salt,
+        )
+        self._next.chains.append(chain)
+        request.sent_blocks = blocks

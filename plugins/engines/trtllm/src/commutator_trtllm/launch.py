@@ -1,54 +1,55 @@
-"""The command lines of a sidecar and its server. Shown in the log, to be run by hand."""
+"""The command lines of a sidecar and its server."""
 
 from __future__ import annotations
 
-import logging
-import shlex
 import shutil
 import sys
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import free_ports, gpus_of
+from commutator.engine import free_ports
+from commutator.engine.launching import (
+    argument_names,
+    log_command,
+    server_environment,
+    warn_of_unused_tiers,
+    write_tiers,
+)
 from commutator.errors import ConfigError
-from commutator.text import locate_model
+from commutator.tokenizer import locate_model
 from commutator_trtllm.__main__ import sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
-from commutator_trtllm.launch_tiers import check_tiers, tiers_environment
-from commutator_trtllm.options import as_yaml, server_options
+from commutator_trtllm.options import PREFIX, as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
 
 __all__ = ["launch_plan", "server_command"]
 
-log = logging.getLogger(__name__)
-
-_NOT_ITS_TIERS = "%s runs already: it has the tiers of its own kv_connector_config, not ours"
 _OURS = {
-    "--host": "leave it out",
-    "--port": "leave it out",
-    "--max_seq_len": "give `max_model_len` of `models`",
-    "--extra_llm_api_options": "give `options`",
-    "--config": "give `options`",
+    "--host": "remove it",
+    "--port": "remove it",
+    "--max_seq_len": "set `max_model_len` in `models` instead",
+    "--extra_llm_api_options": "set `options` instead",
+    "--config": "set `options` instead",
 }
 
 
 def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
-    """The sidecar, which starts the server unless that runs already; its address is the worker's.
+    """The command of the sidecar, which starts the server unless it is at `url`.
 
-    Raises ConfigError when the model or an argument cannot be used.
+    The sidecar's address is the worker's. Raises ConfigError when the model, an argument or a tier
+    is unusable.
     """
-    where = f"engine {config.name or config.kind}"
     longest = context.model.max_model_len
     if longest is None:
         raise ConfigError(
-            [f"models: {context.model.name} needs max_model_len: TensorRT-LLM does not tell it"],
-            where,
+            [f"models: {context.model.name} needs max_model_len: TensorRT-LLM does not report it"],
+            config.where,
         )
     if config.url is not None and config.replicas > 1:
-        raise ConfigError(["replicas: the server at `url` is one; give each an entry"], where)
+        raise ConfigError(["replicas: `url` is one server; add an entry for each"], config.where)
     url, command = config.url, tuple[str, ...]()
-    if url is not None and context.tiers:
-        log.warning(_NOT_ITS_TIERS, context.worker_id)
-    if url is None:
+    if url is not None:
+        warn_of_unused_tiers(context)
+    else:
         (port,) = free_ports(context.host)
         url, command = f"http://{context.host}:{port}", server_command(config, context, port)
     options = SidecarOptions(
@@ -59,25 +60,20 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         kv_events=config.kv_events,
         hands_over=config.takes_part_in_handovers,
     )
-    env = {**(tiers_environment(context) if command and context.tiers else {}), **config.env}
-    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    defaults = _tiers_environment(context) if command and context.tiers else {}
+    env = server_environment(config, context, defaults)
     argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
     if command:
-        shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *command]
-        log.info("%s: %s", context.worker_id, shlex.join(shown))
+        log_command(context, env, command)
         argv = (*argv, "--", *command)
-    return LaunchPlan(argv, f"http://{context.host}:{context.port}", env)
+    return LaunchPlan(argv=argv, address=f"http://{context.host}:{context.port}", env=env)
 
 
 def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> tuple[str, ...]:
-    """What starts the server; writes its YAML file. Raises ConfigError."""
-    given = {argument.partition("=")[0] for argument in config.args}
-    if ours := sorted(given.intersection(_OURS)):
-        problems = [f"args: {name} is set from elsewhere; {_OURS[name]}" for name in ours]
-        raise ConfigError(problems, f"engine {config.name or config.kind}")
+    """The command line of the server. Writes its YAML file. Raises ConfigError."""
+    argument_names(config.args, _OURS, config.where)
     if context.tiers:
-        check_tiers(config)
+        _check_tiers(config)
     _check_program(config)
     options = server_options(
         config.role,
@@ -95,15 +91,33 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     return (*command, "--extra_llm_api_options", str(file), *config.args)
 
 
+def _check_tiers(config: TrtllmConfig) -> None:
+    """Raises ConfigError when the server would ignore the tiers, or cannot work with them."""
+    problem = None
+    if config.takes_part_in_handovers:
+        problem = (
+            "a server that hands over KV (`role`, `cache_transceiver_config`) cannot use them: "
+            "TensorRT-LLM warns against both together"
+        )
+    elif "kv_connector_config" in config.options:
+        problem = "`options` already set a kv_connector_config; remove one of the two"
+    if problem is not None:
+        raise ConfigError([f"tiers: {problem}"], config.where)
+
+
+def _tiers_environment(context: LaunchContext) -> dict[str, str]:
+    """Writes the tiers to a file for the worker, and returns the environment that names it."""
+    return {f"{PREFIX}TIERS": str(write_tiers(context)), f"{PREFIX}WORKER": context.worker_id}
+
+
 def _check_program(config: TrtllmConfig) -> None:
     program = config.command[0]
     if shutil.which(program, path=config.env.get("PATH")) is None:
         advice = (
-            "install TensorRT-LLM, which needs an NVIDIA GPU, and give the path of its "
-            "`trtllm-serve`, or attach to a server by its `url`"
+            "install TensorRT-LLM, which needs an NVIDIA GPU, and set `command` to the path of its "
+            "`trtllm-serve`, or attach to a server by `url`"
         )
-        where = f"engine {config.name or config.kind}"
-        raise ConfigError([f"command: there is no {program}; {advice}"], where)
+        raise ConfigError([f"command: {program} was not found; {advice}"], config.where)
 
 
 def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:
@@ -111,7 +125,6 @@ def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:
         return config.checkpoint
     source = locate_model(context.model.source)
     if not source.is_dir():
-        problem = f"models: {source} is no Hugging Face directory, all that TensorRT-LLM reads"
-        where = f"engine {config.name or config.kind}"
-        raise ConfigError([f"{problem}; give one of the same model as `checkpoint`"], where)
+        problem = f"models: {source} is not a Hugging Face directory, which TensorRT-LLM needs"
+        raise ConfigError([f"{problem}; set `checkpoint` to one of the same model"], config.where)
     return str(source)

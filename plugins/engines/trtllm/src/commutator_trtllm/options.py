@@ -1,4 +1,8 @@
-"""The YAML file of a server, by its role. ``python -m commutator_trtllm.options`` prints it."""
+"""The options of a server: its YAML file, and the environment of its KV connector.
+
+``python -m commutator_trtllm.options`` prints the file. The connector's section in it takes no
+options of ours; but TensorRT-LLM passes variables that begin with TLLM to all its ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,23 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import yaml
+from attrs import fields, frozen
 
-__all__ = ["as_yaml", "server_options"]
+from commutator.errors import ConfigError
+from commutator.schema import ByteSize
+
+__all__ = ["PREFIX", "KvOptions", "as_yaml", "check_llm_args", "read_options", "server_options"]
 
 Role = Literal["both", "prefill", "decode"]
 
+PREFIX = "TLLM_COMMUTATOR_"
+_WHERE = "environment of the KV connector"
+
 _EVENT_BUFFER = 65536
-"""Events that the server keeps until the sidecar has fetched them; they come several times a s."""
+"""Events that the server buffers until the sidecar fetches them, several times a second."""
 
 _KV_CONNECTOR = {
-    # A block of which a part was reused could not be loaded.
+    # A block that is partly reused could not be loaded.
     "kv_cache_config": {"enable_partial_reuse": False},
     "kv_connector_config": {
         "connector_module": "commutator_trtllm.kv_connector",
@@ -35,10 +46,10 @@ def server_options(
     tiers: bool = False,
     laid_over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a server needs so that all of the connector works. ``laid_over`` has the last word.
+    """The server options that the connector needs, overridden by ``laid_over``.
 
-    ``max_model_len`` is in tokens; the cache transceiver must have room for the longest prompt.
-    ``tiers``: with our KV connector, whose own options come by environment.
+    ``max_model_len`` is in tokens and sizes the buffer of the cache transceiver. ``tiers`` adds our
+    KV connector, which reads its own options from the environment.
     """
     kv_cache: dict[str, Any] = {"enable_block_reuse": True}
     if kv_events:
@@ -50,7 +61,7 @@ def server_options(
             transceiver["max_tokens_in_buffer"] = max_model_len
         options["cache_transceiver_config"] = transceiver
     if role == "prefill":
-        options["disable_overlap_scheduler"] = True  # which context servers do not support
+        options["disable_overlap_scheduler"] = True  # context servers do not support it
     if tiers:
         options = _merged(options, _KV_CONNECTOR)
     return _merged(options, laid_over or {})
@@ -70,15 +81,81 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+@frozen(kw_only=True)
+class KvOptions:
+    """Each field is an environment variable: TLLM_COMMUTATOR_TIERS and so on."""
+
+    tiers: str
+    """A file with a `tiers:` section."""
+    worker: str = "trtllm"
+    """The server's name, unique among running servers."""
+    staging: int = 1 << 30
+    """Bytes of host memory in each rank, between the engine and the tiers."""
+    wait_s: float = 0.05
+    """Seconds that a new request, and all others with it, may wait for its blocks."""
+
+
+def read_options(environment: Mapping[str, str]) -> KvOptions:
+    """The options in ``environment``. Raises ConfigError with all problems."""
+    given = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(PREFIX)
+    }
+    known = {field.name for field in fields(KvOptions)}
+    problems = [f"unknown variable {PREFIX}{name.upper()}" for name in sorted(given.keys() - known)]
+    if not given.get("tiers"):
+        problems.append(f"set {PREFIX}TIERS to the path of a YAML file with a `tiers:` section")
+    values: dict[str, Any] = {name: given[name] for name in known & given.keys()}
+    for name, parse, expected in (
+        ("staging", _size, ByteSize().describe()),
+        ("wait_s", _seconds, "a number of seconds above 0"),
+    ):
+        if name in values:
+            text = values[name]
+            values[name] = parse(text)
+            if values[name] is None:
+                problems.append(f"{PREFIX}{name.upper()}: expected {expected}, got {text!r}")
+    if problems:
+        raise ConfigError(problems, _WHERE)
+    return KvOptions(**values)
+
+
+def check_llm_args(llm_args: Any) -> None:
+    """Raises ConfigError for settings that are unsupported or would be ignored."""
+    cache = llm_args.kv_cache_config
+    problems = []
+    if not cache.enable_block_reuse:
+        problems.append("kv_cache_config: turn on enable_block_reuse, which the tiers need")
+    if getattr(cache, "max_attention_window", None):
+        problems.append("kv_cache_config: max_attention_window is not supported; remove it")
+    if getattr(llm_args, "context_parallel_size", 1) > 1:
+        problems.append("context_parallel_size above 1 is not supported")
+    if problems:
+        raise ConfigError(problems, "TensorRT-LLM with tiers")
+
+
+def _size(text: str) -> int | None:
+    return ByteSize().parse(int(text) if text.isdecimal() else text)
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m commutator_trtllm.options",
-        description="Prints what trtllm-serve needs in the file of --extra_llm_api_options.",
+        description="Prints the options that trtllm-serve needs, for --extra_llm_api_options.",
     )
     parser.add_argument("--role", choices=("both", "prefill", "decode"), default="both")
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer, in tokens")
-    parser.add_argument("--no-kv-events", action="store_true", help="nobody will read KV events")
-    parser.add_argument("--tiers", action="store_true", help="keep KV blocks in storage tiers")
+    parser.add_argument("--no-kv-events", action="store_true", help="do not publish KV events")
+    parser.add_argument("--tiers", action="store_true", help="store KV blocks in storage tiers")
     given = parser.parse_args()
     options = server_options(
         given.role,
@@ -86,7 +163,7 @@ def main() -> None:
         max_model_len=given.max_model_len,
         tiers=given.tiers,
     )
-    print(as_yaml(options), end="")  # noqa: T201 - this is what the command is for
+    print(as_yaml(options), end="")  # noqa: T201 - the output of the command
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Registers the `trtllm` engine. Imports nothing heavy."""
+"""Registers the `trtllm` engine. Modules with heavy imports are loaded when they are used."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from commutator import (
     EngineClient,
     EngineConnector,
     EngineRegister,
+    HandoverStyle,
     LaunchContext,
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine.handover import HandoverStyle
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.handover import ContextFirst
 
@@ -18,17 +18,17 @@ __all__ = ["TrtllmConnector"]
 
 
 class TrtllmConnector(EngineConnector[TrtllmConfig]):
-    """Starts a sidecar, and TensorRT-LLM's own server unless that runs; speaks HTTP to both."""
+    """Launches a sidecar, and the server unless `url` names one; talks HTTP to both."""
 
     uses_tiers = True
 
     def launch_plan(self, config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
-        from commutator_trtllm.launch import launch_plan  # noqa: PLC0415 - only the supervisor starts
+        from commutator_trtllm.launch import launch_plan
 
         return launch_plan(config, context)
 
     def connect(self, config: TrtllmConfig, address: str) -> EngineClient:
-        from commutator_trtllm.client import TrtllmClient  # noqa: PLC0415 - brings an HTTP client
+        from commutator_trtllm.client import TrtllmClient
 
         return TrtllmClient(address)
 

@@ -1,6 +1,7 @@
-"""Beside each server: the one reader of its events and statistics, which are told only once.
+"""The sidecar of a server: the only reader of its KV events and statistics.
 
-Events go out over ZMQ as other engines' do; the rest is answered to whoever asks, see ``told``.
+The server returns each event and each figure only once. The sidecar publishes the events over ZMQ,
+as other engines do, and serves the rest over HTTP to ``TrtllmClient``.
 """
 
 from __future__ import annotations
@@ -10,32 +11,30 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 from aiohttp import web
 from attrs import evolve, frozen
 from msgspec import json
 
+from commutator.engine.http import HttpServer
 from commutator.errors import EngineError, EngineUnavailableError
-from commutator.kv import EventPublisher
-from commutator_trtllm.discovery import Server
-from commutator_trtllm.event_translator import EventTranslator
-from commutator_trtllm.statistics import LatestStatistics
-from commutator_trtllm.told import INFO, LOAD, Told
+from commutator.kv_events import EventPublisher
+from commutator_trtllm.client import INFO, LOAD, SidecarInfo
+from commutator_trtllm.discovery import LatestStatistics, discover, iteration_stats
+from commutator_trtllm.event_translator import CacheEvent, EventTranslator
 
 __all__ = ["Sidecar", "SidecarOptions"]
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-# An empty answer comes late, when the server has waited for something to tell; if it comes at once,
-# the next question has to wait.
+# The server delays an empty answer, but not one that has entries: polls need a pause of their own.
 _POLL_S = 0.05
 _ANSWER_S = 30.0
 
 
 @frozen(kw_only=True)
 class SidecarOptions:
-    """What the server does not tell itself."""
+    """The server's address, and what the server does not report."""
 
     url: str
     host: str = "127.0.0.1"
@@ -55,7 +54,7 @@ class Sidecar:
         self._statistics = LatestStatistics()
         self._translator: EventTranslator | None = None
         self._publisher = EventPublisher(options.host) if options.kv_events else None
-        self._told: Told | None = None
+        self._info: SidecarInfo | None = None
         self._problem = f"TensorRT-LLM at {options.url} is not ready yet"
 
     @asynccontextmanager
@@ -78,29 +77,34 @@ class Sidecar:
                 await asyncio.to_thread(self._publisher.close)
 
     async def _follow(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            server = Server(self._options.url, session)
+        server = HttpServer("TensorRT-LLM", self._options.url, answer_timeout_s=_ANSWER_S)
+        try:
             while True:
-                try:
-                    await self._follow_once(server)
-                except* EngineError as failed:
-                    self._lost(str(failed.exceptions[0]))
-                except* Exception as failed:
-                    log.exception("the sidecar of %s failed, and begins anew", server.url)
-                    self._lost(f"the sidecar failed: {failed.exceptions[0]!r}")
+                await self._follow_until_lost(server)
                 await asyncio.sleep(_RETRY_S)
+        finally:
+            await server.close()
 
-    async def _follow_once(self, server: Server) -> None:
+    async def _follow_until_lost(self, server: HttpServer) -> None:
+        try:
+            await self._follow_once(server)
+        except* EngineError as failed:
+            self._lost(str(failed.exceptions[0]))
+        except* Exception as failed:
+            log.exception("the sidecar of %s failed, and starts again", server.url)
+            self._lost(f"the sidecar failed: {failed.exceptions[0]!r}")
+
+    async def _follow_once(self, server: HttpServer) -> None:
         options, self._statistics = self._options, LatestStatistics()
-        info = await server.discover(
+        info = await discover(
+            server,
             self._statistics,
             max_model_len=options.max_model_len,
             hands_over=options.hands_over,
         )
         if self._publisher is not None:
             info = evolve(info, kv_events=self._publisher.source)
-        self._told = Told(options.url, info)
+        self._info = SidecarInfo(options.url, info)
         log.info("TensorRT-LLM %s at %s serves %s", info.version, options.url, info.model)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_statistics(server))
@@ -109,16 +113,16 @@ class Sidecar:
 
     def _lost(self, problem: str) -> None:
         if problem != self._problem:
-            log.log(logging.INFO if self._told is None else logging.WARNING, "%s", problem)
-        self._told, self._problem = None, problem
+            log.log(logging.INFO if self._info is None else logging.WARNING, "%s", problem)
+        self._info, self._problem = None, problem
 
-    async def _read_statistics(self, server: Server) -> None:
+    async def _read_statistics(self, server: HttpServer) -> None:
         while True:
-            self._statistics.add(await server.iteration_stats())
+            self._statistics.add(await iteration_stats(server))
             await asyncio.sleep(_POLL_S)
 
     async def _read_events(
-        self, server: Server, publisher: EventPublisher, block_size: int
+        self, server: HttpServer, publisher: EventPublisher, block_size: int
     ) -> None:
         translator = self._translator
         if translator is None or translator.block_size != block_size:
@@ -128,28 +132,30 @@ class Sidecar:
         missing = 0
         while True:
             try:
-                publisher.publish(translator.translate(await server.kv_cache_events()))
+                # The server waits briefly when there are no new ones.
+                events = await server.read("/kv_cache_events", list[CacheEvent], method="POST")
+                publisher.publish(translator.translate(events))
             except EngineUnavailableError:
                 raise
             except EngineError as error:
-                log.warning("%s; what the server holds is not known any longer", error)
+                log.warning("%s; the server's blocks are forgotten", error)
                 publisher.publish(translator.forget())
             if translator.gaps != missing:
                 missing = translator.gaps
                 log.warning(
-                    "KV events of %s are missing, so its blocks are forgotten: does somebody else "
-                    "read /kv_cache_events, or is event_buffer_max_size too small?",
+                    "KV events of %s are missing; its blocks are forgotten. Let no other client "
+                    "read /kv_cache_events, or increase event_buffer_max_size",
                     server.url,
                 )
             await asyncio.sleep(_POLL_S)
 
     async def _answer_info(self, _: web.Request) -> web.Response:
-        if self._told is None:
+        if self._info is None:
             return self._not_ready()
-        return web.Response(body=json.encode(self._told), content_type="application/json")
+        return web.Response(body=json.encode(self._info), content_type="application/json")
 
     async def _answer_load(self, _: web.Request) -> web.Response:
-        if self._told is None:
+        if self._info is None:
             return self._not_ready()
         load = json.encode(self._statistics.load())
         return web.Response(body=load, content_type="application/json")

@@ -1,17 +1,55 @@
-"""What a running server is, put together from its own answers. Pure."""
+"""What the answers and the /metrics page of a running server say about it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from commutator.engine.http import host_for_us
+import msgspec
+from attrs import evolve, frozen
+from prometheus_client.parser import text_string_to_metric_families
+
+from commutator import EngineInfo, EngineLoad, EventSource
+from commutator.engine.completions import ModelList
+from commutator.engine.http import reachable_host
 from commutator.errors import EngineError
-from commutator.types import EngineInfo, EventSource
-from commutator_vllm.api import KvEventSource, ModelList
 from commutator_vllm.handover import handover_info
-from commutator_vllm.metrics import CacheFacts
 
-__all__ = ["base_model", "engine_info", "event_source"]
+__all__ = [
+    "CacheFacts",
+    "KvEventSource",
+    "base_model",
+    "cache_facts",
+    "engine_info",
+    "engine_load",
+    "event_source",
+]
+
+_WANTED = (
+    "vllm:cache_config_info",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+
+
+class KvEventSource(msgspec.Struct):
+    """The KV event publisher of one rank, from GET /kv_event_sources."""
+
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+    enable_kv_cache_events: bool = True
+    publisher: str | None = "zmq"
+
+
+@frozen
+class CacheFacts:
+    """The size of the KV cache, summed over all ranks."""
+
+    block_size: int
+    """Tokens in one block of KV events."""
+    capacity_blocks: int
+    ranks: int
 
 
 def engine_info(
@@ -22,7 +60,7 @@ def engine_info(
     *,
     hands_over: bool = False,
 ) -> EngineInfo:
-    """Raises EngineError when the server generates nothing."""
+    """Raises EngineError when the server has no model that generates text."""
     model, max_model_len = base_model(models)
     return EngineInfo(
         kind="vllm",
@@ -40,7 +78,10 @@ def engine_info(
 
 
 def base_model(models: ModelList) -> tuple[str, int]:
-    """The name that requests give, and the longest prompt plus answer; adapters come after it."""
+    """The name of the model that is no adapter, and its longest prompt plus answer in tokens.
+
+    Raises EngineError when the server lists no such model.
+    """
     for card in models.data:
         if card.parent is None and card.max_model_len is not None:
             return card.id, card.max_model_len
@@ -50,9 +91,10 @@ def base_model(models: ModelList) -> tuple[str, int]:
 def event_source(
     sources: Mapping[str, KvEventSource], url: str, given: EventSource | None
 ) -> EventSource | None:
-    """Where KV events are subscribed to; ``sources`` has the publisher of each rank by number.
+    """The address to subscribe to for KV events; None when the server publishes none.
 
-    ``given`` comes first. A server that listens on every address is reached at its own host.
+    ``sources`` maps a rank's number to its publisher. ``given``, from the configuration, takes
+    precedence. The host of ``url`` replaces the address of a server that listens on all addresses.
     """
     if given is not None:
         return given
@@ -63,19 +105,63 @@ def event_source(
     ]
     if not by_rank:
         return None
-    first = by_rank[0]
-    return EventSource(first.endpoint, first.replay_endpoint, first.topic, tuple(by_rank[1:]))
+    first, *others = by_rank
+    return evolve(first, further_ranks=tuple(others))
 
 
 def _reachable(source: KvEventSource, url: str) -> EventSource:
     replay = source.replay_endpoint
     return EventSource(
-        _at_host(source.endpoint, url),
-        None if replay is None else _at_host(replay, url),
-        source.topic,
+        endpoint=_at_host(source.endpoint, url),
+        replay_endpoint=None if replay is None else _at_host(replay, url),
+        topic=source.topic,
     )
 
 
 def _at_host(endpoint: str, url: str) -> str:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return f"tcp://{host_for_us(host, url)}:{port}" if endpoint.startswith("tcp://") else endpoint
+    return (
+        f"tcp://{reachable_host(host, url)}:{port}" if endpoint.startswith("tcp://") else endpoint
+    )
+
+
+def cache_facts(page: str) -> CacheFacts | None:
+    """None when the page has no `vllm:cache_config_info`, or the server is still starting."""
+    blocks, size, ranks = 0, 0, 0
+    for name, labels, _ in _samples(page):
+        if name == "vllm:cache_config_info":
+            blocks += _number(labels.get("num_gpu_blocks"))
+            hashed = _number(labels.get("hash_block_size"))
+            size = hashed or _number(labels.get("block_size"))
+            ranks += 1
+    return CacheFacts(size, blocks, ranks) if blocks and size else None
+
+
+def engine_load(page: str, facts: CacheFacts) -> EngineLoad:
+    """The load, summed over the ranks. Blocks that are cached but not in use count as free."""
+    running = waiting = used = 0.0
+    for name, _, value in _samples(page):
+        if name == "vllm:num_requests_running":
+            running += value
+        elif name == "vllm:num_requests_waiting":
+            waiting += value
+        elif name == "vllm:kv_cache_usage_perc":
+            used += value * facts.capacity_blocks / facts.ranks
+    return EngineLoad(
+        running=int(running),
+        waiting=int(waiting),
+        kv_used_blocks=round(used),
+        kv_capacity_blocks=facts.capacity_blocks,
+    )
+
+
+def _samples(page: str) -> Iterable[tuple[str, dict[str, str], float]]:
+    """Parses only the metrics in _WANTED: the page has thousands of lines."""
+    lines = (line for line in page.splitlines() if line.startswith(_WANTED))
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def _number(label: str | None) -> int:
+    return int(label) if label is not None and label.isdigit() else 0

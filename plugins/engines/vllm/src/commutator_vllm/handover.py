@@ -1,7 +1,8 @@
-"""Prefill and decode apart with vLLM's own NixlConnector: first the prefill leg, then the decode.
+"""Disaggregation with vLLM's NixlConnector: prefill first, then decode.
 
-What the prefill server says is relayed as it is: its fields change between versions. It keeps the
-blocks under a lease of its own (30 s), and servers that do not fit refuse each other by themselves.
+The parameters in the prefill server's answer are relayed unchanged, because their fields differ
+between versions. The prefill server holds the blocks under its own lease (30 s). Servers with
+incompatible KV caches refuse the transfer themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any, ClassVar
 
 from attrs import evolve
 
-from commutator.engine.handover import HandoverLegs, HandoverStyle
+from commutator import GenerateRequest, HandoverRequest, HandoverStyle, KvTransferInfo
 from commutator.errors import EngineHandoverError
-from commutator.types import GenerateRequest, HandoverInfo
 
 __all__ = ["NixlHandover", "handover_info"]
 
@@ -28,26 +28,31 @@ _FOR_ANOTHER = {
 
 
 class NixlHandover(HandoverStyle):
-    """Sequential: the decode leg begins with what the prefill leg ended with."""
+    """Sequential: the decode request carries the parameters from the prefill server's answer."""
 
     sequential: ClassVar[bool] = True
 
-    def prefill_request(self, legs: HandoverLegs) -> GenerateRequest:
-        request = legs.request
+    def prefill_request(self, handover: HandoverRequest) -> GenerateRequest:
+        request = handover.request
         sampling = evolve(request.sampling, max_tokens=1, min_tokens=0, top_logprobs=None, stop=())
         return evolve(request, sampling=sampling, generated_prefix=0, handover=_FOR_ANOTHER)
 
     def decode_request(
-        self, legs: HandoverLegs, handed: Mapping[str, Any] | None
+        self, handover: HandoverRequest, handed: Mapping[str, Any] | None
     ) -> GenerateRequest:
         if handed is None:
             raise EngineHandoverError(
-                f"{legs.prefill.worker_id} gave no kv_transfer_params: it needs "
-                "--kv-transfer-config with the NixlConnector"
+                f"worker {handover.prefill.worker_id} answered without kv_transfer_params: run it "
+                "with a --kv-transfer-config that has the NixlConnector"
             )
-        return evolve(legs.request, handover=handed)
+        return evolve(handover.request, handover=handed)
 
 
-def handover_info(model: str, version: str, block_size: int) -> HandoverInfo:
-    """For servers that run with the NixlConnector. Sizes that vLLM does not tell are 0."""
-    return HandoverInfo("vllm-nixl", f"{model} vLLM {version}", block_size, token_bytes=0)
+def handover_info(model: str, version: str, block_size: int) -> KvTransferInfo:
+    """How a server with the NixlConnector hands KV over. Sizes that vLLM does not report are 0."""
+    return KvTransferInfo(
+        protocol="vllm-nixl",
+        identity=f"{model} vLLM {version}",
+        block_size=block_size,
+        token_bytes=0,
+    )

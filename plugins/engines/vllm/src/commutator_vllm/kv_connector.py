@@ -1,7 +1,7 @@
-"""Our KV manager and storage tiers inside vLLM, which loads this module by its path.
+"""The KV connector that brings our storage tiers into vLLM, which imports this module by name.
 
-In its own processes: once in the scheduler's and once in each worker's. Thin: what the two sides do
-is in ``kv_scheduler`` and ``kv_worker``. Written for vLLM 0.32.
+vLLM creates one connector in its scheduler process and one in each worker process. This module
+only translates vLLM's calls; ``kv_scheduler`` and ``kv_worker`` do the work. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import vllm
 from attrs import frozen
 from vllm.distributed.kv_events import BlockRemoved as VllmRemoved
 from vllm.distributed.kv_events import BlockStored as VllmStored
@@ -25,53 +24,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from commutator.engine import EmbeddedTiers
+from commutator import Memory
 from commutator.errors import ConfigError, TransferError
-from commutator.kv import BlockRemoved, BlockStored, KvEvent, Tier, tier_of
-from commutator.transfer import Memory, load_nixl
-from commutator_vllm.kv_identity import cache_identity
-from commutator_vllm.kv_memory import (
-    arena_of,
-    cuda_fence,
-    is_first_rank,
-    no_fence,
-    rank_of,
-    worker_of,
-)
+from commutator.kv import CacheLevel, KvConnector, cache_level
+from commutator.kv_events import BlockRemoved, BlockStored, KvEvent
+from commutator.nixl import load_nixl
+from commutator_vllm.connector_metadata import ConnectorMetadata, WorkerReport, merged
+from commutator_vllm.kv_identity import cache_identity, is_first_rank, worker_of
+from commutator_vllm.kv_memory import arena_of, cuda_fence, no_fence
 from commutator_vllm.kv_scheduler import TierScheduler
-from commutator_vllm.kv_words import Orders, Report, merged
 from commutator_vllm.kv_worker import TierWorkerSide
 
 __all__ = ["CommutatorConnector"]
 
-with suppress(TransferError):  # the tiers tell it
-    load_nixl()  # before vLLM does for a connector of its own: only one build is in a process
+with suppress(TransferError):  # the tiers report a missing NIXL
+    load_nixl()  # before vLLM's own connectors load theirs: a process can have only one build
 
-_ELSEWHERE = CacheHitSource.EXTERNAL_UNSPECIFIED
-_SOURCES: dict[Tier | None, CacheHitSource] = {
-    Tier.HOST: CacheHitSource.HOST,
-    Tier.DISK: CacheHitSource.DISK,
+_OTHER_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
+_SOURCES: dict[CacheLevel | None, CacheHitSource] = {
+    CacheLevel.HOST: CacheHitSource.HOST,
+    CacheLevel.DISK: CacheHitSource.DISK,
 }
 _WHERE = "kv_transfer_config of CommutatorConnector"
 
 
 @frozen
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    orders: Orders
+    orders: ConnectorMetadata
 
 
 @frozen
 class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    report: Report
+    report: WorkerReport
 
     def aggregate(self, other: _WorkerMetadata) -> _WorkerMetadata:
         return _WorkerMetadata(merged(self.report, other.report))
 
 
 class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Options: ``tiers``, a file with a `tiers:` section or its entries; ``worker``, a name.
+    """Options: ``tiers``, a file with a `tiers:` section or the section itself; ``worker``, a name.
 
-    No two servers may have the same name at the same time.
+    The name must be unique among running servers.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -93,7 +86,7 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a block that is not kept is computed again
+        return False  # a block that was not stored is computed again
 
     # In the scheduler
 
@@ -117,7 +110,7 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         media = self._scheduling.media_of(request)
-        sources = Counter(_SOURCES.get(tier_of(medium), _ELSEWHERE) for medium in media)
+        sources = Counter(_SOURCES.get(cache_level(medium), _OTHER_SOURCE) for medium in media)
         return {source: blocks * self._block_size for source, blocks in sources.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -161,32 +154,26 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         arena, layout = arena_of(kv_caches, self._kv_cache_config.num_blocks)
-        config = self._vllm_config
-        identity = cache_identity(
-            config, layout=layout, block_size=self._block_size, rank=rank_of(config),
-            version=vllm.__version__,
-        )  # fmt: skip
+        identity = cache_identity(self._vllm_config, layout, self._block_size)
+        worker_id = worker_of(self._worker_id, self._vllm_config)
         news = threading.Event()
-        tiers = EmbeddedTiers(
-            self._tiers, arena, identity,
-            worker_id=worker_of(self._worker_id, config), on_news=news.set,
-        )  # fmt: skip
-        tiers.start()
+        connector = KvConnector(self._tiers, arena, identity, worker_id=worker_id, wake=news.set)
+        connector.start()
         on_gpu = arena.memory is Memory.VRAM
         self._worker = TierWorkerSide(
-            tiers, news, cuda_fence if on_gpu else no_fence, tells_routers=is_first_rank()
+            connector, news, cuda_fence if on_gpu else no_fence, reports_events=is_first_rank()
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._working.begin(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before a request is computed."""
+        """Does nothing: a request is computed only after its loads have finished."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Whole blocks are kept, after the last layer."""
+        """Does nothing: whole blocks are stored after the last layer."""
 
     def wait_for_save(self) -> None:
         self._working.end(self._orders)
@@ -215,14 +202,14 @@ class CommutatorConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker
 
     @property
-    def _orders(self) -> Orders:
+    def _orders(self) -> ConnectorMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
         return metadata.orders
 
 
 class _Pool:
-    """Holds blocks by their count of users, as vLLM itself does for a shared prefix."""
+    """Holds blocks by their reference count, as vLLM does for a shared prefix."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -230,29 +217,31 @@ class _Pool:
     def hold(self, blocks: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[block] for block in blocks])
 
-    def let_go(self, blocks: Sequence[int]) -> None:
-        # The last of a chain is evicted first.
+    def released(self, blocks: Sequence[int]) -> None:
+        # The last block of a chain is to be evicted first.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 
 def _check(config: Any, kv_cache_config: Any, tiers: Any, unknown: list[str]) -> None:
-    """Raises ConfigError for what would be wrong, or ignored without a word."""
-    problems = [f"kv_connector_extra_config: {name} is not known" for name in unknown]
+    """Raises ConfigError for settings that are unsupported or would be ignored."""
+    problems = [f"kv_connector_extra_config: unknown option {name}" for name in unknown]
     if not tiers:
-        problems.append("kv_connector_extra_config: `tiers` is missing: a YAML file's path")
+        problems.append("kv_connector_extra_config: set `tiers` to the path of a YAML file")
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        problems.append("kv_load_failure_policy must be recompute: blocks are lost now and then")
+        problems.append(
+            "kv_load_failure_policy must be recompute, because loads of blocks can fail"
+        )
     if not config.cache_config.enable_prefix_caching:
-        problems.append("prefix caching is off: remove --no-enable-prefix-caching")
+        problems.append("the tiers need prefix caching: remove --no-enable-prefix-caching")
     parallel = config.parallel_config
     problems += [
-        f"{name} above 1 cuts up blocks in a way that is not known here"
+        f"{name} above 1 is not supported"
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
         if getattr(parallel, name, 1) > 1
     ]
     kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
     if len(kinds) != 1 or "Mamba" in kinds[0]:
-        problems.append(f"models with {', '.join(kinds)} keep more than one list of whole blocks")
+        problems.append(f"models with these KV caches are not supported: {', '.join(kinds)}")
     if problems:
         raise ConfigError(problems, _WHERE)
 

@@ -1,80 +1,118 @@
-"""A vLLM worker's memory and place: its tensors as blocks, its rank, what its device has done."""
+"""A vLLM worker's KV memory: its blocks in tensors of any layout, and fences for its device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
-import torch
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-
+from commutator import Memory
+from commutator.engine.connector_worker import Fence
 from commutator.errors import ConfigError
 from commutator.kv import BlockPart, ScatteredArena
-from commutator.transfer import Memory
-from commutator_vllm.kv_layout import block_parts, dimensions
-from commutator_vllm.kv_worker import Fence
 
-__all__ = ["arena_of", "cuda_fence", "is_first_rank", "no_fence", "rank_of", "worker_of"]
+__all__ = ["arena_of", "block_parts", "cuda_fence", "dimensions", "no_fence"]
 
 
 def arena_of(caches: dict[str, Any], blocks: int) -> tuple[ScatteredArena, str]:
-    """The workers' tensors as blocks, and their shapes in words. Layers may share a tensor."""
+    """The worker's KV tensors as an arena, and a description of their layout.
+
+    Layers may share a tensor. Raises ConfigError when a layer has no KV tensor.
+    """
+    import torch
+
     parts: dict[int, list[BlockPart]] = {}
-    words = []
+    layout = []
     for name, cache in sorted(caches.items()):
         if not isinstance(cache, torch.Tensor):
-            raise ConfigError([f"layer {name} does not keep keys and values"], "vLLM's KV cache")
+            raise ConfigError([f"layer {name} has no tensor of keys and values"], "vLLM's KV cache")
         pieces = block_parts(
             cache.data_ptr(), cache.shape, cache.stride(), cache.element_size(), blocks
         )
         parts.setdefault(cache.data_ptr(), pieces)
         sizes = [(part.size_bytes, cache.dtype) for part in pieces]
-        words.append(f"{name} {dimensions(cache.shape, cache.stride(), blocks)} {sizes}")
+        layout.append(f"{name} {dimensions(cache.shape, cache.stride(), blocks)} {sizes}")
     first = next(iter(caches.values()))
     on_cpu = first.device.type == "cpu"
     if on_cpu:  # the order within a block depends on the instructions that attention uses
-        amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - nothing public tells
-        words.append(f"{torch.backends.cpu.get_cpu_capability()} amx={amx}")
+        amx = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - torch has no public function
+        layout.append(f"{torch.backends.cpu.get_cpu_capability()} amx={amx}")
     arena = ScatteredArena(
         memory=Memory.DRAM if on_cpu else Memory.VRAM,
         parts=tuple(part for pieces in parts.values() for part in pieces),
         count=blocks,
         device=first.device.index or 0,
     )
-    return arena, "; ".join(words)
+    return arena, "; ".join(layout)
 
 
-def is_first_rank() -> bool:
-    """All ranks have the same to tell."""
-    return bool(get_tensor_model_parallel_rank() == get_pp_group().rank_in_group == 0)
+def block_parts(
+    address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, blocks: int
+) -> list[BlockPart]:
+    """The byte ranges that make up each block, in the order of the outer dimensions.
+
+    ``strides`` are in items. One of the first two dimensions counts the blocks, or a multiple of
+    them when the attention kernel uses smaller blocks. Raises ValueError when a block does not
+    consist of contiguous ranges of bytes.
+    """
+    axis, ratio = _block_axis(shape, blocks)
+    step = strides[axis]
+    dims = [
+        (size, stride)
+        for number, (size, stride) in enumerate(zip(shape, strides, strict=True))
+        if number != axis and size > 1
+    ]
+    outer = [(size, stride) for size, stride in dims if stride >= step * shape[axis]]
+    inner = sorted((stride, size) for size, stride in dims if stride < step * shape[axis])
+    items = 1
+    for stride, size in inner:
+        if stride != items:
+            raise ValueError(f"a KV block is not contiguous: shape {shape}, strides {strides}")
+        items *= size
+    if items > step or (ratio > 1 and items != step):
+        raise ValueError(f"KV blocks overlap or have gaps: shape {shape}, strides {strides}")
+    return [
+        BlockPart(
+            address=address
+            + sum(index * stride for index, (_, stride) in zip(where, outer, strict=True))
+            * item_bytes,
+            size_bytes=items * ratio * item_bytes,
+            stride_bytes=step * ratio * item_bytes,
+        )
+        for where in product(*(range(size) for size, _ in outer))
+    ]
 
 
-def rank_of(config: Any) -> str:
-    """Which part of each block this worker has."""
-    parallel = config.parallel_config
-    tensor = f"{get_tensor_model_parallel_rank()}/{parallel.tensor_parallel_size}"
-    pipeline = f"{get_pp_group().rank_in_group}/{parallel.pipeline_parallel_size}"
-    return f"tensor {tensor} pipeline {pipeline}"
+def dimensions(
+    shape: Sequence[int], strides: Sequence[int], blocks: int
+) -> list[tuple[int, int, int]]:
+    """The layout of one block, independent of the number of blocks.
+
+    For each dimension from the outermost: (index in ``shape``, size, kernel blocks per KV block).
+    """
+    axis, ratio = _block_axis(shape, blocks)
+    order = sorted(range(len(shape)), key=lambda number: -strides[number])
+    return [(number, shape[number], ratio) for number in order if number != axis]
 
 
-def worker_of(name: str, config: Any) -> str:
-    """Each rank has tiers of its own."""
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1:
-        name += f"-dp{parallel.data_parallel_rank}"
-    if parallel.world_size > 1:
-        name += f"-tp{get_tensor_model_parallel_rank()}-pp{get_pp_group().rank_in_group}"
-    return name
+def _block_axis(shape: Sequence[int], blocks: int) -> tuple[int, int]:
+    """The dimension that counts blocks, and the number of kernel blocks per KV block."""
+    for axis in range(min(2, len(shape))):
+        if shape[axis] and shape[axis] % blocks == 0:
+            return axis, shape[axis] // blocks
+    raise ValueError(f"no dimension of {tuple(shape)} counts {blocks} KV blocks")
 
 
 def no_fence() -> Fence:
-    """On a CPU a step has been computed when it returns."""
+    """A fence that is always passed: on a CPU a step is computed when it returns."""
     return lambda: True
 
 
 def cuda_fence() -> Fence:
-    """What was launched on this thread's stream until now."""
+    """A fence after all work launched on this thread's CUDA stream."""
+    import torch
+
     event = torch.cuda.Event()
     event.record()
-    done: Callable[[], bool] = event.query
+    done: Fence = event.query
     return done

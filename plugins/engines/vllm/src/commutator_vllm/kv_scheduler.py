@@ -1,111 +1,137 @@
-"""The KV connector in vLLM's scheduler: what to ask, load and store. Knows no tier and no bytes.
+"""The KV connector in vLLM's scheduler process: decides what to look up, load and store.
 
-A request that is new asks its workers what the tiers have, and waits for the answer; vLLM then
-gives it blocks, which are loaded while others compute. What a step computes is kept as it goes.
-Blocks that are being stored are held in vLLM's pool: neither an abort nor a preemption reuses them.
+For a new request it asks the workers which blocks the tiers have, and waits for their answers. vLLM
+then allocates blocks, which are loaded while other requests compute. Blocks that a step computes
+are stored after that step. Blocks that are being stored are held in vLLM's pool, so that they are
+not reused after an abort or a preemption. The workers have the tiers and move the bytes.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field
 
-from commutator.kv import KvEvent
-from commutator_vllm.kv_words import Ask, Chain, Load, Orders, Report, Store
-from commutator_vllm.prefill_clock import PrefillClock
+from commutator.engine.connector_worker import Chain
+from commutator.kv_events import KvEvent
+from commutator_vllm.connector_metadata import (
+    ConnectorMetadata,
+    Load,
+    LookupRequest,
+    Store,
+    WorkerReport,
+)
 
-__all__ = ["BlockHold", "TierScheduler"]
+__all__ = ["BlockHold", "PrefillClock", "TierScheduler"]
 
 _HELD_SHARE = 0.5
-"""Blocks of the pool that may be held for stores at a time; others are offered later."""
+"""Share of the pool that may be held for stores at a time; other blocks are offered later."""
 _MOST_PLANS = 64
-"""Requests that may wait with a plan, whose blocks the tiers keep for them."""
+"""Requests that may have a lookup in progress or a plan, whose blocks the tiers pin."""
 _PATIENCE_S = 0.5
-"""A running request without room waits so long for stores, before another one is preempted."""
+"""How long a request that needs blocks waits for stores to end, before one is preempted."""
+_FEWEST_TOKENS = 64
+"""Prefill of smaller steps is not measured: their overhead dominates."""
+_OLD_WEIGHT = 0.8
+"""Weight of the old average prefill speed when a new measurement is added."""
 
 
 class BlockHold(Protocol):
-    """vLLM's pool of blocks, as far as it is needed here."""
+    """Keeps blocks of vLLM's pool from being reused."""
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Nobody gets these blocks until ``let_go``."""
+        """These blocks are not reused until ``released``."""
 
-    def let_go(self, blocks: Sequence[int]) -> None: ...
+    def released(self, blocks: Sequence[int]) -> None: ...
 
 
 @define(eq=False)
 class _Request:
     vllm: Any
-    told: int = 0
-    """Blocks of its chain that the workers know."""
+    sent_blocks: int = 0
+    """Blocks of its chain that were sent to the workers."""
     offered: int = 0
+    """Blocks that were offered to the tiers."""
     number: int | None = None
-    """Of its question that is being asked, answered, or loaded."""
+    """The number of its lookup, until the load that follows has ended; None without a lookup."""
     first: int = 0
+    """The first block of that lookup."""
     answers: list[Sequence[str]] = field(factory=list)
-    """From each worker the media of the blocks that it planned."""
+    """From each worker, the media of the blocks that it planned."""
     media: Sequence[str] = ()
-    """Of the blocks that are loaded."""
+    """The media of the blocks that are being loaded."""
     computing: bool = False
-    """vLLM has it in its steps: what counts as computed is there, whoever has loaded it."""
+    """It has been scheduled: the tokens that vLLM counts as computed are in its blocks."""
     over: bool = False
-    """It was asked and served; a preemption begins anew."""
+    """Its lookup is finished. A preemption resets this."""
 
     @property
     def planned(self) -> int:
-        """Blocks that every worker has; all have answered."""
+        """Blocks that every worker can load. Call it once all workers have answered."""
         return min(len(media) for media in self.answers)
-
-
-@define
-class _Next:
-    """What the next orders will say."""
-
-    reset: bool = False
-    chains: list[Chain] = field(factory=list)
-    drops: list[int] = field(factory=list)
-    asks: list[Ask] = field(factory=list)
-    loads: list[Load] = field(factory=list)
-    stores: list[Store] = field(factory=list)
-    forget: list[str] = field(factory=list)
-
-    @property
-    def urgent(self) -> bool:
-        """Whether something waits for it although no request does."""
-        return bool(self.reset or self.drops or self.stores or self.forget)
 
 
 @define
 class _Held:
     blocks: Sequence[int]
     missing: int
-    """Workers that have not reported."""
+    """Workers that have not reported the store."""
     since_s: float
 
 
+class PrefillClock:
+    """The speed of prefill as a moving average.
+
+    When steps overlap, the time between two starts is the duration of the step ``lag`` earlier.
+    """
+
+    def __init__(self, lag: int = 0) -> None:
+        self._steps: deque[int] = deque([0] * lag, maxlen=lag + 1)
+        self._last_s: float | None = None
+        self._last: frozenset[str] = frozenset()
+        self.tokens_per_s: float | None = None
+        """None before the first measurement."""
+
+    def step(self, prefill_tokens: int, request_ids: Iterable[str], now_s: float) -> None:
+        """A step starts; ``prefill_tokens`` of its tokens are prompt tokens.
+
+        A step that shares no request with the previous one is not measured: the engine may have
+        been idle between the two.
+        """
+        requests = frozenset(request_ids)
+        if self._last_s is not None and self._steps and requests & self._last:
+            tokens, seconds = self._steps[0], now_s - self._last_s
+            if tokens >= _FEWEST_TOKENS and seconds > 0:
+                speed, old = tokens / seconds, self.tokens_per_s
+                weight = _OLD_WEIGHT
+                self.tokens_per_s = speed if old is None else weight * old + (1 - weight) * speed
+        self._steps.append(prefill_tokens)
+        self._last_s, self._last = now_s, requests
+
+
 class TierScheduler:
-    """Called on the scheduler's thread only; never waits."""
+    """The scheduler's side. Called on the scheduler's thread only; never blocks."""
 
     def __init__(self, *, block_size: int, num_blocks: int, workers: int, lag: int) -> None:
-        """``lag``: steps between a step's plan and the time that it takes; see PrefillClock."""
+        """``lag``: how many steps overlap; see PrefillClock."""
         self._block_size = block_size
         self._most_held = max(1, int(num_blocks * _HELD_SHARE))
         self._workers = workers
         self._numbers = itertools.count(1)
         self._requests: dict[str, _Request] = {}
-        self._asked: dict[int, _Request] = {}
+        self._looking_up: dict[int, _Request] = {}
         self._held: dict[int, _Held] = {}
         self._clock = PrefillClock(lag)
-        self._next = _Next()
-        self._heard = False
+        self._next = ConnectorMetadata()
+        self._has_report = False
         self._events: list[KvEvent] = []
         self.pool: BlockHold | None = None
 
     def arrived(self, request: Any) -> None:
-        """A new request. What vLLM knows by more than tokens is left to vLLM alone."""
+        """A new request. Requests whose KV depends on more than tokens do not use the tiers."""
         more = (
             getattr(request, "mm_features", None),
             getattr(request, "prompt_embeds", None),
@@ -115,22 +141,22 @@ class TierScheduler:
             self._requests[request.request_id] = _Request(request)
 
     def match(self, request: Any, computed_tokens: int) -> int | None:
-        """How many tokens after the computed ones can be loaded; None: ask again next step."""
+        """How many tokens after the computed ones can be loaded; None: call again next step."""
         state = self._requests.get(request.request_id)
         first = computed_tokens // self._block_size
         wanted = (request.num_tokens - 1) // self._block_size
         if state is None or state.over or wanted <= first or _comes_from_another(request):
             return 0
         if state.number is None:
-            if len(self._asked) < _MOST_PLANS:
-                self._ask(state, first, wanted)
+            if len(self._looking_up) < _MOST_PLANS:
+                self._look_up(state, first, wanted)
             return None
         if len(state.answers) < self._workers:
             return None
         planned = state.planned
         end = state.first + planned
         if planned and first < state.first:
-            self._drop(state)  # vLLM has evicted what it had
+            self._drop(state)  # vLLM has evicted blocks that it had at the lookup
             return None
         if not planned or end <= first:
             self._drop(state)
@@ -139,10 +165,10 @@ class TierScheduler:
         return (end - first) * self._block_size
 
     def allocated(self, request: Any, blocks: Sequence[int], external_tokens: int) -> None:
-        """The request got its blocks; those of ``external_tokens`` are to be loaded."""
+        """The request got ``blocks``; the last ``external_tokens`` are to be loaded."""
         state = self._requests.get(request.request_id)
         if state is None or state.number is None or state.over:
-            return  # such as the second time, when it has been loaded
+            return  # vLLM calls this again after the load
         state.over = True
         if not external_tokens:
             self._drop(state)
@@ -151,29 +177,29 @@ class TierScheduler:
         first = state.first + state.planned - count
         chosen = tuple(blocks[first : first + count])
         skip = first - state.first
-        del self._asked[state.number]
+        del self._looking_up[state.number]
         state.media = state.answers[0][skip : skip + count]
         self._next.loads.append(Load(state.number, request.request_id, chosen, skip))
 
     def media_of(self, request: Any) -> Sequence[str]:
-        """Where each block lies that is being loaded for a request."""
+        """The medium of each block that is being loaded for a request."""
         state = self._requests.get(request.request_id)
         return () if state is None else state.media
 
     def finished(self, request: Any, blocks: Sequence[int], now_s: float) -> None:
-        """The request is over, perhaps aborted; its last blocks are kept, too."""
+        """The request ended or was aborted. Its last full blocks are stored, too."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if state.computing:  # otherwise vLLM counts as computed what is not there yet
+        if state.computing:  # otherwise vLLM counts tokens as computed that are not loaded yet
             computed = request.num_computed_tokens - request.num_in_flight_tokens
-            self._keep(state, computed, blocks, now_s)
+            self._store(state, computed, blocks, now_s)
         self._drop(state)
         del self._requests[request.request_id]
         self._next.forget.append(request.request_id)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """These lost their blocks, and will be asked for again."""
+        """These requests lost their blocks; vLLM will call ``match`` for them again."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
@@ -186,8 +212,8 @@ class TierScheduler:
         scheduled: Mapping[str, int],
         blocks_of: Callable[[str], Sequence[int]],
         now_s: float,
-    ) -> Orders:
-        """What this step's workers are to do; ``scheduled`` has the tokens of each request."""
+    ) -> ConnectorMetadata:
+        """The workers' orders for this step; ``scheduled`` maps requests to numbers of tokens."""
         prefill_tokens = 0
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
@@ -197,32 +223,24 @@ class TierScheduler:
             computed = state.vllm.num_computed_tokens
             if computed < state.vllm.num_prompt_tokens:
                 prefill_tokens += tokens
-            self._keep(state, computed + tokens, blocks_of(request_id), now_s)
+            self._store(state, computed + tokens, blocks_of(request_id), now_s)
         self._clock.step(prefill_tokens, scheduled.keys(), now_s)
-        told, self._next = self._next, _Next()
-        return Orders(
-            reset=told.reset,
-            chains=tuple(told.chains),
-            drops=tuple(told.drops),
-            asks=tuple(told.asks),
-            loads=tuple(told.loads),
-            stores=tuple(told.stores),
-            forget=tuple(told.forget),
-            computes=bool(scheduled),
-        )
+        orders, self._next = self._next, ConnectorMetadata()
+        orders.computes = bool(scheduled)
+        return orders
 
     def loaded(self, request_ids: Iterable[str]) -> None:
-        """These loads are over on all workers."""
+        """The loads of these requests have ended on all workers."""
         for request_id in request_ids:
             state = self._requests.get(request_id)
             if state is not None:
                 state.number = None
 
-    def reported(self, report: Report) -> None:
-        """What the workers said at the end of a step."""
-        self._heard = True
+    def reported(self, report: WorkerReport) -> None:
+        """The workers' report at the end of a step."""
+        self._has_report = True
         for answer in report.answers:
-            state = self._asked.get(answer.number)
+            state = self._looking_up.get(answer.number)
             if state is not None:
                 state.answers.append(answer.media)
         for number in report.stored:
@@ -231,63 +249,65 @@ class TierScheduler:
             if not held.missing:
                 del self._held[number]
                 assert self.pool is not None
-                self.pool.let_go(held.blocks)
+                self.pool.released(held.blocks)
         self._events += report.events
 
     def take_events(self) -> list[KvEvent]:
-        """What routers are to be told."""
+        """New KV events of the tiers, for the routers."""
         events, self._events = self._events, []
         return events
 
     def reset(self) -> None:
-        """Everything in the tiers is to be forgotten."""
+        """All blocks in the tiers are to be evicted."""
         self._next.reset = True
 
     @property
     def busy(self) -> bool:
-        """Whether vLLM must go on with its steps although no request needs any."""
-        return bool(self._held) or self._next.urgent or not self._heard
+        """Whether vLLM must run steps even when no request needs any."""
+        return bool(self._held) or self._next.is_urgent or not self._has_report
 
     def frees_blocks_soon(self, now_s: float) -> bool:
-        """Whether it is better to wait for blocks than to preempt."""
+        """Whether to wait for blocks rather than preempt a request."""
         return any(now_s - held.since_s < _PATIENCE_S for held in self._held.values())
 
-    def _tell(self, state: _Request, blocks: int) -> None:
-        """Let the workers know the chain that far."""
-        if blocks <= state.told:
+    def _extend_chain(self, state: _Request, blocks: int) -> None:
+        """Send the workers the request's chain up to its first ``blocks`` blocks."""
+        if blocks <= state.sent_blocks:
             return
         request, size = state.vllm, self._block_size
         lora = request.lora_request
         self._next.chains.append(
             Chain(
-                request.request_id,
-                tuple(request.all_token_ids[state.told * size : blocks * size]),
-                request.num_prompt_tokens // size,
-                None if lora is None else (lora.lora_name, lora.lora_path),
-                request.cache_salt,
+                request_id=request.request_id,
+                token_ids=tuple(request.all_token_ids[state.sent_blocks * size : blocks * size]),
+                prompt_blocks=request.num_prompt_tokens // size,
+                lora=None if lora is None else (lora.lora_name, lora.lora_path),
+                cache_salt=request.cache_salt,
             )
         )
-        state.told = blocks
+        state.sent_blocks = blocks
 
-    def _ask(self, state: _Request, first: int, wanted: int) -> None:
-        self._tell(state, wanted)
+    def _look_up(self, state: _Request, first: int, wanted: int) -> None:
+        self._extend_chain(state, wanted)
         state.number = next(self._numbers)
         state.first = first
         state.answers = []
-        self._asked[state.number] = state
+        self._looking_up[state.number] = state
         speed = self._clock.tokens_per_s
-        self._next.asks.append(Ask(state.number, state.vllm.request_id, first, wanted, speed))
+        self._next.lookups.append(
+            LookupRequest(state.number, state.vllm.request_id, first, wanted, speed)
+        )
 
     def _drop(self, state: _Request) -> None:
-        """Forget its question; the workers let go of what was planned, and stop what is loaded."""
+        """Cancel the request's lookup; the workers cancel its plan or its load."""
         if state.number is None:
             return
-        self._asked.pop(state.number, None)
+        self._looking_up.pop(state.number, None)
         self._next.drops.append(state.number)
         state.number = None
 
-    def _keep(self, state: _Request, computed: int, blocks: Sequence[int], now_s: float) -> None:
-        """Offer full blocks that were computed of tokens that are certain."""
+    def _store(self, state: _Request, computed: int, blocks: Sequence[int], now_s: float) -> None:
+        """Order the store of full blocks that are computed and hold no speculated token."""
         request = state.vllm
         full = min(computed, request.num_tokens) // self._block_size
         room = self._most_held - sum(len(held.blocks) for held in self._held.values())
@@ -297,7 +317,7 @@ class TierScheduler:
             return
         first, end = state.offered, state.offered + count
         chosen = tuple(blocks[first:end])
-        self._tell(state, end)
+        self._extend_chain(state, end)
         number = next(self._numbers)
         self.pool.hold(chosen)
         self._held[number] = _Held(chosen, self._workers, now_s)
@@ -306,8 +326,8 @@ class TierScheduler:
 
 
 def _comes_from_another(request: Any) -> bool:
-    """Whether the connector that is beside this one brings the prompt from a prefill server.
+    """Whether the NixlConnector in the same server gets the prompt from a prefill server.
 
-    It takes its mark away when it begins, so that after a failure the tiers are asked.
+    It clears this mark when it starts, so that after a failed transfer the tiers are used.
     """
     return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))

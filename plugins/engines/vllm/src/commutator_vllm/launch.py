@@ -1,66 +1,67 @@
-"""The command line of one vLLM server. Shown in the log, so that it can be run by hand."""
+"""The command line of one vLLM server: its arguments, and its KV connectors."""
 
 from __future__ import annotations
 
 import json
-import logging
-import shlex
 from pathlib import Path
+from typing import Any
 
 from commutator import LaunchContext, LaunchPlan
-from commutator.engine import free_ports, gpus_of, python_at
-from commutator.engine.model_directory import directory_for, start_command
+from commutator.engine import free_ports
+from commutator.engine.launching import (
+    argument_names,
+    log_command,
+    missing_plugin,
+    python_at,
+    server_environment,
+    write_tiers,
+)
+from commutator.engine.model_files import directory_for, start_command
 from commutator.errors import ConfigError
-from commutator.text import locate_model
+from commutator.tokenizer import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
-from commutator_vllm.launch_tiers import check_tiers, kv_connector
 
 __all__ = ["launch_plan", "server_arguments"]
 
-log = logging.getLogger(__name__)
-
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
-# Port 0 with this machine's address: free ports, of which /kv_event_sources tells.
+# With port 0 the server picks free ports and reports them at /kv_event_sources.
 _EVENTS = {
     "enable_kv_cache_events": True,
     "publisher": "zmq",
     "endpoint": "tcp://*:0",
     "replay_endpoint": "tcp://*:0",
 }
-_OURS = ("--host", "--port", "--model", "--served-model-name")
+# Blocks that cannot be loaded (lost server, damaged block, failed store) are computed again.
+_RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+_OURS = dict.fromkeys(("--host", "--port", "--model", "--served-model-name"), "remove it")
 
 
 def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
-    """Raises ConfigError when the environment, the model or an argument cannot be used."""
-    advice = "run `make vllm`, or give the Python of the environment that has vLLM"
-    python = python_at(config.python, advice, f"engine {config.name or config.kind}")
+    """Raises ConfigError when the environment, the model, an argument or a tier is unusable."""
+    advice = "run `make vllm`, or set `python` to that of the environment that has vLLM"
+    python = python_at(config.python, advice, config.where)
     source = locate_model(context.model.source)
-    directory = directory_for(source) if source.is_file() else source
     if context.tiers:
-        check_tiers(config, python)
-    server = (python, *_SERVER, *server_arguments(config, context, directory))
-    env = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host, **config.env}
+        _check_tiers(config, python)
+    arguments = server_arguments(config, context, directory_for(source))
+    command = (python, *_SERVER, *arguments)
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.host}
+    env = server_environment(config, context, defaults)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.host)
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(context.host)[0]))
-        # As vLLM sets it against a leak in UCX, unless NIXL was imported before, as our tiers do.
+        # vLLM sets this against a leak in UCX, but not when our tiers have imported NIXL before.
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-    if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *server]
-    log.info("%s: %s", context.worker_id, shlex.join(shown))
-    if source.is_file():
-        server = start_command(source, directory, server)
-    return LaunchPlan(server, f"http://{context.host}:{context.port}", env)
+    log_command(context, env, command)
+    address = f"http://{context.host}:{context.port}"
+    return LaunchPlan(argv=start_command(source, command), address=address, env=env)
 
 
 def server_arguments(
     config: VllmConfig, context: LaunchContext, directory: Path
 ) -> tuple[str, ...]:
-    """What the configuration says, and before it what we add unless it says otherwise."""
-    given = {argument.partition("=")[0] for argument in config.args}
-    if ours := sorted(given.intersection(_OURS)):
-        raise ConfigError([f"args: {', '.join(ours)} is set from `models`; leave it out"])
+    """Our default arguments that `args` does not set, followed by `args`."""
+    given = argument_names(config.args, _OURS, config.where)
     arguments = ["--host", context.host, "--port", str(context.port)]
     arguments += ["--model", str(directory), "--served-model-name", context.model.name]
     if context.model.max_model_len is not None and "--max-model-len" not in given:
@@ -69,10 +70,56 @@ def server_arguments(
         arguments += ["--scheduling-policy", "priority"]
     if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
         arguments += ["--kv-events-config", _json(_EVENTS)]
-    if KV_TRANSFER not in given and (connector := kv_connector(config, context)) is not None:
+    if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
         arguments += [KV_TRANSFER, _json(connector)]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     return (*arguments, *config.args)
+
+
+def _check_tiers(config: VllmConfig, python: str) -> None:
+    """Raises ConfigError when the server would ignore the tiers, or cannot load our plugin."""
+    problem = None
+    if config.has_own_connector:
+        problem = f"{KV_TRANSFER} in `args` replaces the connector that the tiers need; remove one"
+    elif "--no-enable-prefix-caching" in config.args:
+        problem = "they have no use with --no-enable-prefix-caching; remove one"
+    else:
+        problem = missing_plugin(python, "commutator-vllm", "make vllm")
+    if problem is not None:
+        raise ConfigError([f"tiers: {problem}"], config.where)
+
+
+def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:
+    """The value of `--kv-transfer-config`; None when the server needs no connector."""
+    connectors = []
+    if context.tiers:  # first, so that both connectors use the build of NIXL that it loads
+        connectors.append(_tiers_connector(context))
+    if config.role != "both":
+        role = "kv_producer" if config.role == "prefill" else "kv_consumer"
+        connectors.append({"kv_connector": "NixlConnector", "kv_role": role, **_RECOMPUTE})
+    if not connectors:
+        return None
+    if len(connectors) == 1:
+        return connectors[0]
+    # The first connector that has a request's tokens loads them; both store what is computed.
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        **_RECOMPUTE,
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+
+
+def _tiers_connector(context: LaunchContext) -> dict[str, Any]:
+    """Writes the tiers to a file for the worker, and returns the connector that reads it."""
+    file = write_tiers(context)
+    return {
+        "kv_connector": "CommutatorConnector",
+        "kv_connector_module_path": "commutator_vllm.kv_connector",
+        "kv_role": "kv_both",
+        **_RECOMPUTE,
+        "kv_connector_extra_config": {"tiers": str(file), "worker": context.worker_id},
+    }
 
 
 def _json(value: object) -> str:

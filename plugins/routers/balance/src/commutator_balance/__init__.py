@@ -35,7 +35,11 @@ class RandomChoice(RoutingPolicy):
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
         chosen = rng.choice(candidates)
-        return Decision(chosen.worker_id, "random", f"by lot among {len(candidates)} workers")
+        return Decision(
+            worker_id=chosen.worker_id,
+            policy="random",
+            reason=f"by lot among {len(candidates)} workers",
+        )
 
 
 class LeastLoaded(RoutingPolicy):

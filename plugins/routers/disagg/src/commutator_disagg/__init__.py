@@ -1,9 +1,15 @@
 """Whether a request's prefill is worth a worker of its own: always, never, conditional, cost."""
 
 from commutator import DisaggRegister, hookimpl
-from commutator_disagg.config import ConditionalConfig, CostConfig, FixedConfig
-from commutator_disagg.cost import Cost
-from commutator_disagg.rules import Always, Conditional, Never
+from commutator_disagg.policies import (
+    Always,
+    Conditional,
+    ConditionalConfig,
+    Cost,
+    CostConfig,
+    FixedConfig,
+    Never,
+)
 
 __all__ = [
     "Always",

@@ -1,4 +1,4 @@
-"""Runs the stages in order and adds up what the scorers say."""
+"""Runs the stages in order and adds up the scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _at_least_one(
     del config, field
     if not value:
         raise ValueError(
-            "scorers: without any, every request goes by lot; give at least one, such as "
+            "scorers: without any, workers are chosen at random; give at least one, such as "
             "{kind: load}"
         )
 

@@ -9,8 +9,17 @@ from typing import Annotated
 
 from attrs import frozen
 
-from commutator import Candidate, Filter, Picker, RouteRequest, Scorer, setting
-from commutator.schema import Bounds, Fraction, PositiveInt
+from commutator import (
+    Bounds,
+    Candidate,
+    Filter,
+    Fraction,
+    Picker,
+    PositiveInt,
+    RouteRequest,
+    Scorer,
+    setting,
+)
 
 __all__ = [
     "BestPicker",
@@ -24,9 +33,9 @@ __all__ = [
 
 @frozen(kw_only=True)
 class MaxRequests(Filter):
-    """Leaves out workers that have enough to do."""
+    """Leaves out workers with too many requests in flight."""
 
-    limit: PositiveInt = setting("Requests in flight from which on a worker is left out.")
+    limit: PositiveInt = setting("A worker with this many requests in flight is left out.")
 
     def keep(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         return [c for c in candidates if c.load.active_requests < self.limit]
@@ -53,7 +62,7 @@ class PrefixScorer(Scorer):
 
 @frozen(kw_only=True)
 class LoadScorer(Scorer):
-    """1 for the idlest worker, less the more KV blocks the others have in flight."""
+    """1 for the worker with the least work in KV blocks, 0 for the busiest."""
 
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
         work = {
@@ -74,7 +83,7 @@ class FewestPrefillTokens(Scorer):
 
 @frozen(kw_only=True)
 class BestPicker(Picker):
-    """The highest total, ties by lot."""
+    """The highest total; ties are broken at random."""
 
     def choose(self, totals: Mapping[str, float], rng: random.Random) -> str:
         best = max(totals.values())
@@ -83,7 +92,7 @@ class BestPicker(Picker):
 
 @frozen(kw_only=True)
 class DrawPicker(Picker):
-    """By lot; better totals are likelier."""
+    """A random draw, in which better totals are likelier."""
 
     temperature: Annotated[float, Bounds(above=0)] = setting(
         "Small: nearly always the best. Large: nearly even.", 0.2

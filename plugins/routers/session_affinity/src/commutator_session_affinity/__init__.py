@@ -11,8 +11,10 @@ from typing import Annotated
 from attrs import frozen
 
 from commutator import (
+    Bounds,
     Candidate,
     Decision,
+    PositiveInt,
     RouterConfig,
     RouteRequest,
     RouterRegister,
@@ -20,7 +22,6 @@ from commutator import (
     hookimpl,
     setting,
 )
-from commutator.schema import Bounds, PositiveInt
 from commutator_session_affinity.ring import HashRing
 
 __all__ = ["SessionAffinity", "SessionAffinityConfig"]
@@ -35,7 +36,7 @@ class SessionAffinityConfig(RouterConfig):
         "a session goes to the next worker on the ring.",
         1.25,
     )
-    points: PositiveInt = setting("Places of each worker on the hash ring.", 64)
+    points: PositiveInt = setting("Points of each worker on the hash ring.", 64)
 
 
 class SessionAffinity(RoutingPolicy):
@@ -80,7 +81,7 @@ class SessionAffinity(RoutingPolicy):
 def _where(home: str, chosen: str, loads: Mapping[str, int]) -> str:
     if chosen == home:
         return "its worker"
-    why = "is at its limit" if home in loads else "is left out for now (busy, or not to be reached)"
+    why = "is at its limit" if home in loads else "is no candidate now (busy or unreachable)"
     return f"next after {home}, which {why}"
 
 

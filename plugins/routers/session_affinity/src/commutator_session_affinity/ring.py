@@ -1,4 +1,4 @@
-"""A consistent-hash ring of workers that stays as it is while some of them are left out."""
+"""A consistent-hash ring of workers, unchanged while some of them are not candidates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _REMEMBERED = 1024
 
 
 class HashRing:
-    """The places of every worker that was seen, until it is gone.
+    """The points of every known worker on the ring, until it is dropped.
 
-    Who is left out for a moment keeps its places, and a walk passes over them: that gives the order
-    of a ring without it, and nothing is made anew when it is back.
+    A worker that is not a candidate for a while keeps its points, and the caller passes over them.
+    That gives the order of a ring without it, and the ring need not be rebuilt when it is back.
     """
 
     def __init__(self, points: int) -> None:
-        """``points``: places of each worker."""
+        """``points``: points of each worker."""
         self._points = points
         self._workers: set[str] = set()
         self._ring: list[tuple[int, str]] = []
 
     def add(self, workers: Collection[str]) -> None:
-        """These are there. When very many were seen, none of which went with news, only these."""
+        """Add workers. If very many are known by then, the others are forgotten."""
         new = [worker_id for worker_id in workers if worker_id not in self._workers]
         if not new:
             return
@@ -38,14 +38,14 @@ class HashRing:
         self._ring.sort()
 
     def drop(self, is_gone: Callable[[str], bool]) -> None:
-        """Workers that do not come back."""
+        """Drop workers that do not come back."""
         gone = {worker_id for worker_id in self._workers if is_gone(worker_id)}
         if gone:
             self._workers -= gone
-            self._ring = [place for place in self._ring if place[1] not in gone]
+            self._ring = [point for point in self._ring if point[1] not in gone]
 
     def walk(self, key: str) -> Iterator[str]:
-        """The workers from the key's point on, once around; each as often as it has places."""
+        """The worker of each point, once around the ring from the key's point."""
         start = bisect.bisect(self._ring, (_point(key), ""))
         for number in range(start - len(self._ring), start):
             yield self._ring[number][1]

@@ -1,4 +1,4 @@
-"""Host memory as a tier: the first place for blocks that the engine's own memory cannot hold."""
+"""Host memory as a storage tier."""
 
 from __future__ import annotations
 

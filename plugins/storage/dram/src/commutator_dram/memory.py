@@ -1,4 +1,4 @@
-"""Anonymous memory of the process, with huge pages where they can be had."""
+"""Allocates anonymous memory, with huge pages where available."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["HugePages", "allocate"]
 HugePages = Literal["auto", "off", "required"]
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_MAP_HUGETLB = 0x40000  # Linux's; not every Python has a name for it
-_MEMORY_FACTS = Path("/proc/meminfo")
+_MAP_HUGETLB = 0x40000  # Linux; not every Python version exports it
+_MEMINFO = Path("/proc/meminfo")
 _TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def allocate(size_bytes: int, huge_pages: HugePages) -> mmap.mmap:
-    """At least ``size_bytes``, page-aligned and zero; a page is taken when it is first touched.
+    """Allocate at least ``size_bytes``, page-aligned and zero; pages are taken at first access.
 
-    Reserved huge pages are tried first, then transparent ones. Raises TierError when there is not
-    so much memory, or when huge pages are required and neither kind can be had.
+    Tries reserved huge pages first, then transparent ones. Raises TierError when there is too
+    little memory, or when huge pages are required and neither kind is available.
     """
     if huge_pages != "off" and (memory := _reserved(size_bytes)) is not None:
         return memory
@@ -31,7 +31,7 @@ def allocate(size_bytes: int, huge_pages: HugePages) -> mmap.mmap:
         memory = mmap.mmap(-1, size_bytes, flags=_PRIVATE)
     except (OSError, OverflowError) as error:
         raise TierError(
-            f"dram: {size_bytes} bytes of memory cannot be had ({error}); lower its capacity"
+            f"dram: cannot allocate {size_bytes} bytes of memory ({error}); lower its capacity"
         ) from error
     if huge_pages != "off" and not _make_transparent(memory) and huge_pages == "required":
         memory.close()
@@ -43,7 +43,7 @@ def allocate(size_bytes: int, huge_pages: HugePages) -> mmap.mmap:
 
 
 def _reserved(size_bytes: int) -> mmap.mmap | None:
-    """Memory in pages that the administrator set aside; None when there are not enough."""
+    """Memory in huge pages that the administrator reserved; None when there are too few."""
     page_bytes = _reserved_page_bytes()
     if page_bytes is None:
         return None
@@ -56,14 +56,14 @@ def _reserved(size_bytes: int) -> mmap.mmap | None:
 
 def _reserved_page_bytes() -> int | None:
     try:
-        found = re.search(r"^Hugepagesize: +(\d+) kB$", _MEMORY_FACTS.read_text(), re.MULTILINE)
+        found = re.search(r"^Hugepagesize: +(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) * 1024 if found else None
 
 
 def _make_transparent(memory: mmap.mmap) -> bool:
-    """Ask the kernel for huge pages behind ordinary memory; whether it may give any."""
+    """Request transparent huge pages for ``memory``. Returns whether the kernel may use any."""
     try:
         if "[never]" in _TRANSPARENT.read_text():
             return False

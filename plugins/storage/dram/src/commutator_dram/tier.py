@@ -1,33 +1,33 @@
-"""Slots side by side in one arena of host memory. Nothing survives the process."""
+"""The `dram` tier: contiguous slots in host memory. Blocks are lost when the process ends."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from attrs import frozen
 
-from commutator import TierConfig, setting
+from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfig, setting
 from commutator.errors import TierError
-from commutator.kv import BlockArena, OpenedSlots, Slot, SlotGeometry, SlotTier
-from commutator.schema import Size
-from commutator.transfer import Memory, Region, Span
+from commutator.kv import BlockArena, OpenedSlots, SlotTier
 from commutator_dram.memory import HugePages, allocate
 
 __all__ = ["DramConfig", "DramTier"]
 
 _ALIGNMENT_BYTES = 4096
-"""Of each slot, so that files can be read into it past the page cache."""
+"""Alignment of each slot, so that direct I/O can read files into it."""
 
 
 @frozen(kw_only=True)
 class DramConfig(TierConfig):
     """Options of the `dram` tier."""
 
-    capacity: Size = setting("Memory for blocks; taken page by page, as they arrive.")
+    memory = Memory.DRAM
+
+    capacity: Size = setting("Memory for blocks; allocated page by page, as blocks arrive.")
     huge_pages: HugePages = setting(
-        "auto: huge pages where they can be had. required: refuse to start without.", "auto"
+        "auto: use huge pages if available. required: refuse to start without them.", "auto"
     )
 
 
@@ -44,12 +44,8 @@ class DramTier(SlotTier):
         self._arena: BlockArena | None = None
 
     @property
-    def backend_parameters(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def arena(self) -> BlockArena:
-        """Where the slots lie. Raises TierError while the tier is not open."""
+        """The memory of the slots. Raises TierError while the tier is not open."""
         if self._arena is None:
             raise TierError("dram: the tier is not open; call open() first")
         return self._arena

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from attrs import frozen
 
-from commutator import EvictionConfig, EvictionPolicy, EvictionRegister, hookimpl, setting
-from commutator.schema import Bounds
+from commutator import Bounds, EvictionConfig, EvictionPolicy, EvictionRegister, hookimpl, setting
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru
@@ -23,14 +22,14 @@ Part = Annotated[float, Bounds(above=0, maximum=0.9)]
 class S3FifoConfig(EvictionConfig):
     """Options of `s3fifo`."""
 
-    small: Part = setting("Part of the tier for the queue of what has just come.", 0.1)
+    small: Part = setting("Share of the tier for the queue of new blocks.", 0.1)
 
 
 @frozen(kw_only=True)
 class TinyLfuConfig(EvictionConfig):
     """Options of `tinylfu`."""
 
-    window: Part = setting("Part of the tier for what has just come.", 0.01)
+    window: Part = setting("Share of the tier for new blocks.", 0.01)
 
 
 def _s3fifo(config: S3FifoConfig, capacity_blocks: int) -> EvictionPolicy:

@@ -1,7 +1,7 @@
-"""Adaptive replacement: recency and frequency share the room, by what turns out to be missed.
+"""ARC: divides the room between recency and frequency, according to misses.
 
-N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. T1 holds
-what was used once, T2 what was used again; B1 and B2 remember the keys that were evicted from them.
+N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. T1 has
+blocks used once, T2 blocks used again; B1 and B2 have the keys of blocks evicted from them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from commutator import EvictionPolicy
-from commutator.kv import BlockFacts, BlockKey
+from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.lru import first_evictable
 
 __all__ = ["Arc"]
@@ -19,7 +18,7 @@ Queue = OrderedDict[BlockKey, None]
 
 
 class Arc(EvictionPolicy):
-    """``capacity_blocks`` bounds the ghosts, and is what T1 and T2 share."""
+    """``capacity_blocks`` is the room that T1 and T2 share; it also bounds B1 and B2."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity = max(1, capacity_blocks)
@@ -31,15 +30,15 @@ class Arc(EvictionPolicy):
         """Room that T1 should have (p in the paper)."""
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
-        ones, agains = len(self._once_ghosts), len(self._again_ghosts)
+        once, again = len(self._once_ghosts), len(self._again_ghosts)
         if key in self._once_ghosts:
-            self._target = min(self._capacity, self._target + max(1.0, agains / ones))
+            self._target = min(self._capacity, self._target + max(1.0, again / once))
             del self._once_ghosts[key]
             self._again[key] = None
         elif key in self._again_ghosts:
-            self._target = max(0.0, self._target - max(1.0, ones / agains))
+            self._target = max(0.0, self._target - max(1.0, once / again))
             del self._again_ghosts[key]
             self._again[key] = None
         else:
@@ -61,7 +60,7 @@ class Arc(EvictionPolicy):
                 del queue[key]
                 if evicted:
                     ghosts[key] = None
-        # T1 and B1 together remember no more than the capacity, all four no more than twice that.
+        # T1 and B1 together have at most the capacity, all four at most twice that.
         held = len(self._once) + len(self._again)
         while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
             self._once_ghosts.popitem(last=False)

@@ -1,11 +1,11 @@
-"""Takes keys off the front of a queue for a while, and puts them back where they were."""
+"""Takes keys off the front of queues for a while, and puts them back in place."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Self
 
-from commutator.kv import BlockKey
+from commutator import BlockKey
 
 __all__ = ["Aside", "Queue"]
 
@@ -13,13 +13,13 @@ Queue = OrderedDict[BlockKey, int]
 
 
 class Aside:
-    """While it is open, a queue's front is what was not looked at yet."""
+    """While it is open, the front of a queue is the first key that was not examined."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[Queue, BlockKey, int]] = []
 
     def put(self, queue: Queue, key: BlockKey, value: int) -> None:
-        """Remember what was just popped from the front of ``queue``."""
+        """Record a key that was popped from the front of ``queue``."""
         self._taken.append((queue, key, value))
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""Ends of chains first: a block is of no use once the one before it is gone.
+"""Leaf first: evicts ends of chains, because a block is useless without the one before it.
 
-Among the ends, the one that was not used for longest. O(log n).
+Among the ends, the least recently used goes first. O(log n).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from itertools import islice
 
 from attrs import define
 
-from commutator import EvictionPolicy
-from commutator.kv import BlockFacts, BlockKey
+from commutator import BlockKey, EvictionPolicy, RetentionHints
 
 __all__ = ["LeafFirst"]
 
@@ -21,22 +20,22 @@ __all__ = ["LeafFirst"]
 class _Block:
     parent: BlockKey | None
     used: int
-    """Number of its last use."""
+    """Sequence number of its last use."""
     queued: bool = False
 
 
 class LeafFirst(EvictionPolicy):
-    """A heap of ends by last use; entries are put right when they come up."""
+    """A heap of ends by last use; stale entries are corrected when they are popped."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, _Block] = {}
         self._children: dict[BlockKey, int] = {}
-        """How many known blocks follow directly on a key, known or not."""
+        """The number of blocks that directly follow a key."""
         self._ends: list[tuple[int, BlockKey]] = []
         self._uses = 0
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
         self._uses += 1
         self._blocks[key] = _Block(parent, self._uses)
@@ -78,7 +77,7 @@ class LeafFirst(EvictionPolicy):
                         self._queue(parent)
         for key in again:
             self._queue(key)
-        if len(found) < count:  # every end must stay: then what lies before them has to go
+        if len(found) < count:  # no evictable end is left: evict blocks before them
             oldest = sorted(self._blocks, key=lambda key: self._blocks[key].used)
             others = (key for key in oldest if key not in found and evictable(key))
             found.update(dict.fromkeys(islice(others, count - len(found))))
@@ -96,7 +95,7 @@ class LeafFirst(EvictionPolicy):
             heapq.heapify(self._ends)
 
     def _pop_end(self, going: dict[BlockKey, int]) -> BlockKey | None:
-        """The end that was not used for longest, if those who are going were gone."""
+        """The least recently used end, given that the blocks in ``going`` are evicted."""
         while self._ends:
             used, key = heapq.heappop(self._ends)
             block = self._blocks.get(key)

@@ -1,24 +1,23 @@
-"""Least recently used first."""
+"""LRU: evicts the least recently used block first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from commutator import EvictionPolicy
-from commutator.kv import BlockFacts, BlockKey
+from commutator import BlockKey, EvictionPolicy, RetentionHints
 
 __all__ = ["Lru", "first_evictable"]
 
 
 class Lru(EvictionPolicy):
-    """One order of use: O(1)."""
+    """One queue in order of use. Each use takes O(1)."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
         self._order[key] = None
 
@@ -38,7 +37,7 @@ class Lru(EvictionPolicy):
 def first_evictable(
     keys: Iterable[BlockKey], count: int, evictable: Callable[[BlockKey], bool]
 ) -> list[BlockKey]:
-    """The first ``count`` of the keys that may go."""
+    """The first ``count`` evictable keys."""
     found: list[BlockKey] = []
     if count > 0:
         for key in keys:

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue filters what is used only once, the main queue gives second chances.
+"""S3-FIFO: a small queue filters blocks used once; the main queue gives second chances.
 
 J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from commutator import EvictionPolicy
-from commutator.kv import BlockFacts, BlockKey
+from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.aside import Aside, Queue
 
 __all__ = ["S3Fifo"]
@@ -18,7 +17,7 @@ _MOST_USES = 3
 
 
 class S3Fifo(EvictionPolicy):
-    """``small`` is the part of the capacity that the small queue gets."""
+    """``small`` is the small queue's part of the capacity."""
 
     def __init__(self, capacity_blocks: int, small: float = 0.1) -> None:
         self._small_blocks = max(1, int(small * capacity_blocks))
@@ -28,7 +27,7 @@ class S3Fifo(EvictionPolicy):
         self._ghosts: OrderedDict[BlockKey, None] = OrderedDict()
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
         if key in self._ghosts:
             del self._ghosts[key]
@@ -59,7 +58,7 @@ class S3Fifo(EvictionPolicy):
                 queues = [self._main, self._small]
                 if len(self._small) > self._small_blocks:
                     queues.reverse()
-                # The main queue once more: blocks of the small one may have moved there meanwhile.
+                # The main queue again: blocks of the small queue may have moved there.
                 tries = (self._oldest(one, evictable, aside) for one in (*queues, self._main))
                 key = next((key for key in tries if key is not None), None)
                 if key is None:
@@ -70,7 +69,7 @@ class S3Fifo(EvictionPolicy):
     def _oldest(
         self, queue: Queue, evictable: Callable[[BlockKey], bool], aside: Aside
     ) -> BlockKey | None:
-        """The first that was not used again; those that were go round in the main queue."""
+        """The first evictable key without uses; moves keys with uses to the main queue's end."""
         while queue:
             key, uses = queue.popitem(last=False)
             if queue is self._small and uses > 1:

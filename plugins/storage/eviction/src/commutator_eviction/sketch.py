@@ -1,4 +1,4 @@
-"""About how often each of very many keys was seen lately, in a fixed amount of memory."""
+"""Estimates how often each of many keys was seen recently, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = (1 << 64) - 1
 
 
 class FrequencySketch:
-    """Count-min with four rows of small counters, halved after ten sightings for each key.
+    """A count-min sketch: four rows of small counters, halved after ten additions per key.
 
     G. Einziger, R. Friedman and B. Manes, "TinyLFU", ACM Transactions on Storage 13 (2017).
     """
@@ -31,7 +31,7 @@ class FrequencySketch:
         self._seen = 0
 
     def add(self, key: bytes) -> None:
-        """The key was seen once more."""
+        """Count one more occurrence of the key."""
         places = self._places(key)
         least = min(row[place] for row, place in zip(self._rows, places, strict=True))
         if least < _MOST:
@@ -44,7 +44,7 @@ class FrequencySketch:
             self._seen //= 2
 
     def of(self, key: bytes) -> int:
-        """Never less than the true count since the last halvings, but for the limit of 15."""
+        """At least the true count, given the halvings, up to the limit of 15."""
         return min(row[p] for row, p in zip(self._rows, self._places(key), strict=True))
 
     def _places(self, key: bytes) -> list[int]:

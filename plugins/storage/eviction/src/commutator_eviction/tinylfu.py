@@ -1,8 +1,8 @@
-"""W-TinyLFU: frequency decides, a small window gives the new a chance, and counts grow old.
+"""W-TinyLFU: evicts by frequency of use, with ageing counts and a small window for new blocks.
 
 G. Einziger, R. Friedman and B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
-Transactions on Storage 13 (2017). A block is stored before it is judged: what would not have been
-admitted is what goes first.
+Transactions on Storage 13 (2017). Unlike there, every block is stored; one that the paper
+would not admit is evicted first.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from commutator import EvictionPolicy
-from commutator.kv import BlockFacts, BlockKey
+from commutator import BlockKey, EvictionPolicy, RetentionHints
 from commutator_eviction.aside import Aside, Queue
 from commutator_eviction.sketch import FrequencySketch
 
 __all__ = ["TinyLfu"]
 
 _PROTECTED = 0.8
-"""Part of the main room for what was used again while it was there."""
+"""Part of the main room for blocks that were used again in it."""
 
 
 class TinyLfu(EvictionPolicy):
-    """``window`` is the part of the capacity for what has just come."""
+    """``window`` is the part of the capacity for new blocks."""
 
     def __init__(self, capacity_blocks: int, window: float = 0.01) -> None:
         self._window_blocks = max(1, int(window * capacity_blocks))
@@ -34,7 +33,7 @@ class TinyLfu(EvictionPolicy):
         self._seen = FrequencySketch(capacity_blocks)
 
     def added(
-        self, key: BlockKey, parent: BlockKey | None, facts: BlockFacts, now_s: float
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
     ) -> None:
         self._seen.add(key)
         self._window[key] = 0
@@ -65,7 +64,7 @@ class TinyLfu(EvictionPolicy):
         found: list[BlockKey] = []
         with Aside() as aside:
             while len(found) < count:
-                # What makes room is about to come into the window and push its oldest out.
+                # The block that needs the room will enter the window and push out its oldest.
                 pushed = len(self._window) + count - len(found) > self._window_blocks
                 queue = self._loser(evictable, aside, pushed=pushed)
                 if queue is None:
@@ -84,7 +83,7 @@ class TinyLfu(EvictionPolicy):
     def _loser(
         self, evictable: Callable[[BlockKey], bool], aside: Aside, *, pushed: bool
     ) -> Queue | None:
-        """The queue whose front is to go."""
+        """The queue whose front is evicted next."""
         new = _front(self._window, evictable, aside) if pushed else None
         queue, old = self._probation, _front(self._probation, evictable, aside)
         if old is None:
@@ -100,7 +99,7 @@ class TinyLfu(EvictionPolicy):
 
 
 def _front(queue: Queue, evictable: Callable[[BlockKey], bool], aside: Aside) -> BlockKey | None:
-    """The first that may go, brought to the front."""
+    """The first evictable key, moved to the front."""
     while queue:
         key = next(iter(queue))
         if evictable(key):

@@ -1,4 +1,4 @@
-"""A pool in a device's memory as a tier."""
+"""A pool in a device's memory as a storage tier."""
 
 from __future__ import annotations
 

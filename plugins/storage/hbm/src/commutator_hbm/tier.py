@@ -1,18 +1,18 @@
-"""A pool of slots in a device's memory, beside the engine's own blocks."""
+"""The `hbm` tier: a pool of slots in a device's memory, beside the engine's KV memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import mmap
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from attrs import Attribute, frozen
 
-from commutator import TierConfig, setting
+from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfig, setting
 from commutator.errors import TierError
-from commutator.kv import BlockArena, OpenedSlots, Slot, SlotGeometry, SlotTier
-from commutator.schema import Size
-from commutator.transfer import Memory, Region, Span
-from commutator_hbm.memory import allocate
+from commutator.kv import BlockArena, OpenedSlots, SlotTier
 
 __all__ = ["HbmConfig", "HbmTier"]
 
@@ -28,9 +28,8 @@ def _given(config: HbmConfig, attribute: Attribute[Any], value: int | None) -> N
     del config
     if value is None:
         raise ValueError(
-            f"{attribute.name}: required: this is a pool of its own. The engine's KV memory is the "
-            "level above all tiers and needs no entry here: remove the tier, or say how large a "
-            "pool to take beside it"
+            f"{attribute.name}: required: the size of a pool beside the engine's KV memory, which "
+            "is above all tiers and needs no entry here. Set it, or remove the tier"
         )
 
 
@@ -38,20 +37,22 @@ def _given(config: HbmConfig, attribute: Attribute[Any], value: int | None) -> N
 class HbmConfig(TierConfig):
     """Options of the `hbm` tier."""
 
+    memory = Memory.DRAM
+
     capacity: Size | None = setting(
-        "Required: memory for blocks, taken at once, beside the engine's own.",
+        "Required: memory for blocks, allocated at once, beside the engine's own.",
         None,
         validator=_given,
     )
     device: str = setting(
-        "Where to take it: cpu, or cuda:0 and so on.", "cpu", validator=_known_device
+        "The device with the memory: cpu, cuda:0 and so on.", "cpu", validator=_known_device
     )
 
 
 class HbmTier(SlotTier):
-    """One arena, registered as one region. Nothing survives the process."""
+    """One arena, registered as one region. Blocks are lost when the process ends."""
 
-    # Not "GPU", which is the engine's own memory: a block that leaves this may still be there.
+    # Not "GPU", the engine's own memory, which may still have a block that is removed here.
     medium = "CPU_TIER1"
     memory = Memory.DRAM
     backend = "UCX"
@@ -62,21 +63,15 @@ class HbmTier(SlotTier):
         self._memory: Any = None
 
     @property
-    def backend_parameters(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def arena(self) -> BlockArena:
-        """Where the slots lie. Raises TierError while the tier is not open."""
+        """The memory of the slots. Raises TierError while the tier is not open."""
         if self._arena is None:
             raise TierError("hbm: the tier is not open; call open() first")
         return self._arena
 
     def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
-        count = (self._config.capacity or 0) // geometry.slot_bytes
-        if not count:
-            raise TierError(f"hbm: capacity: set it to at least {geometry.slot_bytes} bytes")
-        self._arena, self._memory = allocate(self._config.device, geometry.slot_bytes, count)
+        count = geometry.slots_in(self._config.capacity or 0)
+        self._arena, self._memory = _allocate(self._config.device, geometry.slot_bytes, count)
         self.memory = self._arena.memory
         return OpenedSlots(count)
 
@@ -89,3 +84,39 @@ class HbmTier(SlotTier):
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         span = self.arena.span(slot)
         return Span(span.address, size_bytes, span.device), None
+
+
+def _allocate(device: str, block_bytes: int, count: int) -> tuple[BlockArena, Any]:
+    """Allocate ``count`` blocks on ``device``. Returns them, and the object that owns the memory.
+
+    Raises TierError when there is no such device, or too little memory.
+    """
+    size_bytes = block_bytes * count
+    if device == "cpu":
+        try:
+            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise TierError(
+                f"hbm: cannot allocate {size_bytes} bytes of host memory ({error}); lower capacity"
+            ) from error
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        arena = BlockArena(
+            memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=count
+        )
+        return arena, memory
+    try:
+        torch = import_module("torch")
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    except ImportError as error:
+        raise TierError(f"hbm: device {device} needs torch: pip install torch") from error
+    except (RuntimeError, AssertionError) as error:  # no such GPU, or too little memory
+        reason = str(error).partition("\n")[0]
+        raise TierError(f"hbm: cannot allocate {size_bytes} bytes on {device}: {reason}") from error
+    arena = BlockArena(
+        memory=Memory.VRAM,
+        address=tensor.data_ptr(),
+        block_bytes=block_bytes,
+        count=count,
+        device=tensor.device.index or 0,
+    )
+    return arena, tensor

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
 
-from commutator import TierConfig, setting
-from commutator.schema import ByteSize, Size
+from commutator import Memory, Size, TierConfig, setting
+from commutator.schema import ByteSize
 
 __all__ = ["Backend", "Direct", "Io", "NvmeConfig"]
 
@@ -22,21 +22,23 @@ def _only_for_posix(config: NvmeConfig, attribute: Attribute[Any], value: str) -
 
 
 def _names_a_folder(_: NvmeConfig, attribute: Attribute[Any], value: str) -> None:
-    """An empty one would be the current directory, which nobody means by it."""
+    """Refuses an empty path, which would be the current directory."""
     if not value.strip() or "\0" in value:
         raise ValueError(f"{attribute.name}: expected the path of a folder, got {value!r}")
 
 
 @frozen(kw_only=True)
 class NvmeConfig(TierConfig):
-    """Where blocks are kept on disk, and how carefully."""
+    """Options of the `nvme` tier: where blocks are on disk, and what they survive."""
+
+    memory = Memory.FILE
 
     path: str = setting(
-        "Folder for the blocks; made when it is missing. {worker} stands for the worker's id, "
-        "since no two processes may share one.",
+        "Folder for the blocks; created if it is missing. {worker} is replaced by the worker's id, "
+        "because no two processes may share a folder.",
         validator=_names_a_folder,
     )
-    capacity: Size = setting("Room for blocks, taken at once; the index comes on top.")
+    capacity: Size = setting("Disk space for blocks, allocated at once; the index takes more.")
     segment_size: Annotated[int, ByteSize(minimum=1 << 20)] = setting("Size of one file.", 16 << 30)
     backend: Backend = setting(
         "The NIXL backend: POSIX, or GDS and GDS_MT for a GPU with GPUDirect storage.", "POSIX"
@@ -47,16 +49,16 @@ class NvmeConfig(TierConfig):
         validator=_only_for_posix,
     )
     direct: Direct = setting(
-        "Go past the page cache (O_DIRECT); auto does where the file system and the size of a "
-        "block allow.",
+        "Bypass the page cache (O_DIRECT); auto does so where the file system and the size of a "
+        "block allow it.",
         "auto",
     )
     durable: Literal["process", "power"] = setting(
-        "What committed blocks survive: the death of the process, or of the machine, too, at the "
+        "What committed blocks survive: the end of the process, or also a power failure, at the "
         "cost of a flush for each batch.",
         "process",
     )
     on_mismatch: Literal["refuse", "discard"] = setting(
-        "What to do with blocks of another model or another geometry that lie in the folder.",
+        "What to do when the folder has blocks of another model or another geometry.",
         "refuse",
     )

@@ -1,4 +1,4 @@
-"""File descriptors that close by themselves, and errors of the disk in words."""
+"""File descriptors that close automatically, and disk errors with advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REMEDIES = {
 
 @contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Turn an OSError into a TierError that says what was attempted, and what to do."""
+    """Turn an OSError into a TierError with what was attempted and what to do."""
     try:
         yield
     except OSError as error:
@@ -40,7 +40,7 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 
 class Files:
-    """Open descriptors. They are closed together, at the latest when nobody knows them any more."""
+    """Open descriptors. ``close``, or the end of this object, closes all of them."""
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []
@@ -59,9 +59,9 @@ def _close(descriptors: list[int]) -> None:
 
 
 def lock_folder(files: Files, folder: Path) -> None:
-    """Keep other processes out of the folder until ``files`` is closed.
+    """Lock the folder against other processes until ``files`` is closed.
 
-    Raises TierError when one is in there.
+    Raises TierError when another process has the lock.
     """
     path = folder / "lock"
     with disk_errors(f"write {path}"):
@@ -79,7 +79,7 @@ def lock_folder(files: Files, folder: Path) -> None:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """All of ``data``. Raises OSError."""
+    """Write all of ``data``. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -87,7 +87,7 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make new and renamed files survive a power cut. Raises OSError."""
+    """Make the creation and renaming of files durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The index of a folder: a header, a record for each slot, and whose the blocks are."""
+"""The index of a folder: a header, a record for each slot, and the blocks' owners."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from commutator import Slot, StoredBlock
 from commutator.errors import TierError
-from commutator.kv import Slot, Stored
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
-from commutator_nvme.header import HEADER_BYTES, Header, parse_header
-from commutator_nvme.layout import Layout
+from commutator_nvme.layout import HEADER_BYTES, Header, Layout, parse_header
 from commutator_nvme.owners import Owner, Owners
 from commutator_nvme.records import RecordFormat, Recovered
 from commutator_nvme.segments import Segments
@@ -24,7 +23,7 @@ _CHUNK_SLOTS = 1 << 16
 
 
 class Index:
-    """The file `index`. A record is written when its block's bytes are, never before."""
+    """The file `index`. A record is written after its block's bytes, never before."""
 
     def __init__(self, folder: Path, layout: Layout, files: Files) -> None:
         self._path = folder / "index"
@@ -33,15 +32,15 @@ class Index:
         self._sequence = 0
 
     def open(self, on_mismatch: Literal["refuse", "discard"]) -> None:
-        """Open the folder's index, or begin a new one.
+        """Open the folder's index, or start a new one.
 
-        Raises TierError when it is for other blocks than ours, unless they are to be discarded.
+        Raises TierError when its blocks do not match the layout and ``on_mismatch`` is "refuse".
         """
         with disk_errors(f"read {self._path}"):
             try:
                 self._descriptor = self._files.open(self._path)
             except FileNotFoundError:
-                self._begin()
+                self._start_new()
                 return
             header = parse_header(os.pread(self._descriptor, HEADER_BYTES, 0))
         if header is None:
@@ -54,16 +53,16 @@ class Index:
         if problem or header is None:
             if on_mismatch == "refuse":
                 raise TierError(
-                    f"nvme: what lies in {self._path.parent} is not for this deployment. The "
-                    f"blocks there {problem}. Choose another path, or set on_mismatch: discard"
+                    f"nvme: the blocks in {self._path.parent} do not match this deployment: they "
+                    f"{problem}. Choose another path, or set on_mismatch: discard"
                 )
             with disk_errors(f"write {self._path}"):
-                self._begin()
+                self._start_new()
             return
         self._use(header)
 
     def recover(self, segments: Segments) -> Recovered:
-        """Every committed block, and erase what is no valid record. Call ``open`` before."""
+        """Return every committed block, and erase invalid records. Call ``open`` before."""
         recovered = Recovered()
         owners = self._owners.open()
         with disk_errors(f"read {self._path}"), _no_garbage_collection():
@@ -78,8 +77,8 @@ class Index:
         self._owners.keep(recovered.owners)
         return recovered
 
-    def write(self, blocks: Sequence[Stored], *, flush: bool) -> None:
-        """Make blocks valid, durably. All or, when it raises TierError, none."""
+    def write(self, blocks: Sequence[StoredBlock], *, flush: bool) -> None:
+        """Make blocks valid, durably: all of them, or none when it raises TierError."""
         owners = {Owner(stored.lora_name, stored.tenant) for stored in blocks}
         numbers = {owner: self._owners.number(owner, flush=flush) for owner in owners}
         records = [
@@ -109,8 +108,8 @@ class Index:
             if flush:
                 os.fdatasync(self._descriptor)
 
-    def _begin(self) -> None:
-        """A new index without any block takes the place of the old one. Raises OSError."""
+    def _start_new(self) -> None:
+        """Replace the old index by a new one without blocks. Raises OSError."""
         header = Header(nonce=int.from_bytes(os.urandom(8), "little"), layout=self._layout)
         fresh = self._path.with_name("index.new")
         self._descriptor = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -124,12 +123,12 @@ class Index:
         flush_folder(self._path.parent)
 
     def _use(self, header: Header) -> None:
-        """Room for exactly our slots, and both copies of the header in order. Raises OSError."""
+        """Size the file for the layout's slots, and repair the header's copies. Raises OSError."""
         layout = self._layout
         self._owners = Owners(self._path.with_name("owners"), header.nonce, self._files)
         self._format = RecordFormat(layout.block_tokens, layout.slot_bytes, header.nonce)
         size_bytes = self._offset(layout.slots)
-        with disk_errors(f"take {size_bytes} bytes for {self._path}"):
+        with disk_errors(f"allocate {size_bytes} bytes for {self._path}"):
             if os.pread(self._descriptor, HEADER_BYTES, 0) != header.pack():
                 write_at(self._descriptor, header.pack(), 0)
             os.posix_fallocate(self._descriptor, 0, size_bytes)
@@ -145,7 +144,7 @@ class Index:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What is made meanwhile stays, and to look through it again and again would be slow."""
+    """All objects made here stay alive: repeated garbage collection would only be slow."""
     enabled = gc.isenabled()
     gc.disable()
     try:

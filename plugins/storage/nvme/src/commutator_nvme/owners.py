@@ -1,8 +1,8 @@
-"""Whose blocks are: each adapter and tenant is written once, and known to records by a number.
+"""The owners of blocks: each pair of adapter and tenant is written once, under a number.
 
 The file has a line for each: a checksum in 16 hex digits, seeded by the index, and a JSON list of
-number, adapter and tenant. A line is written before the first record that names it. One that is
-torn or damaged is passed over; the records that name it are then not valid.
+number, adapter and tenant. A line is written before the first record with its number. A damaged
+line is ignored; the records with its number are then invalid.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
 __all__ = ["Owner", "Owners"]
 
 _CHECKSUM_DIGITS = 16
-_NOBODY = 0
+_NO_OWNER = 0
 
 
 @frozen
 class Owner:
-    """What a block's records say of the request that it was computed for."""
+    """The adapter and the tenant of the request that a block was computed for."""
 
     lora_name: str | None = None
     tenant: str | None = None
@@ -41,10 +41,10 @@ class Owners:
         self._files = files
         self._descriptor: int | None = None
         self._end = 0
-        self._numbers: dict[Owner, int] = {Owner(): _NOBODY}
+        self._numbers: dict[Owner, int] = {Owner(): _NO_OWNER}
 
     def open(self) -> Mapping[int, Owner]:
-        """Every owner that is known, by number. Raises TierError."""
+        """Read every owner, by number. Raises TierError."""
         with disk_errors(f"read {self._path}"):
             try:
                 lines = self._path.read_bytes().split(b"\n")
@@ -54,11 +54,11 @@ class Owners:
         return {number: owner for owner, number in self._numbers.items()}
 
     def keep(self, used: Collection[int]) -> None:
-        """Write the file anew with only these, in place of what it was. Raises TierError."""
+        """Replace the file by one with only these numbers. Raises TierError."""
         self._numbers = {
             owner: number
             for owner, number in self._numbers.items()
-            if number in used or number == _NOBODY
+            if number in used or number == _NO_OWNER
         }
         data = b"".join(
             self._line(number, owner) for owner, number in self._numbers.items() if number
@@ -73,7 +73,7 @@ class Owners:
         self._descriptor, self._end = descriptor, len(data)
 
     def number(self, owner: Owner, *, flush: bool) -> int:
-        """The number for a record of this owner's, durably. Raises TierError."""
+        """The owner's number; writes it to the file before the first use. Raises TierError."""
         known = self._numbers.get(owner)
         if known is not None:
             return known

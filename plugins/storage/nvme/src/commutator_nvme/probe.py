@@ -1,4 +1,4 @@
-"""Finds out by a small real transfer how a folder's files can be read and written."""
+"""Finds a working kind of I/O for a folder's files by a small real transfer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 from attrs import frozen
 
+from commutator import Memory, Region, Span
 from commutator.errors import TierError, TransferError
-from commutator.transfer import Direction, Memory, Region, Span, TransferAgent
+from commutator.nixl import Direction, TransferAgent
 from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
 from commutator_nvme.files import disk_errors
 from commutator_nvme.layout import PAGE_BYTES
@@ -30,7 +31,7 @@ _PARAMETERS: Mapping[Io, Mapping[str, str]] = {
 
 @frozen
 class Access:
-    """A way that works."""
+    """A kind of I/O that works."""
 
     parameters: Mapping[str, str]
     direct: bool
@@ -38,9 +39,9 @@ class Access:
 
 
 def find_access(folder: Path, config: NvmeConfig) -> Access:
-    """The best way that the options allow and that works in ``folder``. Takes some 20 ms.
+    """The best working kind of I/O in ``folder`` that the options allow. Takes about 20 ms.
 
-    Raises TierError when none does.
+    Raises TierError when none works.
     """
     problems: list[str] = []
     for direct, parameters in product(_directs(config.direct), _parameters(config)):
@@ -56,9 +57,7 @@ def find_access(folder: Path, config: NvmeConfig) -> Access:
                 return Access(parameters, direct)
     if config.backend != "POSIX":
         problems.append("GDS needs an NVIDIA GPU and GPUDirect storage; else set backend: POSIX")
-    raise TierError(
-        f"nvme: no way to move bytes works in {folder}: {'; '.join(dict.fromkeys(problems))}"
-    )
+    raise TierError(f"nvme: no kind of I/O works in {folder}: {'; '.join(dict.fromkeys(problems))}")
 
 
 def _directs(direct: Direct) -> Sequence[bool]:
@@ -68,12 +67,12 @@ def _directs(direct: Direct) -> Sequence[bool]:
 def _parameters(config: NvmeConfig) -> Sequence[Mapping[str, str]]:
     if config.backend != "POSIX":
         return [{}]
-    return [how for name, how in _PARAMETERS.items() if config.io in {"auto", name}]
+    return [parameters for name, parameters in _PARAMETERS.items() if config.io in {"auto", name}]
 
 
 @contextlib.contextmanager
 def _scratch_file(folder: Path, *, direct: bool) -> Iterator[int | None]:
-    """A file of one page without a name; None when it cannot be opened for direct I/O."""
+    """A temporary file of one page; None when it cannot be opened for direct I/O."""
     path = folder / f"probe-{uuid.uuid4().hex}"
     with disk_errors(f"write in {folder}"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -93,7 +92,7 @@ def _scratch_file(folder: Path, *, direct: bool) -> Iterator[int | None]:
 
 
 def _try(descriptor: int, backend: Backend, parameters: Mapping[str, str]) -> None:
-    """Write a page and read it again. Raises TransferError."""
+    """Write a page and read it back. Raises TransferError."""
     agent = TransferAgent(f"nvme-probe-{uuid.uuid4().hex}", {backend: parameters})
     page = mmap.mmap(-1, PAGE_BYTES)
     pattern = os.urandom(PAGE_BYTES)
@@ -101,7 +100,10 @@ def _try(descriptor: int, backend: Backend, parameters: Mapping[str, str]) -> No
     local = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES)
     remote = Span(0, PAGE_BYTES, descriptor)
     try:
-        agent.register([Region(Memory.DRAM, local), Region(Memory.FILE, remote)], backend)
+        agent.register(
+            [Region(memory=Memory.DRAM, span=local), Region(memory=Memory.FILE, span=remote)],
+            backend,
+        )
         for direction in (Direction.WRITE, Direction.READ):
             transfer = agent.start(
                 direction,
@@ -115,6 +117,6 @@ def _try(descriptor: int, backend: Backend, parameters: Mapping[str, str]) -> No
             if direction is Direction.WRITE:
                 page[:] = bytes(PAGE_BYTES)
         if page[:] != pattern:
-            raise TransferError(f"{backend} read other bytes than it had written")
+            raise TransferError(f"{backend} read other bytes than it wrote")
     finally:
         agent.close()

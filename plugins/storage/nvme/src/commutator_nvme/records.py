@@ -1,9 +1,9 @@
-"""One record for each slot of the index: which block is in it, and a checksum over the record.
+"""The format of the index's records: one for each slot, with its block and a checksum.
 
 Little-endian: checksum u64 | sequence u64 | payload checksum u64 | payload bytes u64 | key 32 |
 parent 32 | tokens u32 | has a parent u32 | owner u32 (see ``owners``) | token ids u32 each | zeros
 up to a multiple of 64. The checksum covers the rest and is seeded by the index and the slot: a
-record is valid in its own place only. A slot without a block has zeros. Pure.
+record is valid only in its own place. An empty slot's record is zeros. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 from attrs import define, field
 
-from commutator.kv import KEY_BYTES, BlockKey, Slot, Stored
+from commutator import KEY_BYTES, BlockKey, Slot, StoredBlock
 from commutator_nvme.owners import Owner
 
 __all__ = ["RecordFormat", "Recovered"]
@@ -31,21 +31,21 @@ _FEW_TOKEN_IDS = 1 << 20
 
 @define
 class Recovered:
-    """What an index says of its slots."""
+    """The blocks and invalid slots that an index has."""
 
-    blocks: dict[BlockKey, Stored] = field(factory=dict)
-    """Of two records for one key, the later one."""
+    blocks: dict[BlockKey, StoredBlock] = field(factory=dict)
+    """Of several records for one key, the latest."""
     invalid: list[Slot] = field(factory=list)
-    """Slots whose record must be erased: it is damaged, superseded, or its block is lost."""
+    """Slots whose records must be erased: damaged, superseded, or of a lost block."""
     damaged: int = 0
-    """How many of them tell of a block that was lost."""
+    """How many of them are of a lost block."""
     last_sequence: int = 0
     owners: set[int] = field(factory=set)
-    """Numbers of the owners that intact records name."""
+    """Numbers of the owners in intact records."""
     _sequences: dict[Slot, int] = field(factory=dict)
 
-    def add(self, blocks: Sequence[Stored], sequences: Sequence[int]) -> None:
-        """Records that are intact, and when they were written."""
+    def add(self, blocks: Sequence[StoredBlock], sequences: Sequence[int]) -> None:
+        """Add intact records, with their sequence numbers."""
         self.last_sequence = max(self.last_sequence, max(sequences, default=0))
         self._sequences |= zip((stored.slot for stored in blocks), sequences, strict=True)
         fresh = {stored.key: stored for stored in blocks}
@@ -83,8 +83,8 @@ class RecordFormat:
             }
         )
 
-    def pack(self, stored: Stored, sequence: int, owner: int) -> bytes:
-        """The record of a committed block. Raises ValueError when it has too many tokens."""
+    def pack(self, stored: StoredBlock, sequence: int, owner: int) -> bytes:
+        """Pack a committed block's record. Raises ValueError when it has too many tokens."""
         count = len(stored.token_ids)
         if count > self._block_tokens:
             raise ValueError(
@@ -112,7 +112,7 @@ class RecordFormat:
         owners: Mapping[int, Owner],
         into: Recovered,
     ) -> None:
-        """Read the records of consecutive slots; ``lost`` says whose bytes are there no more."""
+        """Read the records of consecutive slots; ``lost`` marks slots whose bytes are missing."""
         count = len(data) // self.record_bytes
         raw = np.frombuffer(data, dtype=np.uint8).reshape(count, self.record_bytes)
         records = raw.view(self._dtype).reshape(count)
@@ -143,7 +143,7 @@ class RecordFormat:
 
 def _blocks(
     records: npt.NDArray[np.void], slots: Sequence[Slot], owners: Mapping[int, Owner]
-) -> tuple[list[Stored], Sequence[int]]:
+) -> tuple[list[StoredBlock], Sequence[int]]:
     has_parent = records["has_parent"].tolist()
     rows = zip(
         _pieces(records["key"].tobytes()),
@@ -157,7 +157,7 @@ def _blocks(
         strict=True,
     )
     blocks = [
-        Stored(
+        StoredBlock(
             key=key,
             slot=slot,
             size_bytes=size_bytes,
@@ -181,7 +181,7 @@ def _token_tuples(
 ) -> list[tuple[int, ...]]:
     largest = int(token_ids.max(initial=0))
     if largest < _FEW_TOKEN_IDS:
-        # Shared integers: a million blocks would otherwise hold as many as they have tokens.
+        # Shared integers: a million blocks would otherwise hold one for each of their tokens.
         token_ids = np.arange(largest + 1).astype(object)[token_ids]
     tuples = list(map(tuple, token_ids.tolist()))
     for number in np.flatnonzero(counts != token_ids.shape[1]).tolist():

@@ -1,4 +1,4 @@
-"""The files with the blocks' bytes, preallocated."""
+"""The preallocated files with the blocks' bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from commutator import Memory, Region, Slot, Span
 from commutator.errors import TierError
-from commutator.kv import Slot
-from commutator.transfer import Memory, Region, Span
 from commutator_nvme.files import Files, disk_errors
 from commutator_nvme.layout import Layout
 
@@ -21,18 +20,18 @@ _NAME = "segment-"
 
 
 def check_room(folder: Path, layout: Layout) -> None:
-    """Raise TierError when the disk is too small, before anything is changed.
+    """Raise TierError when the disk is too small, before any change.
 
-    Looks only at the files that are there: a capacity given by mistake may mean millions of them.
+    Reads only the sizes of existing files: a mistaken capacity may mean millions of files.
     """
     full_bytes = layout.segment_slots * layout.slot_bytes
-    there_bytes = 0
+    present_bytes = 0
     with disk_errors(f"look at {folder}"):
         for number, size in _existing(folder):
             needed = min(full_bytes, layout.total_bytes - number * full_bytes)
-            there_bytes += max(0, min(size, needed))
+            present_bytes += max(0, min(size, needed))
         room = os.statvfs(folder)
-    missing_bytes, free_bytes = layout.total_bytes - there_bytes, room.f_bavail * room.f_frsize
+    missing_bytes, free_bytes = layout.total_bytes - present_bytes, room.f_bavail * room.f_frsize
     if missing_bytes > free_bytes:
         raise TierError(
             f"nvme: {folder} needs {missing_bytes} bytes more and has {free_bytes}; free some "
@@ -53,10 +52,10 @@ def _file_name(number: int) -> str:
 
 
 class Segments:
-    """Segment ``i`` has the slots from ``i * segment_slots`` on."""
+    """The segments of a folder: segment ``i`` has the slots from ``i * segment_slots`` on."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        """Look at what is there; ``allocate`` changes it."""
+        """Read the sizes of existing files; ``allocate`` changes them."""
         self._layout = layout
         self._folder = folder
         self._sizes = layout.segment_bytes()
@@ -69,7 +68,7 @@ class Segments:
         )
 
     def lost(self, slots: Iterable[Slot]) -> npt.NDArray[np.bool_]:
-        """Which slots lay in a file that was missing, or had become too short."""
+        """Which slots were in a file that was missing or too short."""
         layout = self._layout
         numbers = np.fromiter(slots, dtype=np.int64)
         ends = (numbers % layout.segment_slots + 1) * layout.slot_bytes
@@ -77,12 +76,12 @@ class Segments:
         return ends > found
 
     def allocate(self, files: Files, *, direct: bool) -> None:
-        """Make every file as large as it must be, and remove those that are not needed.
+        """Give every file its size, and remove files that are not needed.
 
-        Raises TierError, and leaves no file behind that was not there, when the disk is too small.
+        When the disk is too small, raises TierError and removes the files it created.
         """
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        with disk_errors(f"take {self._missing_bytes} bytes in {self._folder}"):
+        with disk_errors(f"allocate {self._missing_bytes} bytes in {self._folder}"):
             try:
                 for path, size in zip(self._paths, self._sizes, strict=True):
                     descriptor = files.open(path, flags)
@@ -98,7 +97,7 @@ class Segments:
 
     def regions(self) -> list[Region]:
         return [
-            Region(Memory.FILE, Span(0, size, descriptor))
+            Region(memory=Memory.FILE, span=Span(0, size, descriptor))
             for size, descriptor in zip(self._sizes, self._descriptors, strict=True)
         ]
 
@@ -107,9 +106,9 @@ class Segments:
         return Span(self._layout.offset_of(slot), size_bytes, descriptor)
 
     def check(self, slots: Iterable[Slot], *, flush: bool) -> None:
-        """Before slots are committed: their files exist, and with ``flush`` are on the disk.
+        """Check that the slots' files exist, before a commit; ``flush`` writes them to the disk.
 
-        Raises TierError. A file that was removed still works, but not for the next life.
+        Raises TierError. A removed file works until the process ends, but its blocks are lost then.
         """
         for number in sorted({self._layout.segment_of(slot) for slot in slots}):
             descriptor, path = self._descriptors[number], self._paths[number]
@@ -120,7 +119,7 @@ class Segments:
                     os.fdatasync(descriptor)
 
     def _remove_others(self) -> None:
-        with disk_errors(f"remove files in {self._folder} that are not needed any more"):
+        with disk_errors(f"remove files in {self._folder} that are no longer needed"):
             for path in set(self._folder.glob(f"{_NAME}*")) - set(self._paths):
                 path.unlink()
 

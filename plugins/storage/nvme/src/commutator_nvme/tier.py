@@ -1,4 +1,4 @@
-"""Slots in files on a local disk. What is committed is there after a restart, and nothing else."""
+"""The `nvme` tier: slots in files on a local disk. Committed blocks survive a restart."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from commutator import Memory, Region, Slot, SlotGeometry, Span, StoredBlock
 from commutator.errors import TierError
-from commutator.kv import OpenedSlots, Slot, SlotGeometry, SlotTier, Stored
-from commutator.transfer import Memory, Region, Span
+from commutator.kv import OpenedSlots, SlotTier
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import Files, disk_errors, lock_folder
 from commutator_nvme.index import Index
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class NvmeTier(SlotTier):
-    """One folder: preallocated segments, and an index that is written after the blocks."""
+    """A folder with preallocated segments, and an index that is written after the blocks."""
 
     medium = "NVME"
     memory = Memory.FILE
@@ -40,10 +40,10 @@ class NvmeTier(SlotTier):
 
     @property
     def folder(self) -> Path:
-        """Where the files lie; made when it is missing. Raises TierError when it cannot be."""
+        """The folder of the files; made when it is missing. Raises TierError when that fails."""
         if "{worker}" in self._config.path:
             raise TierError(
-                f"nvme: nobody put a worker's id for {{worker}} into {self._config.path}; "
+                f"nvme: {{worker}} in {self._config.path} was not replaced by a worker's id; "
                 "give a path without it"
             )
         folder = Path(self._config.path)
@@ -86,14 +86,14 @@ class NvmeTier(SlotTier):
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         return self._segments.place(slot, size_bytes), None
 
-    def remember(self, blocks: Sequence[Stored]) -> None:
+    def remember(self, blocks: Sequence[StoredBlock]) -> None:
         self._segments.check((stored.slot for stored in blocks), flush=self._flush)
         self._index.write(blocks, flush=self._flush)
 
-    def forget(self, blocks: Sequence[Stored]) -> None:
+    def forget(self, blocks: Sequence[StoredBlock]) -> None:
         self._index.erase((stored.slot for stored in blocks), flush=self._flush)
 
     def _use_direct(self, geometry: SlotGeometry) -> bool:
-        """With `auto`, only when whole blocks can be moved past the page cache as they are."""
+        """With `auto`, only when a block is a whole number of pages."""
         whole_pages = geometry.slot_bytes % PAGE_BYTES == 0
         return self._access.direct and (self._config.direct == "on" or whole_pages)

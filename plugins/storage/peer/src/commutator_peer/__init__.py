@@ -1,4 +1,4 @@
-"""KV blocks in the host memory of other workers, read by UCX: for reading only."""
+"""Other workers' host memory as a read-only storage tier, read with UCX."""
 
 from __future__ import annotations
 

@@ -1,46 +1,65 @@
-"""The tier: asks the peers for a chain of blocks, and says where in whose memory they lie."""
+"""The `peer` tier: asks other workers for a chain of blocks, and reads the blocks they lend."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import zmq
+from attrs import define
 
-from commutator.errors import TierError
-from commutator.kv import (
+from commutator import (
     BlockKey,
-    Breaker,
-    ExportOptions,
-    Peer,
-    PeerAnswer,
-    PeerAsk,
+    Memory,
+    Region,
     Slot,
     SlotGeometry,
+    Span,
     StorageTier,
-    Stored,
+    StoredBlock,
     TierStatistics,
 )
-from commutator.transfer import Memory, Region, Span
+from commutator.errors import TierError
+from commutator.kv import ExportOptions, RemoteAgent
+from commutator.kv.transfer.event_loop import EventLoopThread
+from commutator.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
+from commutator.kv.transfer.sources import Sources
 from commutator_peer.config import PeerTierConfig
-from commutator_peer.lent import Lent, LentBlocks, longest_first
-from commutator_peer.peer_link import PeerLink
 
 __all__ = ["PeerTier"]
 
+_CAPACITY = 1 << 16
+"""The number of peers' blocks that the block manager remembers."""
+
 _SHUNNED_S = 60.0
-"""A block that was evicted here is not asked for again for so long: it may be damaged there."""
+"""An evicted block is not asked for during this time: its lender's copy may be damaged."""
+
+
+@define
+class _Borrowed:
+    """A block in a peer's memory."""
+
+    stored: StoredBlock
+    span: Span
+    agent: RemoteAgent
+    lender: str
+    """The address of the peer's exporter."""
+    lease_id: str
+    index: int
+    """The block's number at its lender."""
+    ends_s: float
+    """No read begins after this time."""
+    pins: int = 0
 
 
 class PeerTier(StorageTier):
-    """Other workers' host memory, for reading only: ``reserve`` never gives a slot.
+    """Other workers' host memory, read-only: ``reserve`` never returns a slot.
 
-    Workers lend blocks for a while. ``probe`` asks all peers that are not left alone, waits for
-    ``ask_timeout_s`` at most, and never raises; blocks that were found are known to ``lookup``
-    until they were read once, or their lease is half over. A block must be pinned to be read: it
-    is given back with the last ``unpin``. A peer that dies costs a few missed answers, and a reader
-    some failed reads; nothing needs to be opened again.
+    ``probe`` asks all peers, waits for at most ``ask_timeout_s``, and never raises. After that,
+    ``lookup`` knows each lent block until it was read once or half of its lease is over. A block
+    must be pinned to be read, and the last ``unpin`` releases it. A slot's number is never reused,
+    so that a late reader finds nothing rather than another block.
     """
 
     medium = "REMOTE"
@@ -54,47 +73,37 @@ class PeerTier(StorageTier):
         self._config = config
         self._find: Callable[[], Sequence[str]] = tuple
         self._geometry: SlotGeometry | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._links: dict[str, PeerLink] = {}
-        self._lent = LentBlocks()
+        self._loop: EventLoopThread | None = None
+        self._sources = Sources()
+        self._next: Slot = 0
+        self._borrowed: dict[Slot, _Borrowed] = {}
+        self._slots: dict[BlockKey, Slot] = {}
         self._shunned: dict[BlockKey, float] = {}
-        self._asked = 0
 
     def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
         self._find = find
 
     @property
     def export_options(self) -> ExportOptions | None:
-        config = self._config
-        if config.listen is None:
-            return None
-        return ExportOptions(
-            listen=config.listen,
-            advertise=config.advertise,
-            lease_s=config.lease_s,
-            max_leased_blocks=config.max_lent_blocks,
-        )
+        return self._config.export_options()
 
-    @property
-    def backend_parameters(self) -> Mapping[str, str]:
-        return {}
-
-    def open(self, geometry: SlotGeometry) -> Sequence[Stored]:
-        if self._context is not None:
+    def open(self, geometry: SlotGeometry) -> Sequence[StoredBlock]:
+        if self._loop is not None:
             raise TierError("peer: the tier is open already; close it first")
-        self._geometry, self._context = geometry, zmq.Context()
+        self._geometry, self._loop = geometry, EventLoopThread("kv-peers")
+        self._sources = Sources(max_silences=self._config.max_silences)
         return ()
 
     def close(self) -> None:
-        context, self._context = self._context, None
-        if context is None:
+        loop, self._loop = self._loop, None
+        if loop is None:
             return
-        self._give_back(self._lent.clear())
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._release(loop, list(self._borrowed.values()))
+        loop.run(self._sources.close())
+        loop.close()
+        self._borrowed.clear()
+        self._slots.clear()
         self._shunned.clear()
-        context.destroy()
 
     def regions(self) -> Sequence[Region]:
         return ()
@@ -102,137 +111,148 @@ class PeerTier(StorageTier):
     def reserve(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         return [None] * len(keys)
 
-    def commit(self, blocks: Iterable[Stored]) -> None:
+    def commit(self, blocks: Iterable[StoredBlock]) -> None:
         for block in blocks:
-            raise ValueError(f"slot {block.slot} is not reserved: peers are only read from")
+            raise ValueError(f"slot {block.slot} is not reserved: the peer tier is read-only")
 
     def release(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            raise ValueError(f"slot {slot} is not reserved: peers are only read from")
+            raise ValueError(f"slot {slot} is not reserved: the peer tier is read-only")
 
-    def lookup(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
+    def lookup(self, keys: Sequence[BlockKey]) -> list[StoredBlock | None]:
         self._opened()
         now_s = time.monotonic()
-        return [self._lent.lookup(key, now_s) for key in keys]
+        return [self._lookup(key, now_s) for key in keys]
 
-    def probe(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
-        geometry, _ = self._opened()
+    def probe(self, keys: Sequence[BlockKey]) -> list[StoredBlock | None]:
+        geometry, loop = self._opened()
         now_s = time.monotonic()
-        self._lent.expire(now_s)
-        unknown = [key for key in keys if self._lent.lookup(key, now_s) is None]
-        unknown = list(self._before_shunned(dict.fromkeys(unknown), now_s))
-        if unknown:
-            for address, answer in longest_first(self._ask(geometry, unknown, now_s)):
-                self._take(unknown, address, answer, now_s + answer.lease_s / 2)
+        self._expire(now_s)
+        unknown = [key for key in keys if self._lookup(key, now_s) is None]
+        if asked := tuple(self._before_shunned(dict.fromkeys(unknown), now_s)):
+            request = LookupRequest(
+                id=uuid.uuid4().hex,
+                identity=geometry.identity,
+                slot_bytes=geometry.slot_bytes,
+                keys=asked,
+            )
+            addresses = dict.fromkeys((*self._config.addresses, *self._find()))
+            timeout_s = self._config.ask_timeout_s
+            for lender, lent in loop.run(self._sources.look_up(addresses, request, timeout_s)):
+                self._take(request, lender, lent, now_s + lent.lease_s / 2)
         return self.lookup(keys)
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
-        span = self._lent.lent(slot).span
+        span = self._entry(slot).span
         return Span(span.address, size_bytes, span.device), None
 
-    def peer(self, slot: Slot) -> Peer | None:
-        return self._lent.lent(slot).peer
+    def peer(self, slot: Slot) -> RemoteAgent | None:
+        return self._entry(slot).agent
 
     def pin(self, slot: Slot) -> None:
-        self._lent.pin(slot)
+        self._entry(slot).pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        if (lent := self._lent.unpin(slot)) is not None:
-            self._give_back([lent])
+        _, loop = self._opened()
+        entry = self._entry(slot)
+        if not entry.pins:
+            raise ValueError(f"slot {slot} is not pinned")
+        entry.pins -= 1
+        if not entry.pins:
+            self._release(loop, [self._drop(slot)])
 
     def evict(self, keys: Iterable[BlockKey]) -> None:
-        now_s = time.monotonic()
-        keys = list(keys)
+        keys, now_s = list(keys), time.monotonic()
         for key in keys:
-            if self._lent.lookup(key, now_s) is not None:
+            if self._lookup(key, now_s) is not None:
                 self._shunned[key] = now_s + _SHUNNED_S
         self.make_room(keys)
 
     def make_room(self, keys: Iterable[BlockKey]) -> None:
-        self._give_back([lent for key in keys if (lent := self._lent.forget(key)) is not None])
+        """Forget blocks; one that is being read is released after the read."""
+        _, loop = self._opened()
+        slots = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
+        self._release(loop, [self._drop(slot) for slot in slots if not self._borrowed[slot].pins])
 
-    def committed(self) -> Iterable[Stored]:
-        return self._lent.all(time.monotonic())
+    def committed(self) -> Iterable[StoredBlock]:
+        now_s = time.monotonic()
+        return [stored for key in self._slots if (stored := self._lookup(key, now_s)) is not None]
 
     def statistics(self) -> TierStatistics:
         self._opened()
-        return self._lent.statistics(time.monotonic())
+        return TierStatistics(
+            capacity=_CAPACITY,
+            committed=len(list(self.committed())),
+            reserved=0,
+            pinned=sum(1 for entry in self._borrowed.values() if entry.pins),
+        )
 
-    def _opened(self) -> tuple[SlotGeometry, zmq.Context[zmq.Socket[bytes]]]:
-        if self._geometry is None or self._context is None:
+    def _opened(self) -> tuple[SlotGeometry, EventLoopThread]:
+        if self._geometry is None or self._loop is None:
             raise TierError("peer: the tier is not open; call open() first")
-        return self._geometry, self._context
+        return self._geometry, self._loop
 
     def _before_shunned(self, keys: Iterable[BlockKey], now_s: float) -> Iterator[BlockKey]:
-        """The chain up to a block that is not to be asked for."""
+        """The chain up to the first block that must not be asked for."""
         self._shunned = {key: end_s for key, end_s in self._shunned.items() if end_s > now_s}
         for key in keys:
             if key in self._shunned:
                 return
             yield key
 
-    def _ask(
-        self, geometry: SlotGeometry, keys: list[BlockKey], now_s: float
-    ) -> list[tuple[str, PeerAnswer]]:
-        """The answers of all peers that answer in time."""
-        self._asked += 1
-        question = PeerAsk(
-            number=self._asked,
-            identity=geometry.identity,
-            slot_bytes=geometry.slot_bytes,
-            keys=keys,
-        )
-        poller = zmq.Poller()
-        waiting: dict[zmq.Socket[bytes], PeerLink] = {}
-        for link in self._peers():
-            link.receive()  # late answers of the last time
-            if link.breaker.allows(now_s):
-                link.ask(question)
-                poller.register(link.socket, zmq.POLLIN)
-                waiting[link.socket] = link
-        answers: list[tuple[str, PeerAnswer]] = []
-        deadline_s = now_s + self._config.ask_timeout_s
-        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
-            for socket, _ in poller.poll(int(left_s * 1000) + 1):
-                link = waiting[socket]
-                if (answer := link.receive()) is not None:
-                    answers.append((link.address, answer))
-                    del waiting[socket]
-                    poller.unregister(socket)
-        for link in waiting.values():
-            link.missed(time.monotonic())
-        return answers
-
-    def _peers(self) -> Iterable[PeerLink]:
-        """A link for each address that is known now; others are closed."""
-        _, context = self._opened()
-        addresses = {*self._config.peers, *self._find()}
-        for address in self._links.keys() - addresses:
-            self._links.pop(address).close()
-        for address in addresses - self._links.keys():
-            breaker = Breaker(max_failures=self._config.max_silences)
-            self._links[address] = PeerLink(context, address, breaker)
-        return list(self._links.values())
-
-    def _take(
-        self, asked: Sequence[BlockKey], address: str, answer: PeerAnswer, ends_s: float
-    ) -> None:
-        """Keep what nobody lent us yet and what fits, and give the rest back at once."""
-        geometry, _ = self._opened()
+    def _take(self, request: LookupRequest, lender: str, lent: LentBlocks, ends_s: float) -> None:
+        """Remember blocks that fit and that no other peer has lent; release the others at once."""
+        geometry, loop = self._opened()
         now_s = time.monotonic()
-        spare: list[int] = []
-        for index, (key, block) in enumerate(zip(asked, answer.blocks, strict=False)):
-            known = self._lent.lookup(key, now_s) is not None
-            if known or not 0 < block.size_bytes <= geometry.slot_bytes:
-                spare.append(block.slot)
-            else:
-                self._lent.add(key, answer, index, address, ends_s)
-        self._links[address].release(answer.lease, spare)
+        spare: list[_Borrowed] = []
+        for key, block in zip(request.keys, lent.blocks, strict=False):
+            span = block.span or Span(0, 0)
+            stored = StoredBlock(
+                key=key, slot=self._next, size_bytes=span.size_bytes, checksum=block.checksum
+            )
+            entry = _Borrowed(stored, span, lent.agent, lender, request.id, block.index, ends_s)
+            fits = block.key == key and 0 < span.size_bytes <= geometry.slot_bytes
+            if not fits or self._lookup(key, now_s) is not None:
+                spare.append(entry)
+                continue
+            self._next += 1
+            self._borrowed[stored.slot] = entry
+            self._slots[key] = stored.slot
+        self._release(loop, spare)
 
-    def _give_back(self, lent: Sequence[Lent]) -> None:
-        def lender(one: Lent) -> tuple[str, int]:
-            return one.address, one.lease
+    def _lookup(self, key: BlockKey, now_s: float) -> StoredBlock | None:
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        entry = self._borrowed[slot]
+        return entry.stored if now_s < entry.ends_s else None
 
-        for (address, lease), group in groupby(sorted(lent, key=lender), lender):
-            if (link := self._links.get(address)) is not None:
-                link.release(lease, [one.peer_slot for one in group])
+    def _expire(self, now_s: float) -> None:
+        over = [s for s, e in self._borrowed.items() if now_s >= e.ends_s and not e.pins]
+        for slot in over:
+            self._drop(slot)
+
+    def _entry(self, slot: Slot) -> _Borrowed:
+        entry = self._borrowed.get(slot)
+        if entry is None:
+            raise ValueError(f"slot {slot} is free")
+        return entry
+
+    def _drop(self, slot: Slot) -> _Borrowed:
+        entry = self._borrowed.pop(slot)
+        if self._slots.get(entry.stored.key) == slot:
+            del self._slots[entry.stored.key]
+        return entry
+
+    def _release(self, loop: EventLoopThread, entries: Sequence[_Borrowed]) -> None:
+        leases: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for entry in entries:
+            leases[entry.lender, entry.lease_id].append(entry.index)
+        sources = self._sources
+
+        def release() -> None:
+            for (lender, lease_id), indices in leases.items():
+                sources.release(lender, ReleaseRequest(lease_id, tuple(indices)))
+
+        if leases:
+            loop.soon(release)

@@ -1,10 +1,8 @@
-"""KV blocks as objects in any S3-compatible store, shared by every worker that uses the bucket."""
+"""An S3-compatible store as a storage tier that all workers with the same bucket share."""
 
 from __future__ import annotations
 
-from commutator import TierRegister, hookimpl
-from commutator.kv import StorageTier
-from commutator.transfer import Memory
+from commutator import StorageTier, TierRegister, hookimpl
 from commutator_s3.config import S3TierConfig
 
 __all__ = ["S3TierConfig"]
@@ -12,15 +10,10 @@ __all__ = ["S3TierConfig"]
 
 @hookimpl
 def tier_register(register: TierRegister) -> None:
-    register("s3", S3TierConfig, _Factory(), stability="beta")
+    register("s3", S3TierConfig, _tier, stability="beta")
 
 
-class _Factory:
-    """Makes the tier; until then there is only what the check of a configuration asks for."""
+def _tier(config: S3TierConfig) -> StorageTier:
+    from commutator_s3.tier import S3Tier
 
-    memory = Memory.OBJ
-
-    def __call__(self, config: S3TierConfig) -> StorageTier:
-        from commutator_s3.tier import S3Tier  # noqa: PLC0415 - boto3 is slow to import
-
-        return S3Tier(config)
+    return S3Tier(config)

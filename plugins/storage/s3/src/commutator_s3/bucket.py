@@ -1,4 +1,4 @@
-"""What NIXL's OBJ backend cannot do with a bucket: look, list and delete. By boto3."""
+"""The operations on a bucket that NIXL's OBJ backend lacks (look up, list, delete), by boto3."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from botocore.exceptions import (
 )
 
 from commutator.errors import TierError
+from commutator_s3.config import S3TierConfig
 
 __all__ = ["Bucket", "Credentials"]
 
 _DELETED_AT_ONCE = 1000
-"""As many keys as S3 takes in one request."""
+"""S3's limit of keys in one request."""
 _FIRST_WAVE = 4
 _GROWTH = 4
 _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
@@ -31,7 +32,7 @@ _REFUSED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"
 
 @frozen(kw_only=True)
 class Credentials:
-    """Keys, already revealed; None where AWS's own chain is to be asked."""
+    """Credentials in plain text; None: use AWS's own chain."""
 
     access_key: str | None = None
     secret_key: str | None = None
@@ -42,48 +43,38 @@ class Credentials:
 
 
 class Bucket:
-    """One bucket. Every method waits for the network and raises TierError, saying what to do."""
+    """One bucket. Every method waits for the network, and raises TierError with advice."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        endpoint: str | None,
-        region: str,
-        credentials: Credentials,
-        ca_file: str | None,
-        path_style: bool,
-        max_concurrency: int,
-        timeout_s: float,
-    ) -> None:
-        self.name = name
-        self._where = f"S3 bucket {name} at {endpoint or f'Amazon S3, {region}'}"
-        self._region = region
-        self._waves = max_concurrency
-        self._pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="s3")
+    def __init__(self, config: S3TierConfig, credentials: Credentials) -> None:
+        self.name = config.bucket
+        where = config.endpoint or f"Amazon S3, {config.region}"
+        self._where = f"S3 bucket {self.name} at {where}"
+        self._region = config.region
+        self._waves = config.max_concurrency
+        self._pool = ThreadPoolExecutor(config.max_concurrency, thread_name_prefix="s3")
         with self._explained():
             self._client = boto3.session.Session().client(
                 "s3",
-                endpoint_url=endpoint,
-                region_name=region,
+                endpoint_url=config.endpoint,
+                region_name=config.region,
                 aws_access_key_id=credentials.access_key,
                 aws_secret_access_key=credentials.secret_key,
                 aws_session_token=credentials.session_token,
-                verify=ca_file,
+                verify=config.ca_file,
                 config=Config(
-                    s3={"addressing_style": "path" if path_style else "virtual"},
-                    max_pool_connections=max_concurrency,
-                    connect_timeout=timeout_s,
-                    read_timeout=timeout_s,
+                    s3={"addressing_style": "path" if config.path_style else "virtual"},
+                    max_pool_connections=config.max_concurrency,
+                    connect_timeout=config.request_timeout_s,
+                    read_timeout=config.request_timeout_s,
                     retries={"total_max_attempts": 2, "mode": "standard"},
-                    # The header inside each object has its own; simple servers know no trailers.
+                    # The header inside each object has a checksum; simple servers know no trailers.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                 ),
             )
 
     def check(self, *, create: bool) -> None:
-        """That it can be listed; it is created before where ``create`` says so."""
+        """Check that the bucket can be listed; with ``create``, create a missing one."""
         with self._explained():
             try:
                 self._client.list_objects_v2(Bucket=self.name, MaxKeys=1)
@@ -93,9 +84,9 @@ class Bucket:
                 self._create()
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Bytes of each object; None for one that is missing, and for all behind the first of them.
+        """The size of each object; None for the first missing one and all after it.
 
-        Asks in parallel, in waves that grow: a chain that is not there costs few requests.
+        Sends parallel requests in growing waves: a missing chain costs few requests.
         """
         sizes: list[int | None] = []
         wave = min(_FIRST_WAVE, self._waves)
@@ -141,13 +132,13 @@ class Bucket:
 
     def _create(self) -> None:
         options: dict[str, Any] = {}
-        # S3 refuses to hear of its default region.
+        # S3 refuses its default region as a constraint.
         if self._region != "us-east-1":
             options["CreateBucketConfiguration"] = {"LocationConstraint": self._region}
         try:
             self._client.create_bucket(Bucket=self.name, **options)
         except ClientError as error:
-            # Another worker was quicker.
+            # Another worker created it first.
             if _code(error) != "BucketAlreadyOwnedByYou":
                 raise
 

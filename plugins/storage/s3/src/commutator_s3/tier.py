@@ -1,4 +1,4 @@
-"""The tier: objects with the block's frame inside, named by the block's key."""
+"""The `s3` tier: one object for each block, named by the block's key."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from urllib.parse import urlsplit
 
-from commutator import Secret
-from commutator.errors import TierError
-from commutator.kv import (
+from commutator import (
     KEY_BYTES,
     UNBOUNDED,
     BlockKey,
-    OpenedSlots,
+    Memory,
+    Region,
+    Secret,
     Slot,
     SlotGeometry,
-    SlotTier,
-    Stored,
+    Span,
+    StoredBlock,
 )
-from commutator.transfer import Memory, Region, Span
+from commutator.errors import TierError
+from commutator.kv import OpenedSlots, SlotTier
 from commutator_s3.bucket import Bucket, Credentials
 from commutator_s3.config import S3TierConfig
 
@@ -32,17 +33,17 @@ log = logging.getLogger(__name__)
 class S3Tier(SlotTier):
     """Blocks in a bucket that any number of workers share.
 
-    A block is the object ``PREFIX/IDENTITY/XX/KEY``, where KEY is its key in hex and XX how that
-    begins. A slot is what this worker knows of one object, in memory only; ``probe`` asks the
-    bucket. Objects carry no other metadata, so a block that was written but not committed before a
-    crash is found as committed afterwards: S3 shows whole objects only, and the frame inside tells
-    what it is. Evicting deletes the object; one that is being read is deleted later, with the next
-    call that reaches the bucket, or at the latest when the tier is closed. Making room deletes only
-    what this instance has stored: what it found may be another worker's, and is forgotten.
+    A block is the object ``PREFIX/IDENTITY/XX/KEY``: KEY is its key in hex, XX the first two digits
+    of it. A slot is this worker's record of one object, in memory only; ``probe`` looks objects up
+    in the bucket. Objects have no other metadata. A block that was written but not committed before
+    a crash therefore counts as committed afterwards; that is safe, because S3 shows only whole
+    objects and each begins with a header. Evicting a block deletes its object. An object that is
+    being read is deleted by the next call that reaches the bucket, or when the tier is closed.
+    Making room deletes only objects that this instance stored; others stay in the bucket.
 
-    ``open`` raises TierError when the store cannot be reached or refuses; call it again later.
-    Afterwards nothing needs to be opened again: while the store is away ``probe`` and ``evict``
-    raise TierError and transfers fail; all of them work again as soon as it is back.
+    ``open`` raises TierError when the store refuses or cannot be reached; call it again later. An
+    open tier never needs to be reopened: while the store is unreachable, ``probe`` and ``evict``
+    raise TierError and transfers fail; afterwards they work again.
     """
 
     medium = "EXTERNAL"
@@ -53,11 +54,11 @@ class S3Tier(SlotTier):
 
     def __init__(self, config: S3TierConfig) -> None:
         self._config = config
-        # NIXL's S3 client has no other switch: by default it goes on for 25 s when the store is
-        # away. It reads them when the backend is made; what the operator set is left alone.
+        # NIXL's S3 client has no other setting; its default is to retry for 25 s. It reads these
+        # when the backend is created. Values that the operator set have precedence.
         os.environ.setdefault("AWS_RETRY_MODE", "standard")
         os.environ.setdefault("AWS_MAX_ATTEMPTS", "2")
-        # At once: a secret that is not there will not come with time.
+        # Read now: a secret that is missing now does not appear later.
         self._credentials = Credentials(
             access_key=_reveal(config.access_key),
             secret_key=_reveal(config.secret_key),
@@ -65,11 +66,11 @@ class S3Tier(SlotTier):
         )
         self._keys: dict[Slot, BlockKey] = {}
         self._found: set[BlockKey] = set()
-        """Committed blocks that others stored, or a former life."""
+        """Committed blocks that another worker or an earlier process stored."""
         self._being_read: dict[Slot, BlockKey] = {}
-        """Evicted, but still pinned."""
-        self._doomed: set[BlockKey] = set()
-        """Evicted; their objects are to be deleted."""
+        """Evicted blocks that are still pinned."""
+        self._undeleted: set[BlockKey] = set()
+        """Evicted blocks whose objects are not deleted yet."""
         self._numbers = count()
         self._folder = ""
         self._slot_bytes = 0
@@ -99,28 +100,14 @@ class S3Tier(SlotTier):
 
     def open_slots(self, geometry: SlotGeometry) -> OpenedSlots:
         config, limit = self._config, self._config.capacity
-        capacity = UNBOUNDED if limit is None else limit // geometry.slot_bytes
-        if not capacity:
-            raise TierError(
-                f"s3: a capacity of {limit} bytes holds no block of {geometry.slot_bytes} "
-                "bytes; raise it"
-            )
+        capacity = UNBOUNDED if limit is None else geometry.slots_in(limit)
         self._slot_bytes = geometry.slot_bytes
         self._folder = "/".join(filter(None, (config.prefix.strip("/"), geometry.identity)))
         self._keys.clear()
         self._found.clear()
         self._being_read.clear()
-        self._doomed.clear()
-        bucket = Bucket(
-            config.bucket,
-            endpoint=config.endpoint,
-            region=config.region,
-            credentials=self._credentials,
-            ca_file=config.ca_file,
-            path_style=config.path_style,
-            max_concurrency=config.max_concurrency,
-            timeout_s=config.request_timeout_s,
-        )
+        self._undeleted.clear()
+        bucket = Bucket(config, self._credentials)
         try:
             bucket.check(create=config.create_bucket)
             known = self._list(bucket, min(capacity, config.list_limit))
@@ -131,31 +118,31 @@ class S3Tier(SlotTier):
         return OpenedSlots(capacity, known)
 
     def close_slots(self) -> None:
-        self._doomed.update(self._being_read.values())
+        self._undeleted.update(self._being_read.values())
         try:
-            self._delete_doomed()
+            self._delete_evicted()
         except TierError as error:
-            log.warning("evicted objects stay, and may be found again: %s", error)
+            log.warning("evicted objects remain in the bucket, and may be found again: %s", error)
         self._bucket.close()
 
     def reserve(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         slots = super().reserve(keys)
         given = {slot: key for slot, key in zip(slots, keys, strict=True) if slot is not None}
         self._keys |= given
-        # What is written now must not be deleted for what lay there before.
-        anew = set(given.values())
-        self._doomed -= anew
-        self._being_read = {s: key for s, key in self._being_read.items() if key not in anew}
+        # An object that is written now must not be deleted for its evicted predecessor.
+        reserved = set(given.values())
+        self._undeleted -= reserved
+        self._being_read = {s: key for s, key in self._being_read.items() if key not in reserved}
         return slots
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
-        """A span with a number of its own: NIXL must never know two objects by the same number."""
+        """A span with a fresh number: NIXL must never have two objects with one number."""
         span = Span(0, size_bytes, next(self._numbers))
-        return span, Region(Memory.OBJ, span, self._name(self._keys[slot]))
+        return span, Region(memory=Memory.OBJ, span=span, name=self._name(self._keys[slot]))
 
-    def probe(self, keys: Sequence[BlockKey]) -> list[Stored | None]:
+    def probe(self, keys: Sequence[BlockKey]) -> list[StoredBlock | None]:
         table = self.table
-        self._delete_doomed()
+        self._delete_evicted()
         gone = set(self._being_read.values())
         unknown = [key for key in keys if table.lookup(key) is None and key not in gone]
         sizes = self._bucket.sizes([self._name(key) for key in unknown])
@@ -174,7 +161,7 @@ class S3Tier(SlotTier):
     def unpin(self, slot: Slot) -> None:
         super().unpin(slot)
         if slot in self._being_read and not self.table.is_pinned(slot):
-            self._doomed.add(self._being_read.pop(slot))
+            self._undeleted.add(self._being_read.pop(slot))
 
     def make_room(self, keys: Iterable[BlockKey]) -> None:
         keys = set(keys)
@@ -183,27 +170,27 @@ class S3Tier(SlotTier):
         self._found -= others
         self.evict(own)
 
-    def forget(self, blocks: Sequence[Stored]) -> None:
+    def forget(self, blocks: Sequence[StoredBlock]) -> None:
         read = {block.slot: block.key for block in blocks if self.table.is_pinned(block.slot)}
         self._bucket.delete([self._name(b.key) for b in blocks if b.slot not in read])
         self._being_read |= read
         self._found.difference_update(block.key for block in blocks)
-        self._delete_doomed()
+        self._delete_evicted()
 
-    def _delete_doomed(self) -> None:
-        self._bucket.delete([self._name(key) for key in self._doomed])
-        self._doomed.clear()
+    def _delete_evicted(self) -> None:
+        self._bucket.delete([self._name(key) for key in self._undeleted])
+        self._undeleted.clear()
 
     def _name(self, key: BlockKey) -> str:
         digits = key.hex()
         return f"{self._folder}/{digits[:2]}/{digits}"
 
     def _is_ours(self, size_bytes: int) -> bool:
-        # What is larger was written with another geometry, whatever its identity says.
+        # A larger object was written with another geometry.
         return 0 < size_bytes <= self._slot_bytes
 
-    def _list(self, bucket: Bucket, most: int) -> list[Stored]:
-        known: list[Stored] = []
+    def _list(self, bucket: Bucket, most: int) -> list[StoredBlock]:
+        known: list[StoredBlock] = []
         for name, size_bytes in bucket.listing(f"{self._folder}/", most) if most else ():
             key = _key_of(name)
             if key is not None and self._name(key) == name and self._is_ours(size_bytes):
@@ -213,8 +200,8 @@ class S3Tier(SlotTier):
         return known
 
 
-def _stored(key: BlockKey, slot: Slot, size_bytes: int) -> Stored:
-    return Stored(key=key, slot=slot, size_bytes=size_bytes, checksum=0)
+def _stored(key: BlockKey, slot: Slot, size_bytes: int) -> StoredBlock:
+    return StoredBlock(key=key, slot=slot, size_bytes=size_bytes, checksum=0)
 
 
 def _reveal(secret: Secret | None) -> str | None:

@@ -1,0 +1,22 @@
+"""Core's own plugin: what one machine needs for a deployment without anything else installed."""
+
+from __future__ import annotations
+
+from commutator.contract.launcher import LauncherConfig
+from commutator.contract.registration import LauncherRegister, RegistryRegister
+from commutator.contract.registry import RegistryConfig
+from commutator.hookspecs import hookimpl
+from commutator.launcher.process import LocalLauncher
+from commutator.registry.memory import MemoryRegistry
+
+
+@hookimpl
+def registry_register(register: RegistryRegister) -> None:
+    """Kind `memory`: leases in the supervisor's own memory."""
+    register("memory", RegistryConfig, lambda _: MemoryRegistry(), "stable")
+
+
+@hookimpl
+def launcher_register(register: LauncherRegister) -> None:
+    """Kind `process`: child processes of the supervisor, on its machine."""
+    register("process", LauncherConfig, lambda _, context: LocalLauncher(context), "stable")

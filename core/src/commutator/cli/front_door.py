@@ -1,0 +1,126 @@
+"""The front door that a command talks to: its options, and its HTTP answers."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.message import Message
+from functools import wraps
+from http.client import HTTPException
+from typing import Any
+
+import click
+from attrs import frozen
+
+from commutator.errors import CommutatorError
+
+__all__ = ["FrontDoor", "front_door_options", "prompt_options"]
+
+
+@frozen
+class FrontDoor:
+    """A running front door. Every method raises CommutatorError when it gives no good answer."""
+
+    url: str
+    """Without a slash at the end."""
+    api_key: str | None = None
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[Message, dict[str, Any]]:
+        """Headers and body of a JSON answer; GET without a body, POST with one."""
+        url = self.url + path
+        headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, headers)  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+                return answer.headers, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise CommutatorError(f"{url} answered {error.code}: {_message(error)}") from error
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            reason = getattr(reason, "strerror", None) or reason
+            raise CommutatorError(f"{url}: {reason}; is `commutator serve` running?") from error
+        except ValueError as error:
+            raise CommutatorError(
+                f"{url} is not a front door: its answer is not JSON: {error}"
+            ) from error
+
+    def health(self) -> dict[str, Any]:
+        """The answer of /health."""
+        return self.call("/health")[1]
+
+    def workers(self, worker_id: str | None = None) -> list[dict[str, Any]]:
+        """The workers, or only ``worker_id``, as /health shows them."""
+        known: list[dict[str, Any]] = self.health()["workers"]
+        found = [one for one in known if worker_id in (None, one["worker_id"])]
+        if worker_id is not None and not found:
+            names = ", ".join(one["worker_id"] for one in known)
+            raise CommutatorError(
+                f"{self.url} has no worker {worker_id!r}; it has: {names or 'none'}"
+            )
+        return found
+
+    def prompt(self, text: str, model: str | None, *, chat: bool) -> dict[str, Any]:
+        """The body of a request for a prompt or a user's message; by default to the only model."""
+        if model is None:
+            names = [one["id"] for one in self.call("/v1/models")[1]["data"]]
+            if len(names) != 1:
+                known = ", ".join(names)
+                raise CommutatorError(
+                    f"{self.url} serves several models; add --model, one of: {known}"
+                )
+            model = names[0]
+        content = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        return {"model": model, **content}
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """The message of a front door's error; another server may answer in any format."""
+    text = error.read()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.reason}; is that a front door?"
+
+
+def front_door_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``--url`` and ``--api-key``; the command gets them as ``door``, a ``FrontDoor``."""
+
+    @wraps(command)
+    def with_door(*args: Any, url: str, api_key: str | None, **more: Any) -> None:
+        command(*args, door=FrontDoor(url, api_key), **more)
+
+    url = click.option(
+        "--url",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        callback=_base_url,
+        help="URL of the front door.",
+    )
+    key = click.option(
+        "--api-key",
+        envvar="COMMUTATOR_API_KEY",
+        show_envvar=True,
+        help="Bearer token, if the front door requires one.",
+    )
+    return url(key(with_door))
+
+
+def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument PROMPT with ``--model`` and ``--chat``."""
+    model = click.option("--model", help="The model; optional when only one is served.")
+    chat = click.option(
+        "--chat", is_flag=True, help="Send PROMPT as a user's message, through the chat template."
+    )
+    return click.argument("prompt")(model(chat(command)))
+
+
+def _base_url(_context: click.Context, _option: click.Parameter, url: str) -> str:
+    """The URL without a trailing slash or "/v1"."""
+    if not url.startswith(("http://", "https://")):
+        raise click.BadParameter(f"expected http://HOST:PORT, got {url}")
+    return url.rstrip("/").removesuffix("/v1")

@@ -1,0 +1,301 @@
+"""Checks between parts of a configuration, on plain data of any shape."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from commutator.config.model import Config
+from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
+from commutator.contract.engine import EngineConnector
+from commutator.contract.tier import Memory
+from commutator.plugins import PluginHost
+from commutator.schema.structure import nearest, show
+
+__all__ = [
+    "cross_problems",
+    "fill_in",
+    "tier_warnings",
+]
+
+_WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+_PREFILLS_AT_ONCE = 4
+"""Enough to keep a prefill worker busy; more requests wait in the queue, by priority."""
+
+
+def fill_in(tree: Node) -> Node:
+    """``tree``, of any shape, with the defaults that depend on other values.
+
+    An engine's name defaults to its kind, its model to the only one. The router of prefill workers
+    defaults to the section `router`, less its busy limits.
+    """
+    data = plain(tree)
+    models = [model.get("name") for _, model in _entries(data, "models")]
+    for index, engine in _entries(data, "engines"):
+        if engine.get("name") is None and isinstance(engine.get("kind"), str):
+            tree = _put(tree, ("engines", str(index), "name"), engine["kind"])
+        if engine.get("model") is None and len(models) == 1 and isinstance(models[0], str):
+            tree = _put(tree, ("engines", str(index), "model"), models[0])
+    section = data.get("disaggregation")
+    if isinstance(section, Mapping):
+        router, common = section.get("router"), data.get("router")
+        if router is None and isinstance(common, Mapping):
+            router = {key: value for key, value in common.items() if key != "busy"}
+            tree = _put(tree, ("disaggregation", "router"), router)
+        if isinstance(router, Mapping) and router.get("busy") is None:
+            busy = {"max_active_requests": _PREFILLS_AT_ONCE}
+            tree = _put(tree, ("disaggregation", "router", "busy"), busy)
+    return tree
+
+
+def _text(entry: Mapping[str, Any], key: str, default: str = "") -> str:
+    """A text of an entry; the default for any other value, which other checks report."""
+    value = entry.get(key, default)
+    return value if isinstance(value, str) else default
+
+
+def _put(tree: Node, steps: Sequence[str], value: Any) -> Node:
+    return put(tree, steps, from_plain(value, DEFAULT))
+
+
+def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[str, str]]:
+    """(path, message) for each contradiction. ``data`` is filled in but not yet validated.
+
+    Other checks report unknown kinds.
+    """
+    yield from _duplicates(data, "models")
+    yield from _duplicates(data, "engines")
+    for section in ("models", "engines"):
+        if data.get(section) == []:
+            yield section, "expected at least one entry"
+    section = "models"
+    if section not in data:  # a misspelt key must not hide mistakes in `engines`
+        section = next(iter(difflib.get_close_matches(section, data, n=1, cutoff=0.8)), section)
+    models = [model.get("name") for _, model in _entries(data, section)]
+    engines = _entries(data, "engines")
+    for index, engine in engines:
+        yield from _engine_problems(f"engines[{index}]", engine, models)
+    if tiers := _entries(data, "tiers"):
+        yield from _tier_problems(tiers, [engine for _, engine in engines], host)
+    yield from _role_problems(data, engines, host)
+
+
+def _engine_problems(
+    path: str, engine: Mapping[str, Any], models: list[Any]
+) -> Iterator[tuple[str, str]]:
+    name, model = engine.get("name"), engine.get("model")
+    if isinstance(name, str) and not _WORKER_NAME.fullmatch(name):
+        yield f"{path}.name", f"expected letters, digits, '.', '_' and '-', got {show(name)}"
+    if model is None and len(models) > 1:
+        yield f"{path}.model", f"required, because there are {len(models)} models"
+    if isinstance(model, str) and models and model not in models:
+        known = nearest(model, sorted({str(name) for name in models})).replace(
+            "known keys", "known models"
+        )
+        yield f"{path}.model", f'no model is named "{model}"; {known}'
+
+
+def _duplicates(data: Mapping[str, Any], section: str) -> Iterator[tuple[str, str]]:
+    first: dict[str, int] = {}
+    for index, entry in _entries(data, section):
+        name = entry.get("name")
+        if isinstance(name, str):
+            if name in first:
+                yield (
+                    f"{section}[{index}].name",
+                    f'"{name}" is already the name of {section}[{first[name]}]; choose another',
+                )
+            first.setdefault(name, index)
+
+
+Entries = list[tuple[int, Mapping[str, Any]]]
+
+
+def _entries(data: Mapping[str, Any], section: str) -> Entries:
+    """The entries of a list section that are mappings, with their indices."""
+    entries = data.get(section)
+    if not isinstance(entries, list):
+        return []
+    return [(i, entry) for i, entry in enumerate(entries) if isinstance(entry, Mapping)]
+
+
+def _role_problems(
+    data: Mapping[str, Any], engines: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    for index, engine in engines:
+        role, path = _text(engine, "role", "both"), f"engines[{index}].role"
+        kind = host.engines.kinds.get(_text(engine, "kind"))
+        if role == "prefill" and not data.get("disaggregation"):
+            yield (
+                path,
+                (
+                    "a prefill worker gets no requests without the section `disaggregation`; "
+                    "add it, such as disaggregation: {kind: conditional}"
+                ),
+            )
+        if role in {"prefill", "decode"} and kind is not None:
+            style = type(kind.thing).handover_style
+            if style is EngineConnector.handover_style:
+                yield path, f'engine "{kind.name}" cannot hand KV over, so its role must be both'
+    for model in {_text(engine, "model") for _, engine in engines}:
+        serving = [(i, engine) for i, engine in engines if _text(engine, "model") == model]
+        if all(engine.get("role") == "prefill" for _, engine in serving):
+            yield (
+                f"engines[{serving[0][0]}].role",
+                f'model "{model}" has only prefill workers; at least one must be both or decode',
+            )
+
+
+_ENCODING = ("compression", "encryption_key")
+
+
+def _tier_problems(
+    tiers: Entries, engines: Sequence[Mapping[str, Any]], host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    yield from _folder_problems(tiers, engines)
+    kinds = {_text(engine, "kind") for engine in engines}
+    known = [host.engines.kinds[kind].thing for kind in kinds if kind in host.engines.kinds]
+    if known and not any(connector.uses_tiers for connector in known):
+        able = sorted(name for name, kind in host.engines.kinds.items() if kind.thing.uses_tiers)
+        names = ", ".join(able) or "none is installed"
+        yield "tiers", f"no configured engine supports storage tiers; engines that do: {names}"
+    yield from _encoding_problems(tiers, host)
+
+
+def _encoding_problems(tiers: Entries, host: PluginHost) -> Iterator[tuple[str, str]]:
+    """Peers read stored bytes unchanged, so the peer tier must encode as the lending tier."""
+    lent: Mapping[str, Any] | None = None
+    for number, tier in tiers:
+        kind = host.tiers.kinds.get(_text(tier, "kind"))
+        if kind is None:
+            continue
+        config_class = kind.config_class
+        if config_class.asks_peers:
+            for option in _ENCODING if lent is not None else ():
+                if lent is not None and tier.get(option) != lent.get(option):
+                    message = (
+                        f"must be the same as in the tier {lent['kind']}, whose bytes peers read"
+                    )
+                    yield f"tiers[{number}].{option}", message
+        elif lent is None and config_class.memory is Memory.DRAM:
+            lent = tier
+
+
+_WORKER = "{worker}"
+
+_MAX_WORKERS = 256
+"""Workers whose folders are compared."""
+
+
+def _folder_problems(
+    tiers: Entries, engines: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """A problem for each `path` that two tiers of the same kind share, on any worker.
+
+    All workers use a path without ``{worker}``.
+    """
+    workers = [_WORKER, *islice(_worker_ids(engines), _MAX_WORKERS)]
+    owners: dict[tuple[str, str, str], int] = {}
+    for number, tier in tiers:
+        kind, path = _text(tier, "kind"), _text(tier, "path")
+        if not path.strip() or "\0" in path:  # other checks report it
+            continue
+        places = [
+            (kind, worker, os.path.realpath(path.replace(_WORKER, worker))) for worker in workers
+        ]
+        taken = next((place for place in places if place in owners), None)
+        if taken is not None:
+            owner = f"the folder of tiers[{owners[taken]}]"
+            where = "" if taken[1] == _WORKER else f" on worker {taken[1]}"
+            yield f"tiers[{number}].path", f"{show(path)} is already {owner}{where}; choose another"
+        for place in places:
+            owners.setdefault(place, number)
+
+
+def _worker_ids(engines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The ids that the supervisor gives the workers."""
+    for engine in engines:
+        replicas = engine.get("replicas", 1)
+        for replica in range(replicas if isinstance(replicas, int) else 1):
+            yield f"{engine.get('name')}-{replica}"
+
+
+_SLOWNESS: Mapping[Memory | None, int] = {Memory.DRAM: 0, Memory.FILE: 1, Memory.OBJ: 2}
+
+
+def tier_warnings(config: Config, host: PluginHost) -> Iterator[str]:
+    """A line for each valid tier that is probably a mistake, printed by `check` and `serve`."""
+    yield from _order_warnings(config)
+    yield from _lending_warnings(config)
+    yield from _sizing_warnings(config, host)
+
+
+def _order_warnings(config: Config) -> Iterator[str]:
+    """Warns of a faster tier below a slower one. The speed of peers is unknown."""
+    slowest, name = -1, ""
+    for number, tier in enumerate(config.tiers):
+        slowness = _SLOWNESS.get(tier.memory)
+        if slowness is None or tier.asks_peers:
+            continue
+        this = f"tiers[{number}] ({tier.kind})"
+        if slowness < slowest:
+            yield (
+                f"{this}: it is faster than {name}, which is listed before it, and a block is read "
+                "from the first tier that has it; list the fastest first"
+            )
+        elif slowness > slowest:
+            slowest, name = slowness, this
+
+
+def _lending_warnings(config: Config) -> Iterator[str]:
+    """Warns of lending without a DRAM tier; workers lend blocks of their own DRAM tier only."""
+    lender: str | None = None
+    for number, tier in enumerate(config.tiers):
+        if tier.asks_peers:
+            if lender is None and tier.lends:
+                lender = f"tiers[{number}] ({tier.kind})"
+        elif tier.memory is Memory.DRAM:
+            return
+    if lender is not None:
+        yield (
+            f"{lender}: workers have no blocks in host memory to lend to peers; add a tier of "
+            "kind dram, or set listen: null so that they only borrow"
+        )
+
+
+def _sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
+    """Warns of a tier that is smaller than the engine's KV memory or a tier above it.
+
+    Sizes are those of one worker. Tiers and engines without a size in bytes do not count.
+    """
+    above = [
+        (f"engine {engine.name}'s KV memory", engine.kv_cache_bytes)
+        for engine in config.engines
+        if host.engines.kinds[engine.kind].thing.uses_tiers and hasattr(engine, "kv_cache_bytes")
+    ]
+    for number, tier in enumerate(config.tiers):
+        size = getattr(tier, "capacity", None)
+        if size is None:
+            continue
+        name = f"tiers[{number}] ({tier.kind})"
+        other, larger = max(above, key=lambda named: named[1], default=("", 0))
+        if size < larger:
+            yield (
+                f"{name}: {_size(size)} is less than the {_size(larger)} of {other}, so "
+                f"it will rarely help; set capacity above {_size(larger)}"
+            )
+        above = [*above, (name, size)]
+
+
+def _size(size_bytes: int) -> str:
+    """The exact size in the notation of options, such as "1.5MB"."""
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.15g}{unit}"
+    return f"{size_bytes}B"

@@ -1,0 +1,254 @@
+"""Engines: how core starts an engine's server and talks to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+
+from attrs import Attribute, frozen
+
+from commutator.contract.disagg import HandoverStyle
+from commutator.contract.launcher import LaunchPlan
+from commutator.contract.request import GenerateRequest, TokenDelta
+from commutator.contract.settings import Bounds, PositiveInt, PositiveSeconds, setting
+from commutator.contract.tier import TierConfig
+from commutator.contract.worker import (
+    EngineInfo,
+    EngineLoad,
+    KvPrompt,
+    KvStatistics,
+    PromptExplanation,
+    TierContents,
+    TierVerification,
+    TransferStatistics,
+)
+from commutator.errors import EngineError, EngineWithoutTiersError
+
+__all__ = [
+    "EngineClient",
+    "EngineConfig",
+    "EngineConnector",
+    "ForwardedAnswer",
+    "LaunchContext",
+    "ModelConfig",
+    "TokenStream",
+]
+
+_Workers = Annotated[int, Bounds(minimum=1, maximum=10_000)]
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """Options of every `engines` entry; each engine plugin adds its own."""
+
+    kind: str = setting("The engine plugin that runs these workers.")
+    name: str | None = setting("Names the workers: NAME-0, NAME-1, ...; the kind by default.", None)
+    model: str | None = setting(
+        "The `models` entry it serves; not needed when there is only one.", None
+    )
+    replicas: _Workers = setting("How many workers of this kind.", 1)
+    role: Literal["both", "prefill", "decode"] = setting(
+        "What the workers are sent: whole requests and decode (both, decode), or only the prefill "
+        "of requests that another worker decodes. `commutator worker role` changes it later.",
+        "both",
+    )
+    start_timeout_s: PositiveSeconds = setting(
+        "Give a starting worker this long to answer before it is started anew.", 300.0
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+
+def _is_a_name(_: ModelConfig, _field: Attribute[Any], value: str) -> None:
+    if not value.strip():
+        raise ValueError("name: it is empty; give the name that clients ask for")
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """A model that clients can use."""
+
+    name: str = setting("The name that clients give in `model`.", validator=_is_a_name)
+    source: str = setting(
+        "A .gguf file, a Hugging Face directory, or package:NAME for an installed Python package "
+        "that ships one .gguf file."
+    )
+    chat_template: str | None = setting(
+        "A Jinja file that replaces the model's own chat template.", None
+    )
+    max_model_len: PositiveInt | None = setting(
+        "Longest prompt plus answer in tokens; the model's own limit when not given.", None
+    )
+
+
+@frozen(kw_only=True)
+class LaunchContext:
+    """What the supervisor gives a connector to plan one worker process."""
+
+    worker_id: str
+    """The worker's id, unique in the deployment."""
+    model: ModelConfig
+    """The model that the worker serves."""
+    host: str
+    """The address that the worker must listen on."""
+    port: int
+    """A free TCP port, chosen for this start of this worker."""
+    state_dir: Path
+    """A folder for this worker alone; removed when the supervisor stops."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Storage tiers for KV blocks beyond the engine's own memory, fastest first."""
+
+
+class TokenStream(Protocol):
+    """The deltas of one request. Closing it before the end aborts the request in the engine."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def __anext__(self) -> TokenDelta: ...
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is finished. Idempotent; never raises."""
+
+
+class ForwardedAnswer(Protocol):
+    """An engine's own answer to a client's HTTP request."""
+
+    @property
+    def status(self) -> int:
+        """The HTTP status; an error status of the engine is an answer, too."""
+
+    @property
+    def content_type(self) -> str:
+        """The value of its header Content-Type."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body, part by part. Raises EngineUnavailableError when the worker dies."""
+
+
+class EngineClient(ABC):
+    """One frontend's (or the supervisor's) connection to one worker. Used from one event loop."""
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Connect and learn what the engine is.
+
+        Raises EngineUnavailableError when it does not answer; the caller tries again while the
+        process is alive. Calling it again on a started client reconnects if needed.
+        """
+
+    @abstractmethod
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Begin a request and return its deltas; the last has a finish reason.
+
+        The stream raises EngineUnavailableError when the worker dies, EngineOverloadedError when
+        it is full, RequestError when it refuses the request itself, EngineNeedsPrefillError when
+        it serves no request without another worker, and EngineError otherwise.
+        """
+
+    def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[ForwardedAnswer]:
+        """POST a client's JSON to ``path`` of the engine's HTTP server.
+
+        Called only when ``EngineInfo.forwards`` is true. Leaving the context aborts the request.
+        Entering it raises EngineUnavailableError and EngineOverloadedError as ``generate`` does.
+        """
+        raise EngineError(f"this engine has no HTTP endpoint {path}")
+
+    @abstractmethod
+    async def load(self) -> EngineLoad:
+        """The engine's load as it counts it. Raises EngineUnavailableError."""
+
+    async def check_health(self) -> None:
+        """Return if the engine answers; raise EngineUnavailableError if not. May be slow."""
+        await self.load()
+
+    async def drain(self) -> None:
+        """Make the engine refuse new requests and finish running ones. Default: does nothing."""
+
+    @property
+    def admin_address(self) -> str | None:
+        """The "host:port" where ``TokenApiClient`` reaches the same engine; None: it cannot."""
+        return None
+
+    # Questions about storage tiers. Each raises EngineWithoutTiersError where the engine has none,
+    # EngineError when it refuses the question, and EngineUnavailableError when it does not answer.
+
+    async def kv_statistics(self, *, timeout_s: float = 5.0) -> KvStatistics:
+        """The counters of the engine's block manager."""
+        raise EngineWithoutTiersError
+
+    async def kv_contents(self, *, timeout_s: float = 5.0) -> Sequence[TierContents]:
+        """How full each tier is, fastest first; may begin with the engine's own memory."""
+        raise EngineWithoutTiersError
+
+    async def kv_explain(self, prompt: KvPrompt, *, timeout_s: float = 5.0) -> PromptExplanation:
+        """Whether each block of a prompt would be reused, and why."""
+        raise EngineWithoutTiersError
+
+    async def kv_prefetch(self, prompt: KvPrompt, *, timeout_s: float = 5.0) -> None:
+        """Begin to move a prompt's blocks up from slower tiers; does not wait for the bytes."""
+        raise EngineWithoutTiersError
+
+    async def kv_evict(
+        self, tier: str | None = None, *, timeout_s: float = 5.0
+    ) -> Mapping[str, int]:
+        """Remove every block of one tier or of all (None). Returns the number of blocks by tier."""
+        raise EngineWithoutTiersError
+
+    async def kv_verify(
+        self, tier: str | None = None, *, timeout_s: float = 3600.0
+    ) -> Sequence[TierVerification]:
+        """Read every block of one tier or of all (None) again, and remove corrupt ones.
+
+        Reads all bytes of the tier while the tier serves other requests, so it can take long.
+        """
+        raise EngineWithoutTiersError
+
+    async def set_peers(self, addresses: Sequence[str], *, timeout_s: float = 5.0) -> None:
+        """Set the addresses, "host:port", where other workers of the model lend blocks."""
+        raise EngineWithoutTiersError
+
+    async def handover_statistics(self, *, timeout_s: float = 5.0) -> TransferStatistics:
+        """The worker's counters of hand-overs.
+
+        Raises EngineError when it has none, EngineUnavailableError when it does not answer.
+        """
+        del timeout_s
+        raise EngineError("this engine does not count its hand-overs")
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Abort the requests in flight and disconnect. Idempotent; never raises."""
+
+
+class EngineConnector(ABC, Generic[ConfigT]):
+    """What an engine plugin registers: how to start an engine server and how to talk to it.
+
+    A connector is stateless; one instance serves every worker of its kind.
+    """
+
+    uses_tiers: bool = False
+    """Whether its engines store KV blocks in the configured storage tiers."""
+
+    @abstractmethod
+    def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:
+        """The process to start for one worker; None: attach to a server that runs already."""
+
+    def attach_address(self, config: ConfigT) -> str:
+        """Where the running server is, for a configuration whose launch plan is None."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.launch_plan returned None, so attach_address must be defined"
+        )
+
+    @abstractmethod
+    def connect(self, config: ConfigT, address: str) -> EngineClient:
+        """A client, not yet connected, for the worker at ``address``."""
+
+    def handover_style(self, config: ConfigT) -> HandoverStyle | None:
+        """The style of disaggregated requests of these workers; None: they serve none."""
+        return None

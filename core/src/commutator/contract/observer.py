@@ -1,0 +1,96 @@
+"""Observers: metrics, audit logs and traces of a deployment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import frozen
+
+from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
+from commutator.contract.request import RequestOutcome, RequestSummary
+from commutator.contract.routing import Decision
+from commutator.contract.settings import setting
+from commutator.contract.worker import WorkerRecord
+
+__all__ = ["OBSERVING_HOOKS", "Observer", "ObserverConfig"]
+
+
+@frozen(kw_only=True)
+class ObserverConfig:
+    """Options of every `observers` entry; each observer plugin adds its own."""
+
+    kind: str = setting("The observer plugin.")
+
+
+class Observer:
+    """Watches the requests and workers of one front-door process. Override what you need.
+
+    One instance is made for each `observers` entry in each front-door process. Every method but
+    ``start`` and ``stop`` is the observing hook of the same name; ``commutator.hookspecs`` says
+    when each is called and what its arguments mean. All are called in the process's event loop, so
+    they must not block. Arguments are passed by name. An exception is logged with the observer's
+    name; the request and the other observers are not affected.
+    """
+
+    async def start(self) -> None:
+        """Called once, before the front door accepts requests: open files and connections.
+
+        The front door does not start when it raises.
+        """
+
+    async def stop(self) -> None:
+        """Called once, after the last request ended. An exception is logged."""
+
+    def worker_up(self, worker: WorkerRecord) -> None:
+        """A worker can be routed to, for the first time or again after draining."""
+
+    def worker_down(self, worker: WorkerRecord, reason: str) -> None:
+        """A worker left routing. ``reason``: "lease expired", "stopped", "draining" or "failed"."""
+
+    def request_received(self, request: RequestSummary) -> None:
+        """A request was validated and tokenized. It ends in one of the last two methods."""
+
+    def request_queued(
+        self, request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
+    ) -> None:
+        """A request waited ``waited_s`` seconds for a worker and now has one."""
+
+    def request_routed(self, request: RequestSummary, decision: Decision) -> None:
+        """A worker was chosen. Called again for each further worker."""
+
+    def disagg_decided(self, request: RequestSummary, answer: DisaggAnswer) -> None:
+        """The disaggregation policy answered for a request."""
+
+    def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
+        """Both sides of one hand-over ended, successfully or not."""
+
+    def request_first_token(self, request: RequestSummary, worker_id: str, ttft_s: float) -> None:
+        """The first token came, ``ttft_s`` seconds after the request arrived at routing."""
+
+    def request_migrated(
+        self,
+        request: RequestSummary,
+        from_worker: str,
+        to_worker: str,
+        reason: str,
+        generated_tokens: int,
+    ) -> None:
+        """Another worker continues a request after ``generated_tokens`` tokens of its answer."""
+
+    def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
+        """The engine finished the request."""
+
+    def request_failed(
+        self, request: RequestSummary, error: BaseException, worker_id: str | None
+    ) -> None:
+        """The request ended without a complete answer.
+
+        ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is None
+        when no worker was chosen.
+        """
+
+
+OBSERVING_HOOKS = tuple(
+    name for name in vars(Observer) if not name.startswith("_") and name not in {"start", "stop"}
+)
+"""The names of the observing hooks, in the order in which a deployment meets them."""

@@ -1,0 +1,186 @@
+"""Registration: the argument of each ``*_register`` hook, and the kinds that plugins register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from attrs import define, field, frozen
+
+from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
+from commutator.contract.engine import EngineConfig, EngineConnector
+from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+from commutator.contract.frontend import Frontend, FrontendConfig
+from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
+from commutator.contract.observer import Observer, ObserverConfig
+from commutator.contract.registry import Registry, RegistryConfig
+from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
+from commutator.contract.tier import StorageTier, TierConfig
+from commutator.errors import PluginError
+
+__all__ = [
+    "Catalog",
+    "DisaggRegister",
+    "EngineRegister",
+    "EvictionRegister",
+    "FrontendRegister",
+    "Kind",
+    "LauncherRegister",
+    "ObserverRegister",
+    "Origin",
+    "Register",
+    "RegistryRegister",
+    "RouterRegister",
+    "Stability",
+    "StageRegister",
+    "TierRegister",
+]
+
+Stability = Literal["alpha", "beta", "stable"]
+"""What may change: "alpha" anything, "beta" options, with a changelog entry, "stable" nothing."""
+
+ConfigT = TypeVar("ConfigT")
+ThingT = TypeVar("ThingT")
+
+
+@frozen(kw_only=True)
+class Origin:
+    """The plugin that offers a kind."""
+
+    plugin: str
+    """The name of its entry point."""
+    distribution: str
+    """The name of the installed package that brings the plugin."""
+
+
+@frozen(kw_only=True)
+class Kind(Generic[ThingT]):
+    """One registered engine, routing policy, stage, storage tier, ...: a legal value of `kind`."""
+
+    seam: str
+    """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
+    "observer", "frontend", "registry" or "launcher"."""
+    name: str
+    """The value of `kind`, unique in its seam."""
+    config_class: type[Any]
+    """The attrs class of its options."""
+    thing: ThingT
+    """An engine's connector; a front door; a stage's class; the factory of everything else."""
+    stability: Stability
+    """What the plugin promises."""
+    origin: Origin
+    """The plugin that registered it."""
+
+    def __str__(self) -> str:
+        return f"{self.seam} {self.name} ({self.stability})"
+
+
+@define
+class Catalog(Generic[ThingT]):
+    """The registered kinds of one seam, by name."""
+
+    seam: str
+    """As ``Kind.seam``."""
+    config_base: type[Any]
+    """What the configuration class of each kind subclasses."""
+    check: Callable[[Any], str | None]
+    """Returns what is wrong with the registered object; None when nothing is."""
+    kinds: dict[str, Kind[ThingT]] = field(factory=dict)
+    """The registered kinds by name, in the order of registration."""
+
+    def add(
+        self,
+        origin: Origin,
+        name: str,
+        config_class: type[Any],
+        thing: ThingT,
+        stability: Stability,
+    ) -> None:
+        """Add a kind. Raises PluginError, naming ``origin``, when it breaks the contract."""
+        if problem := self._problem(name, config_class, thing, stability):
+            raise PluginError(origin.distribution, f'{self.seam} "{name}": {problem}')
+        self.kinds[name] = Kind(
+            seam=self.seam,
+            name=name,
+            config_class=config_class,
+            thing=thing,
+            stability=stability,
+            origin=origin,
+        )
+
+    def remove(self, origin: Origin) -> None:
+        """Remove every kind of a plugin."""
+        self.kinds = {name: kind for name, kind in self.kinds.items() if kind.origin != origin}
+
+    def _problem(self, name: str, config_class: Any, thing: Any, stability: str) -> str | None:
+        base = self.config_base
+        if not (isinstance(config_class, type) and issubclass(config_class, base)):
+            return f"its config class must subclass {base.__name__}"
+        if problem := self.check(thing):
+            return problem
+        if stability not in get_args(Stability):
+            return f"stability must be one of {', '.join(get_args(Stability))}, not {stability!r}"
+        if (other := self.kinds.get(name)) is not None:
+            return (
+                f"already registered by {other.origin.distribution}; block one of the two plugins"
+            )
+        return None
+
+
+@frozen
+class Register(Generic[ConfigT, ThingT]):
+    """The argument of the ``*_register`` hooks: a plugin calls it once for each kind it offers.
+
+    The hook's own documentation says what it takes.
+    """
+
+    _catalog: Catalog[ThingT]
+    _origin: Origin
+
+    def __call__(
+        self, kind: str, config_class: type[ConfigT], thing: ThingT, stability: Stability = "alpha"
+    ) -> None:
+        """Offer ``kind`` with the options of ``config_class``, made or served by ``thing``.
+
+        Raises PluginError when one of them breaks the contract or the kind is taken.
+        """
+        self._catalog.add(self._origin, kind, config_class, thing, stability)
+
+
+@frozen
+class StageRegister:
+    """The argument of the hook ``route_stage_register``: a plugin calls it once for each stage."""
+
+    _catalog: Catalog[type[RouteStage]]
+    _origin: Origin
+
+    def __call__(
+        self, kind: str, stage_class: type[RouteStage], stability: Stability = "alpha"
+    ) -> None:
+        """Offer the stage ``kind``. ``stage_class`` is an attrs class whose fields are its options.
+
+        Raises PluginError when it is no ``Filter``, ``Scorer`` or ``Picker``, when it leaves a
+        method abstract, or when the kind is taken.
+        """
+        self._catalog.add(self._origin, kind, stage_class, stage_class, stability)
+
+
+EngineRegister = Register[EngineConfig, EngineConnector[Any]]
+"""Offers an engine by an ``EngineConnector``: an instance, one for all workers."""
+RouterRegister = Register[RouterConfig, Callable[[Any], RoutingPolicy]]
+"""Offers a routing policy by ``factory(config)``, called once for each model."""
+DisaggRegister = Register[DisaggregationConfig, Callable[[Any], DisaggPolicy]]
+"""Offers a disaggregation policy by ``factory(config)``, called once for each model."""
+TierRegister = Register[TierConfig, Callable[[Any], StorageTier]]
+"""Offers a storage tier by ``factory(config)``, called once for each worker."""
+EvictionRegister = Register[EvictionConfig, Callable[[Any, int], EvictionPolicy]]
+"""Offers an eviction policy by ``factory(config, capacity_blocks)``, called once for each tier."""
+ObserverRegister = Register[ObserverConfig, Callable[[Any], Observer]]
+"""Offers an observer by ``factory(config)``, called once for each `observers` entry and front-door
+process."""
+RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
+"""Offers a registry by ``factory(config)``, called once for a deployment."""
+LauncherRegister = Register[LauncherConfig, Callable[[Any, LauncherContext], Launcher]]
+"""Offers a launcher by ``factory(config, context)``, called once for a run of a deployment."""
+FrontendRegister = Register[FrontendConfig, Frontend[Any, Any]]
+"""Offers a front door by a ``Frontend``: an instance, one for all front-door processes."""

@@ -1,0 +1,104 @@
+"""Registries: how workers are announced and found."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+
+from attrs import frozen
+
+from commutator.contract.settings import setting
+from commutator.contract.worker import Role, WorkerRecord
+
+__all__ = [
+    "LAPSED",
+    "Change",
+    "Registry",
+    "RegistryConfig",
+    "WorkerDown",
+    "WorkerUp",
+]
+
+LAPSED = "lease expired"
+"""The ``WorkerDown.reason`` of a worker whose lease lapsed."""
+
+
+@frozen(kw_only=True)
+class RegistryConfig:
+    """Options of every registry; each registry plugin adds its own."""
+
+    kind: str = setting("The registry plugin.")
+
+
+@frozen(kw_only=True)
+class WorkerUp:
+    """A worker got a lease, or the record of a worker with a lease changed."""
+
+    record: WorkerRecord
+    """The complete record, with the role and the draining that the registry holds."""
+
+
+@frozen(kw_only=True)
+class WorkerDown:
+    """A worker has no lease any more."""
+
+    worker_id: str
+    """The worker that left."""
+    reason: str
+    """"lease expired", "stopped", "draining" or "failed"."""
+
+
+Change = WorkerUp | WorkerDown
+"""What a batch of ``Registry.watch`` holds."""
+
+
+class Registry(ABC):
+    """Where workers are announced and found.
+
+    The factory of a registry plugin makes one in the supervisor's process, which serves it to the
+    front doors. It is used from one event loop. Every method but ``watch`` and ``close`` raises
+    RegistryError when the registry cannot be reached.
+    """
+
+    @abstractmethod
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        """Announce a worker, and return the id of its lease, which no other lease has.
+
+        The lease lapses ``ttl_s`` seconds after this call or the last ``keep_alive``. A live lease
+        of the same worker id ends with the reason "failed": its process was replaced.
+        """
+
+    @abstractmethod
+    async def keep_alive(self, lease_id: int) -> bool:
+        """Renew the lease for its ``ttl_s``. False when it lapsed: register again."""
+
+    @abstractmethod
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        """End the lease now; watchers get ``reason``. Does nothing when it has lapsed."""
+
+    @abstractmethod
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        """Stop sending new requests to a worker, or send them again. False: no such worker.
+
+        Applies to the worker's later leases, too, until it is set again.
+        """
+
+    @abstractmethod
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        """Change which phase of requests a worker is sent. False: no such worker.
+
+        Applies to the worker's later leases, too, until it is set again.
+        """
+
+    @abstractmethod
+    def watch(self) -> AsyncIterator[Sequence[Change]]:
+        """Batches of changes, in their order, without end.
+
+        The first batch comes at once and holds every live worker as ``WorkerUp``; it is empty when
+        there is none. While the registry cannot be reached, no batch comes; afterwards, one with
+        the differences.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect. Leases last until they lapse. Idempotent."""

@@ -1,0 +1,245 @@
+"""OpenAI-like completions with token ids, as several engines serve them: requests and answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from attrs import evolve
+
+from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.engine.http import FailedAnswerError, HttpServer, ServerEvents
+from commutator.engine.protocol import DeltaStream
+from commutator.errors import EngineError, EngineIncompleteError
+
+__all__ = [
+    "STREAMED",
+    "Choice",
+    "Chunk",
+    "CompletionReader",
+    "ModelCard",
+    "ModelList",
+    "Version",
+    "decoded",
+    "failure_of",
+    "request_headers",
+    "sampling_parameters",
+]
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+"""The part of a request's body for an answer that ``CompletionReader.feed`` reads."""
+
+_DONE = b"[DONE]"
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "not_finished": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "cancelled": FinishReason.ABORT,
+    "timeout": FinishReason.ABORT,
+    "error": FinishReason.ERROR,
+}
+
+
+class Choice(msgspec.Struct):
+    """The tokens that one chunk adds to the answer."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of ``Usage``."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts, in the last chunk of a stream."""
+
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One server-sent event, or a whole answer, or an error in any of its three forms."""
+
+    choices: Sequence[Choice] = ()
+    usage: Usage | None = None
+    error: Any = None
+    """A message, or an object with ``message`` and perhaps ``code``."""
+    object: str = ""
+    message: str = ""
+    """The message when ``object`` is "error"."""
+
+
+class Version(msgspec.Struct):
+    """The answer to GET /version."""
+
+    version: str
+
+
+class ModelCard(msgspec.Struct):
+    """A model, or an adapter of the model ``parent``."""
+
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct):
+    """The answer to GET /v1/models."""
+
+    data: list[ModelCard]
+
+
+T = TypeVar("T")
+ChunkT = TypeVar("ChunkT", bound=Chunk)
+
+
+class CompletionReader(ABC, Generic[ChunkT]):
+    """Turns received bytes into deltas. Yields the last delta only after the usage chunk."""
+
+    def __init__(self, engine: str, decode: Callable[[bytes], ChunkT]) -> None:
+        """``engine`` is its name in errors; ``decode`` decodes its chunks by msgspec."""
+        self._engine = engine
+        self._decode = decode
+        self._events = ServerEvents()
+        self._last: TokenDelta | None = None
+        self.began = False
+        """Whether a part of the answer has arrived."""
+        self.ended = False
+        """Whether the answer is complete."""
+
+    @abstractmethod
+    def logprobs(self, choice: Any) -> tuple[TokenLogprob, ...]:
+        """The logprobs of a choice of the engine's own chunk."""
+
+    @abstractmethod
+    def handover(self, chunk: ChunkT) -> Mapping[str, Any] | None:
+        """The parameters for the decode request in the whole answer to a prefill request."""
+
+    async def fill(
+        self,
+        stream: DeltaStream,
+        server: HttpServer,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+    ) -> None:
+        """Send a request, and feed ``stream`` with the deltas of its answer.
+
+        Raises FailedAnswerError, EngineIncompleteError and EngineUnavailableError.
+        """
+        async with server.post(path, body, headers) as content:
+            if body["stream"]:
+                async for data in content.iter_any():
+                    for delta in self.feed(data):
+                        stream.feed(delta)
+            else:
+                for delta in self.whole(await content.read()):
+                    stream.feed(delta)
+        if not self.ended:
+            raise EngineIncompleteError(f"{server.where} ended the stream before the answer")
+
+    def feed(self, data: bytes) -> Iterator[TokenDelta]:
+        """The deltas in ``data``, part of a stream of server-sent events.
+
+        Raises FailedAnswerError; EngineError when an event cannot be parsed.
+        """
+        for payload in self._events.feed(data):
+            if payload == _DONE:
+                yield from self._end()
+            else:
+                yield from self._on_chunk(decoded(self._engine, payload, self._decode))
+
+    def whole(self, body: bytes) -> Iterator[TokenDelta]:
+        """The one delta of an answer that was not streamed. Raises as ``feed`` does."""
+        chunk = decoded(self._engine, body, self._decode)
+        yield from self._on_chunk(chunk)
+        if self._last is not None:
+            self._last = evolve(self._last, handover=self.handover(chunk))
+        yield from self._end()
+
+    def _on_chunk(self, chunk: ChunkT) -> Iterator[TokenDelta]:
+        if chunk.error is not None or chunk.object == "error":
+            raise failure_of(self._engine, chunk.error or chunk.message)
+        for choice in chunk.choices:
+            self.began = True
+            delta = TokenDelta(
+                token_ids=tuple(choice.token_ids or ()), logprobs=self.logprobs(choice)
+            )
+            if choice.finish_reason is None:
+                yield delta
+            else:
+                reason = _REASONS.get(choice.finish_reason, FinishReason.STOP)
+                self._last = evolve(delta, finish_reason=reason, stop_reason=choice.stop_reason)
+        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+            if self._last is not None:
+                self._last = evolve(self._last, cached_tokens=cached)
+
+    def _end(self) -> Iterator[TokenDelta]:
+        if self._last is not None:
+            self.ended = True
+            yield self._last
+            self._last = None
+
+
+def decoded(engine: str, payload: bytes, decode: Callable[[bytes], T]) -> T:
+    """A part of an engine's answer. Raises EngineError when it cannot be parsed."""
+    try:
+        return decode(payload)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{engine} sent an answer that cannot be parsed: {error}") from error
+
+
+def failure_of(engine: str, error: Any) -> FailedAnswerError:
+    """The failure that an engine reported in a stream: a message, or an object that has one."""
+    code = None
+    if isinstance(error, dict):
+        code, error = error.get("code"), error.get("message")
+    status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
+    return FailedAnswerError(status, str(error or f"{engine} failed the request"))
+
+
+def sampling_parameters(request: GenerateRequest) -> dict[str, Any]:
+    """The sampling parameters by their usual names, all but `logprobs`.
+
+    It sets every parameter, so that a server's own defaults have no effect. A continued answer is
+    a new prompt to the server, with token limits reduced by the tokens generated before: presence
+    and frequency penalties count only new tokens, and a seed starts its sequence again. The
+    repetition penalty counts prompts, too, so it does not change.
+    """
+    asked, begun = request.sampling, request.generated_prefix
+    parameters: dict[str, Any] = {
+        "max_tokens": asked.max_tokens - begun,
+        "min_tokens": max(0, asked.min_tokens - begun),
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "ignore_eos": asked.ignore_eos,
+        "stop_token_ids": list(asked.stop_token_ids),
+    }
+    if asked.seed is not None:
+        parameters["seed"] = asked.seed
+    if asked.stop:
+        parameters["stop"] = list(asked.stop)
+    if asked.logit_bias:
+        parameters["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
+    return parameters
+
+
+def request_headers(request: GenerateRequest) -> dict[str, str]:
+    """The HTTP headers of a request: its id and its trace."""
+    headers = {"X-Request-Id": request.request_id}
+    if request.traceparent is not None:
+        headers["traceparent"] = request.traceparent
+    return headers

@@ -1,0 +1,189 @@
+"""The messages of the token API, each one frame of ``commutator.frames``.
+
+    client -> server                                server -> client
+    ["hello", protocol]                             ["info", EngineInfo]
+    ["generate", key, request]                      ["deltas", [[key, ids, extras | nil], ...]]
+    ["abort", key]                                  ["refused", key, reason, kind]
+    ["ask", number, what, argument...]              ["answer", number, value]
+                                                    ["failed", number, reason, kind]
+
+``key`` numbers the requests of one connection. ``request`` is a GenerateRequest in MessagePack,
+sent as bytes, so that it is decoded only once, into its class. A "deltas" frame holds everything
+that one engine tick produced for this connection; ``extras`` is a map of the fields that are set.
+``what`` is "load", "transfer_statistics", "drain", "resume" or "reset_prefix_cache", without
+arguments; or "kv" with a ``KvQuestion`` about storage tiers and its argument: nil, a ``KvPrompt``,
+the name of one tier (nil: all) or a list of addresses. Only "kv" may fail: ``kind`` is "no_tiers"
+for an engine without tiers, otherwise "engine".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+
+__all__ = [
+    "PROTOCOL",
+    "DeltaStream",
+    "KvQuestion",
+    "pack_delta",
+    "pack_request",
+    "unpack_delta",
+    "unpack_request",
+]
+
+PROTOCOL = 3
+
+
+KvQuestion = Literal[
+    "statistics", "contents", "explain", "prefetch", "evict", "verify", "set_peers"
+]
+"""The last part of the names of ``EngineClient``'s methods about storage tiers."""
+
+
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+_request_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
+
+
+def pack_request(request: GenerateRequest) -> bytes:
+    """The last part of a "generate" frame."""
+    return _request_encoder.encode(request)
+
+
+def unpack_request(packed: bytes) -> GenerateRequest:
+    """The inverse of ``pack_request``. Raises ValueError for anything else."""
+    return _request_decoder.decode(packed)
+
+
+def pack_delta(key: int, delta: TokenDelta) -> list[Any]:
+    """A delta as the compact array of a "deltas" frame."""
+    extras: dict[str, Any] = {}
+    if delta.logprobs:
+        extras["logprobs"] = [(lp.token_id, lp.logprob, lp.top) for lp in delta.logprobs]
+    if delta.finish_reason is not None:
+        extras["finish"] = delta.finish_reason.value
+    if delta.stop_reason is not None:
+        extras["stop"] = delta.stop_reason
+    if delta.cached_tokens is not None:
+        extras["cached"] = delta.cached_tokens
+    if delta.error is not None:
+        extras["error"] = delta.error
+    if delta.handover is not None:
+        extras["handover"] = delta.handover
+    if delta.handover_failed:
+        extras["handover_failed"] = True
+    return [key, delta.token_ids, extras or None]
+
+
+def unpack_delta(token_ids: list[int], extras: dict[str, Any] | None) -> TokenDelta:
+    """The inverse of ``pack_delta``, without the key."""
+    if extras is None:
+        return TokenDelta(token_ids=tuple(token_ids))
+    finish = extras.get("finish")
+    logprobs = extras.get("logprobs", ())
+    return TokenDelta(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(
+            TokenLogprob(token_id=token, logprob=logprob, top=tuple((i, p) for i, p in top))
+            for token, logprob, top in logprobs
+        )
+        if logprobs
+        else (),
+        finish_reason=_FINISH_REASONS[finish] if finish is not None else None,
+        stop_reason=extras.get("stop"),
+        cached_tokens=extras.get("cached"),
+        error=extras.get("error"),
+        handover=extras.get("handover"),
+        handover_failed=extras.get("handover_failed", False),
+    )
+
+
+class DeltaStream:
+    """An async iterator that a connection feeds. Deltas that accumulate are merged into one.
+
+    A reader that is slower than the engine thus writes once for several ticks.
+    """
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._ready: deque[TokenDelta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._ended = False
+        """The engine finished or failed the request; nothing more comes."""
+        self._exhausted = False
+
+    def feed(self, delta: TokenDelta) -> None:
+        self._ready.append(delta)
+        if delta.finish_reason is not None:
+            self._ended = True
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after what has already arrived."""
+        if not self._ended:
+            self._ended = True
+            self._error = error
+            self._wake()
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._ready:
+            if self._exhausted or (self._ended and self._error is None):
+                raise StopAsyncIteration
+            if self._error is not None:
+                self._exhausted = True
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if len(self._ready) == 1:
+            return self._ready.popleft()
+        merged = merge(self._ready)
+        self._ready.clear()
+        return merged
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._abort()
+        self._ready.clear()
+        self._exhausted = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(deltas: deque[TokenDelta]) -> TokenDelta:
+    """Consecutive deltas of one request as one."""
+    last, cached = deltas[-1], None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        cached = delta.cached_tokens if cached is None else cached
+    return TokenDelta(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        cached_tokens=cached,
+        handover=last.handover,
+        error=last.error,
+        handover_failed=last.handover_failed,
+    )

@@ -1,0 +1,159 @@
+"""/live, /ready, /health and /metrics of a front-door process, whatever protocol it speaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import attrs
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from commutator.frontend.services import FrontendServices
+
+__all__ = [
+    "OPERATIONS_PATHS",
+    "health_routes",
+    "merged_pages",
+]
+
+OPERATIONS_PATHS = frozenset({"/health", "/live", "/ready", "/metrics"})
+"""What ``health_routes`` answers; probes and scrapers send no API key."""
+
+_OWN = "own"
+"""In the query of `/metrics`: only of the process that answers."""
+_SIBLING_TIMEOUT_S = 2.0
+_RETRY_AFTER_S = 1
+_LABEL = "frontend"
+_HELP = "# HELP "
+
+
+async def _page_of_all(own_socket: Path, own_page: str) -> str:
+    """The metrics of the front-door processes that share a port; one that hangs is left out.
+
+    Each answers on its own Unix socket; all sockets are in one folder.
+    """
+    pages = {own_socket.stem: own_page}
+
+    async def fetch(path: Path) -> None:
+        timeout = aiohttp.ClientTimeout(total=_SIBLING_TIMEOUT_S)
+        connector = aiohttp.UnixConnector(str(path))
+        with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.get(f"http://localhost/metrics?{_OWN}=1") as answer,
+            ):
+                if answer.ok:
+                    pages[path.stem] = await answer.text()
+
+    siblings = set(own_socket.parent.glob(f"*{own_socket.suffix}")) - {own_socket}
+    await asyncio.gather(*map(fetch, siblings))
+    return merged_pages(dict(sorted(pages.items())))
+
+
+def health_routes(
+    services: FrontendServices, local_socket: str | None = None
+) -> Iterable[web.RouteDef]:
+    """The routes of ``OPERATIONS_PATHS`` for an aiohttp application.
+
+    ``local_socket`` is the Unix socket on which this process answers beside its shared port; with
+    several front doors, /metrics asks the others on theirs.
+    """
+    shared = services.config.replicas > 1
+
+    async def live(_: web.Request) -> web.Response:
+        """The process answers."""
+        return _json({"status": "ok"})
+
+    async def ready(_: web.Request) -> web.Response:
+        """Every model has a worker, and the process is not about to end."""
+        if services.draining:
+            return _unready("this front door is shutting down")
+        if not services.dispatcher.ready():
+            return _unready("not every model has a ready worker; GET /health lists the workers")
+        return _json({"status": "ok"})
+
+    async def health(_: web.Request) -> web.Response:
+        """Models, workers and load; always 200, for people and dashboards."""
+        return _json(_health(services))
+
+    async def metrics(request: web.Request) -> web.Response:
+        """Prometheus' text format for all front doors, as a client cannot choose one."""
+        page = services.metrics.render()
+        if local_socket is not None and shared and _OWN not in request.query:
+            page = (await _page_of_all(Path(local_socket), page.decode())).encode()
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    handlers = {"/live": live, "/ready": ready, "/health": health, "/metrics": metrics}
+    return [web.get(path, handler) for path, handler in handlers.items()]
+
+
+def _health(services: FrontendServices) -> dict[str, object]:
+    dispatcher, limiter = services.dispatcher, services.limiter
+    status = "ready" if dispatcher.ready() else "degraded"
+    return {
+        "status": "draining" if services.draining else status,
+        "models": list(services.models),
+        "workers": [attrs.asdict(worker) for worker in dispatcher.status()],
+        "requests": {"running": limiter.running, "queued": limiter.waiting},
+        "waiting_for_a_worker": {name: dispatcher.waiting(name) for name in services.models},
+        "prefill_queues": {
+            name: attrs.asdict(state) for name, state in dispatcher.prefill_queues().items()
+        },
+        "refused_handovers": [str(pair) for pair in dispatcher.refused_handovers()],
+        "load_peers": dispatcher.load_peers(),
+        "indexed_blocks": dispatcher.indexed_blocks(),
+        "registry": services.registry_address,
+        "warnings": [attrs.asdict(warning) for warning in dispatcher.warnings()],
+    }
+
+
+def _unready(message: str) -> web.Response:
+    # Answered, not raised: probes ask all the time, and a raised error is logged.
+    error = {"message": message, "type": "server_error", "param": None, "code": "no_worker"}
+    return web.Response(
+        status=web.HTTPServiceUnavailable.status_code,
+        body=msgspec.json.encode({"error": error}),
+        content_type="application/json",
+        headers={"Retry-After": str(_RETRY_AFTER_S)},
+    )
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def merged_pages(pages: Mapping[str, str]) -> str:
+    """One page with every sample of ``pages``, by front door; a label names the front door.
+
+    Samples of one metric stand together under one header, as the format requires.
+    """
+    headers: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for name, page in pages.items():
+        label = f'{_LABEL}="{name}"'
+        metric = ""
+        for line in filter(None, page.split("\n")):  # values may hold other ends of lines
+            if line.startswith(_HELP):
+                metric = line.removeprefix(_HELP).split(" ", 1)[0]
+            if not line.startswith("#"):
+                samples.setdefault(metric, []).append(_labelled(line, label))
+            elif line not in (header := headers.setdefault(metric, [])):
+                header.append(line)
+    lines = (
+        line for metric, header in headers.items() for line in (*header, *samples.get(metric, ()))
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labelled(sample: str, label: str) -> str:
+    """``name{a="b"} 1`` or ``name 1`` with one label more."""
+    name, brace, rest = sample.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label},{rest}"
+    name, _, value = sample.partition(" ")
+    return f"{name}{{{label}}} {value}"

@@ -1,0 +1,160 @@
+"""Limits of one front-door process: how many requests run and wait, and how long each may take.
+
+There are two queues. The one here bounds how many requests a front door has in hand at once
+(``max_concurrent_requests`` run, ``max_queued_requests`` wait in order of arrival): it protects the
+memory and the event loop of the process. The one of ``commutator.routing.queue`` bounds how much
+work the workers of a model have: it knows their load, and orders requests by priority. A request
+that waits there gives up its place here, so that the limits do not add up: a deployment whose
+workers are all busy must not keep out the urgent request that could get the next free worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+
+from commutator.errors import DeadlineError, OverloadedError
+
+__all__ = [
+    "ConcurrencyLimiter",
+    "TimeLimit",
+    "TimeLimits",
+]
+
+
+class ConcurrencyLimiter:
+    """A request inside ``async with`` holds one of ``max_running`` places.
+
+    Up to ``max_waiting`` others wait for one, in order of arrival.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self.running = 0
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._turns: dict[asyncio.Future[None], None] = {}
+        """In order of arrival; a dict, so that any of them can leave in constant time."""
+
+    @property
+    def waiting(self) -> int:
+        return len(self._turns)
+
+    async def __aenter__(self) -> None:
+        """Take one of the places. Raises OverloadedError when the queue is full."""
+        if self.running < self._max_running:
+            self.running += 1
+            return
+        if self.waiting >= self._max_waiting:
+            raise OverloadedError(
+                f"{self.running} requests run and {self.waiting} wait: "
+                "the queue is full; try again soon"
+            )
+        turn = asyncio.get_running_loop().create_future()
+        self._turns[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in self._turns:
+                del self._turns[turn]
+            else:
+                self._leave()  # its turn had come already
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    def stepped(self, change: int) -> None:
+        """A running request stepped aside (1) or came back (-1), even if all places are taken."""
+        if change > 0:
+            self._leave()
+        else:
+            self.running += 1
+
+    def _leave(self) -> None:
+        self.running -= 1
+        if self._turns and self.running < self._max_running:
+            turn = next(iter(self._turns))
+            del self._turns[turn]
+            self.running += 1
+            if not turn.done():  # a cancelled request leaves as soon as it resumes
+                turn.set_result(None)
+
+
+_LAST_WORDS_S = 1.0
+_POLL_S = 0.02
+
+
+class TimeLimit:
+    """An ``async with`` block that raises DeadlineError after ``timeout_s``."""
+
+    def __init__(self, timeout_s: float, limits: TimeLimits) -> None:
+        self._limits = limits
+        self._timer = asyncio.timeout(timeout_s)
+        self._why = f"the request took longer than its {timeout_s:g} s"
+
+    @property
+    def deadline_s(self) -> float | None:
+        """By the event loop's clock; known inside."""
+        return self._timer.when()
+
+    def cut(self, last_s: float) -> None:
+        """End no later than ``last_s``, by the event loop's clock, as the front door shuts down."""
+        when_s = self._timer.when()
+        if when_s is not None and last_s < when_s and not self._timer.expired():
+            self._timer.reschedule(last_s)
+            self._why = "this front door is shutting down and could not wait any longer; try again"
+
+    async def __aenter__(self) -> None:
+        await self._timer.__aenter__()
+        self._limits.begun(self)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._limits.ended(self)
+        try:
+            await self._timer.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise DeadlineError(self._why) from late
+
+
+class TimeLimits:
+    """The time limits of all running requests, which can be ended together."""
+
+    def __init__(self) -> None:
+        self._running: set[TimeLimit] = set()
+        self._last_s: float | None = None
+
+    def of(self, timeout_s: float) -> TimeLimit:
+        """The limit of one request, which counts as running while it is inside."""
+        return TimeLimit(timeout_s, self)
+
+    async def end_within(self, timeout_s: float) -> None:
+        """Limit all running and later requests to ``timeout_s``, and wait until none runs.
+
+        Waits a little longer for requests that do not end at their limit.
+        """
+        last_s = self._last_s = asyncio.get_running_loop().time() + timeout_s
+        for limit in self._running:
+            limit.cut(last_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(last_s + _LAST_WORDS_S):
+                while self._running:  # noqa: ASYNC110 - rare, so no event is kept for it
+                    await asyncio.sleep(_POLL_S)
+
+    def begun(self, limit: TimeLimit) -> None:
+        self._running.add(limit)
+        if self._last_s is not None:
+            limit.cut(self._last_s)
+
+    def ended(self, limit: TimeLimit) -> None:
+        self._running.discard(limit)

@@ -1,0 +1,236 @@
+"""The front-door process: ``python -m commutator.frontend.process CONFIG SOCKET``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from commutator import tracing
+from commutator.config.load import Loaded, load_config
+from commutator.contract.engine import ModelConfig
+from commutator.contract.frontend import Frontend
+from commutator.errors import CommutatorError
+from commutator.frontend.limits import ConcurrencyLimiter
+from commutator.frontend.services import FrontendServices
+from commutator.launcher.child import calm_garbage_collector
+from commutator.registry.client import RegistryClient
+from commutator.routing.dispatcher import Dispatcher
+from commutator.routing.membership import WorkerFollower
+from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
+from commutator.routing.replica_sync import ReplicaSync
+from commutator.tokenizer.load import load_text_model
+from commutator.tokenizer.text_model import TextModel
+
+__all__ = [
+    "REGISTRY",
+    "GroupedLog",
+    "main",
+    "run_with_fast_loop",
+    "serve_frontend",
+]
+
+log = logging.getLogger("commutator.frontend.process")  # not "__main__"
+
+REGISTRY = "COMMUTATOR_REGISTRY"
+"""The environment variable with the registry's "HOST:PORT"."""
+
+T = TypeVar("T")
+
+
+async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None:
+    """Serve until SIGTERM, then finish the running requests.
+
+    ``socket_path`` is the Unix socket on which this process alone answers.
+    """
+    config = loaded.config
+    frontend = loaded.host.frontends.kinds[config.frontend.kind].thing
+    limiter = ConcurrencyLimiter(
+        config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
+    )
+    dispatcher = Dispatcher(config, loaded.host, on_waiting=limiter.stepped)
+    services = FrontendServices(
+        config=config.frontend,
+        models=_text_models(config.models),
+        dispatcher=dispatcher,
+        limiter=limiter,
+        registry_address=registry_address,
+    )
+    loaded.host.add_observer("metrics", services.metrics)
+    await loaded.host.start(config.observers)
+    calm_garbage_collector()
+    registry = RegistryClient(registry_address)
+    indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
+    await indexes.start_warm()
+    follower = WorkerFollower(dispatcher.membership)
+    following = asyncio.create_task(follower.run(registry.watch()))
+    tasks = [following, asyncio.create_task(dispatcher.poll.run())]
+    if config.router.router_replica_sync and config.frontend.replicas > 1:
+        sharing = ReplicaSync(Path(socket_path).stem, dispatcher.load, registry_address)
+        tasks.append(asyncio.create_task(sharing.run()))
+    end_tracing = tracing.start(config.tracing) if config.tracing is not None else None
+    stop = asyncio.Event()
+
+    def end(_: object) -> None:
+        """Exit rather than route on a stale view."""
+        stop.set()
+        follower.informed.set()
+
+    following.add_done_callback(end)
+    try:
+        # A front door that knows no worker yet would refuse what its siblings could serve.
+        await follower.informed.wait()
+        await indexes.serve()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await serve_frontend(
+            frontend,
+            services,
+            stop,
+            on_listening=lambda port: log.info("listening on port %d", port),
+            drain_timeout_s=config.runtime.drain_timeout_s,
+            local_socket=socket_path,
+        )
+        if following.done():
+            following.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await indexes.close()
+        await follower.close()
+        await dispatcher.close()
+        await loaded.host.stop()
+        await registry.close()
+        if end_tracing is not None:
+            await asyncio.to_thread(end_tracing)
+
+
+async def serve_frontend(
+    frontend: Frontend[Any, FrontendServices],
+    services: FrontendServices,
+    stop: asyncio.Event,
+    *,
+    on_listening: Callable[[int], None],
+    drain_timeout_s: float,
+    local_socket: str | None = None,
+    settle_s: float = 0.25,
+) -> None:
+    """Serve until ``stop`` is set; then accept nothing new and let running requests finish.
+
+    ``on_listening`` is given the port. After ``stop``, /ready answers 503 for ``settle_s`` seconds
+    before the port is closed, and requests on connections that were accepted last have as long to
+    arrive. Requests that still run after ``drain_timeout_s`` are ended as by their own time limit.
+    Raises ConfigError when the front door cannot be opened.
+    """
+    opened = await frontend.open(services.config, services, local_socket=local_socket)
+    try:
+        on_listening(opened.port)
+        await stop.wait()
+        services.draining = True
+        await asyncio.sleep(settle_s)
+        await opened.stop_accepting()
+        await asyncio.sleep(settle_s)
+        await services.time_limits.end_within(drain_timeout_s)
+    finally:
+        await opened.close()
+
+
+def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, on uvloop where it is installed."""
+    factory = None
+    if find_spec("uvloop") is not None:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:
+    models = {}
+    for config in configs:
+        model = load_text_model(config.source)
+        if config.chat_template is not None:
+            model.use_chat_template(Path(config.chat_template).read_text(encoding="utf-8"))
+        if config.max_model_len is not None:
+            model.max_model_len = min(model.max_model_len, config.max_model_len)
+        models[config.name] = model
+    return models
+
+
+def main() -> None:
+    config_file, socket_path = sys.argv[1:]
+    try:
+        # The supervisor wrote the effective values, so the environment must not change them again.
+        loaded = load_config([config_file], environ={})
+        level = loaded.config.log.level.upper()
+        # The format does not show these, so do not look them up for each line.
+        logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+        logging._srcfile = None  # noqa: SLF001 - as the library's documentation advises
+        form = "%(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
+        # Handing a prompt to a pool of threads costs more than tokenizing its new part.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
+    except CommutatorError as error:
+        sys.exit(f"ERROR {error}")
+
+
+class GroupedLog(logging.Handler):
+    """Writes lines in groups: one write, and one wake-up of the reader, for many requests.
+
+    A line waits for at most ``delay_s``. Warnings, and lines from outside the event loop, are
+    written at once, after everything before them. Only a process that is killed loses lines: those
+    of its last ``delay_s``.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, delay_s: float = 0.05) -> None:
+        super().__init__()
+        self._stream = stream or sys.stderr
+        self._delay_s = delay_s
+        self._lines: list[str] = []
+        self._flush_is_due = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # noqa: BLE001 - a line that cannot be written must not fail a request
+            self.handleError(record)
+            return
+        if record.levelno > logging.INFO:
+            self.flush()
+        elif not self._flush_is_due:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                self.flush()
+            else:
+                self._flush_is_due = True
+                loop.call_later(self._delay_s, self._due)
+
+    def flush(self) -> None:
+        """Write everything now. The process also calls it at its end."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self._stream.write("\n".join(lines) + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):
+            pass  # the reader went away; serving continues
+        finally:
+            self.release()
+
+    def _due(self) -> None:
+        self._flush_is_due = False
+        self.flush()
+
+
+if __name__ == "__main__":
+    main()

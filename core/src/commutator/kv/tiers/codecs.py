@@ -1,0 +1,271 @@
+"""Codecs for stored blocks (compression, encryption at rest), and the header of a stored block."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib import import_module
+from typing import Any
+
+from attrs import frozen
+
+from commutator.contract.block import KEY_BYTES, BlockKey
+from commutator.errors import TierError
+from commutator.kv.arena import checksum
+
+__all__ = [
+    "HEADER_BYTES",
+    "AesGcm",
+    "Codec",
+    "CodecError",
+    "FrameError",
+    "FrameHeader",
+    "Lz4",
+    "Zstd",
+    "chain_name",
+    "decode",
+    "encode",
+    "identity_with",
+]
+
+_FINGERPRINT_OF = b"commutator: which key encrypts KV blocks"
+"""The only message that the key signs."""
+
+
+class CodecError(ValueError):
+    """The bytes cannot be decoded."""
+
+
+class Codec(ABC):
+    """One reversible encoding. An instance is used by one thread."""
+
+    name: str
+    """Stored with each block. A block with other codecs than the configured ones is a miss."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly for codecs that can decode each other's output. Reveals no secret."""
+        return self.name
+
+    @abstractmethod
+    def encode(self, data: memoryview, key: bytes) -> bytes:
+        """The bytes to store for the block ``key``."""
+
+    @abstractmethod
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
+        """The block's bytes, at most ``max_bytes``. Raises CodecError."""
+
+    @property
+    @abstractmethod
+    def overhead_bytes(self) -> int:
+        """Largest growth of a block in bytes, beside 1/128 of its size."""
+
+
+class Zstd(Codec):
+    """zstandard. Needs the package `zstandard`."""
+
+    overhead_bytes = 64
+
+    def __init__(self, level: int = 1) -> None:
+        self.name = "zstd"
+        self._module = _needed("zstandard", "compression: zstd")
+        self._compressor = self._module.ZstdCompressor(level=level)
+        self._decompressor = self._module.ZstdDecompressor()
+
+    def encode(self, data: memoryview, key: bytes) -> bytes:
+        del key
+        return bytes(self._compressor.compress(data))
+
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
+        del key
+        try:
+            size = self._module.frame_content_size(data)
+            if not 0 <= size <= max_bytes:
+                raise CodecError(f"its header gives a decompressed size of {size} bytes")
+            return bytes(self._decompressor.decompress(data))
+        except self._module.ZstdError as error:
+            raise CodecError(str(error)) from error
+
+
+class Lz4(Codec):
+    """LZ4 frames. Needs the package `lz4`."""
+
+    overhead_bytes = 64
+
+    def __init__(self) -> None:
+        self.name = "lz4"
+        self._frame = _needed("lz4.frame", "compression: lz4")
+
+    def encode(self, data: memoryview, key: bytes) -> bytes:
+        del key
+        return bytes(self._frame.compress(data))
+
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
+        del key
+        try:
+            decompressor = self._frame.LZ4FrameDecompressor()
+            plain = bytes(decompressor.decompress(data, max_length=max_bytes))
+        except RuntimeError as error:
+            raise CodecError(str(error)) from error
+        if not decompressor.eof:
+            raise CodecError(f"it decompresses to more than {max_bytes} bytes, or ends too early")
+        return plain
+
+
+class AesGcm(Codec):
+    """AES-GCM with a random nonce before the data; also authenticates the block's key.
+
+    ``secret`` is 16, 24 or 32 bytes. Needs the package `cryptography`.
+    """
+
+    _NONCE_BYTES = 12
+    overhead_bytes = _NONCE_BYTES + 16
+
+    def __init__(self, secret: bytes) -> None:
+        self.name = "aes-gcm"
+        aead = _needed("cryptography.hazmat.primitives.ciphers.aead", "encryption")
+        exceptions = _needed("cryptography.exceptions", "encryption")
+        self._invalid: type[Exception] = exceptions.InvalidTag
+        try:
+            self._cipher = aead.AESGCM(secret)
+        except ValueError as error:
+            raise TierError(f"the encryption key has {len(secret)} bytes: {error}") from None
+        self._fingerprint = hmac.new(secret, _FINGERPRINT_OF, sha256).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name}:{self._fingerprint}"
+
+    def encode(self, data: memoryview, key: bytes) -> bytes:
+        nonce = os.urandom(self._NONCE_BYTES)
+        return nonce + bytes(self._cipher.encrypt(nonce, data, key))
+
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
+        del max_bytes  # decryption only shortens
+        try:
+            nonce, sealed = data[: self._NONCE_BYTES], data[self._NONCE_BYTES :]
+            return bytes(self._cipher.decrypt(bytes(nonce), sealed, key))
+        except (self._invalid, ValueError) as error:
+            raise CodecError("it was not encrypted for this block with this key") from error
+
+
+def chain_name(codecs: Sequence[Codec]) -> str:
+    """The codecs' names in order, as a frame's header has them."""
+    return "+".join(codec.name for codec in codecs)
+
+
+def identity_with(codecs: Sequence[Codec], identity: str) -> str:
+    """``SlotGeometry.identity`` of blocks that go through these codecs.
+
+    A worker with other codecs or another key on the same medium neither finds nor removes them.
+    """
+    if not codecs:
+        return identity
+    chain = "+".join(codec.fingerprint for codec in codecs)
+    return sha256(f"{identity} {chain}".encode()).hexdigest()
+
+
+def encode(codecs: Sequence[Codec], data: memoryview, key: bytes) -> memoryview:
+    """Encode ``data`` with every codec, first to last."""
+    for codec in codecs:
+        data = memoryview(codec.encode(data, key))
+    return data
+
+
+def decode(codecs: Sequence[Codec], data: memoryview, key: bytes, block_bytes: int) -> memoryview:
+    """Undo ``encode``. Raises CodecError, also when the size is not ``block_bytes``."""
+    most = block_bytes + block_bytes // 128 + sum(codec.overhead_bytes for codec in codecs)
+    for codec in reversed(codecs):
+        data = memoryview(codec.decode(data, key, most))
+    if len(data) != block_bytes:
+        raise CodecError(f"it decodes to {len(data)} bytes, not {block_bytes}")
+    return data
+
+
+def _needed(module: str, option: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.split(".", maxsplit=1)[0]
+        raise TierError(f"{option} needs the package {package}: pip install {package}") from error
+
+
+_MAGIC = b"CMTKVBLK"
+_VERSION = 1
+_CODEC_BYTES = 48
+_FIELDS = struct.Struct(f"<8sH6x{KEY_BYTES}sQQQ{_CODEC_BYTES}s")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class FrameError(ValueError):
+    """The bytes are not an intact block with the expected key."""
+
+
+@frozen(kw_only=True)
+class FrameHeader:
+    """The header of a stored block; its payload follows."""
+
+    key: BlockKey
+    block_bytes: int
+    """Size of the block once decoded."""
+    payload_bytes: int
+    checksum: int
+    """Of the payload as stored."""
+    codec: str = ""
+    """How the payload was encoded, such as "zstd+aes-gcm"; empty: not encoded."""
+
+    def pack(self) -> bytes:
+        """``HEADER_BYTES`` bytes. Raises ValueError for a codec name that is too long."""
+        codec = self.codec.encode("ascii")
+        if len(codec) > _CODEC_BYTES:
+            raise ValueError(f"the codec name {self.codec!r} is longer than {_CODEC_BYTES} bytes")
+        fields = _FIELDS.pack(
+            _MAGIC,
+            _VERSION,
+            self.key,
+            self.block_bytes,
+            self.payload_bytes,
+            self.checksum,
+            codec,
+        )
+        return fields + _CHECKSUM.pack(checksum(fields))
+
+    @classmethod
+    def parse(cls, data: memoryview, key: BlockKey) -> FrameHeader:
+        """Read the header of a frame that must hold ``key``. Raises FrameError."""
+        if len(data) < HEADER_BYTES:
+            raise FrameError(f"{len(data)} bytes are too few for a header")
+        fields = data[: _FIELDS.size]
+        (stored,) = _CHECKSUM.unpack(data[_FIELDS.size : HEADER_BYTES])
+        magic, version, found, block_bytes, payload_bytes, payload_checksum, codec = _FIELDS.unpack(
+            fields
+        )
+        if magic != _MAGIC:
+            raise FrameError("these bytes are not a KV block")
+        if stored != checksum(fields):
+            raise FrameError("the header is damaged")
+        if version != _VERSION:
+            raise FrameError(f"the block has format {version}, not {_VERSION}")
+        if found != key:
+            raise FrameError("this is another block")
+        if HEADER_BYTES + payload_bytes > len(data):
+            raise FrameError(f"{payload_bytes} bytes of payload do not fit into {len(data)}")
+        return cls(
+            key=found,
+            block_bytes=block_bytes,
+            payload_bytes=payload_bytes,
+            checksum=payload_checksum,
+            codec=codec.rstrip(b"\0").decode("ascii", "replace"),
+        )
+
+    def payload(self, data: memoryview) -> memoryview:
+        """The payload, verified. ``data`` begins with this header. Raises FrameError."""
+        payload = data[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        if checksum(payload) != self.checksum:
+            raise FrameError("the payload is damaged")
+        return payload

@@ -1,0 +1,267 @@
+"""A reader's connections to other workers' exporters."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import msgspec
+from attrs import define, field
+
+from commutator.backoff import Backoff
+from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
+from commutator.frames import FrameProtocol
+from commutator.kv.transfer.protocol import (
+    ExportedMemory,
+    LentBlocks,
+    LookupRequest,
+    ReleaseRequest,
+)
+
+__all__ = ["Connection", "Sources"]
+
+log = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
+
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+class Connection:
+    """A connection to one exporter, at "host:port". ``start`` connects it, again after a loss."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._frames: FrameProtocol | None = None
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up; a loss may be noticed late."""
+        return self._frames is not None
+
+    async def start(self) -> None:
+        """Connect, unless it is connected. Raises EngineUnavailableError."""
+        if self._frames is not None:
+            return
+        host, _, port = self.address.rpartition(":")
+        frames = FrameProtocol(self._on_frame, lambda reason: self._on_lost(frames, reason))
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                transport, _ = await asyncio.get_running_loop().create_connection(
+                    lambda: frames, host, int(port)
+                )
+        except (OSError, ValueError, TimeoutError) as error:
+            what = "no answer" if isinstance(error, TimeoutError) else str(error)
+            raise self._unavailable(what) from error
+        if transport.is_closing():
+            raise self._unavailable("connection lost at once")
+        self._frames = frames
+
+    async def ask(self, what: str, arguments: Any, *, timeout_s: float) -> Any:
+        """Ask a question and return the answer. Call ``start`` before.
+
+        Raises EngineUnavailableError without an answer, EngineHandoverError if it is a refusal.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        number = self._send(what, arguments)
+        self._questions[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise self._unavailable(f"no answer within {timeout_s:g} s") from None
+        finally:
+            self._questions.pop(number, None)
+
+    def tell(self, what: str, arguments: Any) -> None:
+        """Ask without waiting for the answer. Does nothing when it is not connected."""
+        if self._frames is not None:
+            self._send(what, arguments)
+
+    async def close(self) -> None:
+        """Disconnect, once everything is sent."""
+        if self._frames is not None:
+            self._frames.close()
+            self._on_lost(self._frames, "closed")
+
+    def _send(self, what: str, arguments: Any) -> int:
+        if self._frames is None:
+            raise self._unavailable("not connected")
+        number = next(self._numbers)
+        self._frames.send(["ask", number, what, arguments])
+        return number
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case [("answer" | "failed") as kind, int(number), value]:
+                answer = self._questions.get(number)
+                if answer is None or answer.done():
+                    return
+                if kind == "answer":
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(EngineHandoverError(str(value)))
+            case _:
+                log.warning("exporter at %s: unknown frame %r", self.address, frame[0])
+
+    def _on_lost(self, frames: FrameProtocol, reason: str) -> None:
+        if self._frames is not frames:
+            return
+        self._frames = None
+        questions, self._questions = self._questions, {}
+        for answer in questions.values():
+            if not answer.done():
+                answer.set_exception(self._unavailable(f"connection lost ({reason})"))
+
+    def _unavailable(self, what: str) -> EngineUnavailableError:
+        return EngineUnavailableError(f"exporter at {self.address}: {what}")
+
+
+@define(eq=False)
+class _Source:
+    connection: Connection
+    memory: ExportedMemory | None = None
+    connecting: asyncio.Lock = field(factory=asyncio.Lock)
+    silences: int = 0
+    """Consecutive look-ups without an answer."""
+    backoff: Backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    open_until_s: float = 0.0
+    """The circuit breaker: no look-up is sent there before this time."""
+
+    def answered(self) -> None:
+        self.silences, self.backoff = 0, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+
+    def missed(self, max_silences: int) -> None:
+        self.silences += 1
+        if self.silences >= max_silences:
+            self.backoff, pause_s = self.backoff.after_failure(0.0)
+            self.open_until_s = time.monotonic() + pause_s
+
+
+class Sources:
+    """One connection for each exporter, made when needed. For use in one event loop."""
+
+    def __init__(
+        self,
+        connect: Callable[[str], Connection] = Connection,
+        *,
+        forget: Callable[[ExportedMemory], None] = lambda _: None,
+        hello_timeout_s: float = 30.0,
+        max_silences: int = 2,
+    ) -> None:
+        """``forget`` is called with the memory of each process that has ended.
+
+        After ``max_silences`` consecutive look-ups without an answer, an exporter gets none for
+        1 s, and for twice as long after each further miss, up to 30 s.
+        """
+        self._connect = connect
+        self._forget = forget
+        self._hello_timeout_s = hello_timeout_s
+        self._max_silences = max_silences
+        self._sources: dict[str, _Source] = {}
+
+    async def ask(
+        self, address: str, what: str, arguments: Any, answer: type[AnswerT], *, timeout_s: float
+    ) -> AnswerT:
+        """Ask an exporter; connect to it if necessary.
+
+        Raises EngineError without an answer, for a refusal, and for one of another type.
+        """
+        source = self._source(address)
+        async with source.connecting:
+            await source.connection.start()
+        return _as(
+            answer, address, await source.connection.ask(what, arguments, timeout_s=timeout_s)
+        )
+
+    async def memory(self, address: str) -> ExportedMemory:
+        """The arena at this address; asks once for each connection. Raises EngineError."""
+        source = self._source(address)
+        async with source.connecting:
+            if source.memory is not None and source.connection.connected:
+                return source.memory
+            await source.connection.start()
+            found = _as(
+                ExportedMemory,
+                address,
+                await source.connection.ask("hello", {}, timeout_s=self._hello_timeout_s),
+            )
+            if source.memory is not None and source.memory != found:
+                self._forget(source.memory)
+            source.memory = found
+        await self._forget_lost()
+        return found
+
+    async def look_up(
+        self, addresses: Collection[str], request: LookupRequest, timeout_s: float
+    ) -> list[tuple[str, LentBlocks]]:
+        """The blocks that exporters lend, for each that answers in time, the most blocks first.
+
+        Closes the connections to all other exporters. Never raises EngineError.
+        """
+        for address in self._sources.keys() - set(addresses):
+            await self._sources.pop(address).connection.close()
+        now_s = time.monotonic()
+        asked = [each for each in addresses if self._source(each).open_until_s <= now_s]
+        answers = await asyncio.gather(*(self._look_up(a, request, timeout_s) for a in asked))
+        found = [(a, lent) for a, lent in zip(asked, answers, strict=True) if lent is not None]
+        return sorted(found, key=lambda answer: -len(answer[1].blocks))
+
+    def release(self, address: str, request: ReleaseRequest) -> None:
+        """Release blocks. If the message is lost, their lease lapses."""
+        if (source := self._sources.get(address)) is not None:
+            source.connection.tell("release", request)
+
+    async def close(self) -> None:
+        """Disconnect from all exporters."""
+        sources, self._sources = self._sources, {}
+        for source in sources.values():
+            await source.connection.close()
+
+    async def _look_up(
+        self, address: str, request: LookupRequest, timeout_s: float
+    ) -> LentBlocks | None:
+        source = self._source(address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                lent = await self.ask(address, "look_up", request, LentBlocks, timeout_s=timeout_s)
+        except (EngineError, TimeoutError) as error:
+            log.debug("look-up at %s failed: %s", address, error)
+            source.missed(self._max_silences)
+            # It may lend the blocks yet, in an answer that comes too late.
+            self.release(address, ReleaseRequest(request.id))
+            return None
+        source.answered()
+        return lent
+
+    async def _forget_lost(self) -> None:
+        """Drop the sources whose connection is lost: workers come and go."""
+        for address, source in list(self._sources.items()):
+            idle = not source.connection.connected and not source.connecting.locked()
+            # While another connection was closed, this source may have been replaced.
+            if source.memory is not None and idle and self._sources.get(address) is source:
+                del self._sources[address]
+                self._forget(source.memory)
+                await source.connection.close()
+
+    def _source(self, address: str) -> _Source:
+        source = self._sources.get(address)
+        if source is None:
+            source = self._sources[address] = _Source(self._connect(address))
+        return source
+
+
+def _as(kind: type[AnswerT], address: str, answer: Any) -> AnswerT:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise EngineHandoverError(
+            f"exporter at {address}: no valid {kind.__name__}: {error}"
+        ) from error

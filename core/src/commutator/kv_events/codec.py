@@ -1,0 +1,132 @@
+"""KV events in the wire format that vLLM and SGLang publish over ZMQ.
+
+A message has three frames: topic, sequence (8 bytes, big-endian), and body (MessagePack)
+``[timestamp_s, [event, ...], data_parallel_rank]``. Current engines encode an event as a map with a
+``type``, without defaults; older ones as an array that begins with the type. Both can be decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, EventBatch, KvEvent
+
+__all__ = ["decode_batch", "encode_batch"]
+
+_STORED_FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+)
+
+_REMOVED_FIELDS = ("block_hashes", "medium")
+_WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
+"""vLLM's kinds of layers that keep the KV of every token."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """The body of a message."""
+    events = [_to_map(event) for event in batch.events]
+    return _encoder.encode([batch.timestamp_s, events, batch.data_parallel_rank])
+
+
+def decode_batch(body: bytes) -> EventBatch:
+    """Decode the body of a message; leave out events of unknown type.
+
+    Raises ValueError when the body is not a batch of events.
+    """
+    try:
+        timestamp_s, raw_events, *rest = _decoder.decode(body)
+        events = [event for raw in raw_events if (event := _from_raw(raw)) is not None]
+    except (msgspec.DecodeError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"not a batch of KV events: {error}") from error
+    return EventBatch(
+        timestamp_s=timestamp_s,
+        events=tuple(events),
+        data_parallel_rank=(rest[0] if rest else None) or 0,
+    )
+
+
+def _to_map(event: KvEvent) -> dict[str, Any]:
+    match event:
+        case BlockStored():
+            stored = {
+                "type": "BlockStored",
+                "block_hashes": event.block_hashes,
+                "parent_block_hash": event.parent_block_hash,
+                "token_ids": event.token_ids,
+                "block_size": event.block_size,
+                "medium": event.medium,
+            }
+            if event.lora_name:
+                stored["lora_name"] = event.lora_name
+            if event.cache_salt is not None:
+                stored["cache_salt"] = event.cache_salt
+            return stored
+        case BlockRemoved():
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": event.block_hashes,
+                "medium": event.medium,
+            }
+        case BlocksCleared():
+            return {"type": "AllBlocksCleared"}
+
+
+def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
+    kind, fields = _split(raw)
+    match kind:
+        case "BlockStored":
+            return BlockStored(
+                block_hashes=tuple(fields["block_hashes"]),
+                parent_block_hash=fields.get("parent_block_hash"),
+                token_ids=tuple(fields["token_ids"]),
+                block_size=int(fields["block_size"]),
+                lora_name=fields.get("lora_name"),
+                medium=fields.get("medium"),
+                cache_salt=_salt(fields),
+                group=fields.get("group_idx"),
+                keeps_prefix=fields.get("kv_cache_spec_kind") in _WHOLE_PREFIX,
+            )
+        case "BlockRemoved":
+            hashes = tuple(fields["block_hashes"])
+            return BlockRemoved(
+                block_hashes=hashes, medium=fields.get("medium"), group=fields.get("group_idx")
+            )
+        case "AllBlocksCleared":
+            return BlocksCleared()
+        case _:
+            return None
+
+
+def _salt(fields: Mapping[str, Any]) -> str | None:
+    """SGLang has a field for the salt; vLLM puts it, untagged, among the first block's extra keys.
+
+    Other extra keys, such as an image's hash, also distinguish blocks, so they count as a salt.
+    """
+    if (named := fields.get("cache_salt")) is not None:
+        return str(named)
+    first = next(iter(fields.get("extra_keys") or ()), None) or ()
+    found = [key for key in first if key != fields.get("lora_name")]
+    if not found:
+        return None
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else repr(found)
+
+
+def _split(raw: Mapping[str, Any] | Sequence[Any]) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(raw, dict):
+        return raw["type"], raw
+    kind, *values = raw
+    names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
+    return kind, dict(zip(names, values, strict=False))

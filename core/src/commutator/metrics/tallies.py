@@ -1,0 +1,107 @@
+"""Counters and histograms of one thread, for what is counted at every request.
+
+Prometheus' own ask at each step whether they may and take a lock each time; these only add, and
+look the same to who scrapes them.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from attrs import define, field
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+__all__ = [
+    "Counter",
+    "Histogram",
+]
+
+Labels = tuple[str, ...]
+
+
+class Counter(Collector):
+    """Sums by label values. Used from one thread."""
+
+    def __init__(
+        self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry
+    ) -> None:
+        self._about = (name, documentation)
+        self._labels = tuple(labels)
+        self._sums: dict[Labels, float] = {}
+        self._created_s: dict[Labels, float] = {}
+        registry.register(self)
+
+    def add(self, amount: float, *labels: str) -> None:
+        """``amount`` is not negative; ``labels`` are the values, in order."""
+        try:
+            self._sums[labels] += amount
+        except KeyError:
+            self._sums[labels] = amount
+            self._created_s[labels] = time.time()
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(*self._about, labels=self._labels)
+        for labels, total in self._sums.items():
+            family.add_metric(labels, total, self._created_s[labels])
+        return [family]
+
+    def describe(self) -> Iterable[Metric]:
+        return [CounterMetricFamily(*self._about, labels=self._labels)]
+
+
+@define
+class _Counts:
+    by_bucket: list[int]
+    total: float = 0.0
+    created_s: float = field(factory=time.time)
+
+
+class Histogram(Collector):
+    """Counts of observations by bucket and label values. Used from one thread."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        """``buckets`` are upper bounds, ascending; what is beyond the last is counted, too."""
+        self._about = (name, documentation)
+        self._labels = tuple(labels)
+        self._bounds = [float(bound) for bound in buckets]
+        self._counts: dict[Labels, _Counts] = {}
+        registry.register(self)
+
+    def observe(self, value: float, *labels: str) -> None:
+        """``labels`` are the values, in order."""
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._counts[labels] = _Counts([0] * (len(self._bounds) + 1))
+        counts.by_bucket[bisect_left(self._bounds, value)] += 1
+        counts.total += value
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(*self._about, labels=self._labels)
+        bounds = (*self._bounds, float("inf"))
+        names = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
+        for labels, counts in self._counts.items():
+            below, buckets = 0, []
+            for name, count in zip(names, counts.by_bucket, strict=True):
+                below += count
+                buckets.append((name, below))
+            family.add_metric(labels, buckets, counts.total)
+            named = dict(zip(self._labels, labels, strict=True))
+            family.samples.append(Sample(f"{family.name}_created", named, counts.created_s))
+        return [family]
+
+    def describe(self) -> Iterable[Metric]:
+        return [HistogramMetricFamily(*self._about, labels=self._labels)]

@@ -1,1 +1,0 @@
-"""What the processes tell about themselves."""

@@ -1,0 +1,203 @@
+"""The registry `memory`: a pure state machine of leases, driven by a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from commutator.contract.registry import LAPSED, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.worker import Role, WorkerRecord
+
+__all__ = [
+    "Deregister",
+    "Event",
+    "KeepAlive",
+    "Lease",
+    "LeaseTable",
+    "MemoryRegistry",
+    "Register",
+    "SetDraining",
+    "SetRole",
+    "Tick",
+    "step",
+]
+
+
+@frozen
+class Deregister:
+    lease_id: int
+    reason: str
+
+
+@frozen
+class KeepAlive:
+    lease_id: int
+
+
+@frozen
+class Register:
+    """Begin a lease. It replaces a live lease of the same worker id."""
+
+    record: WorkerRecord
+    ttl_s: float
+
+
+@frozen
+class SetDraining:
+    """Drain a worker or undrain it; also applies to its later leases."""
+
+    worker_id: str
+    draining: bool
+
+
+@frozen
+class SetRole:
+    """Change a worker's role; also applies to its later leases."""
+
+    worker_id: str
+    role: Role
+
+
+@frozen
+class Tick:
+    """Time passed."""
+
+
+Event = Register | KeepAlive | Deregister | SetDraining | SetRole | Tick
+
+
+class MemoryRegistry(Registry):
+    """A lease table with a clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._table = LeaseTable()
+        self._watchers: set[asyncio.Queue[Sequence[Change]]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        self._step(Register(record, ttl_s))
+        return self._table.last_id
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        return self._step(KeepAlive(lease_id))
+
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        self._step(Deregister(lease_id, reason))
+
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        return self._step(SetDraining(worker_id, draining))
+
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        return self._step(SetRole(worker_id, role))
+
+    async def watch(self) -> AsyncIterator[Sequence[Change]]:
+        queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
+        self._step(Tick())
+        queue.put_nowait([WorkerUp(record=record) for record in self._table.records()])
+        self._watchers.add(queue)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.discard(queue)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _step(self, event: Event) -> bool:
+        self._table, changes, found = step(self._table, event, self._clock())
+        if changes:
+            for queue in self._watchers:
+                queue.put_nowait(changes)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (expiry := self._table.next_expiry()) is not None:
+            wait_s = max(0.0, expiry - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._step, Tick())
+        return found
+
+
+@frozen
+class Lease:
+    lease_id: int
+    record: WorkerRecord
+    ttl_s: float
+    expires_at: float
+
+
+@frozen
+class LeaseTable:
+    """All live leases, by lease id. Times are seconds of one monotonic clock."""
+
+    leases: Mapping[int, Lease] = field(factory=dict)
+    last_id: int = 0
+    draining: frozenset[str] = frozenset()
+    """Ids of workers that are drained until they are undrained."""
+    roles: Mapping[str, Role] = field(factory=dict)
+    """Roles that were changed, by worker id; they replace what the worker registers with."""
+
+    def records(self) -> list[WorkerRecord]:
+        return [lease.record for lease in self.leases.values()]
+
+    def next_expiry(self) -> float | None:
+        """When the first lease lapses, in the clock's seconds; None without leases."""
+        return min((lease.expires_at for lease in self.leases.values()), default=None)
+
+
+def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[Change], bool]:
+    """The new table, the changes for watchers in order, and whether lease or worker exists."""
+    due = [lease for lease in table.leases.values() if lease.expires_at <= now]
+    changes: list[Change] = [
+        WorkerDown(worker_id=lease.record.worker_id, reason=LAPSED) for lease in due
+    ]
+    leases = {i: lease for i, lease in table.leases.items() if lease.expires_at > now}
+    last_id, draining, roles, found = table.last_id, table.draining, table.roles, True
+    match event:
+        case Register(record, ttl_s):
+            role = roles.get(record.worker_id, record.role)
+            record = evolve(record, draining=record.worker_id in draining, role=role)
+            same = [i for i, lease in leases.items() if lease.record.worker_id == record.worker_id]
+            changes += [
+                WorkerDown(worker_id=leases.pop(i).record.worker_id, reason="failed") for i in same
+            ]
+            last_id += 1
+            leases[last_id] = Lease(last_id, record, ttl_s, now + ttl_s)
+            changes.append(WorkerUp(record=record))
+        case KeepAlive(lease_id) if lease_id in leases:
+            lease = leases[lease_id]
+            leases[lease_id] = evolve(lease, expires_at=now + lease.ttl_s)
+        case Deregister(lease_id, reason) if lease_id in leases:
+            changes.append(
+                WorkerDown(worker_id=leases.pop(lease_id).record.worker_id, reason=reason)
+            )
+        case SetDraining(worker_id, wanted):
+            if found := _rewrite(leases, changes, worker_id, draining=wanted):
+                draining = draining | {worker_id} if wanted else draining - {worker_id}
+        case SetRole(worker_id, role):
+            if found := _rewrite(leases, changes, worker_id, role=role):
+                roles = {**roles, worker_id: role}
+        case Tick():
+            pass
+        case _:
+            found = False
+    return LeaseTable(leases, last_id, draining, roles), changes, found
+
+
+def _rewrite(
+    leases: dict[int, Lease], changes: list[Change], worker_id: str, **fields: Any
+) -> bool:
+    """Change the record of a worker, and add the change. False: the worker has no lease."""
+    held = [lease for lease in leases.values() if lease.record.worker_id == worker_id]
+    for lease in held:
+        record = evolve(lease.record, **fields)
+        if record != lease.record:
+            leases[lease.lease_id] = evolve(lease, record=record)
+            changes.append(WorkerUp(record=record))
+    return bool(held)

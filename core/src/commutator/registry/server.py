@@ -1,0 +1,142 @@
+"""Serves a registry over TCP, in ``commutator.frames``.
+
+client -> server                              server -> client
+["register", number, WorkerRecord, ttl_s]     ["answer", number, lease id]
+["keep_alive", number, lease id]              ["answer", number, true | false]
+["deregister", number, lease id, reason]      ["answer", number, nil]
+["set_draining", number, worker id, bool]     ["answer", number, true | false]
+["set_role", number, worker id, role]         ["answer", number, true | false]
+["watch"]                                     ["snapshot", [WorkerRecord, ...]]
+                                              ["changes", [["up", WorkerRecord] |
+                                                           ["down", worker id, reason], ...]]
+
+Front doors also exchange their loads here: the server forwards each message of one to all others
+unchanged. It drops messages for a slow reader, as the next message replaces them.
+
+["share", peer, number, {worker id:           ["shared", peer, number, {...}]
+  [requests, prefill tokens, blocks]}]
+["share", peer, number, nil]                  ["shared", peer, number, nil]    it has stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+
+from commutator.contract.registry import Change, Registry, WorkerUp
+from commutator.contract.worker import Role, WorkerRecord
+from commutator.frames import FrameProtocol
+
+__all__ = [
+    "RegistryServer",
+]
+
+log = logging.getLogger(__name__)
+
+_MAX_UNSENT_BYTES = 64 << 10
+
+
+class _Connection:
+    def __init__(self, server: RegistryServer) -> None:
+        self._server = server
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.shares = False
+        """Whether this is a front door that shares its load."""
+        server.connections.add(self)
+
+    def end(self) -> None:
+        self._server.connections.discard(self)
+        for task in self._tasks:
+            task.cancel()
+
+    def _on_lost(self, reason: str) -> None:
+        del reason
+        self.end()
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case ["share", str(), int(), dict() | None]:
+                self.shares = True
+                self._server.pass_on(self, frame)
+                return
+        task = asyncio.get_running_loop().create_task(self._handle(frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, frame: list[Any]) -> None:
+        registry = self._server.registry
+        try:
+            match frame:
+                case ["register", int(number), record, float() | int() as ttl_s]:
+                    worker = msgspec.convert(record, WorkerRecord)
+                    self._answer(number, await registry.register(worker, float(ttl_s)))
+                case ["keep_alive", int(number), int(lease_id)]:
+                    self._answer(number, await registry.keep_alive(lease_id))
+                case ["deregister", int(number), int(lease_id), str(reason)]:
+                    await registry.deregister(lease_id, reason)
+                    self._answer(number, None)
+                case ["set_draining", int(number), str(worker_id), bool(draining)]:
+                    self._answer(number, await registry.set_draining(worker_id, draining))
+                case ["set_role", int(number), str(worker_id), str(role)]:
+                    self._answer(number, await registry.set_role(worker_id, Role(role)))
+                case ["watch"]:
+                    await self._watch()
+                case _:
+                    raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
+        except (ValueError, TypeError) as error:
+            log.warning("a registry client sent a wrong %r frame: %s", frame[0], error)
+            self.frames.close()
+
+    async def _watch(self) -> None:
+        first = True
+        async for changes in self._server.registry.watch():
+            if first:
+                self.frames.send(
+                    ["snapshot", [c.record for c in changes if isinstance(c, WorkerUp)]]
+                )
+                first = False
+            else:
+                self.frames.send(["changes", [_packed(change) for change in changes]])
+
+    def _answer(self, number: int, value: Any) -> None:
+        self.frames.send(["answer", number, value])
+
+
+class RegistryServer:
+    """Lets other processes use ``registry``."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; returns "host:port"."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self).frames, host, port)
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    def pass_on(self, sender: _Connection, frame: list[Any]) -> None:
+        """Send what one front door shares to all others that share."""
+        for connection in self.connections:
+            unsent = connection.frames.unsent_bytes
+            if connection.shares and connection is not sender and unsent < _MAX_UNSENT_BYTES:
+                connection.frames.send(["shared", *frame[1:]])
+
+    async def stop(self) -> None:
+        """Stop listening and close every connection. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.frames.close()
+            connection.end()
+
+
+def _packed(change: Change) -> list[Any]:
+    if isinstance(change, WorkerUp):
+        return ["up", change.record]
+    return ["down", change.worker_id, change.reason]

@@ -1,0 +1,244 @@
+"""The prefill workers of one model: decides whether one prefills a request, and chooses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from commutator.contract.disagg import (
+    DisaggAnswer,
+    DisaggPolicy,
+    DisaggQuestion,
+    DisaggregationConfig,
+    HandoverStyle,
+)
+from commutator.contract.engine import EngineConfig
+from commutator.contract.request import GenerateRequest, RequestSummary
+from commutator.contract.worker import Role, WorkerRecord
+from commutator.plugins import PluginHost
+from commutator.routing.disagg.speeds import SpeedMeter
+from commutator.routing.placement import Placement, Placer
+from commutator.routing.router import PolicyRunner
+from commutator.routing.workers import LiveWorker
+
+__all__ = [
+    "POLICY_FAILED",
+    "DisaggDecision",
+    "IncompatiblePair",
+    "PrefillPool",
+    "QueueState",
+    "WorkerCompatibility",
+]
+
+POLICY_FAILED = "policy failed"
+"""The reason of the answer that replaces a failed policy's."""
+
+
+@frozen
+class QueueState:
+    """The prefill queue of one model."""
+
+    requests: int
+    oldest_s: float
+    """Seconds that the longest-waiting request has waited; 0 when the queue is empty."""
+
+
+@frozen
+class IncompatiblePair:
+    """Two workers of one model, of which the first cannot prefill for the second."""
+
+    prefill_worker: str
+    decode_worker: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.prefill_worker} cannot prefill for {self.decode_worker}: {self.problem}"
+
+
+class WorkerCompatibility:
+    """Knows which workers can hand KV over to which, from the hand-over styles of their engines."""
+
+    def __init__(self, engines: Mapping[str, EngineConfig], host: PluginHost) -> None:
+        self._engines = engines
+        self._host = host
+        self._styles: dict[str, HandoverStyle | None] = {}
+
+    def style(self, worker: WorkerRecord) -> HandoverStyle | None:
+        """The hand-over style of the worker's engine; None if the engine cannot hand over."""
+        if worker.engine not in self._styles:
+            config = self._engines[worker.engine]
+            connector = self._host.engines.kinds[config.kind].thing
+            self._styles[worker.engine] = connector.handover_style(config)
+        return self._styles[worker.engine]
+
+    def problem(self, prefill: WorkerRecord, decode: WorkerRecord) -> str | None:
+        """Why ``prefill`` cannot prefill for ``decode``; None if it can."""
+        try:
+            return self._problem(prefill, decode)
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+            return f"its hand-over style raised {type(error).__name__}: {error}"
+
+    def _problem(self, prefill: WorkerRecord, decode: WorkerRecord) -> str | None:
+        styles = self.style(prefill), self.style(decode)
+        infos = prefill.info.handover, decode.info.handover
+        for worker, style, info in zip((prefill, decode), styles, infos, strict=True):
+            if style is None or info is None:
+                return f"{worker.worker_id} supports no hand-over"
+        if type(styles[0]) is not type(styles[1]):
+            return f"{prefill.kind} and {decode.kind} have different hand-over styles"
+        assert styles[1] is not None
+        assert infos[0] is not None
+        assert infos[1] is not None
+        return styles[1].mismatch(infos[0], infos[1])
+
+    def incompatible(self, workers: Iterable[WorkerRecord]) -> list[IncompatiblePair]:
+        """Each pair of a prefill worker and another worker of its model that cannot hand over."""
+        records = list(workers)
+        return [
+            IncompatiblePair(one.worker_id, other.worker_id, problem)
+            for one in records
+            if one.role is Role.PREFILL
+            for other in records
+            if other.role is not Role.PREFILL and other.model == one.model
+            if (problem := self.problem(one, other)) is not None
+        ]
+
+
+@frozen(eq=False)
+class DisaggDecision:
+    """A disaggregation policy's answer about one request at one decode worker."""
+
+    answer: DisaggAnswer
+    question: DisaggQuestion
+    sequence_hashes: Sequence[int]
+    """Of the prompt, in blocks of the prefill pool."""
+    decided_s: float
+    """When the policy answered, by ``time.perf_counter``."""
+
+    def explain(self) -> dict[str, Any]:
+        """The answer for people."""
+        return {
+            "separate": self.answer.separate,
+            "reason": self.answer.reason,
+            "terms": {name: round(value, 6) for name, value in self.answer.terms.items()},
+        }
+
+
+class PrefillPool:
+    """The prefill workers of one model, their router and their queue. Used from one event loop."""
+
+    def __init__(
+        self,
+        config: DisaggregationConfig,
+        policy: DisaggPolicy,
+        placer: Placer,
+        compatibility: WorkerCompatibility,
+        host: PluginHost,
+    ) -> None:
+        """``policy`` decides whether to disaggregate; ``placer`` chooses a prefill worker."""
+        self.config = config
+        self.placer = placer
+        self.router = placer.router
+        self.load = placer.load
+        self.compatibility = compatibility
+        self.host = host
+        self.speeds = SpeedMeter()
+        self._policy = policy
+        self._runner = PolicyRunner("disaggregation policy", policy)
+
+    def queue(self) -> QueueState:
+        return QueueState(self.placer.waiting, self.placer.oldest_wait_s)
+
+    def decide(
+        self, summary: RequestSummary, request: GenerateRequest, decode: Placement
+    ) -> DisaggDecision | None:
+        """Ask the policy about a request that has its decode worker.
+
+        None, without a question to the policy, when no ready prefill worker can hand over to it.
+        """
+        workers = self.placer.candidates(self.fitting(request, decode.route.worker))
+        if not workers:
+            return None
+        hashes = self._sequence_hashes(request, decode)
+        question = self._question(summary, decode, hashes, workers)
+        answer = self._ask(question)
+        self.host.disagg_decided(summary, answer)
+        return DisaggDecision(answer, question, hashes, time.perf_counter())
+
+    def fitting(self, request: GenerateRequest, decode: LiveWorker) -> Callable[[LiveWorker], bool]:
+        """A test whether a worker can prefill the request and hand it over to ``decode``."""
+        length, record = len(request.token_ids), decode.record
+
+        def fits(worker: LiveWorker) -> bool:
+            long_enough = worker.record.info.max_model_len > length
+            return long_enough and self.compatibility.problem(worker.record, record) is None
+
+        return fits
+
+    async def place(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        fits: Callable[[LiveWorker], bool],
+        avoid: Collection[LiveWorker],
+    ) -> Placement:
+        """Choose a prefill worker that is not in ``avoid``. Raises RoutingError if there is none.
+
+        A request waits for its first prefill worker, but not for further ones.
+        """
+
+        def usable(worker: LiveWorker) -> bool:
+            return worker not in avoid and fits(worker)
+
+        return await self.placer.place(summary, hashes, may_wait=not avoid, usable=usable)
+
+    def prefilled_locally(self, decision: DisaggDecision, decode: Placement) -> None:
+        """Measure a prefill at the decode worker, whose first token has just arrived."""
+        ahead = decision.question.decode_load.active_prefill_tokens
+        tokens = ahead + decode.ticket.prefill_tokens
+        self.speeds.local_prefill.add(tokens, time.perf_counter() - decision.decided_s)
+
+    def _ask(self, question: DisaggQuestion) -> DisaggAnswer:
+        """The policy's answer; if the policy fails, prefill stays at the decode worker."""
+        cause: Exception | None = None
+        try:
+            answer: object = self._policy.decide(question)
+            if isinstance(answer, DisaggAnswer):
+                return answer
+            problem = f"answered {answer!r:.100}"
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+            problem, cause = f"raised {type(error).__name__}: {error}", error
+        self._runner.failed(problem, cause, "prefill stays at the decode worker")
+        return DisaggAnswer(separate=False, reason=POLICY_FAILED)
+
+    def _sequence_hashes(self, request: GenerateRequest, decode: Placement) -> Sequence[int]:
+        indexer, known = self.router.indexer, decode.route.sequence_hashes
+        if known and indexer is not None and indexer.index.block_size == decode.route.block_size:
+            return known
+        return self.router.hashes(request)
+
+    def _question(
+        self,
+        summary: RequestSummary,
+        decode: Placement,
+        hashes: Sequence[int],
+        workers: Sequence[LiveWorker],
+    ) -> DisaggQuestion:
+        candidates = self.router.candidates(hashes, workers)
+        overlaps = (candidate.overlap.blocks for candidate in candidates)
+        queue = self.queue()
+        info = decode.route.worker.record.info.handover
+        return DisaggQuestion(
+            prompt_tokens=summary.prompt_tokens,
+            cached_tokens=decode.route.overlap_tokens,
+            decode_load=decode.route.candidate.load,
+            prefill_loads={candidate.worker_id: candidate.load for candidate in candidates},
+            prefill_cached_tokens=max(overlaps) * self.router.block_size,
+            queued_prefills=queue.requests,
+            queue_age_s=queue.oldest_s,
+            token_bytes=info.token_bytes if info is not None else 0,
+            speeds=self.speeds.speeds(),
+        )

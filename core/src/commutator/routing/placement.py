@@ -1,0 +1,240 @@
+"""Places the requests of one model: chooses a worker, waits while all are busy, connects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from attrs import evolve, frozen
+
+from commutator.contract.request import GenerateRequest, RequestSummary
+from commutator.contract.routing import BusyConfig
+from commutator.contract.worker import KvPrompt
+from commutator.errors import CommutatorError, EngineUnavailableError, OverloadedError, RoutingError
+from commutator.routing.load import InFlightLoad, Ticket
+from commutator.routing.queue import RouterQueue
+from commutator.routing.router import ModelRouter, Route, describe_busy
+from commutator.routing.workers import LiveWorker, LiveWorkers
+
+__all__ = [
+    "Placement",
+    "Placer",
+    "TierPrefetcher",
+]
+
+log = logging.getLogger(__name__)
+
+_PREFETCH_TIMEOUT_S = 5.0
+
+Usable = Callable[[LiveWorker], bool]
+"""Whether a worker may serve a request."""
+
+
+@frozen(eq=False)
+class Placement:
+    """A routing decision whose load is counted. The owner releases the ticket."""
+
+    route: Route
+    ticket: Ticket
+
+
+class Placer:
+    """Places the requests of one model. Used from one event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        router: ModelRouter,
+        workers: LiveWorkers,
+        load: InFlightLoad,
+        busy: BusyConfig,
+        on_waiting: Callable[[int], None],
+        *,
+        prefill: bool = False,
+    ) -> None:
+        """``on_waiting`` is called with 1 when a request begins to wait, -1 when it stops.
+
+        ``prefill``: choose among the prefill workers instead of the workers that decode.
+        """
+        self._model = model
+        self._prefill = prefill
+        self.router = router
+        self.workers = workers
+        self.load = load
+        self._busy = busy
+        self._prefetcher = TierPrefetcher()
+        self._queue: RouterQueue[Placement] | None = None
+        if busy.enabled:
+            self._queue = RouterQueue(busy, self._undo, self._refusal, on_waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a worker."""
+        return self._queue.waiting if self._queue is not None else 0
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """Seconds that the longest-waiting request has waited; 0 when none waits."""
+        return self._queue.oldest_s if self._queue is not None else 0.0
+
+    def wake(self) -> None:
+        """A worker may have become free."""
+        if self._queue is not None:
+            self._queue.wake()
+
+    async def place(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        request: GenerateRequest | None = None,
+        *,
+        may_wait: bool,
+        usable: Usable | None = None,
+    ) -> Placement:
+        """Choose a worker that can be reached.
+
+        While all are busy the request waits, or gets a busy worker if it may not wait. If the
+        chosen worker's connection is lost, the policy chooses again among the others. ``usable``
+        excludes workers. While ``request`` waits, the worker that would get it now may prefetch
+        its blocks from slow tiers. Raises RoutingError when no worker is ready, and its subclass
+        OverloadedError when the request has waited too long or the queue is full.
+        """
+        if self._queue is not None and may_wait:
+            return await self._place_in_turn(self._queue, summary, hashes, usable, request)
+        while True:
+            placement = self._take_any(summary, hashes, usable)
+            if await self._reachable(placement):
+                return placement
+
+    async def _place_in_turn(
+        self,
+        queue: RouterQueue[Placement],
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Usable | None,
+        request: GenerateRequest | None,
+    ) -> Placement:
+        arrived_s = asyncio.get_running_loop().time()
+        place = queue.place(summary.priority)
+        attempt = partial(self._take_free, summary, hashes, usable)
+        prefetch = None
+        if request is not None and self.router.indexer is not None:
+            prefetch = partial(self._prefetch, summary, hashes, usable, request)
+        again = False
+        while True:
+            if not self.candidates(usable):
+                raise self._none_ready()
+            placement, waited_s = await queue.admit(
+                place, arrived_s, attempt, again=again, on_near=prefetch
+            )
+            if await self._reachable(placement):
+                return evolve(placement, route=evolve(placement.route, waited_s=waited_s))
+            again = True
+
+    def _prefetch(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        usable: Usable | None,
+        request: GenerateRequest,
+    ) -> None:
+        # Another worker may become free first; then the prefetched blocks serve a later request.
+        if workers := self.candidates(usable):
+            route = self.router.route(summary, hashes, workers)
+            overlap = route.candidate.overlap
+            if overlap.blocks > overlap.device:
+                self._prefetcher.prefetch(route.worker, request)
+
+    def _take_any(
+        self, summary: RequestSummary, hashes: Sequence[int], usable: Usable | None
+    ) -> Placement:
+        workers = self.candidates(usable)
+        if not workers:
+            raise self._none_ready()
+        return self._take(summary, self.router.route(summary, hashes, workers))
+
+    def _take_free(
+        self, summary: RequestSummary, hashes: Sequence[int], usable: Usable | None
+    ) -> Placement | None:
+        """None when every worker is busy or its connection is lost."""
+        workers = self.candidates(usable)
+        route = self.router.route_to_free(summary, hashes, workers, self._busy)
+        return None if route is None else self._take(summary, route)
+
+    def _take(self, summary: RequestSummary, route: Route) -> Placement:
+        ticket = self.load.dispatch(
+            route.candidate.worker_id,
+            summary.prompt_tokens,
+            self.router.block_size,
+            cached_tokens=route.overlap_tokens,
+        )
+        return Placement(route, ticket)
+
+    async def _reachable(self, placement: Placement) -> bool:
+        """Connect to the worker if needed. Releases the load and returns False if that fails."""
+        worker = placement.route.worker
+        try:
+            await worker.client.start()
+        except EngineUnavailableError as error:
+            log.warning("worker %s: connecting failed: %s", worker.record.worker_id, error)
+            self.workers.lost(worker)
+            self._undo(placement)
+            return False
+        except BaseException:
+            self._undo(placement)
+            raise
+        return True
+
+    def _undo(self, placement: Placement) -> None:
+        self.load.release(placement.ticket)
+
+    def candidates(self, usable: Usable | None = None) -> Sequence[LiveWorker]:
+        """The workers that a request could be sent to now, busy ones included."""
+        workers = self.workers.routable(self._model, prefill=self._prefill)
+        return workers if usable is None else [worker for worker in workers if usable(worker)]
+
+    def _none_ready(self) -> RoutingError:
+        if self._prefill:
+            return RoutingError(f'no prefill worker is ready for model "{self._model}"')
+        if self.workers.routable(self._model, prefill=True):
+            return RoutingError(
+                f'only prefill workers are ready for model "{self._model}", and none that decodes'
+            )
+        return RoutingError(f'no worker is ready for model "{self._model}"')
+
+    def _refusal(self, reason: str, problem: str, retry_after_s: float) -> RoutingError:
+        workers = self.candidates()
+        if not workers:
+            return self._none_ready()
+        hits = [hit for hit in self.router.hits(workers, self._busy) if hit is not None]
+        # No worker need be busy: the requests in the queue may be about to be served.
+        busy = f"{describe_busy(self._busy, hits)}; " if hits else ""
+        return OverloadedError(f"{busy}{problem}", retry_after_s, reason)
+
+
+class TierPrefetcher:
+    """Makes workers prefetch a waiting request's blocks from slow tiers.
+
+    The request does not wait for a prefetch, and may go to another worker.
+    """
+
+    def __init__(self) -> None:
+        self._prefetches: set[asyncio.Task[None]] = set()
+
+    def prefetch(self, worker: LiveWorker, request: GenerateRequest) -> None:
+        task = asyncio.get_running_loop().create_task(self._ask(worker, request))
+        self._prefetches.add(task)
+        task.add_done_callback(self._prefetches.discard)
+
+    async def _ask(self, worker: LiveWorker, request: GenerateRequest) -> None:
+        prompt = KvPrompt(
+            token_ids=request.token_ids,
+            cache_salt=request.cache_salt,
+            lora_name=request.lora_name,
+        )
+        try:
+            await worker.client.kv_prefetch(prompt, timeout_s=_PREFETCH_TIMEOUT_S)
+        except CommutatorError as error:
+            log.debug("worker %s: prefetch failed: %s", worker.record.worker_id, error)

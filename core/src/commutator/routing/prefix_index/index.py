@@ -1,0 +1,560 @@
+"""Which prefix each data-parallel rank holds, from KV events. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add
+
+from attrs import define, evolve, field, frozen
+
+from commutator.contract.block import (
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    CacheLevel,
+    KvEvent,
+    cache_level,
+)
+from commutator.contract.routing import Overlap, WorkerRank, on_device
+from commutator.routing.prefix_index.hashing import (
+    chain_hashes,
+    hash_root,
+    local_block_hashes,
+)
+from commutator.routing.prefix_index.prefix_map import PrefixMap, slots_of
+
+__all__ = [
+    "EngineBlockHash",
+    "IndexStatistics",
+    "Orphan",
+    "Orphans",
+    "PrefixIndex",
+    "RankBlocks",
+    "RankCounters",
+    "RankSnapshot",
+]
+
+_MAX_MEMBER_SETS = 1024
+
+
+@frozen
+class IndexStatistics:
+    """The size of the index."""
+
+    blocks: int
+    """Distinct blocks, each held by at least one rank."""
+    holder_sets: int
+    ranks: int
+    orphans: int
+
+
+EngineBlockHash = int | bytes | tuple[int | bytes, int]
+"""An engine's hash of a block; with the number of the part where its block has several of ours."""
+
+
+@define
+class Orphan:
+    """A block whose parent is unknown, so that it has no place in a sequence."""
+
+    parent: EngineBlockHash
+    local_hash: int
+    tiers: set[CacheLevel] = field(factory=set)
+
+
+@define(eq=False)
+class Orphans:
+    """Orphaned blocks, at most ``limit``; the oldest are dropped first."""
+
+    limit: int
+    dropped: int = 0
+    """Blocks that were dropped because there were too many."""
+    _blocks: dict[EngineBlockHash, Orphan] = field(factory=dict)
+    _children: dict[EngineBlockHash, dict[EngineBlockHash, None]] = field(factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: EngineBlockHash) -> bool:
+        return key in self._blocks
+
+    def __iter__(self) -> Iterator[tuple[EngineBlockHash, Orphan]]:
+        """Oldest first."""
+        return iter(self._blocks.items())
+
+    def add(
+        self, key: EngineBlockHash, parent: EngineBlockHash, local_hash: int, tier: CacheLevel
+    ) -> None:
+        known = self._blocks.get(key)
+        if known is None or known.parent != parent or known.local_hash != local_hash:
+            self._forget(key)
+            known = self._blocks[key] = Orphan(parent, local_hash)
+            self._children.setdefault(parent, {})[key] = None
+        known.tiers.add(tier)
+        while len(self._blocks) > self.limit:
+            self._forget(next(iter(self._blocks)))
+            self.dropped += 1
+
+    def take(self, parent: EngineBlockHash) -> list[tuple[EngineBlockHash, Orphan]]:
+        """Remove and return the blocks whose parent is ``parent``."""
+        return [(key, self._blocks.pop(key)) for key in self._children.pop(parent, ())]
+
+    def discard(self, key: EngineBlockHash, tier: CacheLevel) -> bool:
+        """The block left ``tier`` or was placed there. False if it was no orphan there."""
+        known = self._blocks.get(key)
+        if known is None or tier not in known.tiers:
+            return False
+        known.tiers.discard(tier)
+        if not known.tiers:
+            self._forget(key)
+        return True
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._children.clear()
+
+    def _forget(self, key: EngineBlockHash) -> None:
+        known = self._blocks.pop(key, None)
+        if known is not None:
+            siblings = self._children[known.parent]
+            del siblings[key]
+            if not siblings:
+                del self._children[known.parent]
+
+
+@define
+class RankCounters:
+    """Counts of a rank's events, in blocks, since the rank was first seen."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    """Events, not blocks."""
+    duplicate: int = 0
+    """Stored again while held."""
+    removed_unknown: int = 0
+    removed_elsewhere: int = 0
+    """Removed from a cache level where they were not, while held in another."""
+    orphaned: int = 0
+    adopted: int = 0
+    """Orphans whose parent was stored."""
+    untraceable: int = 0
+    """Stored without tokens, under an unknown hash."""
+    malformed: int = 0
+    """Stored with a number of tokens that does not match the number of blocks."""
+    unusable: int = 0
+    """Stored with a block size that is no multiple of ours."""
+    other_groups: int = 0
+    """Stored by layers that are not followed."""
+
+
+@frozen
+class RankSnapshot:
+    """What one data-parallel rank holds, as plain values for MessagePack."""
+
+    rank: int
+    block_sizes: list[int]
+    group: int | None
+    unknown_media: list[str]
+    counters: RankCounters
+    held: dict[CacheLevel, dict[EngineBlockHash, int]]
+    """For each cache level: engine's block hash to sequence hash."""
+    orphans: list[tuple[EngineBlockHash, EngineBlockHash, int, list[CacheLevel]]]
+    """Block hash, parent, local hash and cache levels of each, oldest first."""
+    orphans_dropped: int = 0
+
+
+@define(eq=False)
+class RankBlocks:
+    """Translates one rank's block hashes into sequence hashes, and updates the shared map."""
+
+    slot: int
+    block_size: int
+    """Tokens in one of our blocks."""
+    map: PrefixMap
+    orphans: Orphans
+    held: tuple[dict[EngineBlockHash, int], ...] = field(
+        factory=lambda: tuple({} for _ in CacheLevel)
+    )
+    """For each cache level: engine's block hash to sequence hash."""
+    counters: RankCounters = field(factory=RankCounters)
+    block_sizes: set[int] = field(factory=set)
+    """Tokens in the engine's own blocks; sizes may differ between cache levels."""
+    group: int | None = None
+    """The group of layers that is followed: the first one that keeps whole prefixes."""
+    unknown_media: set[str] = field(factory=set)
+    """Media of its events that are no known cache level; counted as external."""
+    _names: Counter[tuple[CacheLevel, int]] = field(factory=Counter)
+    """Further hashes of a block: engines may hash equal tokens differently."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of held blocks for each cache level, fastest first."""
+        return tuple(map(len, self.held))
+
+    def hash_of(self, key: EngineBlockHash) -> int | None:
+        """The sequence hash of a held block."""
+        for held in self.held:
+            if (found := held.get(key)) is not None:
+                return found
+        return None
+
+    @property
+    def most_parts(self) -> int:
+        """Our blocks in the engine's largest block whose size is a multiple of ours."""
+        parts = (divmod(size, self.block_size) for size in self.block_sizes)
+        return max([1, *(whole for whole, rest in parts if not rest)])
+
+    def keys_of(self, names: Sequence[int | bytes], tier: CacheLevel) -> Sequence[EngineBlockHash]:
+        """Our blocks in the engine's ``names``: those held in ``tier``, or else anywhere."""
+        if (most := self.most_parts) == 1:
+            return names
+        keys: list[EngineBlockHash] = []
+        for name in names:
+            parts = [(name, part) for part in range(most)]
+            if name in self.held[tier]:
+                keys.append(name)
+            elif found := [key for key in parts if key in self.held[tier]]:
+                keys += found
+            else:
+                keys += [key for key in parts if self._knows(key)] or [name]
+        return keys
+
+    def last_key_of(self, name: int | bytes, parts: int) -> EngineBlockHash:
+        """Our last block in the engine's ``name``, which has ``parts`` of ours as a rule."""
+        expected: EngineBlockHash = name if parts == 1 else (name, parts - 1)
+        if (most := self.most_parts) == 1 or self._knows(expected):
+            return expected
+        others = (name, *((name, part) for part in reversed(range(most))))
+        return next((key for key in others if self._knows(key)), expected)
+
+    def _knows(self, key: EngineBlockHash) -> bool:
+        return key in self.orphans or self.hash_of(key) is not None
+
+    def store(
+        self,
+        tier: CacheLevel,
+        keys: Sequence[EngineBlockHash],
+        local_hashes: Sequence[int],
+        parent: EngineBlockHash | None,
+        root: int | None = None,
+    ) -> None:
+        """Store consecutive blocks, the first after ``parent`` or, without one, ``root``."""
+        self.counters.stored += len(keys)
+        parent_hash = root if parent is None else self.hash_of(parent)
+        if parent is None or parent_hash is not None:
+            self.hold(tier, keys, chain_hashes(local_hashes, parent_hash))
+            return
+        for number, key in enumerate(keys):
+            if (known := self.hash_of(key)) is not None:  # held in another level
+                rest = [known, *chain_hashes(local_hashes[number + 1 :], known)]
+                self.hold(tier, keys[number:], rest)
+                return
+            self.counters.orphaned += 1
+            self.orphans.add(key, parent, local_hashes[number], tier)
+            parent = key
+
+    def store_known(self, tier: CacheLevel, keys: Iterable[EngineBlockHash]) -> None:
+        """Store blocks without tokens: those held in another level are known by their hash."""
+        for key in keys:
+            if (known := self.hash_of(key)) is None:
+                self.counters.untraceable += 1
+            else:
+                self.counters.stored += 1
+                self.hold(tier, (key,), (known,))
+
+    def hold(
+        self, tier: CacheLevel, keys: Sequence[EngineBlockHash], hashes: Sequence[int]
+    ) -> None:
+        """Store blocks with known sequence hashes, and adopt their orphans."""
+        self._hold(tier, keys, hashes)
+        if not self.orphans:
+            return
+        for key in keys:
+            self.orphans.discard(key, tier)
+        parents = deque(keys)
+        while parents:
+            parent = parents.popleft()
+            for key, orphan in self.orphans.take(parent):
+                linked = chain_hashes((orphan.local_hash,), self.hash_of(parent))
+                for held_in in sorted(orphan.tiers):
+                    self._hold(held_in, (key,), linked)
+                self.counters.adopted += 1
+                parents.append(key)
+
+    def remove(self, tier: CacheLevel, keys: Iterable[EngineBlockHash]) -> None:
+        """Remove blocks from ``tier``; blocks that were not there are only counted."""
+        held = self.held[tier]
+        gone: list[int] = []
+        for key in keys:
+            known = held.pop(key, None)
+            if known is not None:
+                gone.append(known)
+            elif not self.orphans.discard(key, tier):
+                if self.hash_of(key) is None:
+                    self.counters.removed_unknown += 1
+                else:
+                    self.counters.removed_elsewhere += 1
+        self.counters.removed += len(gone)
+        self._release(tier, gone)
+
+    def clear(self) -> None:
+        """Remove all blocks from all levels."""
+        for tier in CacheLevel:
+            self._release(tier, self.held[tier].values())
+            self.held[tier].clear()
+        self.orphans.clear()
+
+    def snapshot(self, rank: int) -> RankSnapshot:
+        """A copy of everything; ``rank`` is its own number."""
+        return RankSnapshot(
+            rank=rank,
+            block_sizes=sorted(self.block_sizes),
+            group=self.group,
+            unknown_media=sorted(self.unknown_media),
+            counters=evolve(self.counters),
+            held={level: dict(self.held[level]) for level in CacheLevel if self.held[level]},
+            orphans=[
+                (key, orphan.parent, orphan.local_hash, sorted(orphan.tiers))
+                for key, orphan in self.orphans
+            ],
+            orphans_dropped=self.orphans.dropped,
+        )
+
+    def restore(self, state: RankSnapshot) -> None:
+        """Take a snapshot over; before any event."""
+        self.block_sizes = set(state.block_sizes)
+        self.group = state.group
+        self.unknown_media = set(state.unknown_media)
+        for level, held in state.held.items():
+            self.hold(level, tuple(held), tuple(held.values()))
+        for key, parent, local_hash, levels in state.orphans:
+            for level in levels:
+                self.orphans.add(key, parent, local_hash, level)
+        self.orphans.dropped = state.orphans_dropped
+        self.counters = evolve(state.counters)
+
+    def _hold(
+        self, tier: CacheLevel, keys: Sequence[EngineBlockHash], hashes: Sequence[int]
+    ) -> None:
+        held = self.held[tier]
+        if held.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
+            held.update(zip(keys, hashes, strict=True))
+            self._enter(tier, hashes)
+            return
+        for key, sequence_hash in zip(keys, hashes, strict=True):
+            known = held.get(key)
+            if known == sequence_hash:
+                self.counters.duplicate += 1
+                continue
+            if known is not None:  # the engine reused the hash for other tokens
+                self._release(tier, (known,))
+            held[key] = sequence_hash
+            self._enter(tier, (sequence_hash,))
+
+    def _enter(self, tier: CacheLevel, hashes: Iterable[int]) -> None:
+        for repeated in self.map.add(self.slot, tier, hashes):
+            self._names[tier, repeated] += 1
+
+    def _release(self, tier: CacheLevel, hashes: Iterable[int]) -> None:
+        """Remove one hash of each block; a block without any is not held any more."""
+        if not self._names:
+            self.map.remove(self.slot, tier, hashes)
+            return
+        for sequence_hash in hashes:
+            name = (tier, sequence_hash)
+            if name not in self._names:
+                self.map.remove(self.slot, tier, (sequence_hash,))
+            elif self._names[name] == 1:
+                del self._names[name]
+            else:
+                self._names[name] -= 1
+
+
+class PrefixIndex:
+    """The prefix index of one model: blocks of ``block_size`` tokens on any number of workers.
+
+    Events may arrive in any order. Blocks are identified by their tokens; an engine's own hashes
+    only distinguish its blocks. An engine's block may be a multiple of ours; blocks of other sizes
+    are counted as unusable and not indexed. For models with several kinds of attention, the layers
+    that keep whole prefixes are followed. Memory grows with the blocks that engines hold, plus at
+    most ``max_orphans`` blocks for each rank.
+    """
+
+    def __init__(self, block_size: int, *, max_orphans: int = 8192) -> None:
+        self.block_size = block_size
+        self._max_orphans = max_orphans
+        self._map = PrefixMap()
+        self._ranks: dict[WorkerRank, RankBlocks] = {}
+        self._slots: list[WorkerRank | None] = []
+        self._members: dict[int, tuple[WorkerRank, ...]] = {}
+
+    def apply(self, worker_id: str, event: KvEvent, rank: int = 0) -> None:
+        """Apply one event of a worker."""
+        blocks = self._rank(WorkerRank(worker_id, rank))
+        match event:
+            case BlockStored():
+                self._stored(blocks, event)
+            case BlockRemoved() if _is_followed(blocks, event.group):
+                tier = _tier(blocks, event.medium)
+                blocks.remove(tier, blocks.keys_of(event.block_hashes, tier))
+            case BlocksCleared():
+                blocks.counters.cleared += 1
+                blocks.clear()
+
+    def store(
+        self,
+        worker_id: str,
+        sequence_hashes: Sequence[int],
+        *,
+        rank: int = 0,
+        tier: CacheLevel = CacheLevel.DEVICE,
+    ) -> None:
+        """Store blocks by their sequence hashes, without an event."""
+        self._rank(WorkerRank(worker_id, rank)).hold(tier, sequence_hashes, sequence_hashes)
+
+    def remove(
+        self,
+        worker_id: str,
+        sequence_hashes: Sequence[int],
+        *,
+        rank: int = 0,
+        tier: CacheLevel = CacheLevel.DEVICE,
+    ) -> None:
+        """Remove blocks by their sequence hashes, without an event."""
+        self._rank(WorkerRank(worker_id, rank)).remove(tier, sequence_hashes)
+
+    def match(self, sequence_hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
+        """The overlap of each rank with a prompt; ranks without overlap are left out."""
+        ended, lower = self._map.match(sequence_hashes)
+        result: dict[WorkerRank, Overlap] = {}
+        for slots, blocks in ended:
+            overlap = on_device(blocks)
+            for member in self._members_of(slots):
+                result[member] = overlap
+        for slot, (_, host, disk, external) in lower.items():
+            owner = self._slots[slot]
+            assert owner is not None
+            device = result[owner].device - host - disk - external
+            result[owner] = Overlap(device=device, host=host, disk=disk, external=external)
+        return result
+
+    def holds(self, worker_id: str, sequence_hash: int) -> bool:
+        """Whether any rank of the worker holds this block in any cache level."""
+        holders = self._map.holders(sequence_hash)
+        if holders is None:
+            return False
+        return any(member.worker_id == worker_id for member in self._members_of(holders.all))
+
+    def reset_worker(self, worker_id: str, rank: int | None = None) -> None:
+        """Remove all blocks of a worker, or of one rank: its engine restarted."""
+        for number, blocks in self.worker_ranks(worker_id).items():
+            if rank in (None, number):
+                blocks.clear()
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget a worker. Unknown workers are ignored."""
+        for rank, blocks in self.worker_ranks(worker_id).items():
+            del self._ranks[WorkerRank(worker_id, rank)]
+            blocks.clear()
+            self._slots[blocks.slot] = None
+        self._members.clear()
+
+    def ranks(self) -> list[WorkerRank]:
+        """Every rank that has sent an event."""
+        return list(self._ranks)
+
+    def statistics(self) -> IndexStatistics:
+        orphans = sum(len(blocks.orphans) for blocks in self._ranks.values())
+        return IndexStatistics(len(self._map), self._map.distinct_sets, len(self._ranks), orphans)
+
+    def blocks_by_worker(self) -> dict[str, tuple[int, ...]]:
+        """Blocks of all ranks of each worker, for each cache level, fastest first."""
+        found: dict[str, tuple[int, ...]] = {}
+        for member, blocks in self._ranks.items():
+            before = found.get(member.worker_id, (0,) * len(CacheLevel))
+            found[member.worker_id] = tuple(map(add, before, blocks.sizes))
+        return found
+
+    def worker_ranks(self, worker_id: str) -> dict[int, RankBlocks]:
+        """By rank; empty for a worker that has sent no event."""
+        return {
+            member.rank: blocks
+            for member, blocks in self._ranks.items()
+            if member.worker_id == worker_id
+        }
+
+    def snapshot(self, worker_id: str) -> list[RankSnapshot]:
+        """What each rank of a worker holds; see ``restore``."""
+        return [blocks.snapshot(rank) for rank, blocks in self.worker_ranks(worker_id).items()]
+
+    def restore(self, worker_id: str, ranks: Iterable[RankSnapshot]) -> None:
+        """Replace the blocks of a worker by those of an index of the same block size."""
+        self.remove_worker(worker_id)
+        for state in ranks:
+            self._rank(WorkerRank(worker_id, state.rank)).restore(state)
+
+    def _stored(self, blocks: RankBlocks, event: BlockStored) -> None:
+        if not event.keeps_prefix or not _is_followed(blocks, event.group):
+            blocks.counters.other_groups += len(event.block_hashes)
+            return
+        if event.group is not None:
+            blocks.group = event.group
+        tier = _tier(blocks, event.medium)
+        if not event.token_ids:  # then the event may have no block size either
+            blocks.store_known(tier, blocks.keys_of(event.block_hashes, tier))
+            return
+        blocks.block_sizes.add(event.block_size)
+        parts, rest = divmod(event.block_size, self.block_size)
+        if rest or not parts:
+            blocks.counters.unusable += len(event.block_hashes)
+            return
+        keys = _parts(event.block_hashes, parts)
+        if len(event.token_ids) != len(keys) * self.block_size:
+            blocks.counters.malformed += len(event.block_hashes)
+            return
+        local = local_block_hashes(event.token_ids, self.block_size, lora_name=event.lora_name)
+        before = event.parent_block_hash
+        parent = None if before is None else blocks.last_key_of(before, parts)
+        blocks.store(tier, keys, local, parent, hash_root(event.cache_salt))
+
+    def _rank(self, member: WorkerRank) -> RankBlocks:
+        known = self._ranks.get(member)
+        if known is None:
+            try:
+                slot = self._slots.index(None)
+                self._slots[slot] = member
+            except ValueError:
+                slot = len(self._slots)
+                self._slots.append(member)
+            known = RankBlocks(slot, self.block_size, self._map, Orphans(self._max_orphans))
+            self._ranks[member] = known
+        return known
+
+    def _members_of(self, slots: int) -> tuple[WorkerRank, ...]:
+        known = self._members.get(slots)
+        if known is None:
+            if len(self._members) >= _MAX_MEMBER_SETS:
+                self._members.clear()
+            names = (self._slots[slot] for slot in slots_of(slots))
+            known = self._members[slots] = tuple(name for name in names if name is not None)
+        return known
+
+
+def _is_followed(blocks: RankBlocks, group: int | None) -> bool:
+    """Groups of layers give equal tokens the same hash, so only one group can be followed."""
+    return None in {blocks.group, group} or blocks.group == group
+
+
+def _parts(hashes: Iterable[int | bytes], parts: int) -> Sequence[EngineBlockHash]:
+    if parts == 1:
+        return tuple(hashes)
+    return [(name, part) for name in hashes for part in range(parts)]
+
+
+def _tier(blocks: RankBlocks, medium: str | None) -> CacheLevel:
+    tier = cache_level(medium)
+    if tier is None:
+        blocks.unknown_media.add(str(medium))
+        return CacheLevel.EXTERNAL
+    return tier

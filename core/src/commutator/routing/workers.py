@@ -1,0 +1,248 @@
+"""The workers that this front door knows, their connections and their state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from attrs import define, evolve, frozen
+
+from commutator.contract.engine import EngineClient
+from commutator.contract.routing import candidate_id
+from commutator.contract.worker import KvStatistics, Role, TransferStatistics, WorkerRecord
+from commutator.errors import CommutatorError
+from commutator.routing.load import InFlightLoad
+
+__all__ = [
+    "LiveWorker",
+    "LiveWorkers",
+    "WorkerPoll",
+    "WorkerStatus",
+    "worker_status",
+]
+
+log = logging.getLogger(__name__)
+
+_RECONNECT_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+AnswerT = TypeVar("AnswerT")
+
+
+@define(eq=False)
+class LiveWorker:
+    """A worker of ``LiveWorkers``. It gets requests only while ``connected`` and not draining."""
+
+    record: WorkerRecord
+    client: EngineClient
+    connected: bool = False
+    reconnecting: asyncio.Task[None] | None = None
+    gone: str | None = None
+    """Why the worker was removed; None while it is registered."""
+    announced: bool = False
+    """The indexers and plugins know the worker; false if adding it was interrupted."""
+
+
+class LiveWorkers:
+    """One connected client for each worker in the registry."""
+
+    def __init__(self, on_routable: Callable[[], None] = lambda: None) -> None:
+        """``on_routable`` is called when a worker may have become able to take requests."""
+        self._workers: dict[str, LiveWorker] = {}
+        self._on_routable = on_routable
+
+    def get(self, worker_id: str) -> LiveWorker | None:
+        return self._workers.get(worker_id)
+
+    def all(self) -> list[LiveWorker]:
+        return list(self._workers.values())
+
+    def routable(self, model: str, *, prefill: bool = False) -> list[LiveWorker]:
+        """Workers that can take a request for ``model``, ordered by worker id.
+
+        ``prefill``: the workers with role ``prefill``; otherwise all others.
+        """
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.connected
+            and (record := worker.record).model == model
+            and not record.draining
+            and (record.role is Role.PREFILL) is prefill
+        ]
+
+    async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
+        """Add a worker, or replace the one with the same id, and connect to it."""
+        old = self._workers.pop(record.worker_id, None)
+        worker = LiveWorker(record, client)
+        self._workers[record.worker_id] = worker
+        self._workers = dict(sorted(self._workers.items()))
+        if old is not None:
+            await _dismiss(old, "replaced")
+        await self._connect(worker)
+        if not worker.connected:
+            self.lost(worker)
+        return worker
+
+    def change(self, worker: LiveWorker, *, draining: bool, role: Role) -> None:
+        """Apply a change in the registry to a known worker."""
+        worker.record = evolve(worker.record, draining=draining, role=role)
+        self._on_routable()
+
+    async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            await _dismiss(worker, reason)
+        return worker
+
+    def lost(self, worker: LiveWorker) -> None:
+        """Stop routing to a worker whose connection failed, and reconnect in the background."""
+        worker.connected = False
+        if worker.reconnecting is None and worker.gone is None:
+            worker.reconnecting = asyncio.create_task(self._reconnect(worker))
+
+    async def close(self) -> None:
+        for worker_id in list(self._workers):
+            await self.remove(worker_id, "the front door is shutting down")
+
+    async def _connect(self, worker: LiveWorker) -> None:
+        try:
+            info = await worker.client.start()
+        except CommutatorError as error:
+            log.warning("worker %s: connecting failed: %s", worker.record.worker_id, error)
+            return
+        worker.record = evolve(worker.record, info=info)
+        worker.connected = True
+        self._on_routable()
+
+    async def _reconnect(self, worker: LiveWorker) -> None:
+        attempt = 0
+        while not worker.connected:
+            await asyncio.sleep(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)])
+            await self._connect(worker)
+            attempt += 1
+        worker.reconnecting = None
+
+
+async def _dismiss(worker: LiveWorker, reason: str) -> None:
+    worker.connected = False
+    worker.gone = reason
+    if worker.reconnecting is not None:
+        worker.reconnecting.cancel()
+    await worker.client.close()
+
+
+_LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
+
+
+@frozen
+class WorkerStatus:
+    """One worker in ``/health``."""
+
+    worker_id: str
+    model: str
+    kind: str
+    state: str
+    """ "ready", "draining" or "unreachable"."""
+    active_requests: int
+    """Requests in flight from this front door."""
+    active_requests_of_all: int
+    """Requests in flight from all front doors that share their load with this one."""
+    admin_address: str | None = None
+    """Where `commutator kv` reaches the worker; None if it has no such address on this machine."""
+    role: Role = Role.BOTH
+    hands_over: bool = False
+    """The worker can hand KV over, so its role can be changed."""
+
+
+def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
+    """The status of a worker, with its data-parallel ranks summed."""
+    record = worker.record
+    ranks = [candidate_id(record, rank) for rank in range(record.info.data_parallel_size)]
+    return WorkerStatus(
+        record.worker_id,
+        record.model,
+        record.kind,
+        _state(worker),
+        sum(load.own(rank).active_requests for rank in ranks),
+        sum(load.of(rank).active_requests for rank in ranks),
+        _local(worker.client.admin_address),
+        record.role,
+        record.info.handover is not None,
+    )
+
+
+def _local(address: str | None) -> str | None:
+    """The address if it is on this machine; addresses of other machines are not shown."""
+    host = (address or "").rpartition(":")[0]
+    return address if host in _LOOPBACK else None
+
+
+def _state(worker: LiveWorker) -> str:
+    if worker.record.draining:
+        return "draining"
+    return "ready" if worker.connected else "unreachable"
+
+
+class WorkerPoll:
+    """Fetches statistics of KV tiers and KV transfers from the connected workers at intervals."""
+
+    def __init__(self, workers: LiveWorkers, *, tiers: bool, every_s: float = 2.0) -> None:
+        """``tiers``: whether workers have KV tiers; without, their statistics are not fetched."""
+        self.kv: dict[str, KvStatistics] = {}
+        """The last tier statistics by worker id; connected workers with tiers only."""
+        self.transfers: dict[str, TransferStatistics] = {}
+        """The last transfer statistics by worker id; empty until a prefill worker has been up."""
+        self._workers = workers
+        self._tiers = tiers
+        self._every_s = every_s
+        self._disaggregated = False
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(self._every_s)
+
+    async def ask(self) -> None:
+        """Ask every worker once, all at the same time."""
+        workers = self._workers.all()
+        # Roles change but counters persist: after the first prefill worker this stays on.
+        self._disaggregated |= any(worker.record.role is Role.PREFILL for worker in workers)
+        connected = [worker for worker in workers if worker.connected]
+        self.kv, self.transfers = await asyncio.gather(
+            _answers(connected if self._tiers else (), self._ask_kv),
+            _answers(
+                [worker for worker in connected if worker.record.info.handover]
+                if self._disaggregated
+                else (),
+                self._ask_transfers,
+            ),
+        )
+
+    async def _ask_kv(self, worker: LiveWorker) -> KvStatistics:
+        return await worker.client.kv_statistics(timeout_s=self._every_s)
+
+    async def _ask_transfers(self, worker: LiveWorker) -> TransferStatistics | None:
+        return await worker.client.handover_statistics(timeout_s=self._every_s)
+
+
+async def _answers(
+    workers: Sequence[LiveWorker], ask: Callable[[LiveWorker], Awaitable[AnswerT | None]]
+) -> dict[str, AnswerT]:
+    """The answers by worker id, without workers that fail to answer or return None."""
+
+    async def one(worker: LiveWorker) -> AnswerT | None:
+        try:
+            return await ask(worker)
+        except CommutatorError as error:
+            log.debug("worker %s: no statistics: %s", worker.record.worker_id, error)
+            return None
+
+    answers = await asyncio.gather(*map(one, workers))
+    return {
+        worker.record.worker_id: answer
+        for worker, answer in zip(workers, answers, strict=True)
+        if answer is not None
+    }

@@ -1,1 +1,0 @@
-"""The processes of a deployment: starting, watching, finding and stopping them."""

@@ -1,0 +1,3 @@
+"""The processes of a deployment: starting, watching, finding and stopping them."""
+
+from __future__ import annotations

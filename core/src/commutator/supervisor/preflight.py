@@ -1,0 +1,139 @@
+"""Checks of the machine before any process starts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from commutator.config.model import Config
+from commutator.contract.settings import Secret
+from commutator.errors import ConfigError
+from commutator.plugins import PluginHost
+from commutator.tokenizer.chat_template import ChatTemplate
+from commutator.tokenizer.load import load_text_model, locate_model
+from commutator.tracing import DISTRIBUTIONS, missing_package
+
+__all__ = [
+    "check_files",
+    "check_machine",
+]
+
+_LONGEST_FOLDER = 64
+"""Bytes. Socket names are limited to some 100, of which ours take up to 40."""
+
+
+def check_machine(config: Config, host: PluginHost) -> None:
+    """Raises ConfigError with everything that this machine lacks for ``config``."""
+    frontend = host.frontends.kinds[config.frontend.kind].thing
+    of_frontend = (f"frontend.{problem}" for problem in frontend.problems(config.frontend))
+    if problems := [*_missing(config), *of_frontend, *_damaged(config)]:
+        raise ConfigError(problems, "this machine")
+
+
+def check_files(config: Config) -> None:
+    """Raises ConfigError for existing files of ``config`` that cannot be used.
+
+    Missing files may exist on the machine that will run ``config``.
+    """
+    if problems := list(_damaged(config)):
+        raise ConfigError(problems, "files that it names")
+
+
+def _damaged(config: Config) -> Iterator[str]:
+    load_problem = cache(_load_problem)  # several models may share their files
+    for index, model in enumerate(config.models):
+        if problem := load_problem(model.source):
+            yield f"models[{index}].source: {problem}"
+        template = model.chat_template
+        if template is not None and (problem := _template_problem(template)):
+            yield f"models[{index}].chat_template: {problem}"
+
+
+def _missing(config: Config) -> Iterator[str]:
+    for index, model in enumerate(config.models):
+        try:
+            locate_model(model.source)
+        except ConfigError as error:
+            yield from (f"models[{index}].source: {problem}" for problem in error.problems)
+        template = model.chat_template
+        if template is not None and not Path(template).exists():
+            yield f"models[{index}].chat_template: no such file: {template}"
+    for path, secret in _secrets(config, ""):
+        try:
+            secret.reveal()
+        except ConfigError as error:
+            yield from (f"{path}: {problem}" for problem in error.problems)
+    if config.tracing is not None and (package := missing_package()) is not None:
+        yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
+    if problem := _folder_problem(config.runtime.state_dir):
+        yield f"runtime.state_dir: {problem}"
+
+
+def _load_problem(source: str) -> str | None:
+    """Load the tokenizer, as every front door does: half a second for 130,000 tokens.
+
+    Only loading finds a damaged tokenizer, with which processes would be restarted for ever.
+    """
+    try:
+        locate_model(source)
+    except ConfigError:
+        return None  # there is nothing to load
+    try:
+        load_text_model(source)
+    except ConfigError as error:
+        return f"{error.where}: {'; '.join(error.problems)}"
+    except Exception as error:  # noqa: BLE001 - files of others make libraries raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{source}: cannot be loaded: {reason}; are its files complete?"
+    return None
+
+
+def _template_problem(file: str) -> str | None:
+    try:
+        ChatTemplate(Path(file).read_text(encoding="utf-8"), {})
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        return f"{file}: not UTF-8 text; save it as UTF-8"
+    except OSError as error:
+        return f'"{file}" cannot be read: {error.strerror}'
+    except ConfigError as error:
+        return f"{file}: {'; '.join(error.problems)}"
+    return None
+
+
+def _secrets(value: Any, path: str) -> Iterator[tuple[str, Secret]]:
+    """Every secret below ``value``, also in plugins' options, with its path."""
+    if isinstance(value, Secret):
+        yield path, value
+    elif attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            inner = f"{path}.{field.name}" if path else field.name
+            yield from _secrets(getattr(value, field.name), inner)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _secrets(item, f"{path}[{index}]")
+
+
+def _folder_problem(state_dir: str | None) -> str | None:
+    try:
+        folder = Path(state_dir or tempfile.gettempdir()).absolute()
+        if not folder.is_dir():
+            return f"no such folder: {folder}"
+        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+            return f"too long for the name of a socket: {folder}"
+        # Checking permissions is not enough: root has them even in folders such as /proc.
+        with tempfile.TemporaryDirectory(prefix="commutator-", dir=folder):
+            return None
+    except OSError as error:
+        place = state_dir or "the folder for temporary files"
+        return f"nothing can be made in {place}: {error.strerror}; name another folder"

@@ -1,0 +1,68 @@
+"""Restarts a supervised process whenever it ends, with back-off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from attrs import frozen
+
+from commutator.backoff import Backoff
+from commutator.contract.launcher import LaunchedProcess
+from commutator.errors import CommutatorError
+
+__all__ = [
+    "Ended",
+    "ProcessEndedError",
+    "keep_running",
+    "while_alive",
+]
+
+log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+class ProcessEndedError(CommutatorError):
+    """A process that was needed ended; the message says how."""
+
+
+@frozen
+class Ended:
+    """How one run of a process ended."""
+
+    reason: str
+    """Completes a sentence that begins with the process's name."""
+    healthy_s: float
+    """Seconds for which it had been ready."""
+
+
+async def keep_running(
+    name: str, live_once: Callable[[], Awaitable[Ended]], backoff: Backoff
+) -> None:
+    """Restart ``name`` each time it ends, until cancelled or until ``live_once`` raises."""
+    while True:
+        ended = await live_once()
+        backoff, wait_s = backoff.after_failure(ended.healthy_s)
+        log.warning("%s %s; starting it again in %.1f s", name, ended.reason, wait_s)
+        await asyncio.sleep(wait_s)
+
+
+async def while_alive(
+    process: LaunchedProcess | None, work: Coroutine[Any, Any, ResultT]
+) -> ResultT:
+    """The result of ``work``. Raises ProcessEndedError as soon as ``process``, if any, ends."""
+    working = asyncio.ensure_future(work)
+    if process is None:
+        return await working
+    exited = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait({working, exited}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ProcessEndedError(exited.result())
+    finally:
+        for task in (working, exited):
+            task.cancel()
+        await asyncio.gather(working, exited, return_exceptions=True)

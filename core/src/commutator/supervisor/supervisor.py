@@ -1,0 +1,248 @@
+"""Runs a whole deployment on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from commutator.config.load import Loaded
+from commutator.config.model import Config
+from commutator.config.show import effective
+from commutator.config.yaml_file import to_yaml
+from commutator.contract.frontend import FrontendAddress
+from commutator.contract.launcher import Launcher, LauncherContext
+from commutator.contract.registry import Registry
+from commutator.launcher.child import LOG_LEVEL
+from commutator.launcher.output import Printer
+from commutator.plugins import BLOCKED_PLUGINS, PluginHost
+from commutator.registry.server import RegistryServer
+from commutator.supervisor.frontend_agent import FrontendAgent
+from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+
+__all__ = [
+    "Supervisor",
+    "banner",
+    "front_door_address",
+    "worker_specs",
+    "write_effective",
+]
+
+log = logging.getLogger(__name__)
+_SAY_WAITING_EVERY_S = 5.0
+_KILLED_AT_ONCE = 128 + signal.SIGINT
+
+
+def worker_specs(loaded: Loaded) -> list[WorkerSpec]:
+    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ..."""
+    models = {model.name: model for model in loaded.config.models}
+    return [
+        WorkerSpec(
+            worker_id=f"{engine.name}-{replica}",
+            config=engine,
+            model=models[engine.model or ""],
+            connector=loaded.host.engines.kinds[engine.kind].thing,
+            tiers=loaded.config.tiers,
+        )
+        for engine in loaded.config.engines
+        for replica in range(engine.replicas)
+    ]
+
+
+def write_effective(config: Config, port: int, file: Path) -> None:
+    """Write the effective values, with the front door's ``port``, for the front doors to read."""
+    values = effective(config)
+    values["frontend"]["port"] = port
+    file.write_text(to_yaml(values))
+
+
+class Supervisor:
+    """One run of one deployment, on a ``port`` that is already reserved."""
+
+    def __init__(
+        self, loaded: Loaded, port: int, printer: Printer, *, colour: bool, url_file: Path | None
+    ) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._port = port
+        self._printer = printer
+        self._colour = colour
+        self._url_file = url_file
+        parent = self._config.runtime.state_dir
+        self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
+        self._launcher = self._make_launcher()
+        self._workers: list[WorkerAgent] = []
+        self._frontends: list[FrontendAgent] = []
+        self._stop = asyncio.Event()
+        self._kill = asyncio.Event()
+
+    def _make_launcher(self) -> Launcher:
+        config, interfaces = self._config.launcher, self._config.runtime.kv_interfaces
+        if interfaces is None:
+            interfaces = (os.environ.get("UCX_NET_DEVICES") or "lo",)
+        context = LauncherContext(
+            folder=self._folder,
+            env={
+                **os.environ,
+                "UCX_NET_DEVICES": ",".join(interfaces),
+                LOG_LEVEL: self._config.log.level.upper(),
+                BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
+            },
+            on_line=self._printer.line,
+        )
+        return self._loaded.host.launchers.kinds[config.kind].thing(config, context)
+
+    async def run(self) -> int:
+        """Run the deployment until a signal ends it; returns the exit code.
+
+        Raises ConfigError when the first start of a worker shows that it can never start.
+        """
+        self._handle_signals()
+        await self._launcher.open()
+        try:
+            work = asyncio.create_task(self._run_and_drain())
+            killed = asyncio.create_task(self._kill.wait())
+            await asyncio.wait({work, killed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._kill.is_set():
+                self._launcher.kill_all()
+                await asyncio.wait({work}, timeout=2.0)
+                return _KILLED_AT_ONCE
+            killed.cancel()
+            await work
+            return 0
+        finally:
+            await self._launcher.close()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, True)
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, False)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+            loop.add_signal_handler(signal.SIGHUP, self._on_signal, False)
+
+    def _on_signal(self, impatient: bool) -> None:
+        if not self._stop.is_set():
+            log.info(
+                "Finishing running requests (at most %g s). Press Ctrl-C again to stop now.",
+                self._config.runtime.drain_timeout_s,
+            )
+            self._stop.set()
+        elif impatient:
+            self._kill.set()
+
+    async def _run_and_drain(self) -> None:
+        config = self._config.registry
+        registry = self._loaded.host.registries.kinds[config.kind].thing(config)
+        server = RegistryServer(registry)
+        address = await server.start()
+        self._make_agents(registry, address)
+        workers = [asyncio.create_task(agent.run()) for agent in self._workers]
+        frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
+        try:
+            await self._until_stopped([*workers, *frontends])
+        finally:
+            await _cancel(frontends)  # first, as their running requests need the workers
+            await _cancel(workers)
+            await server.stop()
+            await registry.close()
+
+    def _make_agents(self, registry: Registry, address: str) -> None:
+        runtime = self._config.runtime
+        self._workers = [
+            WorkerAgent(spec, runtime, registry, self._launcher, self._folder)
+            for spec in worker_specs(self._loaded)
+        ]
+        config_file = self._folder / "config.yaml"
+        write_effective(self._config, self._port, config_file)
+        env = {"COMMUTATOR_REGISTRY": address}
+        self._frontends = [
+            FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)
+            for number in range(self._config.frontend.replicas)
+        ]
+
+    async def _until_stopped(self, agents: Iterable[asyncio.Task[None]]) -> None:
+        """Wait for a signal. Raises the error of an agent, which ends only by an error."""
+        stopped = asyncio.create_task(self._stop.wait())
+        announcing = asyncio.create_task(self._announce_when_ready())
+        pending: set[asyncio.Task[Any]] = {stopped, announcing, *agents}
+        try:
+            while not stopped.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            await _cancel([stopped, announcing])
+
+    async def _announce_when_ready(self) -> None:
+        agents: list[WorkerAgent | FrontendAgent] = [*self._workers, *self._frontends]
+        started_s = time.monotonic()
+        while not all(agent.ready.is_set() for agent in agents):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SAY_WAITING_EVERY_S):
+                    for agent in agents:
+                        await agent.ready.wait()
+            if waiting := [agent.name for agent in agents if not agent.ready.is_set()]:
+                waited_s = time.monotonic() - started_s
+                log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
+        address = front_door_address(self._config, self._loaded.host, self._port)
+        url = address.url
+        text = banner(self._config, address, colour=self._colour)
+        self._printer.announce(text, f"ready: {url}")
+        if self._url_file is not None:
+            draft = self._url_file.with_suffix(".draft")
+            draft.write_text(url + "\n")
+            draft.replace(self._url_file)  # atomically, so that no reader finds half of it
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def front_door_address(config: Config, host: PluginHost, port: int) -> FrontendAddress:
+    """How clients on this machine reach the front door."""
+    name = config.frontend.host
+    try:
+        address = ip_address(name)
+    except ValueError:
+        pass
+    else:
+        if address.is_unspecified:
+            name = "127.0.0.1" if address.version == 4 else "::1"  # noqa: PLR2004
+        name = f"[{name}]" if ":" in name else name
+    frontend = host.frontends.kinds[config.frontend.kind].thing
+    return frontend.address(config.frontend, f"{name}:{port}", config.models[0].name)
+
+
+def banner(config: Config, address: FrontendAddress, *, colour: bool) -> str:
+    """A box with the address, the models and the workers, then a command to try."""
+    console = Console(color_system="standard" if colour else None, force_terminal=colour)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("engine", "kind", "model", "workers"):
+        table.add_column(column, justify="right" if column == "workers" else "left")
+    for engine in config.engines:
+        name = engine.name or engine.kind
+        cells = (name, engine.kind, engine.model or "", str(engine.replicas))
+        table.add_row(*map(Text, cells))  # a name may look like markup
+    ready = Text.assemble(("Ready:", "bold green"), " ", (address.api_url, "bold"))
+    content = Group(ready, "", table)
+    with console.capture() as captured:
+        console.print(Panel(content, title="Commutator", title_align="left", expand=False))
+        console.print("Try it:", style="dim")
+        console.print(Text(address.example), soft_wrap=True)
+    return captured.get()

@@ -1,0 +1,293 @@
+"""Supervises one worker: starts it, renews its lease while it answers, restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from commutator.backoff import Backoff
+from commutator.config.model import RuntimeConfig
+from commutator.contract.engine import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    ModelConfig,
+)
+from commutator.contract.launcher import LaunchedProcess, Launcher
+from commutator.contract.registry import Registry, WorkerUp
+from commutator.contract.tier import TierConfig
+from commutator.contract.worker import EngineInfo, Role, WorkerRecord
+from commutator.errors import CommutatorError, ConfigError, EngineError, RegistryError
+from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
+
+__all__ = [
+    "KvPeers",
+    "WorkerAgent",
+    "WorkerSpec",
+    "peer_addresses",
+]
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.1
+
+_STOP_GRACE_S = 10.0
+
+
+@frozen
+class WorkerSpec:
+    """One replica of one `engines` entry."""
+
+    worker_id: str
+    config: EngineConfig
+    model: ModelConfig
+    connector: EngineConnector[Any]
+    tiers: tuple[TierConfig, ...] = ()
+
+
+class WorkerAgent:
+    """Runs one worker and renews its lease while it answers; engines do not know the registry."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        runtime: RuntimeConfig,
+        registry: Registry,
+        launcher: Launcher,
+        state_dir: Path,
+    ) -> None:
+        self.name = spec.worker_id
+        self.ready = asyncio.Event()
+        """Set while its process runs and is registered."""
+        self._spec = spec
+        self._lease_s = runtime.lease_s
+        self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
+        self._registry = registry
+        self._lease_id: int | None = None
+        self._launcher = launcher
+        self._state_dir = state_dir
+        self._ever_ready = False
+        self._peers = KvPeers()
+
+    async def run(self) -> None:
+        """Keep the worker running until cancelled; then deregister and stop it.
+
+        Raises ConfigError when the first start shows that the worker can never start.
+        """
+        following = asyncio.create_task(self._peers.follow(self._registry))
+        try:
+            await keep_running(self.name, self._live_once, self._backoff)
+        finally:
+            following.cancel()
+
+    async def _live_once(self) -> Ended:
+        started_s = time.monotonic()
+        ready_s: float | None = None
+        process: LaunchedProcess | None = None
+        client: EngineClient | None = None
+        outcome = "stopped"
+        try:
+            process, address = await self._start_process()
+            client = self._spec.connector.connect(self._spec.config, address)
+            info = await while_alive(process, self._wait_until_ready(client, process))
+            record = self._record(address, info)
+            await self._register(record)
+            self._ever_ready = True
+            self.ready.set()
+            ready_s = time.monotonic()
+            log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
+            await while_alive(process, self._watch(client, record, process))
+            outcome, reason = "failed", "gave no answer for too long"
+        except Exception as error:
+            if isinstance(error, ConfigError) and not self._ever_ready:
+                raise
+            if not isinstance(error, CommutatorError | OSError):
+                log.exception("the connector of %s failed", self.name)
+            outcome, reason = "failed", _sentence(error)
+        finally:
+            self.ready.clear()
+            healthy_s = 0.0 if ready_s is None else time.monotonic() - ready_s
+            await self._deregister(outcome)
+            await self._clean_up(client, process)
+        return Ended(reason, healthy_s)
+
+    async def _start_process(self) -> tuple[LaunchedProcess | None, str]:
+        """The process (None for an engine that is attached) and the engine's address."""
+        spec = self._spec
+        folder = self._state_dir / self.name
+        folder.mkdir(exist_ok=True)
+        host, port = self._launcher.listen_at()
+        context = LaunchContext(
+            worker_id=self.name,
+            model=spec.model,
+            host=host,
+            port=port,
+            state_dir=folder,
+            tiers=spec.tiers,
+        )
+        plan = spec.connector.launch_plan(spec.config, context)
+        if plan is None:
+            if spec.config.replicas > 1:
+                raise ConfigError(
+                    [f"engine {spec.config.name} is attached to, not started: one replica only"]
+                )
+            return None, spec.connector.attach_address(spec.config)
+        return await self._launcher.start(self.name, plan), plan.address
+
+    async def _wait_until_ready(
+        self, client: EngineClient, process: LaunchedProcess | None
+    ) -> EngineInfo:
+        limit_s = self._spec.config.start_timeout_s
+        problem = "no answer"
+        logged = process is not None  # a starting process does not answer yet
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return await client.start()
+                    except EngineError as error:
+                        problem = str(error)
+                        if not logged:
+                            log.warning("waiting for %s: %s", self.name, problem)
+                            logged = True
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EngineError(f"not ready within {limit_s:g} s: {problem}") from None
+
+    async def _watch(
+        self, client: EngineClient, record: WorkerRecord, process: LaunchedProcess | None
+    ) -> None:
+        """Renew the lease while the engine answers; return when it has not answered for too long.
+
+        An attached engine has no limit, as Commutator cannot restart it.
+        """
+        limit_s = self._spec.config.start_timeout_s
+        answered_s = time.monotonic()
+        self._peers.started()
+        while process is None or time.monotonic() - answered_s < limit_s:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                async with asyncio.timeout(self._lease_s * 2 / 3):
+                    if time.monotonic() - answered_s > self._lease_s:
+                        record = evolve(record, info=await client.start())
+                        self._peers.started()
+                    await client.check_health()
+            except Exception as error:  # noqa: BLE001 - a connector's library may raise anything
+                log.warning("%s does not answer: %s", self.name, str(error) or "too slow")
+            else:
+                answered_s = time.monotonic()
+                await self._renew(record)
+                await self._peers.send(client, record)
+
+    async def _clean_up(self, client: EngineClient | None, process: LaunchedProcess | None) -> None:
+        try:
+            if client is not None:
+                await client.close()
+        except Exception:
+            log.exception("closing the connection to %s failed", self.name)
+        finally:
+            if process is not None:
+                await process.stop(_STOP_GRACE_S)
+
+    async def _register(self, record: WorkerRecord) -> None:
+        """Begin a lease. Raises RegistryError."""
+        self._lease_id = await self._registry.register(record, self._lease_s)
+
+    async def _renew(self, record: WorkerRecord) -> None:
+        """Renew the lease; register the worker again if the lease lapsed."""
+        try:
+            if self._lease_id is None or not await self._registry.keep_alive(self._lease_id):
+                await self._register(record)
+                log.info("%s is back in the registry", self.name)
+        except RegistryError as error:
+            log.warning("%s: its lease was not renewed: %s", self.name, error)
+
+    async def _deregister(self, reason: str) -> None:
+        """End the lease, if any."""
+        lease_id, self._lease_id = self._lease_id, None
+        if lease_id is not None:
+            try:
+                await self._registry.deregister(lease_id, reason)
+            except RegistryError as error:
+                log.warning("%s: its lease ends only when it lapses: %s", self.name, error)
+
+    def _record(self, address: str, info: EngineInfo) -> WorkerRecord:
+        config = self._spec.config
+        name, role = config.name or config.kind, Role(config.role)
+        if role is not Role.BOTH and info.handover is None:
+            problem = (
+                f"engine {name} has the role {role.value}, but cannot hand KV over; set "
+                "role: both, or install what it needs (our own engines: NIXL, by `make tiers`)"
+            )
+            raise ConfigError([problem])
+        model = self._spec.model.name
+        return WorkerRecord(
+            worker_id=self.name,
+            engine=name,
+            kind=config.kind,
+            model=model,
+            address=address,
+            info=info,
+            role=role,
+        )
+
+
+def _sentence(error: Exception) -> str:
+    """The error, as the end of a sentence that begins with the worker's name."""
+    if isinstance(error, ProcessEndedError):
+        return str(error)
+    kind = "" if isinstance(error, CommutatorError) else f"{type(error).__name__}: "
+    return f"failed: {kind}{error}"
+
+
+def peer_addresses(records: Iterable[WorkerRecord], mine: WorkerRecord) -> list[str]:
+    """Sorted addresses at which the other workers of the same model lend blocks."""
+    return sorted(
+        record.info.kv_exchange.address
+        for record in records
+        if record.worker_id != mine.worker_id
+        and record.model == mine.model
+        and record.info.kv_exchange is not None
+        and record.info.kv_exchange.address is not None
+    )
+
+
+class KvPeers:
+    """Keeps one worker's list of peers current."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, WorkerRecord] = {}
+        self._sent: list[str] = []
+
+    async def follow(self, registry: Registry) -> None:
+        """Follow the registry until cancelled."""
+        async for changes in registry.watch():
+            for change in changes:
+                if isinstance(change, WorkerUp):
+                    self.live[change.record.worker_id] = change.record
+                else:
+                    self.live.pop(change.worker_id, None)
+
+    def started(self) -> None:
+        """The worker is a new process and has no peers yet."""
+        self._sent = []
+
+    async def send(self, client: EngineClient, mine: WorkerRecord) -> None:
+        """Send the worker its peers if they changed; a failure is retried by the next call."""
+        if mine.info.kv_exchange is None:
+            return
+        addresses = peer_addresses(self.live.values(), mine)
+        if addresses == self._sent:
+            return
+        try:
+            await client.set_peers(addresses)
+        except EngineError as error:
+            log.warning("%s: its peers could not be sent: %s", mine.worker_id, error)
+        else:
+            self._sent = addresses

@@ -1,0 +1,17 @@
+"""Text to tokens and back: a model's tokenizer, chat template and incremental detokenizer."""
+
+from __future__ import annotations
+
+from commutator.tokenizer.gguf import read_gguf_metadata, tokenizer_from_gguf
+from commutator.tokenizer.load import load_text_model, locate_model
+from commutator.tokenizer.prompt_cache import PromptTokens
+from commutator.tokenizer.text_model import TextModel
+
+__all__ = [
+    "PromptTokens",
+    "TextModel",
+    "load_text_model",
+    "locate_model",
+    "read_gguf_metadata",
+    "tokenizer_from_gguf",
+]

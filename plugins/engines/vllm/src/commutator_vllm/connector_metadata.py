@@ -1,0 +1,101 @@
+"""Messages between the two sides of the KV connector.
+
+In each step orders go to the workers, and reports come back. vLLM pickles them between its
+processes, so they hold plain values only.
+"""
+
+from __future__ import annotations
+
+from attrs import define, field, frozen
+
+from commutator.engine.connector_worker import Chain
+from commutator.kv_events import KvEvent
+
+__all__ = [
+    "ConnectorMetadata",
+    "Load",
+    "LookupRequest",
+    "LookupResult",
+    "Store",
+    "WorkerReport",
+    "merged",
+]
+
+
+@frozen
+class LookupRequest:
+    """Asks which of a request's blocks, from ``first`` up to ``blocks``, the tiers can load."""
+
+    number: int
+    request_id: str
+    first: int
+    blocks: int
+    tokens_per_s: float | None
+
+
+@frozen
+class Load:
+    """Load the blocks that were planned for lookup ``number``, except the first ``skip``."""
+
+    number: int
+    request_id: str
+    device_blocks: tuple[int, ...]
+    skip: int
+
+
+@frozen
+class Store:
+    """Store blocks of a request. The forward pass of this step may compute them."""
+
+    number: int
+    request_id: str
+    first: int
+    device_blocks: tuple[int, ...]
+
+
+@define(kw_only=True)
+class ConnectorMetadata:
+    """Orders from the scheduler to every worker, to be carried out in the order of the fields."""
+
+    reset: bool = False
+    """Whether to evict all blocks from the tiers."""
+    chains: list[Chain] = field(factory=list)
+    drops: list[int] = field(factory=list)
+    """Lookups whose plan or load is cancelled."""
+    lookups: list[LookupRequest] = field(factory=list)
+    loads: list[Load] = field(factory=list)
+    stores: list[Store] = field(factory=list)
+    forget: list[str] = field(factory=list)
+    """Requests that have ended."""
+    computes: bool = False
+    """Whether the step computes anything."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it must be sent even when no request needs a step."""
+        return bool(self.reset or self.drops or self.stores or self.forget)
+
+
+@frozen
+class LookupResult:
+    """The answer to lookup ``number``: the medium of each block that can be loaded."""
+
+    number: int
+    media: tuple[str, ...]
+
+
+@frozen
+class WorkerReport:
+    """From a worker to the scheduler."""
+
+    answers: tuple[LookupResult, ...] = ()
+    stored: tuple[int, ...] = ()
+    """Stores that no longer need their device blocks."""
+    events: tuple[KvEvent, ...] = ()
+
+
+def merged(one: WorkerReport, other: WorkerReport) -> WorkerReport:
+    """One report of the reports of two workers in one step."""
+    return WorkerReport(
+        one.answers + other.answers, one.stored + other.stored, one.events + other.events
+    )

@@ -1,0 +1,119 @@
+"""The routes of the front door, and CORS."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+import commutator
+from commutator.errors import ConfigError
+from commutator.frontend import FrontendServices, health_routes
+from commutator_openai import generate, models
+from commutator_openai.body import expect
+from commutator_openai.config import OpenAiConfig
+from commutator_openai.middleware import (
+    FORWARD_HEADERS,
+    SERVICES,
+    add_headers,
+    exchange,
+    require_key,
+)
+from commutator_openai.pass_through import ENDPOINTS, engine_only
+from commutator_openai.protocol.openapi import openapi_document
+
+__all__ = [
+    "Cors",
+    "build_app",
+]
+
+
+def build_app(
+    config: OpenAiConfig, services: FrontendServices, local_socket: str | None = None
+) -> web.Application:
+    """The application; ``commutator_openai.server`` runs it.
+
+    Raises ConfigError when there is no model or when an API key cannot be read.
+    """
+    if not services.models:
+        raise ConfigError(["models: there is nothing to serve; add a model"])
+    keys = [secret.reveal() for secret in config.api_keys]
+    middlewares: list[Middleware] = [exchange]
+    app = web.Application(client_max_size=config.max_body_bytes)
+    app.on_response_prepare.append(add_headers)
+    if config.cors_origins:
+        cors = Cors(config.cors_origins)
+        middlewares.append(cors.preflight)
+        app.on_response_prepare.append(cors.add_headers)
+    if keys:
+        middlewares.append(require_key(keys))
+    app.middlewares.extend(middlewares)
+    app[FORWARD_HEADERS] = config.forward_headers
+    app[SERVICES] = services
+    document = msgspec.json.encode(
+        openapi_document(commutator.__version__, list(services.models), needs_key=bool(keys))
+    )
+
+    async def openapi(_: web.Request) -> web.Response:
+        return web.Response(body=document, content_type="application/json")
+
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", generate.chat_completions, expect_handler=expect),
+            web.post("/v1/completions", generate.completions, expect_handler=expect),
+            *(web.post(path, engine_only, expect_handler=expect) for path in ENDPOINTS),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{id:.+}", models.retrieve_model),
+            web.post("/tokenize", models.tokenize, expect_handler=expect),
+            web.post("/detokenize", models.detokenize, expect_handler=expect),
+            web.get("/openapi.json", openapi),
+            *health_routes(services, local_socket),
+        ]
+    )
+    return app
+
+
+_EXPOSED = "X-Request-Id, X-Commutator-Worker, X-Commutator-Decision, Retry-After"
+_METHODS = "GET, POST, OPTIONS"
+_PREFLIGHT_AGE_S = 600
+
+
+class Cors:
+    """``origins`` are complete, such as https://chat.example; ``*`` allows every one."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origins)
+
+    @web.middleware
+    async def preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer the preflight request of a browser; it carries no key."""
+        asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not (asked and self._allowed(request)):
+            return await handler(request)
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": _METHODS,
+                "Access-Control-Allow-Headers": request.headers.get(
+                    "Access-Control-Request-Headers", "*"
+                ),
+                "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
+            },
+        )
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let the browser show this response to the page."""
+        response.headers["Vary"] = "Origin"
+        if origin := self._allowed(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+    def _allowed(self, request: web.Request) -> str | None:
+        origin = request.headers.get("Origin")
+        if origin is None:
+            return None
+        if "*" in self._origins:
+            return "*"
+        return origin if origin in self._origins else None

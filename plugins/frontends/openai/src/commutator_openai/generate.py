@@ -1,0 +1,208 @@
+"""The handlers of /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+
+from commutator.errors import RequestError
+from commutator.frontend import FrontendServices, Generation, Piece, Plan, traced
+from commutator_openai.body import read_request
+from commutator_openai.middleware import EXCHANGE, Exchange, caller, explain_routing, time_limit
+from commutator_openai.pass_through import pass_through_if
+from commutator_openai.planning import Target, plan_chat, plan_completion
+from commutator_openai.protocol.chunks import ChatShape, CompletionShape, Shape, encode, event
+from commutator_openai.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
+
+__all__ = [
+    "EventStream",
+    "chat_completions",
+    "completions",
+]
+
+RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    serving = _serve(request, ChatRequest, plan_chat, ChatShape)
+    return await traced("chat", request.headers, {"http.route": request.path}, serving)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    serving = _serve(request, CompletionRequest, plan_completion, CompletionShape)
+    return await traced("completion", request.headers, {"http.route": request.path}, serving)
+
+
+def _session_id(body: GenerationRequest) -> str | None:
+    return body.session_id or getattr(body, "prompt_cache_key", None)
+
+
+def _include_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+async def _serve(
+    request: web.Request,
+    cls: type[RequestT],
+    make_plan: Callable[[RequestT, Target], Awaitable[Plan]],
+    shape_class: type[Shape],
+) -> web.StreamResponse:
+    exchange = request[EXCHANGE]
+    services = exchange.services
+    stream = EventStream(request)
+    limit = time_limit(request)
+    async with limit:
+        try:
+            body = await read_request(request, cls)
+        except RequestError as refused:
+            if (answer := await pass_through_if(request, refused)) is not None:
+                return answer
+            raise
+        name, text = services.text_model(body.model)
+        exchange.model = name
+        exchange.user = _label(body)
+        async with services.limiter:
+            target = Target(
+                model=name,
+                text=text,
+                prompts=services.preprocessors[name],
+                max_model_len=services.max_model_len(name),
+                request_id=exchange.request_id,
+                caller=caller(request, user=body.user, session_id=_session_id(body)),
+            )
+            plan = await make_plan(body, target)
+            shape = shape_class(
+                exchange.request_id,
+                plan,
+                include_usage=_include_usage(body),
+                logprobs=body.logprobs,
+            )
+            async with Generation(
+                services.dispatcher,
+                services.metrics,
+                plan,
+                exchange.arrived_s,
+                limit.deadline_s,
+            ) as generation:
+                try:
+                    if body.stream:
+                        note = partial(_note_routing, request, exchange, generation)
+                        await _stream(generation, shape, stream, note)
+                        return stream.response
+                    return await _collect(generation, shape)
+                finally:
+                    if not stream.started:
+                        _note_routing(request, exchange, generation)
+                    _account(services, exchange, generation)
+
+
+async def _collect(generation: Generation, shape: Shape) -> web.Response:
+    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            for number, piece in batch:
+                pieces[number].append(piece)
+    answer = shape.answer(pieces, generation.usage())
+    return web.Response(body=encode(answer), content_type="application/json")
+
+
+async def _stream(
+    generation: Generation, shape: Shape, stream: EventStream, note: Callable[[], None]
+) -> None:
+    """``note`` completes the headers, right before they are sent."""
+    unfinished = len(generation.choices)
+    begun: set[int] = set()
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            chunks = []
+            if not begun:
+                note()
+            for number, piece in batch:
+                if number not in begun:
+                    begun.add(number)
+                    chunks.append(shape.first(number))
+                if piece.text or piece.logprobs:
+                    chunks.append(shape.content(number, piece))
+                if piece.finish_reason is not None:
+                    unfinished -= 1
+                    chunks.append(shape.finish(number, piece.finish_reason))
+            if unfinished == 0:
+                if shape.include_usage:
+                    chunks.append(shape.usage(generation.usage()))
+                await stream.finish(b"".join(chunks))
+            else:
+                await stream.write(b"".join(chunks))
+
+
+def _note_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
+    """Name the workers in the headers, and explain the choice if the client asked for it."""
+    workers = exchange.workers = generation.worker_ids
+    exchange.headers["X-Commutator-Worker"] = ",".join(workers)
+    explain_routing(request, lambda: generation.explanations)
+
+
+def _account(services: FrontendServices, exchange: Exchange, generation: Generation) -> None:
+    usage = generation.usage()
+    exchange.workers = generation.worker_ids
+    exchange.prompt_tokens = usage.prompt_tokens
+    exchange.cached_tokens = usage.cached_tokens
+    exchange.generated_tokens = usage.completion_tokens
+    exchange.ttft_s = generation.times[0].ttft_s
+    services.metrics.tokens_used(
+        exchange.model, exchange.prompt_tokens, exchange.cached_tokens, exchange.generated_tokens
+    )
+
+
+def _label(body: GenerationRequest) -> str | None:
+    other = body.safety_identifier if isinstance(body, ChatRequest) else None
+    return body.user if body.user is not None else other
+
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # makes nginx forward events at once
+}
+
+
+class _Response(web.StreamResponse):
+    # The first event follows its headers at once: one packet, as with aiohttp's own web.Response.
+    _send_headers_immediately = False
+
+
+class EventStream:
+    """A response of server-sent events. Its headers are sent with the first events.
+
+    An error before that can still be answered with its own status; after it,
+    ``commutator_openai.middleware`` ends the stream.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse = _Response(headers=_HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def write(self, events: bytes) -> None:
+        """Send events, all in one write."""
+        if events:
+            await self._start()
+            await self.response.write(events)
+
+    async def finish(self, events: bytes) -> None:
+        """Send the last events and the end mark, all in one write."""
+        await self._start()
+        self._request[EXCHANGE].ended = True
+        await self.response.write_eof(events + event(b"[DONE]"))
+
+    async def _start(self) -> None:
+        if not self.started:
+            await self.response.prepare(self._request)

@@ -1,0 +1,308 @@
+"""Around every request: its id, key check, error shape, headers, metrics and log line."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from attrs import define, field
+
+from commutator.contract.request import Caller
+from commutator.errors import RequestError
+from commutator.frontend import OPERATIONS_PATHS, FrontendServices, TimeLimit
+from commutator_openai.protocol.chunks import event
+from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
+from commutator_openai.protocol.requests import TIMEOUT_HEADER
+
+__all__ = [
+    "EXCHANGE",
+    "FORWARD_HEADERS",
+    "SERVICES",
+    "Exchange",
+    "add_headers",
+    "caller",
+    "end_failed",
+    "exchange",
+    "explain_routing",
+    "request_id_of",
+    "require_key",
+    "time_limit",
+]
+
+log = logging.getLogger(__name__)
+
+SERVICES: web.AppKey[FrontendServices] = web.AppKey("services", FrontendServices)
+
+FORWARD_HEADERS: web.AppKey[tuple[str, ...]] = web.AppKey("forward_headers", tuple)
+"""The headers that routing policies and observers see, in lower case."""
+
+_CLIENT_GONE = 499
+_MAX_HEADER = 256
+_OPEN_PATHS = OPERATIONS_PATHS | {"/openapi.json"}
+
+
+@web.middleware
+async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The outermost middleware: answers every exception in OpenAI's shape.
+
+    If the response has already begun, the error ends it.
+    """
+    services = request.app[SERVICES]
+    known = request[EXCHANGE] = Exchange(services, request_id_of(request), _endpoint(request))
+    code = _CLIENT_GONE
+    try:
+        response = await handler(request)
+        code = response.status
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - any error must be answered
+        answer = to_http_error(error, known.request_id)
+        log_failure(error, answer, known.request_id)
+        code = answer.status
+        if known.begun is not None:
+            response = known.begun
+            await end_failed(request, response, answer)
+        else:
+            if code == web.HTTPTooManyRequests.status_code and answer.code is not None:
+                services.metrics.request_rejected(known.model, answer.code)
+            response = error_response(answer)
+    finally:
+        _record(request, known, code)
+    if request.content.exception() is not None:
+        _read_no_further(request, response)
+    return response
+
+
+def require_key(keys: Sequence[str]) -> Middleware:
+    """Requires one of ``keys`` as bearer token, but not for probes and the OpenAPI document."""
+    accepted = [key.encode() for key in keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in _OPEN_PATHS and not _has_key(request, accepted):
+            raise HttpError(
+                web.HTTPUnauthorized.status_code,
+                "no valid API key: send the header Authorization: Bearer KEY",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return await handler(request)
+
+    return check
+
+
+def caller(request: web.Request, *, user: str | None, session_id: str | None) -> Caller:
+    """The sender of ``request``, for routing policies and observers."""
+    names, sent = request.app[FORWARD_HEADERS], request.headers
+    headers = {name: sent[name][:_MAX_HEADER] for name in names if name in sent}
+    return Caller(user=user, session_id=session_id, headers=headers)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the request id and the collected headers, to streams as well."""
+    known = request.get(EXCHANGE)
+    if known is not None:
+        known.begun = response
+        response.headers["X-Request-Id"] = known.request_id
+        response.headers.update(known.headers)
+    services = request.app[SERVICES] if known is None else known.services
+    if services.draining:
+        # The client's next request must reach another front door. The headers exist already.
+        response.force_close()
+        response.headers["Connection"] = "close"
+
+
+def _has_key(request: web.Request, accepted: Sequence[bytes]) -> bool:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = token.strip().encode(errors="surrogateescape")
+    # Compare every key, each in constant time, so that timing reveals nothing.
+    matches = [hmac.compare_digest(given, key) for key in accepted]
+    return scheme.lower() == "bearer" and any(matches)
+
+
+def _endpoint(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical
+
+
+def _read_no_further(request: web.Request, response: web.StreamResponse) -> None:
+    """Keep aiohttp from reading the rest of a broken body and logging that as its own failure."""
+    request.content.feed_eof()
+    response.force_close()
+
+
+def _record(request: web.Request, known: Exchange, code: int) -> None:
+    duration_s = time.perf_counter() - known.arrived_s
+    known.services.metrics.request_done(known.endpoint, known.model, code, duration_s)
+    level = logging.DEBUG if request.path in _OPEN_PATHS else logging.INFO
+    if log.isEnabledFor(level):
+        log.log(level, "%s", known.log_line(code, duration_s))
+
+
+_ID_BITS = 128
+_SANE_ID = re.compile(r"[!-~]{1,128}")
+
+
+@define
+class Exchange:
+    """What the log line and the metrics say about a request at its end."""
+
+    services: FrontendServices
+    request_id: str
+    endpoint: str
+    arrived_s: float = field(factory=time.perf_counter)
+    model: str = ""
+    """Set once a served model is found."""
+    user: str | None = None
+    begun: web.StreamResponse | None = None
+    """The response, once its headers are sent: an error from then on can only end it."""
+    ended: bool = False
+    """Its last bytes are written, though perhaps not sent."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float | None = None
+    workers: tuple[str, ...] = ()
+    headers: dict[str, str] = field(factory=dict)
+    """To be added to the response."""
+
+    def log_line(self, code: int, duration_s: float) -> str:
+        """One line; values from clients are quoted."""
+        parts = [f"{self.endpoint} {code} id={self.request_id} took={duration_s:.3f}s"]
+        if self.model:
+            parts.append(f"model={self.model}")
+        if self.workers:
+            parts.append(f"worker={','.join(self.workers)}")
+            parts.append(
+                f"tokens={self.prompt_tokens}+{self.generated_tokens} cached={self.cached_tokens}"
+            )
+        if self.ttft_s is not None:
+            parts.append(f"ttft={self.ttft_s:.3f}s")
+        if self.user is not None:
+            parts.append(f"user={json.dumps(self.user[:128])}")
+        return " ".join(parts)
+
+
+EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The client's X-Request-Id if it is printable and short, otherwise a new one."""
+    given = request.headers.get("X-Request-Id")
+    if given and _SANE_ID.fullmatch(given):
+        return given
+    return f"{random.getrandbits(_ID_BITS):032x}"
+
+
+_GRACE_S = 1.0
+"""A client has this long to read the last bytes."""
+
+
+async def end_failed(request: web.Request, response: web.StreamResponse, answer: HttpError) -> None:
+    """End a stream of events with an error event, any other response by closing the connection.
+
+    Raises ConnectionError when the client has disconnected.
+    """
+    if response.content_type == "text/event-stream" and not request[EXCHANGE].ended:
+        await _write_last(request, response, event(answer.body()))
+    else:
+        _abort_later(request)
+        _close(request)
+
+
+async def _write_last(request: web.Request, response: web.StreamResponse, last: bytes) -> None:
+    slow = _abort_later(request)
+    try:
+        await response.write_eof(last)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # A write that the time limit cancelled left its cancelled waiter in aiohttp, which this
+        # write met. Its data is on the way, but the connection cannot be used again.
+        _close(request)
+    else:
+        slow.cancel()
+
+
+def _close(request: web.Request) -> None:
+    """Close the connection once everything is sent."""
+    if request.transport is not None:
+        request.transport.close()
+
+
+def _abort_later(request: web.Request) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(_GRACE_S, _abort, request)
+
+
+def _abort(request: web.Request) -> None:
+    """Drop the connection, sent or not. A lost connection has no transport."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+Explanations = list[dict[str, Any]]
+
+# Proxies and clients refuse longer headers.
+_MAX_HEADER_CHARACTERS = 6_000
+_MAX_REASON_CHARACTERS = 200
+
+
+def explain_routing(request: web.Request, explain: Callable[[], Explanations]) -> None:
+    """Answer with ``X-Commutator-Decision`` if the client asked for it."""
+    if request.headers.get("X-Commutator-Explain") == "1":
+        request[EXCHANGE].headers["X-Commutator-Decision"] = _in_one_header(explain())
+
+
+def _in_one_header(explanations: Explanations) -> str:
+    """Compact JSON: an object, or for several answers a list of them, cut to what fits."""
+    text = _compact(explanations)
+    if len(text) > _MAX_HEADER_CHARACTERS:
+        # The chosen worker matters most, so leave the others out.
+        for one in explanations:
+            chosen = [c for c in one["candidates"] if c["worker_id"] == one["worker_id"]]
+            one["left_out"] = len(one["candidates"]) - len(chosen)
+            one["candidates"] = chosen
+            one["reason"] = one["reason"][:_MAX_REASON_CHARACTERS]
+        while len(text := _compact(explanations)) > _MAX_HEADER_CHARACTERS:
+            explanations = explanations[: len(explanations) // 2]
+    return text
+
+
+def _compact(shown: Explanations) -> str:
+    return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))
+
+
+def time_limit(request: web.Request) -> TimeLimit:
+    """The deadline of ``request``: the server's, or an earlier one that the client sent.
+
+    Raises RequestError when the header is not a positive number.
+    """
+    services = request.app[SERVICES]
+    return services.time_limits.of(_timeout_s(request, services.config.request_timeout_s))
+
+
+def _timeout_s(request: web.Request, longest_s: float) -> float:
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return longest_s
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not timeout_s > 0:  # also false for NaN
+        raise RequestError(
+            f"{TIMEOUT_HEADER}: expected a number of seconds above 0, got {given[:40]!r}",
+            TIMEOUT_HEADER,
+        )
+    return min(timeout_s, longest_s)

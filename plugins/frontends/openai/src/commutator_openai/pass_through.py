@@ -1,0 +1,207 @@
+"""Passes requests that only the engine can serve to a worker.
+
+The front door does not serve tools, structured output, pictures or embeddings. An engine that takes
+OpenAI requests gets them unchanged but for ``model``, which becomes the worker's name of it. Keys
+that the front door does not know are refused, because engines have keys that no client may use: KV
+transfers to any address, templates, ids of other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from commutator import GenerateRequest, SamplingParams
+from commutator.errors import RequestError
+from commutator.frontend import Forward, FrontendServices
+from commutator.tokenizer import TextModel
+from commutator_openai.body import NOT_SERVED, off_loop, read_object
+from commutator_openai.middleware import EXCHANGE, SERVICES, caller, explain_routing, time_limit
+from commutator_openai.protocol.fields import MAX_INT
+
+__all__ = [
+    "ENDPOINTS",
+    "engine_only",
+    "pass_through",
+    "pass_through_if",
+]
+
+_COMMON = frozenset({
+    "model", "user", "priority", "session_id", "prompt_cache_key", "safety_identifier",
+    "cache_salt", "truncate_prompt_tokens",
+})  # fmt: skip
+
+ENDPOINTS: Mapping[str, frozenset[str]] = {
+    "/v1/embeddings": _COMMON | {"input", "messages", "encoding_format", "dimensions"},
+    "/v1/responses": _COMMON | {
+        "include", "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata",
+        "parallel_tool_calls", "reasoning", "service_tier", "store", "stream", "stream_options",
+        "temperature", "text", "tool_choice", "tools", "top_k", "top_logprobs", "top_p",
+        "truncation",
+    },
+    "/v1/rerank": _COMMON | {
+        "documents", "max_tokens_per_doc", "query", "return_documents", "top_n",
+    },
+    "/v1/score": _COMMON | {
+        "apply_softmax", "documents", "item_first", "items", "label_token_ids", "queries", "query",
+        "text_1", "text_2",
+    },
+}  # fmt: skip
+"""The paths that are only passed through, and the keys that a client may send to each."""
+
+_INTERNAL = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
+"""What engines say in answers about themselves: addresses, engine ids and block ids."""
+
+
+async def engine_only(request: web.Request) -> web.StreamResponse:
+    """The handler of ``ENDPOINTS``."""
+    services = request.app[SERVICES]
+    async with time_limit(request):
+        body = await read_object(request)
+        if unknown := sorted(body.keys() - ENDPOINTS[request.path]):
+            raise RequestError(f"{unknown[0]}: unknown key", unknown[0], "unknown_parameter")
+        given = body.get("model")
+        if not isinstance(given, str | None):
+            raise RequestError("model: expected a string", "model")
+        name, _ = services.text_model(given)
+        request[EXCHANGE].model = name
+        if not services.dispatcher.forwards(name):
+            raise RequestError(
+                f"{request.path} is not served here, and no worker of {name} serves it",
+                code="unsupported_endpoint",
+            )
+        async with services.limiter:
+            return await pass_through(request, name, body)
+
+
+async def pass_through_if(request: web.Request, refused: RequestError) -> web.StreamResponse | None:
+    """The engine's answer if it may serve what ``refused`` is about, else None."""
+    if refused.code != NOT_SERVED:
+        return None
+    services = request.app[SERVICES]
+    body = await read_object(request)
+    name = str(body.get("model"))
+    if name not in services.models or not services.dispatcher.forwards(name):
+        return None
+    request[EXCHANGE].model = name
+    async with services.limiter:
+        return await pass_through(request, name, body)
+
+
+async def pass_through(
+    request: web.Request, model: str, body: dict[str, Any]
+) -> web.StreamResponse:
+    """The worker's answer, unchanged."""
+    services, exchange = request.app[SERVICES], request[EXCHANGE]
+    token_ids = await _known_tokens(services, model, body)
+    salt = body.get("cache_salt")
+    by = GenerateRequest(
+        request_id=exchange.request_id,
+        token_ids=token_ids,
+        sampling=SamplingParams(max_tokens=1),
+        cache_salt=salt if isinstance(salt, str) else None,
+        priority=_priority(body),
+    )
+    user = body.get("user")
+    asked = caller(
+        request, user=user if isinstance(user, str) else None, session_id=_session_id(body)
+    )
+    async with await services.dispatcher.forward(model, by, asked) as forward:
+        exchange.workers = (forward.worker_id,)
+        exchange.headers["X-Commutator-Worker"] = forward.worker_id
+        services.metrics.routed(model, forward.route)
+        explain_routing(request, lambda: [forward.explain()])
+        return await _relay(request, forward, body)
+
+
+async def _relay(
+    request: web.Request, forward: Forward, body: dict[str, Any]
+) -> web.StreamResponse:
+    exchange, data = request[EXCHANGE], await request.read()
+    if body.get("model") != forward.model:
+        renamed = {**body, "model": forward.model}
+        data = await off_loop(len(data), partial(msgspec.json.encode, renamed))
+    headers = {"X-Request-Id": exchange.request_id}
+    answer = await forward.send(request.path, data, headers)
+    response = web.StreamResponse(
+        status=answer.status, headers={"Content-Type": answer.content_type}
+    )
+    await response.prepare(request)
+    async for part in _without_internals(forward.chunks(), answer.content_type):
+        await response.write(part)
+    exchange.ended = True
+    await response.write_eof()
+    return response
+
+
+async def _without_internals(
+    chunks: AsyncIterator[bytes], content_type: str
+) -> AsyncIterator[bytes]:
+    """The answer without the keys of ``_INTERNAL``: event by event, or a JSON object as a whole."""
+    streamed = content_type.startswith("text/event-stream")
+    rest = b""
+    async for chunk in chunks:
+        rest += chunk
+        if streamed:
+            whole, newline, rest = rest.rpartition(b"\n")
+            if newline:
+                yield b"".join(_public(line) + b"\n" for line in whole.split(b"\n"))
+    if rest:
+        yield _public(rest) if streamed or content_type.startswith("application/json") else rest
+
+
+def _public(line: bytes) -> bytes:
+    if not any(name.encode() in line for name in _INTERNAL):
+        return line
+    prefix = b"data:" if line.startswith(b"data:") else b""
+    try:
+        said = msgspec.json.decode(line[len(prefix) :], type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return line  # text that only mentions such a name
+    for name in _INTERNAL:
+        said.pop(name, None)
+    return prefix + (b" " if prefix else b"") + msgspec.json.encode(said)
+
+
+def _priority(body: Mapping[str, Any]) -> int:
+    given = body.get("priority")
+    # Not isinstance: True is an int, too.
+    return given if type(given) is int and abs(given) <= MAX_INT else 0
+
+
+def _session_id(body: Mapping[str, Any]) -> str | None:
+    given = (body.get("session_id"), body.get("prompt_cache_key"))
+    return next((name for name in given if name and isinstance(name, str)), None)
+
+
+async def _known_tokens(
+    services: FrontendServices, model: str, body: Mapping[str, Any]
+) -> Sequence[int]:
+    """The tokens of the prompt, for routing by prefix.
+
+    Empty for a prompt that cannot be rendered here; it is routed by load.
+    """
+    text = services.models[model]
+    if services.dispatcher.hashed_block_size(model) is None:
+        return []
+    prompt = body.get("prompt")
+    try:
+        if isinstance(prompt, str):
+            return await asyncio.to_thread(text.encode, prompt)
+        return await asyncio.to_thread(_render, text, body)
+    except (RequestError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _render(text: TextModel, body: Mapping[str, Any]) -> list[int]:
+    variables = {"tools": body.get("tools") or None, **(body.get("chat_template_kwargs") or {})}
+    messages = body["messages"]
+    if not all(isinstance(message["content"], str) for message in messages):
+        return []
+    rendered = text.render_chat(messages, variables=variables)
+    return text.encode(rendered, add_special_tokens=False)

@@ -1,0 +1,129 @@
+"""The OpenAPI 3.1 document, generated from the classes that validate requests and shape answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from commutator_openai.protocol import requests, responses
+from commutator_openai.protocol.fields import request_schema
+from commutator_openai.protocol.requests import TIMEOUT_HEADER
+
+__all__ = [
+    "openapi_document",
+]
+
+_POST = {
+    "/v1/chat/completions": (
+        "Answer a conversation.",
+        requests.ChatRequest,
+        responses.ChatCompletion,
+    ),
+    "/v1/completions": ("Continue a text.", requests.CompletionRequest, responses.Completion),
+    "/tokenize": ("Text to tokens.", requests.TokenizeRequest, responses.TokenizeResponse),
+    "/detokenize": ("Tokens to text.", requests.DetokenizeRequest, responses.DetokenizeResponse),
+}
+"""Summary, body and answer by path."""
+
+
+def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) -> dict[str, Any]:
+    """``version`` is Commutator's; ``models`` are the names that requests may give."""
+    model_id = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+        "examples": {name: {"value": name} for name in models},
+    }
+    protected = {path: {"post": _post(*operation)} for path, operation in _POST.items()} | {
+        "/v1/models": {"get": _get("The models served.", _ref(responses.ModelList))},
+        "/v1/models/{id}": {
+            "get": _get("One model.", _ref(responses.ModelCard)) | {"parameters": [model_id]}
+        },
+    }
+    anything = {"type": "object"}
+    free = {
+        "/health": {"get": _get("Models, workers and load.", anything)},
+        "/live": {"get": _get("Whether the process answers.", anything)},
+        "/ready": {"get": _get("Whether every model can be served.", anything)},
+        "/openapi.json": {"get": _get("This document.", anything)},
+        "/metrics": {"get": _get("Prometheus metrics.", {"type": "string"}, "text/plain")},
+    }
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Commutator",
+            "version": version,
+            "description": "An OpenAI-compatible front door to LLM engines.",
+        },
+        "paths": protected | free,
+        "components": {"schemas": _schemas(models)},
+    }
+    if needs_key:
+        bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = bearer
+        for operations in protected.values():
+            for operation in operations.values():
+                operation["security"] = [{"bearer": []}]
+    return document
+
+
+def _schemas(models: Sequence[str]) -> dict[str, Any]:
+    classes = [cls for _, *body_and_answer in _POST.values() for cls in body_and_answer]
+    classes += [responses.ErrorBody, responses.ModelCard, responses.ModelList]
+    schemas = {cls.__name__: {"description": cls.__doc__, **request_schema(cls)} for cls in classes}
+    for _, body, _ in _POST.values():
+        schema = schemas[body.__name__]
+        model = schema["properties"]["model"]
+        names = [*models] if "model" in schema.get("required", ()) else [*models, None]
+        schema["properties"]["model"] = {"enum": names, "description": model["description"]}
+    return schemas
+
+
+def _ref(cls: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{cls.__name__}"}
+
+
+def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
+
+
+def _post(summary: str, body: type, answer: type) -> dict[str, Any]:
+    operation = _get(summary, _ref(answer))
+    operation["requestBody"] = {
+        "required": True,
+        "content": {"application/json": {"schema": _ref(body)}},
+    }
+    if issubclass(body, requests.GenerationRequest):
+        operation["responses"]["200"]["content"]["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Chunks as OpenAI sends them."}
+        }
+        operation["parameters"] = [
+            _header(
+                TIMEOUT_HEADER,
+                {"type": "number", "exclusiveMinimum": 0},
+                "Give up after this many seconds; lowers the limit of the configuration.",
+            ),
+            _header("X-Request-Id", {"type": "string"}, "The id of the request; sent back."),
+            _header(
+                "X-Commutator-Explain",
+                {"enum": ["1"]},
+                "Explain the choice of the worker in the answer's X-Commutator-Decision.",
+            ),
+        ]
+    return operation
+
+
+def _get(
+    summary: str, schema: dict[str, Any], content_type: str = "application/json"
+) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "Done.", "content": {content_type: {"schema": schema}}},
+            "default": {
+                "description": "An error.",
+                "content": {"application/json": {"schema": _ref(responses.ErrorBody)}},
+            },
+        },
+    }

@@ -1,0 +1,138 @@
+"""The decision: a cost for every worker, and the cheapest one or a draw by temperature."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from attrs import frozen
+
+from commutator import (
+    Bounds,
+    Candidate,
+    Decision,
+    NonNegativeInt,
+    RouterConfig,
+    RouteRequest,
+    RoutingPolicy,
+    setting,
+)
+
+__all__ = ["KvRouter", "KvRouterConfig"]
+
+Terms = dict[str, float]
+Weight = Annotated[float, Bounds(minimum=0)]
+
+
+@frozen(kw_only=True)
+class KvRouterConfig(RouterConfig):
+    """Weights of the cost that the `kv` policy minimises, named as in NVIDIA Dynamo."""
+
+    formula: Literal["cost", "product"] = setting(
+        "cost: weighted prefill plus decode blocks, as in Dynamo. product: new prefill tokens, "
+        "at least one, times batch size plus one, which needs no weights.",
+        "cost",
+    )
+    overlap_score_weight: Weight = setting(
+        "Weight of the prefill still to be done against the decode load; 0 ignores the cache.", 1.0
+    )
+    router_temperature: Weight = setting(
+        "0 takes the cheapest worker; more spreads requests over costlier ones.", 0.0
+    )
+    host_cache_hit_weight: Weight = setting(
+        "What a block in a worker's host memory saves, as a part of one on the device.", 0.75
+    )
+    disk_cache_hit_weight: Weight = setting("The same for a block on its disk.", 0.25)
+    shared_cache_multiplier: Weight = setting(
+        "The same for a block in storage that all workers share.", 0.5
+    )
+    imbalance_requests: NonNegativeInt = setting(
+        "Hot-prefix guard: a worker with this many requests more than the idlest, and more than "
+        "imbalance_ratio times as many, is left out.",
+        32,
+    )
+    imbalance_ratio: Annotated[float, Bounds(minimum=1)] = setting("See imbalance_requests.", 2.0)
+
+
+class KvRouter(RoutingPolicy):
+    """Weighs the prefill that a worker would save against the load it already has.
+
+    The formula of NVIDIA Dynamo's router, all hits in blocks:
+
+        raw    = (active_prefill_tokens + prompt_tokens) / block_size
+        credit = device + 0.75 host + 0.25 disk + 0.5 shared
+        cost   = overlap_score_weight * max(0, raw - credit) + decode_blocks
+
+    With ``formula: product``, the weight-free LMetric: new_prefill_tokens * (batch_size + 1), with
+    one new token at least, so that of two workers that hold all of a prompt the idler one wins.
+    """
+
+    uses_overlap = True
+
+    def __init__(self, config: KvRouterConfig) -> None:
+        self._config = config
+
+    def pick(
+        self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
+    ) -> Decision:
+        allowed = self._balanced(candidates)
+        scores = {c.worker_id: self._terms(request, c) for c in allowed}
+        costs = {worker_id: terms["cost"] for worker_id, terms in scores.items()}
+        chosen = draw(costs, self._config.router_temperature, rng)
+        winner = dict(zip(scores, allowed, strict=True))[chosen]
+        return Decision(
+            worker_id=chosen,
+            policy="kv",
+            reason=_reason(request, winner, scores[chosen], len(allowed), len(candidates)),
+            scores=scores,
+        )
+
+    def _balanced(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The candidates less those that a hot prefix has already overloaded."""
+        requests = [c.load.active_requests for c in candidates]
+        fewest = min(requests)
+        most = max(fewest + self._config.imbalance_requests, fewest * self._config.imbalance_ratio)
+        return [c for c in candidates if c.load.active_requests <= most]
+
+    def _terms(self, request: RouteRequest, candidate: Candidate) -> Terms:
+        config, load, overlap = self._config, candidate.load, candidate.overlap
+        raw = (load.active_prefill_tokens + request.prompt_tokens) / request.block_size
+        credit = (
+            overlap.device
+            + config.host_cache_hit_weight * overlap.host
+            + config.disk_cache_hit_weight * overlap.disk
+            + config.shared_cache_multiplier * overlap.external
+        )
+        prefill = raw - credit if raw > credit else 0.0
+        decode = float(load.active_decode_blocks)
+        if config.formula == "product":
+            cost = max(prefill * request.block_size, 1.0) * (load.active_requests + 1)
+        else:
+            cost = config.overlap_score_weight * prefill + decode
+        return {
+            "cost": cost,
+            "prefill_blocks": prefill,
+            "cache_credit_blocks": credit,
+            "decode_blocks": decode,
+        }
+
+
+def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str:
+    """Temperature 0: the cheapest, ties by lot. Above: p ~ exp(-(cost - min) / range / T)."""
+    cheapest = min(costs.values())
+    if temperature == 0:
+        return rng.choice([name for name, cost in costs.items() if cost == cheapest])
+    spread = max(costs.values()) - cheapest or 1.0
+    # The cheapest has exponent 0, so that the weights never vanish all together.
+    weights = [math.exp(-(cost - cheapest) / spread / temperature) for cost in costs.values()]
+    return rng.choices(list(costs), weights)[0]
+
+
+def _reason(
+    request: RouteRequest, winner: Candidate, terms: Terms, allowed: int, total: int
+) -> str:
+    left_out = f", {total - allowed} too busy" if allowed < total else ""
+    blocks = f"{winner.overlap.blocks} of the prompt's {math.ceil(request.prompt_blocks)} blocks"
+    return f"cheapest of {allowed} workers{left_out} (cost {terms['cost']:.1f}); has {blocks}"

@@ -1,0 +1,278 @@
+"""``commutator replay``: a trace through the routing code, over simulated workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from commutator.cli.options import NumberRange, set_option
+from commutator.config.load import Loaded, load_config
+from commutator.config.tree import DEFAULT, find
+from commutator.errors import CommutatorError
+from commutator_replay.report import Report
+from commutator_replay.setup import Replays, Targets
+from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, read_trace, with_chats
+
+__all__ = [
+    "by_policy",
+    "by_rate",
+    "replay",
+    "replay_warnings",
+]
+
+_PLOT_SUFFIXES = (".svg", ".png", ".pdf")
+_POSITIVE = NumberRange(min=0, min_open=True)
+
+
+class _Rates(click.ParamType[list[float]]):
+    name = "rates"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[float]:
+        if isinstance(value, list):
+            return value
+        return [_POSITIVE.convert(one, param, ctx) for one in value.split(",")]
+
+
+def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Find now what would otherwise fail after the whole replay."""
+    del ctx, param
+    if value is None:
+        return None
+    if value.suffix not in _PLOT_SUFFIXES:
+        expected = ", ".join(_PLOT_SUFFIXES)
+        raise click.BadParameter(f"{value}: expected a name that ends in one of {expected}")
+    if not os.access(value.parent, os.W_OK) or not value.parent.is_dir():
+        raise click.BadParameter(f"{value}: {value.parent} is not a folder that can be written to")
+    plots()
+    return value
+
+
+@click.command(
+    epilog="Example: commutator replay trace.jsonl examples/replay.yaml --compare kv,round_robin"
+)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--policy", help="Routing policy instead of the file's, with its defaults.")
+@click.option("--compare", help="Several policies, separated by commas; one row each.")
+@click.option(
+    "--disagg",
+    help="Several disaggregation policies, separated by commas; `aggregated` means the same "
+    "workers without roles.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
+@click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
+@click.option(
+    "--chats",
+    type=NumberRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Add this many short chats for each request of the trace.",
+)
+@click.option(
+    "--speed",
+    type=_POSITIVE,
+    default=1.0,
+    show_default=True,
+    help="Replay this many times as fast as recorded.",
+)
+@click.option(
+    "--rates", type=_Rates(), help="Requests a second instead, several separated by commas."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
+@click.option(
+    "--target-ttft",
+    type=_POSITIVE,
+    default=2.0,
+    show_default=True,
+    help="For goodput: seconds to the first token, at most.",
+)
+@click.option(
+    "--target-itl",
+    type=_POSITIVE,
+    default=0.05,
+    show_default=True,
+    help="For goodput: seconds between tokens, at most, on average.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_checked_plot,
+    help="Write a picture: SVG, PNG or PDF, as FILE ends.",
+)
+@set_option
+def replay(
+    trace: Path,
+    file: Path,
+    policy: str | None,
+    compare: str | None,
+    disagg: str | None,
+    workers: int | None,
+    requests: int | None,
+    chats: float,
+    speed: float,
+    rates: list[float] | None,
+    seed: int,
+    target_ttft: float,
+    target_itl: float,
+    as_json: bool,
+    plot: Path | None,
+    sets: tuple[str, ...],
+) -> None:
+    """Replay TRACE over FILE's workers, in virtual time, and show what clients would see."""
+    if sum(option is not None for option in (policy, compare, disagg)) > 1:
+        raise click.UsageError("give one of --policy, --compare and --disagg")
+    if rates and speed != 1.0:
+        raise click.UsageError("give --speed or --rates, not both")
+    loaded = load_config([file], sets=sets)
+    replays = Replays(
+        loaded,
+        str(file),
+        str(trace),
+        Targets(target_ttft, target_itl),
+        workers=workers,
+        seed=seed,
+    )
+    names = policies(replays, policy, compare, disagg)
+    for warning in replay_warnings(loaded):
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+    recorded = read_trace(trace, requests)
+    mixed = with_chats(recorded, chats, seed) if chats else recorded
+
+    def run(requests: Sequence[TraceRequest]) -> list[Report]:
+        one = replays.by_router if disagg is None else replays.by_disaggregation
+        return [one(name, requests) for name in names]
+
+    if rates:
+        sweep = {rate: run(at_rate(mixed, rate)) for rate in rates}
+        show_sweep(sweep, plot, as_json=as_json)
+    else:
+        reports = run([one.sped_up(speed) for one in mixed])
+        show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
+
+
+def policies(
+    replays: Replays, policy: str | None, compare: str | None, disagg: str | None
+) -> list[str]:
+    """The policies to be run; all are looked up before the first one runs."""
+    if disagg is not None:
+        return replays.disaggregations(disagg, "--disagg")
+    if compare is not None:
+        return replays.routers(compare, "--compare")
+    if policy is not None:
+        return replays.routers(policy, "--policy")
+    return [replays.config.router.kind]
+
+
+def show(reports: Sequence[Report], ideal: float, plot: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        shown = {"ideal_hit_ratio": ideal, "policies": [asdict(one) for one in reports]}
+        click.echo(json.dumps(shown))
+    else:
+        Console().print(by_policy(reports, ideal))
+    if plot is not None:
+        plots().draw(reports, ideal, plot)
+
+
+def show_sweep(
+    sweep: Mapping[float, Sequence[Report]], plot: Path | None, *, as_json: bool
+) -> None:
+    if as_json:
+        shown = [
+            {"rate": rate, "policies": [asdict(one) for one in reports]}
+            for rate, reports in sweep.items()
+        ]
+        click.echo(json.dumps({"rates": shown}))
+    else:
+        Console().print(by_rate(sweep))
+    if plot is not None:
+        plots().draw_sweep(sweep, plot)
+
+
+def plots() -> Any:
+    try:
+        from commutator_replay import plot as replay_plot
+    except ImportError as error:
+        raise CommutatorError(
+            f"--plot needs matplotlib ({error}): pip install matplotlib"
+        ) from None
+    return replay_plot
+
+
+def by_policy(reports: Sequence[Report], ideal: float) -> Table:
+    """A row for each policy."""
+    made = _table(f"Prompt tokens found in a cache; an infinite one would find {ideal:.1%}")
+    made.add_column("policy", no_wrap=True)
+    times = ("TTFT p50  p99", "ITL p50  p99")
+    disaggregated = any(one.separate_ratio is not None for one in reports)
+    last = "separate" if disaggregated else "imbalance"
+    for column in ("cached", "given up", *times, last, "goodput"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for one in reports:
+        separate = "-" if one.separate_ratio is None else f"{one.separate_ratio:.0%}"
+        made.add_row(
+            Text(one.policy),
+            f"{one.cached_ratio:.1%}",
+            "-" if one.given_up_ratio is None else f"{one.given_up_ratio:.1%}",
+            f"{one.ttft_p50_s:.2f} {one.ttft_p99_s:5.2f} s",
+            f"{one.itl_p50_s * 1000:.1f} {one.itl_p99_s * 1000:4.0f} ms",
+            separate if disaggregated else f"{one.imbalance:.2f}",
+            f"{one.goodput_per_s:.2f}/s",
+        )
+    return made
+
+
+def by_rate(sweep: Mapping[float, Sequence[Report]]) -> Table:
+    """A row for each rate; the best goodput of a row is marked."""
+    made = _table("Goodput and p99 ITL by requests/s")
+    made.add_column("rate", justify="right", no_wrap=True)
+    for one in next(iter(sweep.values())):
+        made.add_column(Text(one.policy), justify="right", no_wrap=True)
+    for rate, reports in sweep.items():
+        best = max(one.good_ratio for one in reports)
+        made.add_row(
+            f"{rate:g}",
+            *(
+                f"{one.good_ratio * rate:.2f}{'*' if one.good_ratio == best else ' '}"
+                f"{one.itl_p99_s * 1000:4.0f} ms"
+                for one in reports
+            ),
+        )
+    return made
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
+
+
+def replay_warnings(loaded: Loaded) -> Iterator[str]:
+    """A line for each option of the router that was set and has no effect in a replay."""
+    router = loaded.config.router
+    if router.busy.enabled:
+        yield _no_effect("busy", "no worker is ever too busy, and no request waits for one")
+    if not router.use_kv_events:
+        yield _no_effect("use_kv_events", "cached blocks are known at once, never guessed")
+    if _was_set(loaded, "router_ttl_s"):
+        yield _no_effect("router_ttl_s", "cached blocks are never guessed")
+    sizes = {getattr(engine, "block_size", router.block_size) for engine in loaded.config.engines}
+    if _was_set(loaded, "block_size") and sizes != {router.block_size}:
+        found = ", ".join(map(str, sorted(sizes)))
+        yield _no_effect("block_size", f"the index has the engines' blocks, of {found} tokens")
+
+
+def _no_effect(option: str, why: str) -> str:
+    return f"router.{option}: a replay ignores this option: {why}"
+
+
+def _was_set(loaded: Loaded, option: str) -> bool:
+    node = find(loaded.tree, ("router", option))
+    return node is not None and node.origin != DEFAULT

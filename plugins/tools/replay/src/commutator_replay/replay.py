@@ -1,0 +1,316 @@
+"""Runs a trace through the real routing code, over workers in virtual time. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from attrs import define, field
+
+from commutator import RequestSummary, RouterConfig, RoutingPolicy
+from commutator.contract.worker import Role
+from commutator.routing.load import InFlightLoad, Ticket
+from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator.routing.queue import Place
+from commutator.routing.router import ModelRouter, Route
+from commutator_replay.fleet import VirtualFleet, VirtualWorker
+from commutator_replay.prefill import PrefillSide, ReplayDisagg, RunningPrefill
+from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from commutator_replay.virtual import (
+    BlocksGone,
+    BlocksHeld,
+    BlocksPulled,
+    PrefillDone,
+    RequestDone,
+    TokensMade,
+    VirtualEvent,
+    VirtualRequest,
+)
+
+__all__ = [
+    "DoesNotFitError",
+    "Finished",
+    "Outcome",
+    "replay",
+]
+
+
+class DoesNotFitError(ValueError):
+    """A worker can never hold a request of the trace, which is ``request``."""
+
+    def __init__(self, request: TraceRequest, problem: Exception) -> None:
+        self.request = request
+        super().__init__(str(problem))
+
+
+@define
+class _Flight:
+    worker_id: str
+    traced: TraceRequest
+    request: VirtualRequest
+    arrived_ns: int
+    ticket: Ticket
+    ahead_tokens: int
+    """Prompt tokens that the worker had to compute before it."""
+    uncached_tokens: int
+    """Prompt tokens that the worker is expected to compute."""
+    separate: bool
+    cached_tokens: int = 0
+    handed_over_tokens: int = 0
+    prefilled_ns: int = 0
+    first_ns: int = 0
+
+
+class _Replay:
+    def __init__(
+        self,
+        workers: Sequence[VirtualWorker],
+        policy: RoutingPolicy,
+        disagg: ReplayDisagg | None,
+        seed: int,
+    ) -> None:
+        self._fleet = VirtualFleet({w.worker_id: w.engine for w in workers}, self._apply)
+        self._block_size = workers[0].engine.block_size
+        self._load = InFlightLoad()
+        rng = random.Random(seed)  # noqa: S311 - reproducible chance is the point
+        indexer = KvIndexer(RouterConfig(kind="replay", block_size=self._block_size))
+        self._index = indexer.index
+        known = indexer if policy.uses_overlap else None
+        self._pool = ModelRouter(policy, known, self._load, rng, self._block_size, strict=True)
+        self._decoders = [worker.live for worker in workers if worker.role is not Role.PREFILL]
+        prefillers = [worker for worker in workers if worker.role is Role.PREFILL]
+        self._prefill: PrefillSide | None = None
+        if disagg is not None and prefillers:
+            self._prefill = PrefillSide(disagg, prefillers, indexer, self._load, seed)
+        self._flights: dict[int, _Flight] = {}
+        self._prefills: dict[int, RunningPrefill] = {}
+        """Prompts at prefill workers, by the request's key."""
+        self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
+
+    def arrive(self, key: int, traced: TraceRequest, now_ns: int) -> None:
+        self._fleet.pass_time(now_ns)
+        hashes, tokens = traced.blocks(self._block_size), traced.input_length
+        summary = RequestSummary(
+            request_id=str(key),
+            model="model",
+            prompt_tokens=tokens,
+            max_tokens=traced.output_length,
+        )
+        route = self._pool.route(summary, hashes, self._decoders)
+        if self.outcome.tokens_given_up is not None:
+            self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
+        self._begin(key, traced, summary, hashes, route)
+
+    def finish(self) -> None:
+        """Let every request end."""
+        self._fleet.pass_time(None)
+
+    def _begin(
+        self,
+        key: int,
+        traced: TraceRequest,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        route: Route,
+    ) -> None:
+        side, now_ns = self._prefill, self._fleet.now_ns
+        answer = side.decide(summary, hashes, route, now_ns) if side is not None else None
+        separate = answer is not None and answer.separate
+        if answer is not None:
+            self.outcome.decisions[answer.separate, answer.reason] += 1
+        worker_id, tokens = route.candidate.worker_id, summary.prompt_tokens
+        ticket = self._load.dispatch(worker_id, tokens, self._block_size, route.overlap_tokens)
+        self._flights[key] = _Flight(
+            worker_id=worker_id,
+            traced=traced,
+            request=VirtualRequest(tokens, max(1, summary.max_tokens), hashes),
+            arrived_ns=now_ns,
+            ticket=ticket,
+            ahead_tokens=route.candidate.load.active_prefill_tokens,
+            uncached_tokens=ticket.prefill_tokens,
+            separate=separate,
+        )
+        if side is None or not separate:
+            self._submit(key)
+            return
+        self._load.expect(ticket, 0)
+        if (prefill := side.place(summary, hashes, now_ns)) is not None:
+            self._hand_over(key, prefill)
+        elif (place := side.wait(summary, hashes, now_ns)) is not None:
+            limit_ns = now_ns + round(side.max_queue_s * 1e9)
+            self._fleet.alarm(limit_ns, partial(self._stop_waiting, side, place, key))
+        else:
+            self._prefill_locally(key)
+
+    def _submit(self, key: int) -> None:
+        flight = self._flights[key]
+        with _fitting(flight):
+            self._fleet.submit(flight.worker_id, key, flight.request)
+
+    def _hand_over(self, key: int, prefill: RunningPrefill) -> None:
+        flight = self._flights[key]
+        self._prefills[key] = prefill
+        with _fitting(flight):
+            self._fleet.hand_over(prefill.ticket.worker_id, flight.worker_id, key, flight.request)
+
+    def _stop_waiting(self, side: PrefillSide, place: Place, key: int) -> None:
+        if side.leave(place):
+            self._prefill_locally(key)
+
+    def _prefill_locally(self, key: int) -> None:
+        """Prefill at the decode worker, because no prefill worker took the prompt."""
+        flight = self._flights[key]
+        self.outcome.not_taken += 1
+        self._load.expect(flight.ticket, flight.uncached_tokens)
+        self._submit(key)
+
+    def _apply(self, worker_id: str, event: VirtualEvent) -> None:
+        match event:
+            case TokensMade():
+                counts = self.outcome.intervals
+                counts[event.interval_ns] = counts.get(event.interval_ns, 0) + event.tokens
+            case BlocksHeld():
+                self._index.store(worker_id, event.block_hashes, tier=event.tier)
+            case BlocksGone():
+                self._index.remove(worker_id, event.block_hashes, tier=event.tier)
+            case BlocksPulled():
+                self._flights[event.key].handed_over_tokens = event.blocks * self._block_size
+            case PrefillDone() if self._is_prefill(worker_id, event.key):
+                self._prefilled(event)
+            case PrefillDone():
+                self._first_token(event)
+            case RequestDone() if self._is_prefill(worker_id, event.key):
+                self._prefill_ends(event)
+            case RequestDone():
+                self._finish(self._flights.pop(event.key), event.time_ns)
+
+    def _is_prefill(self, worker_id: str, key: int) -> bool:
+        prefill = self._prefills.get(key)
+        return prefill is not None and prefill.ticket.worker_id == worker_id
+
+    def _prefilled(self, event: PrefillDone) -> None:
+        ticket = self._prefills[event.key].ticket
+        computed = ticket.prompt_tokens - event.cached_tokens
+        self.outcome.computed_tokens[ticket.worker_id] += computed
+        if (flight := self._flights.get(event.key)) is not None:
+            flight.cached_tokens = max(flight.cached_tokens, event.cached_tokens)
+            flight.prefilled_ns = event.time_ns
+
+    def _first_token(self, event: PrefillDone) -> None:
+        flight = self._flights[event.key]
+        flight.first_ns = event.time_ns
+        flight.cached_tokens = max(flight.cached_tokens, event.cached_tokens)
+        if self._prefill is not None:
+            self._measure(flight, self._prefill)
+        self._load.progress(flight.ticket, 1)
+        computed = flight.request.prompt_tokens - event.cached_tokens - flight.handed_over_tokens
+        self.outcome.computed_tokens[flight.worker_id] += computed
+
+    def _measure(self, flight: _Flight, side: PrefillSide) -> None:
+        if flight.prefilled_ns:
+            took_s = (flight.first_ns - flight.prefilled_ns) / 1e9
+            side.handed_over(flight.uncached_tokens, took_s)
+        elif not flight.separate:
+            took_s = (flight.first_ns - flight.arrived_ns) / 1e9
+            side.meter.local_prefill.add(flight.ahead_tokens + flight.uncached_tokens, took_s)
+
+    def _prefill_ends(self, event: RequestDone) -> None:
+        side = self._prefill
+        assert side is not None
+        side.ended(self._prefills.pop(event.key), event.time_ns)
+        while (placed := side.next_placed(event.time_ns)) is not None:
+            self._hand_over(*placed)
+
+    def _finish(self, flight: _Flight, now_ns: int) -> None:
+        self._load.release(flight.ticket)
+        self.outcome.duration_s = max(self.outcome.duration_s, now_ns / 1e9)
+        self.outcome.handed_over_tokens += flight.handed_over_tokens
+        self.outcome.finished.append(
+            Finished(
+                worker_id=flight.worker_id,
+                prompt_tokens=flight.request.prompt_tokens,
+                output_tokens=flight.request.output_tokens,
+                cached_tokens=flight.cached_tokens,
+                ttft_s=(flight.first_ns - flight.arrived_ns) / 1e9,
+                duration_s=(now_ns - flight.arrived_ns) / 1e9,
+            )
+        )
+
+
+@contextmanager
+def _fitting(flight: _Flight) -> Iterator[None]:
+    """Raises DoesNotFitError when a worker can never hold the request."""
+    try:
+        yield
+    except DoesNotFitError:
+        raise  # another request, which could begin because of this one
+    except ValueError as error:
+        raise DoesNotFitError(flight.traced, error) from error
+
+
+def replay(
+    trace: Iterable[TraceRequest],
+    workers: Sequence[VirtualWorker],
+    policy: RoutingPolicy,
+    disagg: ReplayDisagg | None = None,
+    *,
+    seed: int = 0,
+) -> Outcome:
+    """Replay ``trace`` over fresh ``workers``.
+
+    With ``disagg``, prompts may be computed by the workers of the role prefill. Deterministic:
+    equal arguments give equal outcomes. Raises ValueError when the engines' blocks are not of one
+    size that divides the trace's, DoesNotFitError for a request longer than a worker's memory.
+    """
+    sizes = {worker.engine.block_size for worker in workers}
+    if len(sizes) > 1 or TRACE_BLOCK_TOKENS % min(sizes):
+        found = ", ".join(map(str, sorted(sizes)))
+        raise ValueError(
+            f"the trace's blocks have {TRACE_BLOCK_TOKENS} tokens and the engines' {found}: "
+            f"set block_size: {TRACE_BLOCK_TOKENS}, or the same part of it everywhere"
+        )
+    running = _Replay(workers, policy, disagg, seed)
+    for key, request in enumerate(trace):
+        running.arrive(key, request, round(request.timestamp * 1e6))
+    running.finish()
+    return running.outcome
+
+
+@define
+class Finished:
+    """One request of the trace, with its times in seconds."""
+
+    worker_id: str
+    """The decode worker."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    duration_s: float
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between its tokens."""
+        return (self.duration_s - self.ttft_s) / max(1, self.output_tokens - 1)
+
+
+@define
+class Outcome:
+    """Everything that a report is made from."""
+
+    finished: list[Finished] = field(factory=list)
+    intervals: dict[int, int] = field(factory=dict)
+    """Inter-token latency in ns to the number of tokens that came with it."""
+    computed_tokens: Counter[str] = field(factory=Counter)
+    """Prompt tokens computed, by worker."""
+    tokens_given_up: int | None = None
+    """Prompt tokens that another worker held beyond the chosen one's; None: no overlaps used."""
+    decisions: Counter[tuple[bool, str]] = field(factory=Counter)
+    """Requests by whether they were disaggregated, and why; empty without prefill workers."""
+    not_taken: int = 0
+    """Requests to be disaggregated that no prefill worker took in time."""
+    handed_over_tokens: int = 0
+    duration_s: float = 0.0

@@ -1,0 +1,167 @@
+"""What `commutator replay` runs: the workers of a file in virtual time, under named policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+from attrs import frozen
+
+from commutator import DisaggPolicy, RouterConfig, RoutingPolicy
+from commutator.config.load import Loaded
+from commutator.config.model import Config
+from commutator.contract.registration import Kind
+from commutator.contract.worker import Role
+from commutator.errors import ConfigError
+from commutator_replay.fleet import VirtualWorker
+from commutator_replay.prefill import ReplayDisagg
+from commutator_replay.replay import DoesNotFitError, replay
+from commutator_replay.report import Report, report
+from commutator_replay.trace import TraceRequest
+from commutator_replay.virtual import virtual_engine_factory
+
+__all__ = [
+    "AGGREGATED",
+    "Replays",
+    "Targets",
+]
+
+MakeT = TypeVar("MakeT")
+_RouterKind = Kind[Callable[[Any], RoutingPolicy]]
+_DisaggKind = Kind[Callable[[Any], DisaggPolicy]]
+
+AGGREGATED = "aggregated"
+"""The name, among disaggregation policies, of the same workers without roles."""
+
+
+@frozen
+class Targets:
+    """Limits that a request must meet to count for goodput, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+
+@frozen
+class Replays:
+    """Runs one file under several policies."""
+
+    loaded: Loaded
+    file: str
+    trace_file: str
+    targets: Targets
+    workers: int | None = None
+    """Instead of the replicas of the file's only entry."""
+    seed: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
+
+    def routers(self, written: str, option: str) -> list[str]:
+        """The routing policies that ``option`` lists. Raises ConfigError if one cannot be run."""
+        return [self._router_kind(name, option).name for name in _split(written)]
+
+    def disaggregations(self, written: str, option: str) -> list[str]:
+        """The same for disaggregation policies, of which one may be ``AGGREGATED``."""
+        return [
+            name if name == AGGREGATED else self._disagg_kind(name, option).name
+            for name in _split(written)
+        ]
+
+    def by_router(self, name: str, trace: Sequence[TraceRequest]) -> Report:
+        """Run under this routing policy, and the file's own `disaggregation`."""
+        disagg = self.config.disaggregation
+        return self._run(name, trace, name, None if disagg is None else disagg.kind)
+
+    def by_disaggregation(self, name: str, trace: Sequence[TraceRequest]) -> Report:
+        """Run under this disaggregation policy, and the file's own `router`."""
+        disagg = None if name == AGGREGATED else name
+        return self._run(name, trace, self.config.router.kind, disagg)
+
+    def _run(
+        self, name: str, trace: Sequence[TraceRequest], router: str, disagg: str | None
+    ) -> Report:
+        policy = self._router(self.config.router, router)
+        disaggregation = None if disagg is None else self._disagg(disagg)
+        try:
+            fleet = self._fleet(roles=disaggregation is not None)
+            outcome = replay(trace, fleet, policy, disaggregation, seed=self.seed)
+        except DoesNotFitError as error:
+            where = f"line {error.request.line}" if error.request.line else "--chats"
+            todo = f"give the workers of {self.file} more KV memory, or leave the request out"
+            raise ConfigError([f"{where}: {error}; {todo}"], self.trace_file) from error
+        except ValueError as error:  # the engines' sizes do not fit the trace
+            raise ConfigError([f"engines: {error}"], self.file) from error
+        return report(name, outcome, self.targets.ttft_s, self.targets.itl_s)
+
+    def _fleet(self, *, roles: bool) -> list[VirtualWorker]:
+        engines = self.config.engines
+        entries = [entry for entry in engines if entry.model == engines[0].model]
+        if self.workers is not None and len(entries) > 1:
+            problem = f"the file has {len(entries)} entries; --set engines[N].replicas of one"
+            raise ConfigError([problem], "--workers")
+        fleet: list[VirtualWorker] = []
+        for number, entry in enumerate(entries):
+            role = Role(entry.role) if roles else Role.BOTH
+            make_engine = virtual_engine_factory(entry.kind)
+            if make_engine is None:
+                problem = f'"{entry.kind}" has no model in virtual time; use sim'
+                raise ConfigError([f"engines[{number}].kind: {problem}"], self.file)
+            for _ in range(self.workers or entry.replicas):
+                engine = make_engine(entry)
+                fleet.append(VirtualWorker.make(f"worker-{len(fleet):03}", engine, role))
+        return fleet
+
+    def _disagg(self, name: str) -> ReplayDisagg:
+        kind, config = self._disagg_kind(name, "disaggregation"), self.config.disaggregation
+        assert config is not None
+        router = self._router(config.router, config.router.kind)
+        busy = config.router.busy
+        if name != config.kind:
+            config = kind.config_class(kind=name, router=config.router)
+        return ReplayDisagg(kind.thing(config), router, busy)
+
+    def _router(self, config: RouterConfig, name: str) -> RoutingPolicy:
+        """The file's own policy with its options, or another with its defaults."""
+        if name == config.kind:
+            return self.loaded.host.routers.kinds[name].thing(config)
+        kind = self._router_kind(name, "router")
+        return kind.thing(kind.config_class(kind=name, block_size=config.block_size))
+
+    def _router_kind(self, name: str, option: str) -> _RouterKind:
+        kinds = self.loaded.host.routers.kinds
+        return _known(kinds, name, self.config.router.kind, "router", option)
+
+    def _disagg_kind(self, name: str, option: str) -> _DisaggKind:
+        config, kinds = self.config.disaggregation, self.loaded.host.disaggs.kinds
+        if config is None or all(entry.role != "prefill" for entry in self.config.engines):
+            problem = "prefill elsewhere needs `disaggregation`, and workers of `role: prefill`"
+            raise ConfigError([problem], self.file)
+        return _known(kinds, name, config.kind, "disaggregation", option)
+
+
+def _split(written: str) -> list[str]:
+    return [name.strip() for name in written.split(",")]
+
+
+def _known(
+    kinds: Mapping[str, Kind[MakeT]], name: str, configured: str, section: str, option: str
+) -> Kind[MakeT]:
+    """The policy ``name``. Raises ConfigError if there is none, or if it cannot have defaults.
+
+    ``configured``: the policy of this ``section`` of the file, which has its options there.
+    """
+    kind = kinds.get(name)
+    if kind is None:
+        names = [*sorted(kinds), *([AGGREGATED] if section == "disaggregation" else [])]
+        what = "routing" if section == "router" else section
+        problem = f'no {what} policy "{name}"; there are {", ".join(names)}'
+        raise ConfigError([problem], option)
+    fields = attrs.fields(kind.config_class)
+    needed = [one.name for one in fields if one.default is attrs.NOTHING and one.name != "kind"]
+    if needed and name != configured:
+        problem = f"{name} needs options ({', '.join(needed)}): make it the {section} of the file"
+        raise ConfigError([problem], option)
+    return kind

@@ -1,0 +1,175 @@
+"""Request traces in the format of Mooncake (FAST'25): one JSON object a line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from attrs import evolve, field, frozen
+
+from commutator.errors import ConfigError
+
+__all__ = [
+    "TRACE_BLOCK_TOKENS",
+    "TraceRequest",
+    "at_rate",
+    "ideal_hit_ratio",
+    "read_trace",
+    "with_chats",
+]
+
+TRACE_BLOCK_TOKENS = 512
+_MAX_PROBLEMS = 20
+"""Reported for one trace; in another format every line is wrong."""
+
+
+@frozen
+class TraceRequest:
+    """One request. Equal first ``hash_ids`` mean an equal prefix, in blocks of 512 tokens."""
+
+    timestamp: float
+    """Milliseconds since the trace began."""
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    line: int = field(default=0, eq=False)
+    """Line in the file; 0 if it is from no file."""
+
+    @property
+    def full_blocks(self) -> Sequence[int]:
+        """Ids of the blocks that the prompt fills; the last id of a line may be a partial block."""
+        return self.blocks(TRACE_BLOCK_TOKENS)
+
+    def sped_up(self, factor: float) -> TraceRequest:
+        """The same request, ``factor`` times as early."""
+        return evolve(self, timestamp=self.timestamp / factor)
+
+    def blocks(self, block_size: int) -> Sequence[int]:
+        """Ids of the full blocks of another size, which divides 512, equal for equal prefixes."""
+        parts = TRACE_BLOCK_TOKENS // block_size
+        ids = [block * parts + part for block in self.hash_ids for part in range(parts)]
+        return ids[: self.input_length // block_size]
+
+
+class _Row(msgspec.Struct):
+    """The keys that a line must have; others are ignored."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    def request(self, line: int) -> TraceRequest:
+        return TraceRequest(
+            self.timestamp, self.input_length, self.output_length, self.hash_ids, line
+        )
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """Every request, or the first ``limit``, ordered by time.
+
+    Raises ConfigError with each wrong line.
+    """
+    trace: list[TraceRequest] = []
+    problems: list[str] = []
+    for number, found in _lines(path):
+        if len(problems) == _MAX_PROBLEMS or len(trace) + len(problems) == limit:
+            break
+        if isinstance(found, str):
+            problems.append(f"line {number}: {found}")
+        elif problem := _problem(found):
+            problems.append(f"line {number}: {problem}")
+        else:
+            trace.append(found)
+    if not problems and not trace:
+        problems.append("no requests; a trace has one JSON object a line")
+    if problems:
+        raise ConfigError(problems, str(path))
+    return sorted(trace, key=lambda request: request.timestamp)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
+    """The request of each line, or what is wrong with it. Blank lines may be at the end only."""
+    decoder = msgspec.json.Decoder(_Row)
+    blank: list[int] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                blank.append(number)
+                continue
+            yield from ((skipped, "blank, between requests; remove it") for skipped in blank)
+            blank.clear()
+            try:
+                row = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                yield number, f"{error}; expected one JSON object a line, as Mooncake publishes"
+            else:
+                yield number, row.request(number)
+
+
+def _problem(request: TraceRequest) -> str | None:
+    """What is wrong with the request, and what to do."""
+    tokens, ids = request.input_length, len(request.hash_ids)
+    needed = -(-tokens // TRACE_BLOCK_TOKENS)
+    with_answer = tokens // TRACE_BLOCK_TOKENS + 1  # the block that the answer begins may be named
+    if request.timestamp < 0:
+        return f"timestamp {request.timestamp} is negative; count milliseconds from the start"
+    if tokens < 1:
+        return f"input_length {tokens}; a prompt has at least 1 token, so leave the line out"
+    if request.output_length < 0:
+        return f"output_length {request.output_length} is negative; give the answer's tokens"
+    if ids not in (needed, with_answer):
+        return (
+            f"input_length {tokens} needs {needed} hash_ids and there are {ids}; give one for each "
+            f"{TRACE_BLOCK_TOKENS} tokens and for what is left of them"
+        )
+    return None
+
+
+def ideal_hit_ratio(trace: Sequence[TraceRequest]) -> float:
+    """The part of all prompt tokens that an infinite cache shared by all workers would hold."""
+    seen: set[int] = set()
+    saved = total = 0
+    for request in trace:
+        total += request.input_length
+        for block in request.full_blocks:
+            if block not in seen:
+                break
+            saved += TRACE_BLOCK_TOKENS
+        seen.update(request.full_blocks)
+    return saved / total if total else 0.0
+
+
+_PROMPT_TOKENS = (50, 450)
+_ANSWER_TOKENS = (50, 350)
+
+
+def with_chats(trace: Sequence[TraceRequest], per_request: float, seed: int) -> list[TraceRequest]:
+    """``trace`` with ``per_request`` chats added for each of its requests.
+
+    Prompts of 50 to 450 tokens, answers of 50 to 350, at times of the trace, all drawn uniformly.
+    No chat shares a block with another request.
+    """
+    if not trace:
+        return []
+    rng = random.Random(seed)  # noqa: S311 - reproducible chance is the point
+    first_ms, last_ms = trace[0].timestamp, trace[-1].timestamp
+    chats = [
+        TraceRequest(
+            timestamp=rng.uniform(first_ms, last_ms),
+            input_length=rng.randint(*_PROMPT_TOKENS),
+            output_length=rng.randint(*_ANSWER_TOKENS),
+            hash_ids=(-1 - number,),  # those of traces are not negative
+        )
+        for number in range(round(per_request * len(trace)))
+    ]
+    return sorted([*trace, *chats], key=lambda request: request.timestamp)
+
+
+def at_rate(trace: Sequence[TraceRequest], per_s: float) -> list[TraceRequest]:
+    """The same requests with their times scaled, so that ``per_s`` arrive per second on average."""
+    first_ms, last_ms = trace[0].timestamp, trace[-1].timestamp
+    factor = len(trace) / per_s * 1000 / max(1e-3, last_ms - first_ms)
+    return [evolve(one, timestamp=(one.timestamp - first_ms) * factor) for one in trace]

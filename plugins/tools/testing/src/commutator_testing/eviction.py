@@ -1,0 +1,143 @@
+"""The conformance suite for eviction policies: subclass it, define a factory, run pytest."""
+
+from __future__ import annotations
+
+import pickle
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commutator import BlockKey, EvictionPolicy, RetentionHints
+
+__all__ = [
+    "EvictionContract",
+    "tree_block",
+]
+
+_BLOCKS = 40
+
+_CAPACITY = 12
+
+
+def tree_block(number: int) -> tuple[BlockKey, BlockKey | None, RetentionHints]:
+    """Key, parent and hints of a block of a binary tree of prefixes, numbered from 1."""
+    parent = number // 2
+    depth = number.bit_length() - 1
+    return _key(number), _key(parent) if parent else None, RetentionHints(depth=depth)
+
+
+def _key(number: int) -> BlockKey:
+    return number.to_bytes(32, "little")
+
+
+_numbers = st.integers(1, _BLOCKS)
+
+_steps = st.one_of(
+    st.tuples(st.just("add"), _numbers),
+    st.tuples(st.just("touch"), _numbers),
+    st.tuples(st.just("lose"), _numbers),
+    st.tuples(st.just("evict"), st.integers(0, _BLOCKS), st.frozensets(_numbers)),
+)
+
+Step = tuple[str, int] | tuple[str, int, frozenset[int]]
+
+History = list[Step]
+
+_histories = st.lists(_steps, max_size=80)
+
+# One inherited test runs for many policies.
+_settings = settings(
+    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.differing_executors]
+)
+
+
+class EvictionContract:
+    """What every eviction policy must do."""
+
+    def make_policy(self, capacity_blocks: int) -> EvictionPolicy:
+        raise NotImplementedError("return a fresh instance of the policy under test")
+
+    @_settings
+    @given(_histories)
+    def test_finds_room_among_what_may_go_and_nowhere_else(self, history: History) -> None:
+        self._replay(self.make_policy(_CAPACITY), history)
+
+    @_settings
+    @given(_histories)
+    def test_equal_histories_give_equal_victims(self, history: History) -> None:
+        first = self._replay(self.make_policy(_CAPACITY), history)
+        assert self._replay(self.make_policy(_CAPACITY), history) == first
+
+    def test_unknown_blocks_are_ignored(self) -> None:
+        policy = self.make_policy(_CAPACITY)
+        for evicted in (False, True):
+            policy.touched(_key(1), 0.0)
+            policy.removed(_key(1), evicted=evicted)
+        assert policy.victims(1, lambda _: True, 0.0) == []
+
+    def test_what_is_gone_is_forgotten_in_time(self) -> None:
+        """A policy's memory does not grow with the number of blocks that passed."""
+        policy = self.make_policy(_CAPACITY)
+        sizes = []
+        for number in range(1, 200 * _CAPACITY):
+            policy.added(*tree_block(number), float(number))
+            if number > _CAPACITY:
+                for key in policy.victims(1, lambda _: True, float(number)):
+                    policy.removed(key, evicted=True)
+            sizes.append(len(pickle.dumps(policy)))
+        assert sizes[-1] < 1.5 * max(sizes[: 20 * _CAPACITY]) + 1024
+
+    def test_what_comes_and_goes_is_forgotten_in_time(self) -> None:
+        """A policy's memory does not grow when the same few blocks return again and again."""
+        policy, sizes = self.make_policy(_CAPACITY), []
+        for turn in range(200):
+            for number in range(1, _CAPACITY):
+                policy.added(*tree_block(number), float(turn))
+                policy.touched(tree_block(number)[0], float(turn))
+            for number in range(1, _CAPACITY):
+                policy.removed(tree_block(number)[0], evicted=number % 2 == 0)
+            sizes.append(len(pickle.dumps(policy)))
+        assert sizes[-1] < 1.5 * max(sizes[:20]) + 1024
+
+    def test_one_victim_is_found_without_looking_at_every_block(self) -> None:
+        policy, looked, total = self.make_policy(5000), 0, 5000
+
+        def evictable(_: BlockKey) -> bool:
+            nonlocal looked
+            looked += 1
+            return True
+
+        for number in range(1, total + 1):
+            policy.added(*tree_block(number), 0.0)
+        for number in range(100):
+            (victim,) = policy.victims(1, evictable, 0.0)
+            policy.removed(victim, evicted=True)
+            policy.added(*tree_block(total + 1 + number), 0.0)
+        assert looked <= 100 * 50, f"{looked / 100:.0f} of {total} blocks were visited for one"
+
+    def _replay(self, policy: EvictionPolicy, history: History) -> list[list[BlockKey]]:
+        """All victims that the policy chose; asserts that each choice was allowed."""
+        known: set[BlockKey] = set()
+        chosen: list[list[BlockKey]] = []
+        for now_s, step in enumerate(history):
+            key, parent, facts = tree_block(step[1])
+            if step[0] == "add" and key not in known:
+                policy.added(key, parent, facts, now_s)
+                known.add(key)
+            elif step[0] == "touch":
+                policy.touched(key, now_s)
+            elif step[0] == "lose":
+                policy.removed(key, evicted=False)
+                known.discard(key)
+            elif len(step) > 2:
+                held = {_key(number) for number in step[2]}
+                victims = policy.victims(step[1], lambda k: k not in held, now_s)  # noqa: B023
+                assert set(victims) <= known, "a victim is not in the tier"
+                assert not set(victims) & held, "a victim must stay"
+                assert len(set(victims)) == len(victims), "a victim is named twice"
+                assert len(victims) == min(step[1], len(known - held)), "room was not found"
+                for victim in victims:
+                    policy.removed(victim, evicted=True)
+                known -= set(victims)
+                chosen.append(victims)
+        return chosen

@@ -1,0 +1,50 @@
+"""Frames survive any cut of the byte stream, and deltas survive packing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commutator.contract.request import FinishReason, TokenDelta, TokenLogprob
+from commutator.engine.protocol import pack_delta, unpack_delta
+from commutator.frames import FrameProtocol, pack
+
+tokens = st.integers(0, 2**32 - 1)
+logprobs = st.builds(
+    TokenLogprob,
+    token_id=tokens,
+    logprob=st.floats(-1e6, 0),
+    top=st.lists(st.tuples(tokens, st.floats(-1e6, 0)), max_size=3).map(tuple),
+)
+deltas = st.builds(
+    TokenDelta,
+    token_ids=st.lists(tokens, max_size=5).map(tuple),
+    logprobs=st.lists(logprobs, max_size=3).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_reason=st.none() | tokens | st.text(max_size=5),
+    cached_tokens=st.none() | st.integers(0, 10**6),
+    error=st.none() | st.text(max_size=9),
+)
+
+
+@given(deltas, st.integers(0, 2**63 - 1))
+def test_a_delta_survives_the_wire(delta: TokenDelta, key: int) -> None:
+    frames: list[list[Any]] = []
+    FrameProtocol(frames.append, print).data_received(pack(["deltas", [pack_delta(key, delta)]]))
+    ((kind, ((got_key, ids, extras),)),) = frames
+    assert (kind, got_key) == ("deltas", key)
+    assert unpack_delta(ids, extras) == delta
+
+
+@given(st.lists(st.lists(st.text() | st.integers(-(2**63), 2**64 - 1), min_size=1)), st.data())
+def test_frames_survive_any_cut(frames: list[list[Any]], data: st.DataObject) -> None:
+    stream = b"".join(pack(frame) for frame in frames)
+    got: list[list[Any]] = []
+    protocol = FrameProtocol(got.append, print)
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        protocol.data_received(stream[:size])
+        stream = stream[size:]
+    assert got == frames

@@ -1,0 +1,151 @@
+"""The concurrency limiter under any order of arrivals, ends and departures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from commutator.errors import OverloadedError
+from commutator.frontend.limits import ConcurrencyLimiter
+
+
+class Queue(RuleBasedStateMachine):
+    """Against a list of who should run and a deque of who should wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = (2, 3)
+        self.loop = asyncio.new_event_loop()
+        self.limiter = ConcurrencyLimiter(*self.limits)
+        self.running: list[asyncio.Task[None]] = []
+        self.aside: list[asyncio.Task[None]] = []
+        self.waiting: deque[asyncio.Task[None]] = deque()
+
+    def teardown(self) -> None:
+        for task in self.waiting:
+            task.cancel()
+        self.settle()
+        self.loop.close()
+
+    def settle(self) -> None:
+        for _ in range(3):
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+    def leave(self) -> None:
+        self.loop.run_until_complete(self.limiter.__aexit__(None, None, None))
+
+    def next_runs(self) -> None:
+        if self.waiting and len(self.running) < self.limits[0]:
+            self.running.append(self.waiting.popleft())
+
+    @rule()
+    def arrive(self) -> None:
+        task = self.loop.create_task(self.limiter.__aenter__())
+        self.settle()
+        if len(self.running) < self.limits[0]:
+            self.running.append(task)
+        elif len(self.waiting) < self.limits[1]:
+            self.waiting.append(task)
+        else:
+            with pytest.raises(OverloadedError):
+                task.result()
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 1))
+    def finish(self, which: int) -> None:
+        self.running.pop(which % len(self.running))
+        self.leave()
+        self.next_runs()
+
+    @precondition(lambda self: self.aside)
+    @rule()
+    def step_back(self) -> None:
+        self.running.append(self.aside.pop())
+        self.limiter.stepped(-1)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def step_aside(self) -> None:
+        self.aside.append(self.running.pop(0))
+        self.limiter.stepped(1)
+        self.next_runs()
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 2))
+    def give_up(self, which: int) -> None:
+        task = self.waiting[which % len(self.waiting)]
+        self.waiting.remove(task)
+        task.cancel()
+
+    @precondition(lambda self: self.running and self.waiting)
+    @rule()
+    def give_up_as_the_turn_comes(self) -> None:
+        """The place goes to the one that arrived next."""
+        self.running.pop(0)
+        task = self.waiting[0]
+        self.loop.call_soon(task.cancel)
+        self.leave()
+        self.next_runs()
+        self.settle()
+        if task in self.running:
+            self.running.remove(task)
+            with suppress(asyncio.CancelledError):
+                task.result()
+            self.next_runs()
+        else:
+            self.waiting.remove(task)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.settle()
+        now = (self.limiter.running, self.limiter.waiting)
+        assert now == (len(self.running), len(self.waiting))
+        assert all(task.done() for task in self.running)
+        assert not any(task.done() for task in self.waiting)
+        assert not self.waiting or len(self.running) >= self.limits[0]
+
+
+TestQueue = Queue.TestCase
+
+
+@given(
+    plan=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), max_size=14),
+    limits=st.tuples(st.integers(1, 3), st.integers(0, 4)),
+)
+@settings(max_examples=50, deadline=None)
+def test_no_place_is_lost(plan: list[tuple[int, int, bool]], limits: tuple[int, int]) -> None:
+    """Requests come, take their time, and some are cancelled, perhaps just as their turn comes."""
+
+    async def run() -> None:
+        limiter = ConcurrencyLimiter(*limits)
+        order: list[int] = []
+
+        async def request(number: int, ticks: int) -> None:
+            waits = limiter.running >= limits[0]
+            async with limiter:
+                if waits:  # others may begin before one whose turn has come hears of it
+                    order.append(number)
+                assert limiter.running <= limits[0]
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+
+        tasks = []
+        for number, (pause, ticks, cancelled) in enumerate(plan):
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(request(number, ticks)))
+            if cancelled and number:
+                tasks[number // 2].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            assert result is None or isinstance(result, OverloadedError | asyncio.CancelledError)
+        assert order == sorted(order), "someone overtook"
+        assert (limiter.running, limiter.waiting) == (0, 0)
+
+    asyncio.run(run())

@@ -1,0 +1,109 @@
+"""Cutting and caching never change the tokens, whatever the tokenizer and the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.support.tokenizers import REAL, SPECIAL, tokenizers_by_name
+
+from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.tokenizer import prompt_cache as prefix_cache
+from commutator.tokenizer.cut_points import WordTokens
+from commutator.tokenizer.prompt_cache import BlockHashing, PromptTokenCache, cut_points_of
+
+TOKENIZERS = tokenizers_by_name()
+CUTS = {kind: cut_points_of(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
+BLOCK_SIZE = 4
+
+# Pieces that meet in ways that tokenizers care about.
+ascii_words = ["the", "of", "fox", "isn't", "they'LL", "'s", "a", "I", "im_start", "<s", "<|im_"]
+signs = ["7", "2024", "...", "!?", "(", ")", "_", "|>", "<mask>", "\u2019", "\u2581", "\U0001f600"]
+signs += ["<\uff5c", "\uff5c>", "</s", "<0x41>"]
+others = [
+    "caf\u00e9",
+    "e\u0301",
+    "\u0301",
+    "\u0441\u043b\u043e",
+    "\u4e2d\u6587",
+    "\u017f",
+    "\u2167",
+]
+others += ["\u0660", "\u00df", "\u01c5", "\u1e0b\u0323"]
+words = st.sampled_from(ascii_words + signs + others)
+gaps = st.sampled_from([" ", " ", " ", " ", "", "  ", "\n", "\n\n", " \n ", "\t", "\r\n", "\u00a0"])
+special_tokens = st.sampled_from([*SPECIAL, *(special for _, _, special in REAL.values())])
+pieces = st.tuples(words | special_tokens | st.text(max_size=3), gaps).map("".join)
+texts = st.lists(pieces, max_size=30).map("".join).filter(lambda text: "\x00" not in text)
+kinds = pytest.mark.parametrize("kind", TOKENIZERS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_chunks() -> Iterator[None]:
+    """Chunks of a few characters, so that short texts are cut everywhere."""
+    known = {id(tokenizer): CUTS[kind] for kind, tokenizer in TOKENIZERS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "chunk_end", lambda start: start + 1)
+        # A cache for each example, but not its cuts: large vocabularies take half a second.
+        patch.setattr(prefix_cache, "cut_points_of", lambda tokenizer: known[id(tokenizer)])
+        yield
+
+
+def _hashing() -> BlockHashing:
+    return BlockHashing(
+        BLOCK_SIZE, lambda ids, known: sequence_hashes(ids, BLOCK_SIZE, known=known)
+    )
+
+
+@kinds
+@given(text=texts)
+@example(text="fox of the fox of the")
+@example(text="fox the<|im_end|> the<|im_start|>")
+def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
+    tokenizer, cuts = TOKENIZERS[kind], CUTS[kind]
+    at = 0
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    while (cut := cuts.next_cut(text, at + 1)) is not None:
+        at = cut
+        left = tokenizer.encode(text[:at], add_special_tokens=False).ids
+        right = tokenizer.encode(text[at:], add_special_tokens=False).ids
+        assert left + right == whole, (text[:at], text[at:])
+
+
+@pytest.mark.parametrize("kind", [kind for kind, cuts in CUTS.items() if cuts.before_spaces])
+@settings(max_examples=40)
+@given(first=texts, second=texts, max_bytes=st.sampled_from([0, 4_000, 1 << 20]))
+@example(first="fox of the fox", second="of the fox isn't<|im_end|>", max_bytes=1 << 20)
+@example(first="<|im_start|>fox <|im_end|> of", second="<|im_end<|im_end|>|>", max_bytes=1 << 20)
+def test_words_have_the_tokens_of_their_text(
+    kind: str, first: str, second: str, max_bytes: int
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    known = WordTokens(tokenizer, CUTS[kind], max_bytes)
+    for text in (first, second, first + second, first):
+        assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+        assert known.size_bytes <= max_bytes
+
+
+@kinds
+@settings(max_examples=40)
+@given(
+    stem=texts,
+    endings=st.lists(texts, min_size=1, max_size=5),
+    special=st.lists(st.booleans(), min_size=5, max_size=5),
+    max_bytes=st.sampled_from([0, 3_000, 1 << 20]),
+)
+def test_a_cache_answers_like_the_tokenizer(
+    kind: str, stem: str, endings: list[str], special: list[bool], max_bytes: int
+) -> None:
+    tokenizer = TOKENIZERS[kind]
+    cache = PromptTokenCache(tokenizer, max_bytes, hashing=_hashing())
+    for ending, around in zip(endings, special, strict=False):
+        for text in (stem, stem + ending):
+            plain = tokenizer.encode(text, add_special_tokens=around).ids
+            prompt = cache.encode(text, add_special_tokens=around)
+            assert prompt.token_ids == plain
+            assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE)
+            assert cache.size_bytes <= max_bytes

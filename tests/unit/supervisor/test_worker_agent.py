@@ -1,0 +1,230 @@
+"""The agent of one worker: when it is announced, when it is withdrawn, when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from tests.support.supervised import INFO, FakeEngine, FakeLauncher
+
+from commutator.config.model import RuntimeConfig
+from commutator.contract.engine import (
+    EngineConfig,
+    ModelConfig,
+)
+from commutator.contract.registry import Change, WorkerDown, WorkerUp
+from commutator.contract.worker import KvTransferInfo, Role
+from commutator.errors import ConfigError, EngineUnavailableError
+from commutator.registry.memory import MemoryRegistry
+from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+
+PROGRAM = ("an-engine",)
+
+
+class CountingRegistry(MemoryRegistry):
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewals = 0
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        self.renewals += 1
+        return await super().keep_alive(lease_id)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+class Watched:
+    """An agent at work, its processes, and the registry's changes."""
+
+    def __init__(
+        self, agent: WorkerAgent, registry: CountingRegistry, launcher: FakeLauncher
+    ) -> None:
+        self.agent = agent
+        self.registry = registry
+        self.launcher = launcher
+        self.changes: asyncio.Queue[Change] = asyncio.Queue()
+        self.watching = asyncio.create_task(self._watch(registry))
+        self.running = asyncio.create_task(agent.run())
+
+    async def _watch(self, registry: MemoryRegistry) -> None:
+        async for batch in registry.watch():
+            for change in batch:
+                self.changes.put_nowait(change)
+
+    async def next(self) -> Change:
+        async with asyncio.timeout(30):
+            return await self.changes.get()
+
+    async def stop(self) -> None:
+        for task in (self.running, self.watching):
+            task.cancel()
+        await asyncio.gather(self.running, self.watching, return_exceptions=True)
+
+
+Watch = Callable[..., Watched]
+
+
+@pytest.fixture
+async def watch(tmp_path: Path) -> AsyncIterator[Watch]:
+    launcher, registry = FakeLauncher(), CountingRegistry()
+    begun: list[Watched] = []
+
+    def begin(engine: FakeEngine, start_timeout_s: float = 5.0, **runtime: Any) -> Watched:
+        config = EngineConfig(
+            kind="fake",
+            name="fake",
+            start_timeout_s=start_timeout_s,
+            replicas=runtime.pop("replicas", 1),
+            role=runtime.pop("role", "both"),
+        )
+        model = ModelConfig(name="m", source="-")
+        settings = RuntimeConfig(**{"lease_s": 0.3, "restart_backoff_s": 0.05} | runtime)
+        spec = WorkerSpec("fake-0", config, model, engine)
+        agent = WorkerAgent(spec, settings, registry, launcher, tmp_path)
+        begun.append(Watched(agent, registry, launcher))
+        return begun[-1]
+
+    yield begin
+    for watched in begun:
+        await watched.stop()
+    await registry.close()
+
+
+async def test_a_worker_is_announced_renewed_and_withdrawn(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine, lease_s=1.0)
+    up = await watched.next()
+    assert isinstance(up, WorkerUp)
+    (context,) = engine.contexts
+    assert up.record.address == f"127.0.0.1:{context.port}"
+    assert (up.record.worker_id, up.record.engine, up.record.model) == ("fake-0", "fake", "m")
+    assert context.state_dir.is_dir()
+    assert watched.agent.ready.is_set()
+    await until(lambda: watched.registry.renewals >= 4)
+    assert watched.changes.empty(), "the lease is renewed"
+    watched.running.cancel()
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="stopped")
+    assert not watched.agent.ready.is_set()
+    (process,) = watched.launcher.processes
+    await until(lambda: process.stopped)
+
+
+async def test_a_process_that_dies_leaves_at_once_and_another_is_started(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine, lease_s=60.0)
+    assert isinstance(await watched.next(), WorkerUp)
+    watched.launcher.processes[0].die()
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
+    again = await watched.next()
+    assert isinstance(again, WorkerUp)
+    assert engine.contexts[0].port != engine.contexts[1].port
+
+
+@pytest.mark.parametrize("error", [EngineUnavailableError("silent"), KeyError("a library's own")])
+async def test_silence_lets_the_lease_lapse_and_an_answer_brings_it_back(
+    watch: Watch, error: Exception
+) -> None:
+    engine = FakeEngine(PROGRAM)
+    engine.health_error = error
+    watched = watch(engine)
+    await watched.next()
+    engine.well = False
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="lease expired")
+    engine.well = True
+    assert isinstance(await watched.next(), WorkerUp)
+    assert len(engine.contexts) == 1, "the process was not restarted"
+
+
+async def test_a_process_that_stays_silent_is_started_anew(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine, start_timeout_s=1.0)
+    await watched.next()
+    engine.well = False
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="lease expired")
+    await until(lambda: len(engine.contexts) >= 2)
+    engine.well = True
+    assert isinstance(await watched.next(), WorkerUp)
+
+
+async def test_one_that_never_gets_ready_is_started_anew(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    engine.well = False
+    watched = watch(engine, start_timeout_s=0.3)
+    await until(lambda: len(engine.contexts) >= 2)
+    assert watched.changes.empty()
+
+
+async def test_an_engine_that_is_only_attached_to(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(None)
+    engine.well = False
+    watched = watch(engine)
+    await until(lambda: engine.starts >= 3)
+    engine.well = True
+    up = await watched.next()
+    assert isinstance(up, WorkerUp)
+    assert up.record.address == "elsewhere:1"
+    assert caplog.messages.count("waiting for fake-0: refused") == 1
+    engine.well = False
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="lease expired")
+    engine.well = True
+    assert isinstance(await watched.next(), WorkerUp)
+
+
+async def test_attaching_needs_a_single_replica(watch: Watch) -> None:
+    watched = watch(FakeEngine(None), replicas=2)
+    with pytest.raises(ConfigError, match="one replica only"):
+        await asyncio.wait_for(watched.running, 5)
+
+
+async def test_a_start_that_can_never_work_is_an_error_at_once(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    engine.launch_error = ConfigError(["engines[0].path: no such program"])
+    watched = watch(engine)
+    with pytest.raises(ConfigError, match="no such program"):
+        await asyncio.wait_for(watched.running, 5)
+
+
+async def test_once_it_has_worked_no_error_ends_the_agent(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine)
+    await watched.next()
+    engine.launch_error = ConfigError(["gone meanwhile"])
+    watched.launcher.processes[0].die()
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
+    await until(lambda: len(engine.contexts) >= 3)
+    engine.launch_error = ZeroDivisionError("a connector's bug")
+    tries = len(engine.contexts)
+    await until(lambda: len(engine.contexts) >= tries + 2)
+    assert not watched.running.done()
+    engine.launch_error = None
+    assert isinstance(await watched.next(), WorkerUp)
+
+
+async def test_a_program_that_does_not_exist_is_tried_again(watch: Watch) -> None:
+    engine = FakeEngine(("/no/such/program",))
+    watched = watch(engine)
+    await until(lambda: len(engine.contexts) >= 3)
+    assert not watched.running.done()
+
+
+async def test_a_role_needs_an_engine_that_hands_over(watch: Watch) -> None:
+    watched = watch(FakeEngine(PROGRAM), role="prefill")
+    with pytest.raises(ConfigError, match="engine fake has the role prefill"):
+        await watched.running
+    able = FakeEngine(PROGRAM)
+    able.info = evolve(
+        INFO, handover=KvTransferInfo(protocol="test", identity="m", block_size=16, token_bytes=1)
+    )
+    up = await watch(able, role="prefill").next()
+    assert isinstance(up, WorkerUp)
+    assert up.record.role is Role.PREFILL
