@@ -3,6 +3,7 @@
     CommutatorError
     ├── ConfigError            the configuration is wrong; carries every problem found
     ├── PluginError            a plugin broke the contract; names its distribution
+    ├── AuthenticationError    the client's credentials are not valid, or not any more
     ├── RequestError           the client's request cannot be served as it is
     ├── RoutingError           no worker can take the request
     │   └── OverloadedError    not now: a queue or a limit is full
@@ -26,6 +27,7 @@ Messages say what happened, where, and what to do next.
 from __future__ import annotations
 
 __all__ = [
+    "AuthenticationError",
     "CommutatorError",
     "ConfigError",
     "DeadlineError",
@@ -70,6 +72,10 @@ class PluginError(CommutatorError):
         self.distribution = distribution
         self.message = message
         super().__init__(f"plugin {distribution}: {message}")
+
+
+class AuthenticationError(CommutatorError):
+    """The client's credentials are not valid, or not any more; the message says why."""
 
 
 class RequestError(CommutatorError):

@@ -162,14 +162,19 @@ class TokenDelta:
 
 @frozen(kw_only=True)
 class Caller:
-    """The client of a request, as far as known. Clients choose the values: do not trust them."""
+    """The client of a request, as far as known.
+
+    Clients choose the values, all but those of the principal: do not trust them.
+    """
 
     user: str | None = None
     """The body's field `user`."""
     session_id: str | None = None
     """The body's `session_id`, or `prompt_cache_key`: names a conversation."""
-    api_key_name: str | None = None
-    """The name of the API key that was sent; None where keys have no names."""
+    principal: str | None = None
+    """The name of the principal that sent it; None where nobody is asked who they are."""
+    weight: float = 1.0
+    """The principal's share of busy workers, in proportion to others' weights; above 0."""
     headers: Mapping[str, str] = field(factory=dict)
     """The headers that `frontend.forward_headers` names, as far as they were sent; lower case."""
 
@@ -196,8 +201,10 @@ class RequestSummary:
     """The body's field `user`; None where the client gave none."""
     session_id: str | None = None
     """Names a conversation; None where the client gave none."""
-    api_key_name: str | None = None
-    """The name of the API key that was sent; None where keys have no names."""
+    principal: str | None = None
+    """The name of the principal that sent it; None where nobody is asked who they are."""
+    weight: float = 1.0
+    """The principal's share of busy workers, in proportion to others' weights; above 0."""
     headers: Mapping[str, str] = field(factory=dict)
     """The headers that `frontend.forward_headers` names, as far as they were sent; lower case."""
 

@@ -56,8 +56,8 @@ class RouteRequest:
     """The body's field `user`; None where the client gave none."""
     session_id: str | None = None
     """Names a conversation; None where the client gave none."""
-    api_key_name: str | None = None
-    """The name of the API key that was sent; None where keys have no names."""
+    principal: str | None = None
+    """The name of the principal that sent it; None where nobody is asked who they are."""
     headers: Mapping[str, str] = field(factory=dict)
     """The headers that `frontend.forward_headers` names, as far as they were sent; lower case."""
     block_size: int = 16

@@ -236,6 +236,7 @@ def _summary(model: str, request: GenerateRequest, caller: Caller) -> RequestSum
         priority=request.priority,
         user=caller.user,
         session_id=caller.session_id,
-        api_key_name=caller.api_key_name,
+        principal=caller.principal,
+        weight=caller.weight,
         headers=caller.headers,
     )

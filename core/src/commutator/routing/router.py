@@ -226,7 +226,7 @@ class ModelRouter:
             priority=summary.priority,
             user=summary.user,
             session_id=summary.session_id,
-            api_key_name=summary.api_key_name,
+            principal=summary.principal,
             headers=summary.headers,
             block_size=self.block_size,
         )
