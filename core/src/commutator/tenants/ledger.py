@@ -1,0 +1,335 @@
+"""What principals have used, and whether one more request is within their limits. Pure.
+
+A request is charged when it is admitted: one request, and as many tokens as it may take
+(``tokens_charged``). When it ends, the charge becomes what it took: what it did not take is given
+back where it was charged, what it took beyond is charged then. A minute is a sliding window of
+slots of one second: in any 60 seconds, no more than the limit is charged at admissions. Slots make
+the window up to a second longer, never shorter.
+
+A day is one of UTC. Day totals and windows live in the ledger's process, not on disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Literal
+
+from attrs import define, field, frozen
+
+from commutator.contract.principal import Limits
+
+__all__ = [
+    "DAY_S",
+    "UNSTATED_ANSWER_TOKENS",
+    "WINDOW_S",
+    "Ledger",
+    "LimitName",
+    "Moment",
+    "Refusal",
+    "SlidingWindow",
+    "Standing",
+    "tokens_charged",
+]
+
+WINDOW_S = 60
+DAY_S = 86_400
+UNSTATED_ANSWER_TOKENS = 512
+"""What an answer is charged at admission when its request does not state ``max_tokens``."""
+_BUSY_RETRY_S = 1.0
+"""Nobody knows when a running request ends, so this is when to ask again."""
+_CHECKED_FOR_IDLENESS = 2
+
+LimitName = Literal[
+    "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests"
+]
+
+
+@frozen
+class Moment:
+    """One point in time by two clocks."""
+
+    monotonic_s: float
+    """For windows; never goes back."""
+    unix_s: float
+    """For days of UTC."""
+
+
+@frozen
+class Standing:
+    """How far a principal is from its limits, right after a request was admitted or refused."""
+
+    limit_requests: int | None = None
+    """Requests a minute; None without such a limit, and so for the next two."""
+    remaining_requests: int | None = None
+    reset_requests_s: float | None = None
+    """Seconds until all of the limit is free again if no further request comes."""
+    limit_tokens: int | None = None
+    """Tokens a minute; a day where only a limit for the day is set."""
+    remaining_tokens: int | None = None
+    reset_tokens_s: float | None = None
+
+
+@frozen
+class Refusal:
+    """A request that is beyond a limit."""
+
+    limit: LimitName
+    retry_after_s: float | None
+    """Seconds until it may fit if nothing else comes; None: it never fits, being too large."""
+    standing: Standing
+
+
+def tokens_charged(limits: Limits, prompt_tokens: int, answers: int, max_tokens: int | None) -> int:
+    """What a request is charged at admission.
+
+    Its prompts, and for each answer ``max_tokens`` as the client stated it. Without a statement,
+    ``UNSTATED_ANSWER_TOKENS``, but no more than the tightest limit leaves beside the prompts: such
+    a request may take more in the end, and is charged the rest then.
+    """
+    if max_tokens is not None:
+        return prompt_tokens + answers * max_tokens
+    guess = prompt_tokens + answers * UNSTATED_ANSWER_TOKENS
+    bounds = [limits.tokens_per_minute, limits.tokens_per_day]
+    return max(prompt_tokens, min([guess, *(bound for bound in bounds if bound is not None)]))
+
+
+@define
+class SlidingWindow:
+    """What was charged in the last ``WINDOW_S`` seconds, by second."""
+
+    total: int = 0
+    _slots: deque[list[int]] = field(factory=deque)
+    """[second, amount], in ascending order; only seconds in which something was charged."""
+
+    def advance(self, now_s: float) -> None:
+        """Forget what left the window."""
+        slots, last = self._slots, int(now_s) - WINDOW_S - 1
+        while slots and slots[0][0] <= last:
+            self.total -= slots.popleft()[1]
+
+    def add(self, now_s: float, amount: int) -> None:
+        slots, second = self._slots, int(now_s)
+        if slots and slots[-1][0] >= second:
+            slots[-1][1] += amount
+        else:
+            slots.append([second, amount])
+        self.total += amount
+
+    def take_back(self, charged_s: float, amount: int) -> None:
+        """Undo a part of what was charged at ``charged_s``; nothing if that left the window."""
+        second = int(charged_s)
+        for slot in reversed(self._slots):
+            if slot[0] <= second:
+                if slot[0] == second:
+                    slot[1] -= amount
+                    self.total -= amount
+                return
+
+    def wait_s(self, now_s: float, excess: int) -> float:
+        """Seconds until at least ``excess`` of the total has left the window."""
+        leaves_s = now_s
+        for second, amount in self._slots:
+            if excess <= 0:
+                break
+            excess -= amount
+            leaves_s = second + WINDOW_S + 1
+        return max(0.0, leaves_s - now_s)
+
+    def reset_s(self, now_s: float) -> float:
+        """Seconds until everything has left the window."""
+        for second, amount in reversed(self._slots):
+            if amount:
+                return second + WINDOW_S + 1 - now_s
+        return 0.0
+
+
+@define
+class _Account:
+    requests: SlidingWindow = field(factory=SlidingWindow)
+    tokens: SlidingWindow = field(factory=SlidingWindow)
+    running: int = 0
+    touched_s: float = 0.0
+
+
+@define
+class _Ticket:
+    """One admitted request."""
+
+    principal: str
+    limits: Limits
+    """Those of its admission: what they do not name was not charged."""
+    tokens: int
+    at_s: float
+    day: int
+
+
+@define
+class _Door:
+    incarnation: str
+    tickets: dict[int, _Ticket] = field(factory=dict)
+
+
+class Ledger:
+    """The accounts of all principals with limits, for one front door or several.
+
+    A door names each request by a number of its own, its ticket. Accounts are forgotten a minute
+    after their last request; what is kept for longer is one number for each principal with a limit
+    for the day that sent a request on this day.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        """The one used longest ago first."""
+        self._doors: dict[str, _Door] = {}
+        self._day = 0
+        self._day_tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """The number of accounts in memory."""
+        return len(self._accounts)
+
+    def door_opened(self, door: str, incarnation: str, tickets: Collection[int] = ()) -> None:
+        """A door has come, or come back; ``tickets`` are those that it still serves.
+
+        Of a former process of the same name nothing runs any more; of the same process, nothing
+        but ``tickets``. What such requests were charged stays charged, as nobody knows what they
+        took. A door that is gone and has not come back keeps its running requests.
+        """
+        known = self._doors.get(door)
+        kept: dict[int, _Ticket] = {}
+        if known is not None:
+            same = known.incarnation == incarnation
+            for number, ticket in known.tickets.items():
+                if same and number in tickets:
+                    kept[number] = ticket
+                else:  # its account is kept, as the request was running
+                    self._accounts[ticket.principal].running -= 1
+        self._doors[door] = _Door(incarnation, kept)
+
+    def admit(
+        self, door: str, number: int, principal: str, limits: Limits, tokens: int, now: Moment
+    ) -> Standing | Refusal:
+        """Charge a request, unless it is beyond a limit: then nothing is charged.
+
+        ``door`` has opened, and ``number`` is new among its tickets.
+        """
+        now_s = now.monotonic_s
+        account = self._touched(principal, now_s)
+        self._turn_day(now)
+        refused = self._refused(account, principal, limits, tokens, now)
+        if refused is not None:
+            limit, retry_after_s = refused
+            return Refusal(limit, retry_after_s, self._standing(account, principal, limits, now))
+        account.running += 1
+        if limits.requests_per_minute is not None:
+            account.requests.add(now_s, 1)
+        if limits.tokens_per_minute is not None:
+            account.tokens.add(now_s, tokens)
+        if limits.tokens_per_day is not None:
+            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
+        ticket = _Ticket(principal, limits, tokens, now_s, self._day)
+        self._doors[door].tickets[number] = ticket
+        return self._standing(account, principal, limits, now)
+
+    def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> None:
+        """A request ended after ``tokens``; None: it reached no worker, and costs nothing.
+
+        Does nothing for a ticket that is not known, or not any more.
+        """
+        known = self._doors.get(door)
+        ticket = None if known is None else known.tickets.pop(number, None)
+        if ticket is None:
+            return
+        limits, now_s = ticket.limits, now.monotonic_s
+        account = self._touched(ticket.principal, now_s)
+        account.running -= 1
+        self._turn_day(now)
+        if tokens is None and limits.requests_per_minute is not None:
+            account.requests.take_back(ticket.at_s, 1)
+        beyond = (tokens or 0) - ticket.tokens
+        if limits.tokens_per_minute is not None:
+            if beyond > 0:
+                account.tokens.add(now_s, beyond)
+            else:
+                account.tokens.take_back(ticket.at_s, -beyond)
+        if limits.tokens_per_day is not None and (ticket.day == self._day or beyond > 0):
+            used = self._day_tokens.get(ticket.principal, 0)
+            self._day_tokens[ticket.principal] = used + beyond
+
+    def running(self, principal: str) -> int:
+        """Requests of the principal that run now."""
+        account = self._accounts.get(principal)
+        return 0 if account is None else account.running
+
+    def _touched(self, principal: str, now_s: float) -> _Account:
+        accounts = self._accounts
+        account = accounts.pop(principal, None) or _Account()
+        account.requests.advance(now_s)
+        account.tokens.advance(now_s)
+        account.touched_s = now_s
+        accounts[principal] = account
+        for _ in range(_CHECKED_FOR_IDLENESS):
+            name = next(iter(accounts))
+            oldest = accounts[name]
+            if now_s - oldest.touched_s <= WINDOW_S + 1:
+                break
+            del accounts[name]
+            if oldest.running:
+                oldest.touched_s = now_s
+                accounts[name] = oldest
+        return account
+
+    def _turn_day(self, now: Moment) -> None:
+        day = int(now.unix_s // DAY_S)
+        if day > self._day:
+            self._day, self._day_tokens = day, {}
+
+    def _refused(
+        self, account: _Account, principal: str, limits: Limits, tokens: int, now: Moment
+    ) -> tuple[LimitName, float | None] | None:
+        """The limit that stands against a request for the longest time, and that time."""
+        now_s = now.monotonic_s
+        found: list[tuple[LimitName, float | None]] = []
+        most = limits.requests_per_minute
+        if most is not None and account.requests.total + 1 > most:
+            wait_s = account.requests.wait_s(now_s, account.requests.total + 1 - most)
+            found.append(("requests_per_minute", wait_s if most else None))
+        most = limits.tokens_per_minute
+        if most is not None and account.tokens.total + tokens > most:
+            wait_s = account.tokens.wait_s(now_s, account.tokens.total + tokens - most)
+            found.append(("tokens_per_minute", wait_s if tokens <= most else None))
+        most = limits.tokens_per_day
+        if most is not None and self._day_tokens.get(principal, 0) + tokens > most:
+            found.append(("tokens_per_day", self._day_left_s(now) if tokens <= most else None))
+        most = limits.concurrent_requests
+        if most is not None and account.running + 1 > most:
+            found.append(("concurrent_requests", _BUSY_RETRY_S if most else None))
+        if not found:
+            return None
+        return max(found, key=lambda each: float("inf") if each[1] is None else each[1])
+
+    def _day_left_s(self, now: Moment) -> float:
+        return max(0.0, (self._day + 1) * DAY_S - now.unix_s)
+
+    def _standing(self, account: _Account, principal: str, limits: Limits, now: Moment) -> Standing:
+        now_s = now.monotonic_s
+        requests, remaining_requests, reset_requests_s = limits.requests_per_minute, None, None
+        if requests is not None:
+            window = account.requests
+            remaining_requests = max(0, requests - window.total)
+            reset_requests_s = window.reset_s(now_s)
+        tokens, remaining_tokens, reset_tokens_s = limits.tokens_per_minute, None, None
+        if tokens is not None:
+            remaining_tokens = max(0, tokens - account.tokens.total)
+            reset_tokens_s = account.tokens.reset_s(now_s)
+        elif limits.tokens_per_day is not None:
+            tokens = limits.tokens_per_day
+            used = self._day_tokens.get(principal, 0)
+            remaining_tokens, reset_tokens_s = max(0, tokens - used), 0.0
+            if used:
+                reset_tokens_s = self._day_left_s(now)
+        return Standing(
+            requests, remaining_requests, reset_requests_s,
+            tokens, remaining_tokens, reset_tokens_s,
+        )  # fmt: skip

@@ -1,0 +1,264 @@
+"""The ledger against a plain log of what was charged when."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from attrs import define
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from commutator.contract.principal import Limits
+from commutator.tenants.ledger import (
+    DAY_S,
+    UNSTATED_ANSWER_TOKENS,
+    WINDOW_S,
+    Ledger,
+    Moment,
+    Refusal,
+    tokens_charged,
+)
+
+DOORS = ("frontend-0", "frontend-1")
+PRINCIPALS = ("ada", "bob")
+
+amounts = st.integers(0, 40)
+
+
+@define
+class Charge:
+    principal: str
+    at_s: float
+    requests: int
+    tokens: int
+    day: int
+
+
+@define
+class Running:
+    door: str
+    number: int
+    charge: Charge
+    tokens: int
+    """As charged at admission."""
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Random requests of two principals at two doors, which are killed and cut off at random."""
+
+    running = Bundle("running")
+
+    @initialize(
+        requests=st.none() | st.integers(1, 6),
+        tokens=st.none() | st.integers(1, 100),
+        day=st.none() | st.integers(1, 300),
+        concurrent=st.none() | st.integers(1, 4),
+    )
+    def begin(
+        self, requests: int | None, tokens: int | None, day: int | None, concurrent: int | None
+    ) -> None:
+        self.limits = Limits(
+            requests_per_minute=requests,
+            tokens_per_minute=tokens,
+            tokens_per_day=day,
+            concurrent_requests=concurrent,
+        )
+        self.now_s = 1_000.25
+        self.ledger = Ledger()
+        self.numbers = itertools.count()
+        self.incarnations = itertools.count()
+        self.log: list[Charge] = []
+        self.live: list[Running] = []
+        for door in DOORS:
+            self.ledger.door_opened(door, f"first {door}")
+
+    @property
+    def now(self) -> Moment:
+        # Ten seconds before midnight, so that days change.
+        return Moment(self.now_s, DAY_S * 7 - 1_010 + self.now_s)
+
+    @property
+    def day(self) -> int:
+        return int(self.now.unix_s // DAY_S)
+
+    def charged(self, principal: str, what: str, window_s: float) -> int:
+        """By the log, in the time up to now."""
+        since_s = self.now_s - window_s
+        return sum(
+            getattr(one, what)
+            for one in self.log
+            if one.principal == principal and one.at_s > since_s
+        )
+
+    def today(self, principal: str) -> int:
+        mine = [one for one in self.log if one.principal == principal and one.day == self.day]
+        return sum(one.tokens for one in mine)
+
+    def count(self, principal: str) -> int:
+        return sum(one.charge.principal == principal for one in self.live)
+
+    @rule(seconds=st.floats(0, 30) | st.sampled_from([59.5, 59.75, 60.0, 60.5, 61.0, DAY_S]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(
+        target=running,
+        door=st.sampled_from(DOORS),
+        principal=st.sampled_from(PRINCIPALS),
+        tokens=amounts,
+    )
+    def ask(self, door: str, principal: str, tokens: int) -> Any:
+        number, limits = next(self.numbers), self.limits
+        answer = self.ledger.admit(door, number, principal, limits, tokens, self.now)
+        requests = self.charged(principal, "requests", WINDOW_S) + 1
+        taken = self.charged(principal, "tokens", WINDOW_S) + tokens
+        if isinstance(answer, Refusal):
+            self.check_refusal(answer, principal, tokens)
+            return None
+        for used, limit in (
+            (requests, limits.requests_per_minute),
+            (taken, limits.tokens_per_minute),
+            (self.today(principal) + tokens, limits.tokens_per_day),
+            (self.count(principal) + 1, limits.concurrent_requests),
+        ):
+            assert limit is None or used <= limit
+        charge = Charge(principal, self.now_s, 1, tokens, self.day)
+        self.log.append(charge)
+        one = Running(door, number, charge, tokens)
+        self.live.append(one)
+        return one
+
+    def check_refusal(self, refusal: Refusal, principal: str, tokens: int) -> None:
+        """It is beyond its limit, and by waiting as told it comes below that limit."""
+        limits, most = self.limits, getattr(self.limits, refusal.limit)
+        longest_s = WINDOW_S + 1
+        used = {
+            "requests_per_minute": self.charged(principal, "requests", longest_s) + 1,
+            "tokens_per_minute": self.charged(principal, "tokens", longest_s) + tokens,
+            "tokens_per_day": self.today(principal) + tokens,
+            "concurrent_requests": self.count(principal) + 1,
+        }[refusal.limit]
+        assert used > most
+        if refusal.retry_after_s is None:
+            assert refusal.limit in {"tokens_per_minute", "tokens_per_day"}
+            assert tokens > most
+            return
+        assert refusal.retry_after_s >= 0
+        if refusal.limit != "concurrent_requests" and limits.concurrent_requests is None:
+            self.now_s += refusal.retry_after_s + 1e-3
+            again = self.ledger.admit(
+                DOORS[0], next(self.numbers), principal, limits, tokens, self.now
+            )
+            assert not isinstance(again, Refusal) or again.limit != refusal.limit
+            if not isinstance(again, Refusal):
+                self.log.append(Charge(principal, self.now_s, 1, tokens, self.day))
+
+    @rule(one=consumes(running), tokens=st.none() | amounts)
+    def end(self, one: Running | None, tokens: int | None) -> None:
+        assume(one is not None and one in self.live)
+        assert one is not None
+        self.ledger.settle(one.door, one.number, tokens, self.now)
+        self.ledger.settle(one.door, one.number, tokens, self.now)  # said twice, counted once
+        self.live.remove(one)
+        if tokens is None:
+            one.charge.requests = 0
+        taken = tokens or 0
+        if taken <= one.tokens:
+            one.charge.tokens = taken
+        else:
+            beyond = taken - one.tokens
+            self.log.append(Charge(one.charge.principal, self.now_s, 0, beyond, self.day))
+
+    @rule(door=st.sampled_from(DOORS), killed=st.booleans(), data=st.data())
+    def come_back(self, door: str, killed: bool, data: st.DataObject) -> None:
+        """A door is killed, or loses its connection with some of its messages."""
+        mine = [one for one in self.live if one.door == door]
+        if killed:
+            kept: list[Running] = []
+            self.ledger.door_opened(door, f"process {next(self.incarnations)}")
+        else:
+            kept = [one for one in mine if data.draw(st.booleans())]
+            incarnation = self.ledger._doors[door].incarnation
+            self.ledger.door_opened(door, incarnation, [one.number for one in kept])
+        self.live = [one for one in self.live if one.door != door or one in kept]
+
+    @invariant()
+    def what_remains_is_what_the_log_says(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for principal in PRINCIPALS:
+            account = self.ledger._accounts.get(principal)
+            if account is None:
+                assert self.charged(principal, "tokens", WINDOW_S) == 0 or self.limits == Limits()
+                continue
+            assert account.running >= self.count(principal)
+            account.tokens.advance(self.now_s)
+            account.requests.advance(self.now_s)
+            for window, what in ((account.tokens, "tokens"), (account.requests, "requests")):
+                slots = list(window._slots)
+                assert window.total == sum(amount for _, amount in slots)
+                assert len(slots) <= WINDOW_S + 1
+                assert all(amount >= 0 for _, amount in slots)
+                limit = getattr(self.limits, f"{what}_per_minute")
+                if limit is not None:
+                    least = self.charged(principal, what, WINDOW_S)
+                    most = self.charged(principal, what, WINDOW_S + 1)
+                    assert least <= window.total <= most
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def test_nothing_is_lost_when_everything_is_given_back() -> None:
+    ledger, limits = (
+        Ledger(),
+        Limits(requests_per_minute=3, tokens_per_minute=50, tokens_per_day=60),
+    )
+    now = Moment(5.0, 5.0)
+    ledger.door_opened("d", "1")
+    for number in range(3):
+        assert not isinstance(ledger.admit("d", number, "ada", limits, 10, now), Refusal)
+    for number in range(3):
+        ledger.settle("d", number, None, Moment(20.0, 20.0))
+    standing = ledger.admit("d", 9, "ada", limits, 50, Moment(21.0, 21.0))
+    assert not isinstance(standing, Refusal)
+    assert (standing.remaining_requests, standing.remaining_tokens) == (2, 0)
+
+
+def test_idle_accounts_are_forgotten() -> None:
+    ledger, limits = Ledger(), Limits(requests_per_minute=3)
+    ledger.door_opened("d", "1")
+    for number in range(50_000):
+        at_s = number / 100
+        assert not isinstance(
+            ledger.admit("d", number, f"salt-{number}", limits, 1, Moment(at_s, at_s)), Refusal
+        )
+        ledger.settle("d", number, 1, Moment(at_s, at_s))
+    assert len(ledger) <= 100 * (WINDOW_S + 2)
+
+
+def test_a_running_request_keeps_its_account() -> None:
+    ledger, limits = Ledger(), Limits(concurrent_requests=1)
+    ledger.door_opened("d", "1")
+    ledger.admit("d", 1, "ada", limits, 1, Moment(0.0, 0.0))
+    for number in range(2, 200):
+        at_s = number * 10.0
+        ledger.admit("d", number, f"other-{number}", limits, 1, Moment(at_s, at_s))
+        ledger.settle("d", number, 1, Moment(at_s, at_s))
+    late = Moment(3000.0, 3000.0)
+    refused = ledger.admit("d", 900, "ada", limits, 1, late)
+    assert isinstance(refused, Refusal)
+    assert refused.limit == "concurrent_requests"
+    ledger.settle("d", 1, 1, late)
+    assert not isinstance(ledger.admit("d", 901, "ada", limits, 1, late), Refusal)
+
+
+def test_the_charge_of_a_request() -> None:
+    assert tokens_charged(Limits(), 10, 2, 30) == 70
+    assert tokens_charged(Limits(), 10, 1, None) == 10 + UNSTATED_ANSWER_TOKENS
+    assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, None) == 100
+    assert tokens_charged(Limits(tokens_per_minute=100), 200, 1, None) == 200
+    assert tokens_charged(Limits(tokens_per_minute=100, tokens_per_day=50), 10, 1, None) == 50
+    assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, 300) == 310
