@@ -38,6 +38,7 @@ def page() -> str:
             "engines": host.engines,
             "router": host.routers,
             "tiers": host.tiers,
+            "auth": host.authenticators,
             "registry": host.registries,
             "launcher": host.launchers,
         }

@@ -10,6 +10,7 @@ from typing import Any, cast
 from aiohttp import ClientSession
 from attrs import asdict, define, evolve, field
 
+from commutator.auth.gate import Gate
 from commutator.contract.request import (
     UNKNOWN_CALLER,
     Caller,
@@ -291,6 +292,7 @@ def make_services(
     dispatcher: FakeDispatcher,
     models: Mapping[str, TextModel] | None = None,
     config: OpenAiConfig | None = None,
+    gate: Gate | None = None,
 ) -> FrontendServices:
     """What a front door is given, over ``dispatcher``."""
     config = config or OpenAiConfig()
@@ -301,6 +303,7 @@ def make_services(
         models={MODEL: TEXT} if models is None else models,
         dispatcher=cast("Dispatcher", dispatcher),
         limiter=limiter,
+        gate=gate or Gate(),
     )
 
 
@@ -312,11 +315,12 @@ async def front_door(
     drain_timeout_s: float = 5.0,
     settle_s: float = 0.0,
     local_socket: str | None = None,
+    gate: Gate | None = None,
     **config: Any,
 ) -> AsyncIterator[FrontDoor]:
     """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
     settings = OpenAiConfig(port=0, **config)
-    services = make_services(dispatcher, models, settings)
+    services = make_services(dispatcher, models, settings, gate)
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

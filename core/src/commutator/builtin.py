@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from commutator.auth.keys import KeyAuthenticator, KeysConfig
 from commutator.contract.launcher import LauncherConfig
-from commutator.contract.registration import LauncherRegister, RegistryRegister
+from commutator.contract.registration import (
+    AuthenticatorRegister,
+    LauncherRegister,
+    RegistryRegister,
+)
 from commutator.contract.registry import RegistryConfig
 from commutator.hookspecs import hookimpl
 from commutator.launcher.process import LocalLauncher
@@ -14,6 +19,12 @@ from commutator.registry.memory import MemoryRegistry
 def registry_register(register: RegistryRegister) -> None:
     """Kind `memory`: leases in the supervisor's own memory."""
     register("memory", RegistryConfig, lambda _: MemoryRegistry(), "stable")
+
+
+@hookimpl
+def authenticator_register(register: AuthenticatorRegister) -> None:
+    """Kind `keys`: API keys, known by their hashes."""
+    register("keys", KeysConfig, KeyAuthenticator, "beta")
 
 
 @hookimpl

@@ -7,8 +7,8 @@ contract version arguments may be added here, never removed or reordered.
     registration   once, at start          engine_register, router_register,
                                            route_stage_register, disagg_register,
                                            tier_register, eviction_register, observer_register,
-                                           frontend_register, registry_register,
-                                           launcher_register
+                                           authenticator_register, frontend_register,
+                                           registry_register, launcher_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
                                            disagg_decided, kv_handed_over, request_first_token,
@@ -27,6 +27,7 @@ import pluggy
 
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
 from commutator.contract.registration import (
+    AuthenticatorRegister,
     DisaggRegister,
     EngineRegister,
     EvictionRegister,
@@ -122,6 +123,16 @@ def observer_register(register: ObserverRegister) -> None:
     ``ObserverConfig``; ``factory(config)`` makes one ``Observer`` for each `observers` entry in
     each front-door process. Collect-all; must not block. A plugin without options needs none: it
     may implement the observing hooks below itself.
+    """
+
+
+@_hookspec
+def authenticator_register(register: AuthenticatorRegister) -> None:
+    """Called once at start, in every process. Offer authenticators, which tell who sends a request.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``AuthenticatorConfig``; ``factory(config)`` makes one ``Authenticator`` for each `auth` entry
+    in each front-door process. Collect-all; must not block.
     """
 
 

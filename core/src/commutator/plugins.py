@@ -27,6 +27,7 @@ from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
+from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.registration import (
     Catalog,
     Kind,
@@ -133,6 +134,9 @@ class PluginHost(Observer):
         self.observers: Catalog[Callable[[Any], Observer]] = Catalog(
             "observer", ObserverConfig, _must_be_factory
         )
+        self.authenticators: Catalog[Callable[[Any], Authenticator]] = Catalog(
+            "authenticator", AuthenticatorConfig, _must_be_factory
+        )
         self.frontends: Catalog[Frontend[Any, Any]] = Catalog(
             "frontend", FrontendConfig, _instance_of(Frontend, "a Frontend")
         )
@@ -150,6 +154,7 @@ class PluginHost(Observer):
             "tier_register": self.tiers,
             "eviction_register": self.evictions,
             "observer_register": self.observers,
+            "authenticator_register": self.authenticators,
             "frontend_register": self.frontends,
             "registry_register": self.registries,
             "launcher_register": self.launchers,

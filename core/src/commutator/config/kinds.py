@@ -17,6 +17,7 @@ from commutator.contract.eviction import EvictionConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import Filter, Picker, RouterConfig, Scorer
@@ -64,6 +65,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     TierConfig: lambda host: host.tiers,
     EvictionConfig: lambda host: host.evictions,
     ObserverConfig: lambda host: host.observers,
+    AuthenticatorConfig: lambda host: host.authenticators,
     FrontendConfig: lambda host: host.frontends,
     RegistryConfig: lambda host: host.registries,
     LauncherConfig: lambda host: host.launchers,

@@ -11,6 +11,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import RouterConfig
 from commutator.contract.settings import Fraction, NonNegativeInt, PositiveSeconds, Seconds, setting
@@ -118,6 +119,9 @@ class Config:
     tiers: tuple[TierConfig, ...] = setting("Storage tiers for KV blocks, fastest first.", ())
     observers: tuple[ObserverConfig, ...] = setting(
         "Observers of requests and workers in each front-door process.", ()
+    )
+    auth: tuple[AuthenticatorConfig, ...] = setting(
+        "What tells who sends a request, asked in this order; without an entry nobody is asked.", ()
     )
     frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)

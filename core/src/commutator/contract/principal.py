@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
-from commutator.contract.settings import setting
+from commutator.contract.settings import Bounds, PositiveInt, setting
 
 __all__ = [
     "ANONYMOUS",
@@ -18,6 +19,9 @@ __all__ = [
     "Limits",
     "Permission",
     "Principal",
+    "PrincipalConfig",
+    "check_principal_name",
+    "own_salt",
 ]
 
 Permission = Literal["explain", "pin", "metrics", "admin"]
@@ -33,20 +37,23 @@ changes the deployment: drain, roles, the KV commands; it includes the others.
 class Limits:
     """How much a principal may use; None is no limit."""
 
-    requests_per_minute: int | None = None
-    """Client requests that begin in a minute."""
-    tokens_per_minute: int | None = None
-    """Prompt and generated tokens in a minute."""
-    tokens_per_day: int | None = None
-    """Prompt and generated tokens in a day of UTC."""
-    concurrent_requests: int | None = None
-    """Client requests that run or wait at the same time."""
-    answers: int | None = None
-    """Answers to one request: prompts times ``n``."""
-    max_model_len: int | None = None
-    """Longest prompt plus answer in tokens."""
-    tier_share: float | None = None
-    """The largest part of each storage tier that its blocks may take, above 0, at most 1."""
+    requests_per_minute: PositiveInt | None = setting(
+        "Client requests that begin in a minute.", None
+    )
+    tokens_per_minute: PositiveInt | None = setting(
+        "Prompt and generated tokens in a minute.", None
+    )
+    tokens_per_day: PositiveInt | None = setting(
+        "Prompt and generated tokens in a day of UTC.", None
+    )
+    concurrent_requests: PositiveInt | None = setting(
+        "Client requests that run or wait at the same time.", None
+    )
+    answers: PositiveInt | None = setting("Answers to one request: prompts times `n`.", None)
+    max_model_len: PositiveInt | None = setting("Longest prompt plus answer in tokens.", None)
+    tier_share: Annotated[float, Bounds(above=0, maximum=1)] | None = setting(
+        "The largest part of each storage tier that its blocks may take.", None
+    )
 
 
 @frozen(kw_only=True)
@@ -58,7 +65,7 @@ class Principal:
     models: frozenset[str] | None = None
     """The models that it may use, by the names that clients give; None allows all."""
     cache_salt: str | None = None
-    """Replaces the request's salt, so that only principals with the same value share KV.
+    """Goes before the request's own salt, so that only principals with the same value share KV.
 
     None leaves the request's own: everyone who sends the same salt, or none, shares KV."""
     priority: tuple[int, int] | None = None
@@ -75,6 +82,83 @@ class Principal:
         return permission in self.permissions or "admin" in self.permissions
 
 
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+
+
+def check_principal_name(name: str) -> None:
+    """Raises ValueError for what is no name of a principal."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"expected 1 to 64 letters, digits, '.', '_', '-' and '@', got {name[:80]!r}"
+        )
+
+
+def own_salt(name: str) -> str:
+    """The cache salt of the principal ``name`` where its KV is its own, as it is by default."""
+    return f"principal/{name}"
+
+
+def _in_order(_: object, _field: Attribute[Any], value: tuple[int, ...] | None) -> None:
+    if value is not None and (len(value) != 2 or value[0] > value[1]):  # noqa: PLR2004
+        raise ValueError("expected the lowest and the highest value, such as [0, 10]")
+
+
+def _is_salt(_: object, _field: Attribute[Any], value: str | None) -> None:
+    if value is not None and not 0 < len(value) <= _LONGEST_SALT:
+        raise ValueError(f"expected 1 to {_LONGEST_SALT} characters")
+
+
+_LONGEST_SALT = 256
+
+
+@frozen(kw_only=True)
+class PrincipalConfig:
+    """What a principal may do and use, in the words of a configuration."""
+
+    models: tuple[str, ...] | None = setting(
+        "The models that it may use; others do not exist for it. All by default.", None
+    )
+    shares_cache_with: str | None = setting(
+        "The principal whose KV cache it shares. By default its cache is its own.", None
+    )
+    cache_salt: str | None = setting(
+        "Principals with the same value share their KV cache, in place of `shares_cache_with`.",
+        None,
+        validator=_is_salt,
+    )
+    priority: tuple[int, ...] | None = setting(
+        "The lowest and the highest value of `priority` that its requests may have; a lower value "
+        "is served earlier. A request that names none has 0, or what is nearest to it.",
+        (0, 2**31 - 1),
+        validator=_in_order,
+    )
+    weight: Annotated[float, Bounds(above=0)] = setting(
+        "Its share of busy workers, in proportion to others' weights.", 1.0
+    )
+    limits: Limits = setting("How much it may use; no limit by default.", factory=Limits)
+    permissions: tuple[Permission, ...] = setting(
+        "What it may do besides generating: `explain` (ask why a worker was chosen, and see which "
+        "one it was), `pin` (`cache_control`), `metrics` (/metrics, /health), `admin` (all of "
+        "these, and changing workers).",
+        (),
+    )
+
+    def principal(self, name: str) -> Principal:
+        """The principal of these rights. Raises ValueError for what is no name."""
+        check_principal_name(name)
+        salt = self.cache_salt or own_salt(self.shares_cache_with or name)
+        lowest_and_highest = None if self.priority is None else (self.priority[0], self.priority[1])
+        return Principal(
+            name=name,
+            models=None if self.models is None else frozenset(self.models),
+            cache_salt=salt,
+            priority=lowest_and_highest,
+            weight=self.weight,
+            limits=self.limits,
+            permissions=frozenset(self.permissions),
+        )
+
+
 ANONYMOUS = Principal(name="anonymous", permissions=frozenset({"admin"}))
 """Everyone, where a deployment asks nobody who they are."""
 
@@ -86,7 +170,7 @@ class Credentials:
     bearer: str | None
     """The token of the header ``Authorization: Bearer TOKEN``; None without one."""
     headers: Mapping[str, str]
-    """All headers of the request, names in lower case."""
+    """All headers of the request; names in lower case find theirs, however it was sent."""
     peer: str | None
     """The client's IP address; None on a Unix socket."""
 

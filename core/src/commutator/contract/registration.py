@@ -13,12 +13,14 @@ from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import Observer, ObserverConfig
+from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
 from commutator.errors import PluginError
 
 __all__ = [
+    "AuthenticatorRegister",
     "Catalog",
     "DisaggRegister",
     "EngineRegister",
@@ -59,7 +61,7 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "observer", "frontend", "registry" or "launcher"."""
+    "observer", "authenticator", "frontend", "registry" or "launcher"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -177,6 +179,9 @@ EvictionRegister = Register[EvictionConfig, Callable[[Any, int], EvictionPolicy]
 """Offers an eviction policy by ``factory(config, capacity_blocks)``, called once for each tier."""
 ObserverRegister = Register[ObserverConfig, Callable[[Any], Observer]]
 """Offers an observer by ``factory(config)``, called once for each `observers` entry and front-door
+process."""
+AuthenticatorRegister = Register[AuthenticatorConfig, Callable[[Any], Authenticator]]
+"""Offers an authenticator by ``factory(config)``, called once for each `auth` entry and front-door
 process."""
 RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""

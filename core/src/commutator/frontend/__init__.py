@@ -1,5 +1,6 @@
 """What every front door shares: what a plugin of kind `frontend` builds on."""
 
+from commutator.auth.gate import Gate
 from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
 from commutator.frontend.health import OPERATIONS_PATHS, health_routes
 from commutator.frontend.limits import TimeLimit
@@ -13,6 +14,7 @@ __all__ = [
     "ChoiceRules",
     "Forward",
     "FrontendServices",
+    "Gate",
     "Generation",
     "Piece",
     "Plan",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from commutator import tracing
+from commutator.auth.gate import Gate
 from commutator.config.load import Loaded, load_config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
@@ -55,14 +56,18 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
     )
     dispatcher = Dispatcher(config, loaded.host, on_waiting=limiter.stepped)
+    authenticators = loaded.host.authenticators.kinds
+    gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     services = FrontendServices(
         config=config.frontend,
         models=_text_models(config.models),
         dispatcher=dispatcher,
         limiter=limiter,
+        gate=gate,
         registry_address=registry_address,
     )
     loaded.host.add_observer("metrics", services.metrics)
+    await gate.start()
     await loaded.host.start(config.observers)
     calm_garbage_collector()
     registry = RegistryClient(registry_address)
@@ -106,6 +111,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await follower.close()
         await dispatcher.close()
         await loaded.host.stop()
+        await gate.stop()
         await registry.close()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)

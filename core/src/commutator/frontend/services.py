@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from attrs import define, field
 
+from commutator.auth.gate import Gate
 from commutator.contract.frontend import FrontendConfig
 from commutator.errors import RequestError
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
@@ -32,6 +33,8 @@ class FrontendServices:
     time_limits: TimeLimits = field(factory=TimeLimits)
     preprocessors: Mapping[str, Preprocessor] = field(init=False)
     """By model."""
+    gate: Gate = field(factory=Gate)
+    """Tells who sends a request."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry for `commutator worker`; None when it has no address."""
     started_unix_s: int = field(factory=lambda: int(time.time()))

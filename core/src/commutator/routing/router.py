@@ -225,7 +225,7 @@ class ModelRouter:
             max_tokens=summary.max_tokens,
             priority=summary.priority,
             user=summary.user,
-            session_id=summary.session_id,
+            session_id=_conversation(summary),
             principal=summary.principal,
             headers=summary.headers,
             block_size=self.block_size,
@@ -328,3 +328,10 @@ def describe_busy(config: BusyConfig, hits: Sequence[str]) -> str:
     ]
     workers = "1 worker is" if len(hits) == 1 else f"{len(hits)} workers are"
     return f"{workers} busy ({', '.join(parts)})"
+
+
+def _conversation(summary: RequestSummary) -> str | None:
+    """The name of the conversation; two principals that choose the same name have two."""
+    if summary.session_id is None or summary.principal is None:
+        return summary.session_id
+    return f"{summary.principal}/{summary.session_id}"

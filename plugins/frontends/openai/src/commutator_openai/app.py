@@ -12,14 +12,15 @@ import commutator
 from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices, health_routes
 from commutator_openai import generate, models
+from commutator_openai.api_keys import StaticKeys
 from commutator_openai.body import expect
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.middleware import (
     FORWARD_HEADERS,
     SERVICES,
     add_headers,
+    authenticate,
     exchange,
-    require_key,
 )
 from commutator_openai.pass_through import ENDPOINTS, engine_only
 from commutator_openai.protocol.openapi import openapi_document
@@ -48,12 +49,16 @@ def build_app(
         middlewares.append(cors.preflight)
         app.on_response_prepare.append(cors.add_headers)
     if keys:
-        middlewares.append(require_key(keys))
+        services.gate.ask_first("api_keys", StaticKeys(keys))
+    if not services.gate.is_open:
+        middlewares.append(authenticate)
     app.middlewares.extend(middlewares)
     app[FORWARD_HEADERS] = config.forward_headers
     app[SERVICES] = services
     document = msgspec.json.encode(
-        openapi_document(commutator.__version__, list(services.models), needs_key=bool(keys))
+        openapi_document(
+            commutator.__version__, list(services.models), needs_key=not services.gate.is_open
+        )
     )
 
     async def openapi(_: web.Request) -> web.Response:

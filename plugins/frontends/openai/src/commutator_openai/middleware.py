@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from attrs import define, field
 
+from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
 from commutator.frontend import OPERATIONS_PATHS, FrontendServices, TimeLimit
@@ -30,12 +30,12 @@ __all__ = [
     "SERVICES",
     "Exchange",
     "add_headers",
+    "authenticate",
     "caller",
     "end_failed",
     "exchange",
     "explain_routing",
     "request_id_of",
-    "require_key",
     "time_limit",
 ]
 
@@ -83,29 +83,39 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
     return response
 
 
-def require_key(keys: Sequence[str]) -> Middleware:
-    """Requires one of ``keys`` as bearer token, but not for probes and the OpenAPI document."""
-    accepted = [key.encode() for key in keys]
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Finds the principal, but not for probes and the OpenAPI document."""
+    known = request[EXCHANGE]
+    if request.path not in _OPEN_PATHS and not known.services.gate.is_open:
+        sent = Credentials(
+            bearer=_bearer(request.headers.get("Authorization", "")),
+            headers=request.headers,
+            peer=request.remote or None,
+        )
+        known.principal = await known.services.gate.principal(sent)
+    return await handler(request)
 
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _OPEN_PATHS and not _has_key(request, accepted):
-            raise HttpError(
-                web.HTTPUnauthorized.status_code,
-                "no valid API key: send the header Authorization: Bearer KEY",
-                "invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return await handler(request)
 
-    return check
+def _bearer(authorization: str) -> str | None:
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None
 
 
 def caller(request: web.Request, *, user: str | None, session_id: str | None) -> Caller:
     """The sender of ``request``, for routing policies and observers."""
     names, sent = request.app[FORWARD_HEADERS], request.headers
     headers = {name: sent[name][:_MAX_HEADER] for name in names if name in sent}
-    return Caller(user=user, session_id=session_id, headers=headers)
+    principal = request[EXCHANGE].principal
+    if principal is ANONYMOUS:
+        return Caller(user=user, session_id=session_id, headers=headers)
+    return Caller(
+        user=user,
+        session_id=session_id,
+        principal=principal.name,
+        weight=principal.weight,
+        headers=headers,
+    )
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -120,14 +130,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         # The client's next request must reach another front door. The headers exist already.
         response.force_close()
         response.headers["Connection"] = "close"
-
-
-def _has_key(request: web.Request, accepted: Sequence[bytes]) -> bool:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    given = token.strip().encode(errors="surrogateescape")
-    # Compare every key, each in constant time, so that timing reveals nothing.
-    matches = [hmac.compare_digest(given, key) for key in accepted]
-    return scheme.lower() == "bearer" and any(matches)
 
 
 def _endpoint(request: web.Request) -> str:
@@ -161,6 +163,8 @@ class Exchange:
     request_id: str
     endpoint: str
     arrived_s: float = field(factory=time.perf_counter)
+    principal: Principal = ANONYMOUS
+    """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
     model: str = ""
     """Set once a served model is found."""
     user: str | None = None
@@ -188,6 +192,8 @@ class Exchange:
             )
         if self.ttft_s is not None:
             parts.append(f"ttft={self.ttft_s:.3f}s")
+        if self.principal is not ANONYMOUS:
+            parts.append(f"principal={self.principal.name}")
         if self.user is not None:
             parts.append(f"user={json.dumps(self.user[:128])}")
         return " ".join(parts)

@@ -10,6 +10,7 @@ from aiohttp import web
 from attrs import field, frozen
 
 from commutator.errors import (
+    AuthenticationError,
     CommutatorError,
     DeadlineError,
     EngineNeedsPrefillError,
@@ -73,6 +74,13 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
     match error:
         case HttpError():
             return error
+        case AuthenticationError():
+            return HttpError(
+                web.HTTPUnauthorized.status_code,
+                str(error),
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         case RequestError():
             status = 404 if error.code == "model_not_found" else 400
             return HttpError(status, str(error), error.code or "invalid_value", error.param)

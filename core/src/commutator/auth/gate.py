@@ -1,0 +1,68 @@
+"""Asks the configured authenticators, in their order, who sends a request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from commutator.contract.principal import ANONYMOUS, Authenticator, Credentials, Principal
+from commutator.errors import AuthenticationError, PluginError
+
+__all__ = ["Gate"]
+
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """The authenticators of one front-door process. Without any, everyone is ``ANONYMOUS``."""
+
+    def __init__(self, authenticators: Sequence[tuple[str, Authenticator]] = ()) -> None:
+        """``authenticators`` are pairs of a kind, for the log, and an authenticator."""
+        self._authenticators = list(authenticators)
+        self._started: list[tuple[str, Authenticator]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody is asked who they are."""
+        return not self._authenticators
+
+    def ask_first(self, kind: str, authenticator: Authenticator) -> None:
+        """Ask one more authenticator, before the others. It is not started or stopped here."""
+        self._authenticators.insert(0, (kind, authenticator))
+
+    async def start(self) -> None:
+        """Start the authenticators. Raises PluginError when one cannot start."""
+        for kind, authenticator in self._authenticators:
+            try:
+                await authenticator.start()
+            except Exception as error:
+                text = f"authenticator cannot start: {type(error).__name__}: {error}"
+                raise PluginError(kind, text) from error
+            self._started.append((kind, authenticator))
+
+    async def stop(self) -> None:
+        """Stop the started authenticators, the last one first. Exceptions are logged."""
+        while self._started:
+            kind, authenticator = self._started.pop()
+            try:
+                await authenticator.stop()
+            except Exception:
+                log.exception("authenticator %s failed to stop", kind)
+
+    async def principal(self, credentials: Credentials) -> Principal:
+        """Who sent the credentials. Raises AuthenticationError when no authenticator knows."""
+        if self.is_open:
+            return ANONYMOUS
+        for kind, authenticator in self._authenticators:
+            try:
+                found = await authenticator.authenticate(credentials)
+            except AuthenticationError:
+                raise
+            except Exception as error:
+                log.exception("authenticator %s failed; the request is refused", kind)
+                raise AuthenticationError(
+                    "the credentials cannot be checked now; see the front door's log"
+                ) from error
+            if found is not None:
+                return found
+        raise AuthenticationError("no valid API key: send the header Authorization: Bearer KEY")
