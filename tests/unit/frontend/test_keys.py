@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def write(path: Path, *principals: tuple[str, str]) -> None:
     entries = [{"name": name, "keys": [{"sha256": hash_of(key)}]} for name, key in principals]
     new = path.with_suffix(".new")
     new.write_text(to_yaml({"principals": entries}))
-    os.replace(new, path)
+    new.replace(path)
 
 
 async def test_each_key_of_a_principal_is_its_own() -> None:
