@@ -156,6 +156,20 @@ async def test_whatever_happens_it_goes_on(
         await client.load()
 
 
+async def test_it_ends_even_if_the_server_is_lost_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def lost_when_cancelled(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise EngineUnavailableError("Connection refused")
+
+    monkeypatch.setattr(Sidecar, "_read_statistics", lost_when_cancelled)
+    async with asyncio.timeout(60), sidecar_of(FakeSource()) as (client, _, _):
+        await client.load()
+
+
 async def _told(client: TrtllmClient) -> str:
     try:
         await client.load()

@@ -56,6 +56,7 @@ class Sidecar:
         self._publisher = EventPublisher(options.host) if options.kv_events else None
         self._info: SidecarInfo | None = None
         self._problem = f"TensorRT-LLM at {options.url} is not ready yet"
+        self._stopping = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -70,6 +71,7 @@ class Sidecar:
         try:
             yield f"http://{self._options.host}:{runner.addresses[0][1]}"
         finally:
+            self._stopping = True
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await runner.cleanup()
@@ -79,7 +81,9 @@ class Sidecar:
     async def _follow(self) -> None:
         server = HttpServer("TensorRT-LLM", self._options.url, answer_timeout_s=_ANSWER_S)
         try:
-            while True:
+            # A task group whose members fail as it is cancelled raises their errors only, so being
+            # cancelled does not end this loop for certain.
+            while not self._stopping:
                 await self._follow_until_lost(server)
                 await asyncio.sleep(_RETRY_S)
         finally:
