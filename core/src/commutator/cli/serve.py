@@ -58,11 +58,13 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     from rich.console import Console
 
     from commutator.config.checks import tier_warnings
+    from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
     from commutator.supervisor.preflight import check_machine
     from commutator.supervisor.supervisor import Supervisor
 
+    raise_descriptor_limit()
     config = loaded.config
     check_machine(config, loaded.host)
 

@@ -3,14 +3,15 @@
 from commutator.auth.gate import Gate
 from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
 from commutator.frontend.health import OPERATIONS_PATHS, health_routes
-from commutator.frontend.limits import TimeLimit
-from commutator.frontend.preprocessor import Preprocessor
+from commutator.frontend.limits import ByteBudget, TimeLimit
+from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
 from commutator.routing.forward import Forward
 from commutator.tracing import traced
 
 __all__ = [
     "OPERATIONS_PATHS",
+    "ByteBudget",
     "ChoiceRules",
     "Forward",
     "FrontendServices",
@@ -22,5 +23,6 @@ __all__ = [
     "TimeLimit",
     "TokenUsage",
     "health_routes",
+    "size_of",
     "traced",
 ]

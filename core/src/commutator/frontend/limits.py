@@ -11,12 +11,14 @@ workers are all busy must not keep out the urgent request that could get the nex
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 
 from commutator.errors import DeadlineError, OverloadedError
 
 __all__ = [
+    "ByteBudget",
     "ConcurrencyLimiter",
     "TimeLimit",
     "TimeLimits",
@@ -40,16 +42,20 @@ class ConcurrencyLimiter:
     def waiting(self) -> int:
         return len(self._turns)
 
-    async def __aenter__(self) -> None:
-        """Take one of the places. Raises OverloadedError when the queue is full."""
-        if self.running < self._max_running:
-            self.running += 1
-            return
-        if self.waiting >= self._max_waiting:
+    def check(self) -> None:
+        """Raise OverloadedError if there is no place and no room to wait for one."""
+        if self.running >= self._max_running and self.waiting >= self._max_waiting:
             raise OverloadedError(
                 f"{self.running} requests run and {self.waiting} wait: "
                 "the queue is full; try again soon"
             )
+
+    async def __aenter__(self) -> None:
+        """Take one of the places. Raises OverloadedError when the queue is full."""
+        self.check()
+        if self.running < self._max_running:
+            self.running += 1
+            return
         turn = asyncio.get_running_loop().create_future()
         self._turns[turn] = None
         try:
@@ -83,6 +89,68 @@ class ConcurrencyLimiter:
             del self._turns[turn]
             self.running += 1
             if not turn.done():  # a cancelled request leaves as soon as it resumes
+                turn.set_result(None)
+
+
+class ByteBudget:
+    """Bytes that large bodies may take together while they are read and parsed.
+
+    Those for which there is no room wait in order of arrival.
+    """
+
+    def __init__(self, most_bytes: int, max_waiting: int) -> None:
+        self.used_bytes = 0
+        self._most_bytes = most_bytes
+        self._max_waiting = max_waiting
+        self._turns: dict[asyncio.Future[None], int] = {}
+        """The bytes that each wants, in order of arrival."""
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Hold ``size`` bytes, or all there are if it is more.
+
+        Raises OverloadedError when too many wait.
+        """
+        size = min(size, self._most_bytes)
+        if self._turns or self.used_bytes + size > self._most_bytes:
+            await self._wait(size)
+        else:
+            self.used_bytes += size
+        try:
+            yield
+        finally:
+            self._give_back(size)
+
+    async def _wait(self, size: int) -> None:
+        if len(self._turns) >= self._max_waiting:
+            raise OverloadedError(
+                f"{len(self._turns)} large requests wait to be read; try again soon",
+                reason="too_many_bodies",
+            )
+        turn = asyncio.get_running_loop().create_future()
+        self._turns[turn] = size
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in self._turns:
+                del self._turns[turn]
+                self._let_in()  # those behind it may want less
+            else:
+                self._give_back(size)  # its turn had come already
+            raise
+
+    def _give_back(self, size: int) -> None:
+        self.used_bytes -= size
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._turns:
+            turn, size = next(iter(self._turns.items()))
+            if self.used_bytes + size > self._most_bytes:
+                return
+            del self._turns[turn]
+            self.used_bytes += size
+            if not turn.done():  # a cancelled one gives back as soon as it resumes
                 turn.set_result(None)
 
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from commutator.errors import RequestError
+from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
 from commutator.routing.prefix_index.hashing import sequence_hashes
-from commutator.tokenizer.prompt_cache import BlockHashing, PromptTokenCache, PromptTokens
+from commutator.tokenizer.prompt_cache import (
+    BlockHashing,
+    FoundPrefix,
+    PromptTokenCache,
+    PromptTokens,
+)
 from commutator.tokenizer.text_model import TextModel
 
-__all__ = ["Preprocessor"]
+__all__ = ["Preprocessor", "size_of"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # Tokenizing this much takes a few milliseconds; a thread costs a fraction of one.
 _INLINE_CHARACTERS = 8_000
+_INLINE_TOKENS = 10_000
 # Rendering does little more than copy.
 _INLINE_RENDER_CHARACTERS = 100_000
 # What a message costs to render, however short it is.
 _MESSAGE_CHARACTERS = 200
+# Templates go through tools and documents, which are such variables, and make JSON of them.
+_RENDERED_PER_VARIABLE = 20
+# Of a prompt of this length, each known chunk is looked up in a few milliseconds.
+_INLINE_LOOK_UP_CHARACTERS = 400_000
 
 
 class Preprocessor:
@@ -37,12 +45,15 @@ class Preprocessor:
         max_bytes: int,
         block_size: int | None,
         metrics: FrontendMetrics,
+        work: WorkPool,
     ) -> None:
         """``max_bytes`` bounds the cache of tokenized prompts; 0 turns it off.
 
         ``block_size`` is that of the sequence hashes to make, in tokens; None for no hashes.
+        ``work`` gets what takes long.
         """
         self._model = model
+        self._work = work
         hashing = None
         if block_size is not None:
             size = block_size
@@ -75,26 +86,40 @@ class Preprocessor:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        max_tokens: int | None = None,
         add_special_tokens: bool = False,
+        variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> PromptTokens:
         """The rendered conversation, tokenized; ``options`` as for ``TextModel.render_chat``.
 
         The chat template itself writes BOS, hence no further special tokens by default. Raises
-        RequestError when the model has no template or the template refuses the messages.
+        RequestError when the model has no template, the template refuses the messages, or the
+        prompt is certainly longer than ``max_tokens``.
         """
         characters = sum(_MESSAGE_CHARACTERS + len(message["content"]) for message in messages)
-        text = await _maybe_in_thread(
-            characters,
-            _INLINE_RENDER_CHARACTERS,
-            lambda: self._model.render_chat(messages, **options),
-        )
-        return await self.encode(text, add_special_tokens=add_special_tokens)
+        length = characters - _MESSAGE_CHARACTERS * len(messages)
+        self._check_length(length, max_tokens, "messages")
+        if variables:
+            characters += _RENDERED_PER_VARIABLE * size_of(variables)
 
-    async def completion(self, prompts: Sequence[str | list[int]]) -> list[PromptTokens]:
-        """Each prompt, tokenized. Raises RequestError for empty prompts and unknown token ids."""
+        def render() -> str:
+            return self._model.render_chat(messages, variables=variables, **options)
+
+        inline = characters <= _INLINE_RENDER_CHARACTERS
+        text = render() if inline else await self._work.run(render)
+        return await self.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+
+    async def completion(
+        self, prompts: Sequence[str | list[int]], *, max_tokens: int | None = None
+    ) -> list[PromptTokens]:
+        """Each prompt, tokenized.
+
+        Raises RequestError for empty prompts, unknown token ids, and a prompt that is certainly
+        longer than ``max_tokens``.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self._encode(texts, add_special_tokens=True))
+        encoded = iter(await self._encode(texts, add_special_tokens=True, max_tokens=max_tokens))
         tokens = [
             next(encoded) if isinstance(prompt, str) else PromptTokens(prompt, None, 0)
             for prompt in prompts
@@ -103,20 +128,58 @@ class Preprocessor:
             self._check(one.token_ids)
         return tokens
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> PromptTokens:
-        """The tokens of a text, which may be empty."""
-        (tokens,) = await self._encode([text], add_special_tokens=add_special_tokens)
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> PromptTokens:
+        """The tokens of a text, which may be empty.
+
+        Raises RequestError when they are certainly more than ``max_tokens``.
+        """
+        (tokens,) = await self._encode(
+            [text], add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
         return tokens
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids below ``vocab_size``, special tokens included."""
+
+        def decode() -> str:
+            return self._model.decode(token_ids, skip_special_tokens=False)
+
+        inline = len(token_ids) <= _INLINE_TOKENS
+        return decode() if inline else await self._work.run(decode)
+
     async def _encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool
+        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None
     ) -> list[PromptTokens]:
+        for text in texts:
+            self._check_length(len(text), max_tokens, "prompt")
         cache = self._cache
-        found = [cache.look_up(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        def look_up() -> list[FoundPrefix]:
+            return [cache.look_up(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        def complete(found: Sequence[FoundPrefix]) -> list[PromptTokens]:
+            return [cache.complete(one) for one in found]
+
+        if sum(map(len, texts)) > _INLINE_LOOK_UP_CHARACTERS:
+            return await self._work.run(lambda: complete(look_up()))
+        found = look_up()
         missing = sum(one.missing_characters for one in found)
-        return await _maybe_in_thread(
-            missing, _INLINE_CHARACTERS, lambda: [cache.complete(one) for one in found]
-        )
+        if missing <= _INLINE_CHARACTERS:
+            return complete(found)
+        return await self._work.run(lambda: complete(found))
+
+    def _check_length(self, characters: int, max_tokens: int | None, param: str) -> None:
+        """Refuse a text that would have too many tokens even if each were the longest there is."""
+        least = characters // self._model.longest_token_bytes
+        if max_tokens is not None and least > max_tokens:
+            raise RequestError(
+                f"this model's context is {max_tokens} tokens and a prompt of {characters} "
+                f"characters has at least {least}: shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -128,5 +191,17 @@ class Preprocessor:
             )
 
 
-async def _maybe_in_thread(characters: int, inline_characters: int, work: Callable[[], T]) -> T:
-    return work() if characters <= inline_characters else await asyncio.to_thread(work)
+def size_of(value: Any) -> int:
+    """About as many characters as JSON of ``value`` has; it is walked through without recursion."""
+    size, left = 0, [value]
+    while left:
+        one = left.pop()
+        size += 2
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping):
+            left += one.keys()
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+    return size

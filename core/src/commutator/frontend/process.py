@@ -20,7 +20,7 @@ from commutator.contract.frontend import Frontend
 from commutator.errors import CommutatorError
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.services import FrontendServices
-from commutator.launcher.child import calm_garbage_collector
+from commutator.launcher.child import calm_garbage_collector, raise_descriptor_limit
 from commutator.registry.client import RegistryClient
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.membership import WorkerFollower
@@ -183,6 +183,7 @@ def main() -> None:
         logging.basicConfig(level=level, format=form, handlers=[GroupedLog()])
         # Handing a prompt to a pool of threads costs more than tokenizing its new part.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        raise_descriptor_limit()
         run_with_fast_loop(serve(loaded, os.environ[REGISTRY], socket_path))
     except CommutatorError as error:
         sys.exit(f"ERROR {error}")

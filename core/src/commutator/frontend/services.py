@@ -12,6 +12,7 @@ from commutator.contract.frontend import FrontendConfig
 from commutator.errors import RequestError
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
+from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics, Readings
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import TextModel
@@ -31,6 +32,8 @@ class FrontendServices:
     metrics: FrontendMetrics = field(init=False)
     """An observer, still to be added to the plugin host."""
     time_limits: TimeLimits = field(factory=TimeLimits)
+    work: WorkPool = field(factory=WorkPool)
+    """Threads for what takes long."""
     preprocessors: Mapping[str, Preprocessor] = field(init=False)
     """By model."""
     gate: Gate = field(factory=Gate)
@@ -67,6 +70,7 @@ class FrontendServices:
                 self.config.prompt_cache_bytes,
                 self.dispatcher.hashed_block_size(name),
                 self.metrics,
+                self.work,
             )
             for name, text in self.models.items()
         }

@@ -38,6 +38,7 @@ class TextModel:
         self.eos_ids = eos_ids
         self.bos_id = bos_id
         self._bytes = token_bytes(tokenizer)
+        self._longest_token_bytes = max(map(len, self._bytes.table), default=1) or 1
         self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -51,6 +52,11 @@ class TextModel:
     def use_chat_template(self, source: str) -> None:
         """Replace the model's own template. Raises ConfigError when its syntax is wrong."""
         self._chat_template = ChatTemplate(source, self._special_tokens)
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: a text has at least its length divided by this as tokens."""
+        return self._longest_token_bytes
 
     @property
     def vocab_size(self) -> int:

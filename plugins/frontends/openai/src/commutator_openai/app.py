@@ -13,7 +13,7 @@ from commutator.errors import ConfigError
 from commutator.frontend import FrontendServices, health_routes
 from commutator_openai import generate, models
 from commutator_openai.api_keys import StaticKeys
-from commutator_openai.body import expect
+from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.middleware import (
     FORWARD_HEADERS,
@@ -22,7 +22,7 @@ from commutator_openai.middleware import (
     authenticate,
     exchange,
 )
-from commutator_openai.pass_through import ENDPOINTS, engine_only
+from commutator_openai.pass_through import ENDPOINTS, MEDIA_HOSTS, engine_only
 from commutator_openai.protocol.openapi import openapi_document
 
 __all__ = [
@@ -55,6 +55,8 @@ def build_app(
     app.middlewares.extend(middlewares)
     app[FORWARD_HEADERS] = config.forward_headers
     app[SERVICES] = services
+    app[MEDIA_HOSTS] = frozenset(config.media_hosts)
+    app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     document = msgspec.json.encode(
         openapi_document(
             commutator.__version__, list(services.models), needs_key=not services.gate.is_open

@@ -1,23 +1,35 @@
-"""Reads a request's body within its limits, and turns it into a request object."""
+"""Reads a request's body within its limits, and turns it into a request object.
+
+What the headers tell is checked before the first byte of the body is read: its type, its length,
+and whether there is room for one more request.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from attrs import field, frozen
 
 from commutator.errors import RequestError
+from commutator.frontend import ByteBudget
 from commutator.schema import StructureError, structure
+from commutator_openai.middleware import SERVICES
+from commutator_openai.protocol.bounds import check_json
 from commutator_openai.protocol.errors import HttpError, error_response
 from commutator_openai.protocol.fields import build_request_converter
 
 __all__ = [
+    "BODY_LIMITS",
     "NOT_SERVED",
+    "BodyLimits",
+    "ClientConnection",
     "expect",
     "off_loop",
     "parse_body",
@@ -30,6 +42,9 @@ T = TypeVar("T")
 
 # Parsing this much takes a few milliseconds; a thread costs a fraction of one.
 _INLINE_BYTES = 64 << 10
+# Bodies of the largest size that are read and parsed at the same time; others wait.
+_BODIES = 8
+_MAX_WAITING = 256
 
 
 async def expect(request: web.Request) -> web.Response | None:
@@ -44,24 +59,60 @@ async def expect(request: web.Request) -> web.Response | None:
     return None
 
 
+class ClientConnection:
+    """A connection that is told when it waits for its client; see ``commutator_openai.server``."""
+
+    __slots__ = ()
+
+    def waits_for_client(self) -> None:
+        """A part of the request is still to come. The connection may be closed for another one."""
+
+    def works_for_client(self) -> None:
+        """The request is complete."""
+
+
+@frozen(kw_only=True)
+class BodyLimits:
+    """Limits of the bodies of one front-door process."""
+
+    max_bytes: int
+    """Of one body."""
+    timeout_s: float
+    """For a body to arrive."""
+    budget: ByteBudget = field(init=False)
+    """Of the bodies that are being read or parsed, small ones apart."""
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "budget", ByteBudget(_BODIES * self.max_bytes, _MAX_WAITING))
+
+
+BODY_LIMITS: web.AppKey[BodyLimits] = web.AppKey("body_limits", BodyLimits)
+
+
 async def read_request(request: web.Request, cls: type[T]) -> T:
-    """The body as ``cls``. Raises RequestError, or HttpError for 413 and 415."""
-    body = await _read(request)
-    return await off_loop(len(body), partial(parse_body, body, cls))
+    """The body as ``cls``. Raises RequestError, HttpError for 408, 413 and 415, OverloadedError."""
+    async with _body(request) as body:
+        try:
+            return await off_loop(request, len(body), partial(_parse_quickly, body, cls))
+        except _WrongSomewhereError:
+            size = max(len(body), _INLINE_BYTES + 1)  # finding every mistake takes much longer
+            return await off_loop(request, size, partial(parse_body, body, cls))
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as an unchecked JSON object. Raises as ``read_request`` does."""
-    body = await _read(request)
-    return await off_loop(len(body), partial(parse_object, body))
+    async with _body(request) as body:
+        return await off_loop(request, len(body), partial(parse_object, body))
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """``work`` on a body of ``size`` bytes, in a thread if it takes long."""
-    return work() if size <= _INLINE_BYTES else await asyncio.to_thread(work)
+async def off_loop(request: web.Request, size: int, work: Callable[[], T]) -> T:
+    """``work`` on ``size`` bytes, in a thread if it takes long. Raises OverloadedError."""
+    return work() if size <= _INLINE_BYTES else await request.app[SERVICES].work.run(work)
 
 
-async def _read(request: web.Request) -> bytes:
+@asynccontextmanager
+async def _body(request: web.Request) -> AsyncIterator[bytes]:
+    """The whole body. A large one holds its share of the budget meanwhile."""
     # Browsers send text/plain, and bodies without a type, to any site without asking. Requiring
     # JSON keeps such pages out.
     if not _is_json(request.content_type):
@@ -71,6 +122,40 @@ async def _read(request: web.Request) -> bytes:
             f"expected Content-Type: application/json, got {given}",
             "unsupported_media_type",
         )
+    limits, length = request.app[BODY_LIMITS], request.content_length
+    if length is not None and length > limits.max_bytes:
+        raise web.HTTPRequestEntityTooLarge(max_size=limits.max_bytes, actual_size=length)
+    request.app[SERVICES].limiter.check()
+    if length is None or "Content-Encoding" in request.headers:
+        length = limits.max_bytes
+    if length <= _INLINE_BYTES:
+        yield await _read(request, limits.timeout_s)
+        return
+    async with limits.budget.hold(length):
+        yield await _read(request, limits.timeout_s)
+
+
+async def _read(request: web.Request, timeout_s: float) -> bytes:
+    if request.content.is_eof():
+        return await _read_to_end(request)
+    connection = request.protocol
+    if isinstance(connection, ClientConnection):
+        connection.waits_for_client()
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await _read_to_end(request)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        text = f"the body did not arrive within {timeout_s:g} s"
+        raise HttpError(web.HTTPRequestTimeout.status_code, text, "body_too_slow") from None
+    finally:
+        if isinstance(connection, ClientConnection):
+            connection.works_for_client()
+
+
+async def _read_to_end(request: web.Request) -> bytes:
     try:
         return await request.read()
     except (HttpProcessingError, web.RequestPayloadError) as error:
@@ -97,18 +182,30 @@ _SHOWN_PROBLEMS = 8
 _SHOWN_CHARACTERS = 200
 
 
+class _WrongSomewhereError(Exception):
+    """The fast converter refused a body."""
+
+
 def parse_body(body: bytes, cls: type[T]) -> T:
     """``body`` as ``cls``. Raises RequestError: ``param`` is the first field that is wrong."""
+    try:
+        return _parse_quickly(body, cls)
+    except _WrongSomewhereError:
+        return _parse_thoroughly(parse_object(body), cls)
+
+
+def _parse_quickly(body: bytes, cls: type[T]) -> T:
     data = parse_object(body)
     try:
         return _fast.structure(data, cls)
-    except Exception:  # noqa: BLE001 - the thorough converter finds every mistake
-        return _parse_thoroughly(data, cls)
+    except Exception as error:
+        raise _WrongSomewhereError from error
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """``body`` as a JSON object. Raises RequestError."""
     try:
+        check_json(body)
         data = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None

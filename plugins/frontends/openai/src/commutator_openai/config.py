@@ -9,7 +9,14 @@ from urllib.parse import urlsplit
 
 from attrs import Attribute, frozen
 
-from commutator import FrontendConfig, PositiveInt, Secret, setting
+from commutator import (
+    FrontendConfig,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    Secret,
+    setting,
+)
 from commutator.errors import ConfigError
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
 ]
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://((?:[a-z0-9_.-]+|\[[0-9a-f:.]+\]))(?::([0-9]+))?")
+_HOST = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]+")
 _USUAL_PORTS = {"http": "80", "https": "443"}
 
 
@@ -61,11 +69,39 @@ def _are_origins(_: object, _field: Attribute[Any], value: tuple[str, ...]) -> N
         raise ValueError("; ".join(problems))
 
 
+def _are_hosts(_: object, _field: Attribute[Any], value: tuple[str, ...]) -> None:
+    for host in value:
+        if not _HOST.fullmatch(host):
+            raise ValueError(
+                f'"{host}" is no host name or address in lower case; write it without scheme, port '
+                "and path, such as images.example"
+            )
+
+
 @frozen(kw_only=True)
 class OpenAiConfig(FrontendConfig):
     """The OpenAI-compatible front door."""
 
-    max_body_bytes: PositiveInt = setting("Larger request bodies are answered 413.", 16 << 20)
+    max_body_bytes: PositiveInt = setting("Larger request bodies are answered 413.", 8 << 20)
+    header_timeout_s: PositiveSeconds = setting(
+        "Longest time for the headers of a request to arrive; then 408.", 10.0
+    )
+    body_timeout_s: PositiveSeconds = setting(
+        "Longest time for the body of a request to arrive; then 408.", 60.0
+    )
+    keep_alive_timeout_s: PositiveSeconds = setting(
+        "Seconds from an answer until a connection without another request is closed.", 75.0
+    )
+    max_connections: PositiveInt = setting(
+        "Connections of clients to one front-door process. When there are more, the one that has "
+        "waited longest for its client is closed.",
+        4096,
+    )
+    max_connections_per_address: NonNegativeInt = setting(
+        "Connections from one address (of IPv6, one /64 network) to one front-door process; 0: no "
+        "limit, as behind a proxy.",
+        0,
+    )
     api_keys: tuple[Secret, ...] = setting(
         "Clients must send one of these as a bearer token; empty lets everyone in.", ()
     )
@@ -73,6 +109,13 @@ class OpenAiConfig(FrontendConfig):
         'Browser origins that may call, such as "https://chat.example"; "*" allows every one.',
         (),
         validator=_are_origins,
+    )
+    media_hosts: tuple[str, ...] = setting(
+        "Hosts, in lower case, from which engines may fetch what requests name by URL: pictures, "
+        "sounds, files. By default none, as engines fetch from inside the deployment's network; "
+        "data: URLs are always served.",
+        (),
+        validator=_are_hosts,
     )
     tls: TlsConfig | None = setting("Serve HTTPS.", None)
 

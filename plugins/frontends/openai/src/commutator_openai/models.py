@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -44,18 +43,19 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def _serve(
-    request: web.Request, cls: type[T], answer: Callable[[FrontendServices, T], Awaitable[object]]
+    request: web.Request,
+    cls: type[T],
+    answer: Callable[[FrontendServices, T], Awaitable[web.Response]],
 ) -> web.Response:
     """With the same limits as a generation: a text may be as long as any prompt."""
     services = request.app[SERVICES]
     async with time_limit(request):
         body = await read_request(request, cls)
         async with services.limiter:
-            answered = await answer(services, body)
-    return _json(answered)
+            return await answer(services, body)
 
 
-async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> TokenizeResponse:
+async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> web.Response:
     name, model = services.text_model(body.model)
     prompts = services.preprocessors[name]
     if (body.prompt is None) == (body.messages is None):
@@ -66,28 +66,25 @@ async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> Tokeni
         prompt = await prompts.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-    token_ids = prompt.token_ids
-    return TokenizeResponse(
-        count=len(token_ids),
-        max_model_len=services.max_model_len(name),
-        tokens=tuple(token_ids),
-        token_strs=tuple(map(model.token_text, token_ids)) if body.return_token_strs else None,
-    )
+    token_ids, max_model_len = prompt.token_ids, services.max_model_len(name)
+
+    def response() -> web.Response:
+        texts = tuple(map(model.token_text, token_ids)) if body.return_token_strs else None
+        return _json(TokenizeResponse(len(token_ids), max_model_len, tuple(token_ids), texts))
+
+    inline = len(token_ids) <= _INLINE_TOKENS
+    return response() if inline else await services.work.run(response)
 
 
-async def _detokenize(services: FrontendServices, body: DetokenizeRequest) -> DetokenizeResponse:
-    _, model = services.text_model(body.model)
+async def _detokenize(services: FrontendServices, body: DetokenizeRequest) -> web.Response:
+    name, model = services.text_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise RequestError(
             f"tokens: expected token ids below {model.vocab_size}, got {max(body.tokens)}",
             "tokens",
         )
 
-    def decode() -> str:
-        return model.decode(body.tokens, skip_special_tokens=False)
-
-    small = len(body.tokens) <= _INLINE_TOKENS
-    return DetokenizeResponse(decode() if small else await asyncio.to_thread(decode))
+    return _json(DetokenizeResponse(await services.preprocessors[name].decode(body.tokens)))
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -8,7 +8,6 @@ transfers to any address, templates, ids of other requests.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +17,16 @@ from aiohttp import web
 
 from commutator import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator.frontend import Forward, FrontendServices
+from commutator.frontend import Forward, FrontendServices, size_of
 from commutator.tokenizer import TextModel
 from commutator_openai.body import NOT_SERVED, off_loop, read_object
+from commutator_openai.media import check_media
 from commutator_openai.middleware import EXCHANGE, SERVICES, caller, explain_routing, time_limit
 from commutator_openai.protocol.fields import MAX_INT
 
 __all__ = [
     "ENDPOINTS",
+    "MEDIA_HOSTS",
     "engine_only",
     "pass_through",
     "pass_through_if",
@@ -53,6 +54,9 @@ ENDPOINTS: Mapping[str, frozenset[str]] = {
     },
 }  # fmt: skip
 """The paths that are only passed through, and the keys that a client may send to each."""
+
+MEDIA_HOSTS: web.AppKey[frozenset[str]] = web.AppKey("media_hosts", frozenset)
+"""The hosts from which engines may fetch what requests name."""
 
 _INTERNAL = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
 """What engines say in answers about themselves: addresses, engine ids and block ids."""
@@ -98,6 +102,8 @@ async def pass_through(
 ) -> web.StreamResponse:
     """The worker's answer, unchanged."""
     services, exchange = request.app[SERVICES], request[EXCHANGE]
+    hosts = request.app[MEDIA_HOSTS]
+    await off_loop(request, len(await request.read()), partial(check_media, body, hosts))
     token_ids = await _known_tokens(services, model, body)
     salt = body.get("cache_salt")
     by = GenerateRequest(
@@ -125,14 +131,14 @@ async def _relay(
     exchange, data = request[EXCHANGE], await request.read()
     if body.get("model") != forward.model:
         renamed = {**body, "model": forward.model}
-        data = await off_loop(len(data), partial(msgspec.json.encode, renamed))
+        data = await off_loop(request, len(data), partial(msgspec.json.encode, renamed))
     headers = {"X-Request-Id": exchange.request_id}
     answer = await forward.send(request.path, data, headers)
     response = web.StreamResponse(
         status=answer.status, headers={"Content-Type": answer.content_type}
     )
     await response.prepare(request)
-    async for part in _without_internals(forward.chunks(), answer.content_type):
+    async for part in _without_internals(request, forward.chunks(), answer.content_type):
         await response.write(part)
     exchange.ended = True
     await response.write_eof()
@@ -140,19 +146,31 @@ async def _relay(
 
 
 async def _without_internals(
-    chunks: AsyncIterator[bytes], content_type: str
+    request: web.Request, chunks: AsyncIterator[bytes], content_type: str
 ) -> AsyncIterator[bytes]:
     """The answer without the keys of ``_INTERNAL``: event by event, or a JSON object as a whole."""
-    streamed = content_type.startswith("text/event-stream")
-    rest = b""
+    if content_type.startswith("text/event-stream"):
+        async for lines in _whole_lines(chunks):
+            yield b"\n".join(map(_public, lines))
+    elif content_type.startswith("application/json"):
+        answer = b"".join([chunk async for chunk in chunks])
+        yield await off_loop(request, len(answer), partial(_public, answer))
+    else:
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The lines of a stream as they are completed; the last of each group is empty or the rest."""
+    begun: list[bytes] = []  # joined once the line ends, as an event may come in many chunks
     async for chunk in chunks:
-        rest += chunk
-        if streamed:
-            whole, newline, rest = rest.rpartition(b"\n")
-            if newline:
-                yield b"".join(_public(line) + b"\n" for line in whole.split(b"\n"))
-    if rest:
-        yield _public(rest) if streamed or content_type.startswith("application/json") else rest
+        whole, newline, rest = chunk.rpartition(b"\n")
+        if newline:
+            yield [*b"".join([*begun, whole]).split(b"\n"), b""]
+            begun = []
+        begun.append(rest)
+    if rest := b"".join(begun):
+        yield [rest]
 
 
 def _public(line: bytes) -> bytes:
@@ -189,16 +207,22 @@ async def _known_tokens(
     text = services.models[model]
     if services.dispatcher.hashed_block_size(model) is None:
         return []
-    prompt = body.get("prompt")
+    prompt, most = body.get("prompt"), services.max_model_len(model)
+    prompts = services.preprocessors[model]
     try:
         if isinstance(prompt, str):
-            return await asyncio.to_thread(text.encode, prompt)
-        return await asyncio.to_thread(_render, text, body)
+            return (
+                await prompts.encode(prompt, add_special_tokens=True, max_tokens=most)
+            ).token_ids
+        return await services.work.run(partial(_render, text, body, most))
     except (RequestError, TypeError, KeyError, AttributeError):
         return []
 
 
-def _render(text: TextModel, body: Mapping[str, Any]) -> list[int]:
+def _render(text: TextModel, body: Mapping[str, Any], most: int) -> list[int]:
+    """Empty also for what is certainly longer than ``most`` tokens: the engine will refuse it."""
+    if size_of(body) > most * text.longest_token_bytes:
+        return []
     variables = {"tools": body.get("tools") or None, **(body.get("chat_template_kwargs") or {})}
     messages = body["messages"]
     if not all(isinstance(message["content"], str) for message in messages):

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from commutator import GenerateRequest, SamplingParams
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
-from commutator.frontend import ChoiceRules, Plan, Preprocessor
+from commutator.frontend import ChoiceRules, Plan, Preprocessor, size_of
 from commutator.tokenizer import PromptTokens, TextModel
 from commutator_openai.protocol.fields import CacheControl, retention_of
 from commutator_openai.protocol.requests import (
@@ -32,6 +32,9 @@ _MAX_ANSWERS = 256
 _MAX_MARKS = 4
 _COMPLETION_MAX_TOKENS = 16
 _MAX_STOP_CHARACTERS = 512
+_MAX_ECHOED_CHARACTERS = 4 << 20
+_MAX_VARIABLES = 64
+_MAX_VARIABLES_CHARACTERS = 256 << 10
 
 
 @frozen(kw_only=True)
@@ -51,9 +54,9 @@ class Target:
 async def plan_chat(request: ChatRequest, target: Target) -> Plan:
     """Raises RequestError when the request cannot be served as it stands."""
     _check_stream_options(request)
-    prompt = await chat_prompt(target.prompts, request)
+    prompt = await chat_prompt(target.prompts, request, target.max_model_len)
     plan = _plan(request, target, [prompt])
-    marks = await _marked_prefixes(target.prompts, request, prompt)
+    marks = await _marked_prefixes(target, request, prompt)
     if not marks:
         return plan
     kept = retention_of(marks)
@@ -78,25 +81,27 @@ async def plan_completion(request: CompletionRequest, target: Target) -> Plan:
             "echo",
             "unsupported_parameter",
         )
-    plan = _plan(request, target, await target.prompts.completion(request.prompt))
+    _check_answers(answers, len(request.prompt))
+    limit = target.max_model_len
+    plan = _plan(request, target, await target.prompts.completion(request.prompt, max_tokens=limit))
     if not request.echo:
         return plan
     texts = [
-        given if isinstance(given, str) else target.text.decode(given, skip_special_tokens=False)
+        given if isinstance(given, str) else await target.prompts.decode(given)
         for given in request.prompt
-        for _ in range(answers)
     ]
-    return evolve(plan, echoes=tuple(texts))
+    characters = answers * sum(map(len, texts))
+    if characters > _MAX_ECHOED_CHARACTERS:
+        raise RequestError(
+            f"echo: expected at most {_MAX_ECHOED_CHARACTERS} characters in all answers, "
+            f"got {characters}",
+            "echo",
+        )
+    return evolve(plan, echoes=tuple(text for text in texts for _ in range(answers)))
 
 
 def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTokens]) -> Plan:
     answers = request.n or 1
-    if answers * len(prompts) > _MAX_ANSWERS:
-        raise RequestError(
-            f"n: expected at most {_MAX_ANSWERS} answers, "
-            f"got {len(prompts)} prompts with {answers} each",
-            "n",
-        )
     rules = _choice_rules(request, target.text)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
@@ -131,6 +136,15 @@ def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTo
     )
 
 
+def _check_answers(answers: int, prompts: int) -> None:
+    if answers * prompts > _MAX_ANSWERS:
+        raise RequestError(
+            f"n: expected at most {_MAX_ANSWERS} answers, "
+            f"got {prompts} prompts with {answers} each",
+            "n",
+        )
+
+
 def _own_id(request_id: str, number: int, count: int) -> str:
     return request_id if count == 1 else f"{request_id}-{number}"
 
@@ -148,18 +162,23 @@ def _check_stream_options(request: GenerationRequest) -> None:
 
 
 async def chat_prompt(
-    prompts: Preprocessor, request: ChatRequest | TokenizeRequest
+    prompts: Preprocessor, request: ChatRequest | TokenizeRequest, max_tokens: int | None = None
 ) -> PromptTokens:
-    """The rendered conversation, tokenized. Raises RequestError."""
+    """The rendered conversation, tokenized.
+
+    Raises RequestError, also for one that is certainly longer than ``max_tokens``.
+    """
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt is not False:
         raise RequestError(
             "continue_final_message: needs add_generation_prompt to be false",
             "continue_final_message",
         )
+    _check_variables(request.chat_template_kwargs or {})
     special = isinstance(request, TokenizeRequest) and bool(request.add_special_tokens)
     return await prompts.chat(
         [_as_mapping(message) for message in request.messages or ()],
+        max_tokens=max_tokens,
         add_special_tokens=special,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=continues,
@@ -167,8 +186,17 @@ async def chat_prompt(
     )
 
 
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    if len(variables) > _MAX_VARIABLES or size_of(variables) > _MAX_VARIABLES_CHARACTERS:
+        raise RequestError(
+            f"chat_template_kwargs: expected at most {_MAX_VARIABLES} variables of "
+            f"{_MAX_VARIABLES_CHARACTERS} characters together",
+            "chat_template_kwargs",
+        )
+
+
 async def _marked_prefixes(
-    prompts: Preprocessor, request: ChatRequest, prompt: PromptTokens
+    target: Target, request: ChatRequest, prompt: PromptTokens
 ) -> list[tuple[CacheControl, int]]:
     """The messages' marks, each with the number of prompt tokens up to the end of its message.
 
@@ -190,12 +218,22 @@ async def _marked_prefixes(
             add_generation_prompt=False,
             continue_final_message=False,
         )
-        ending = await chat_prompt(prompts, until)
-        pairs = enumerate(zip(ending.token_ids, prompt.token_ids, strict=False))
-        most = min(len(ending.token_ids), len(prompt.token_ids))
-        agreed = next((n for n, (mine, its) in pairs if mine != its), most)
+        ending = await chat_prompt(target.prompts, until, target.max_model_len)
+        agreed = _agreement(ending.token_ids, prompt.token_ids)
         found += [(mark, agreed) for mark in marks]
     return found
+
+
+def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    agreed, differs = 0, min(len(one), len(other)) + 1
+    while differs - agreed > 1:  # comparing slices is fifty times quicker than token by token
+        middle = (agreed + differs) // 2
+        if one[agreed:middle] == other[agreed:middle]:
+            agreed = middle
+        else:
+            differs = middle
+    return agreed
 
 
 def _marks(message: ChatMessage) -> list[CacheControl]:

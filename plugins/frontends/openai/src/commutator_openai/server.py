@@ -10,15 +10,23 @@ import struct
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from attrs import frozen
 
 from commutator import OpenFrontend
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices
+from commutator.frontend import OPERATIONS_PATHS, FrontendServices
 from commutator_openai.app import build_app
+from commutator_openai.body import ClientConnection
 from commutator_openai.config import OpenAiConfig, tls_context
+from commutator_openai.connections import (
+    Connection,
+    ConnectionTable,
+    Listener,
+    most_connections,
+)
 from commutator_openai.protocol.errors import HttpError, error_response
 
 __all__ = [
@@ -28,7 +36,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+_BACKLOG = 4096
+_LINGERING_S = 2.0
+"""How long the rest of a body that was not needed is read, so that the client sees the answer."""
+_REFUSED_S = 0.5
+_MAX_HEADERS = 100
+_MAX_HEADER_LINE = 8190
+_MAX_HEADER_BYTES = 64 << 10
 _ACCEPT_S = 0.1
 _SO_ATTACH_FILTER = 26
 _INSTRUCTION = struct.Struct("=HBBI")
@@ -53,64 +67,197 @@ async def open_server(
     Raises ConfigError when the address cannot be listened on or the certificate cannot be read.
     """
     context = None if config.tls is None else tls_context(config.tls)
-    runner = Runner(build_app(config, services, local_socket))
+    most = most_connections(config.max_connections)
+    if most < config.max_connections:
+        log.warning("at most %d connections, as the limit of open files leaves no more", most)
+    table = ConnectionTable(most, config.max_connections_per_address)
+    runner = Runner(build_app(config, services, local_socket), table, Deadlines.of(config))
     await runner.setup()
     try:
-        sockets = _listen(config)
-        sites = [
-            web.SockSite(runner, listening, ssl_context=context, backlog=_BACKLOG)
-            for listening in sockets
-        ]
-        for site in sites:
-            await site.start()
+        listener = Listener(_listen(config), table, runner.protocol, context)
+        port = int(listener.sockets[0].getsockname()[1])
+        listener.start()
         if local_socket is not None:
             await web.UnixSite(runner, local_socket).start()
     except BaseException:
         await runner.cleanup()
         raise
-    return OpenServer(runner, sites, int(sockets[0].getsockname()[1]))
+    return OpenServer(runner, listener, port)
 
 
 class OpenServer(OpenFrontend):
     """The listening server."""
 
-    def __init__(self, runner: Runner, sites: list[web.SockSite], port: int) -> None:
+    def __init__(self, runner: Runner, listener: Listener, port: int) -> None:
         self.port = port
         self._runner = runner
-        self._sites = sites
+        self._listener = listener
 
     async def stop_accepting(self) -> None:
-        _ignore_new_connections(site._sock for site in self._sites)  # noqa: SLF001
+        _ignore_new_connections(self._listener.sockets)
         await asyncio.sleep(_ACCEPT_S)  # those in the queue are accepted meanwhile
-        for site in self._sites:
-            await site.stop()
+        self._listener.stop()
 
     async def close(self) -> None:
+        await self._listener.close()
         await self._runner.cleanup()
+
+
+@frozen(kw_only=True)
+class Deadlines:
+    """How long a client may take, in seconds."""
+
+    header_s: float
+    """For the line and the headers of a request."""
+    keep_alive_s: float
+    """From an answer to the next request."""
+
+    @classmethod
+    def of(cls, config: OpenAiConfig) -> Deadlines:
+        return cls(header_s=config.header_timeout_s, keep_alive_s=config.keep_alive_timeout_s)
 
 
 class Runner(web.AppRunner):
     """Cancels a handler when its client goes away, and answers broken HTTP in OpenAI's shape."""
 
-    def __init__(self, app: web.Application) -> None:
-        super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=_FLUSH_S)
+    def __init__(self, app: web.Application, table: ConnectionTable, deadlines: Deadlines) -> None:
+        super().__init__(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_FLUSH_S,
+            keepalive_timeout=deadlines.keep_alive_s,
+            max_field_size=_MAX_HEADER_LINE,
+            max_line_size=_MAX_HEADER_LINE,
+            max_headers=_MAX_HEADERS,
+            lingering_time=_LINGERING_S,
+        )
+        self._table = table
+        self._deadlines = deadlines
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return _Server(
             server.request_handler,
             request_factory=server.request_factory,
+            table=self._table,
+            deadlines=self._deadlines,
             **self._kwargs,
         )
 
+    def protocol(self, connection: Connection) -> web.RequestHandler:
+        """The protocol of a connection that counts in the table."""
+        assert isinstance(self.server, _Server)
+        return self.server.protocol(connection)
+
 
 class _Server(web.Server):
+    def __init__(
+        self, handler: Any, *, table: ConnectionTable, deadlines: Deadlines, **options: Any
+    ) -> None:
+        super().__init__(handler, **options)
+        self.table = table
+        self.deadlines = deadlines
+
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
+        """For the local socket, whose connections do not count."""
+        return self.protocol(None)
+
+    def protocol(self, connection: Connection | None) -> web.RequestHandler:
+        return _Protocol(self, connection, loop=self._loop, **self._kwargs)
 
 
-class _Protocol(web.RequestHandler):
-    __slots__ = ()
+class _Protocol(ClientConnection, web.RequestHandler):
+    """One connection: its deadlines, and its place in the table."""
+
+    __slots__ = (
+        "_body", "_connection", "_deadlines", "_header_bytes", "_header_timer", "_table"
+    )  # fmt: skip
+
+    def __init__(self, server: _Server, connection: Connection | None, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._table = server.table
+        self._deadlines = server.deadlines
+        self._connection = connection
+        self._body: StreamReader | None = None
+        """Of the last request whose headers came."""
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        """Of a request whose headers are not complete."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._connection is not None:
+            self._connection.close = cast("asyncio.Transport", transport).abort
+        self._expect_headers()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._headers_came()
+        if self._connection is not None:
+            self._table.closed(self._connection)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._close:
+            return
+        known = self._request_count
+        of_body = self._body is not None and not self._body.is_eof()
+        super().data_received(data)
+        if self._request_count > known:
+            self._headers_came()
+            self._body = self._messages[-1][1]
+            return
+        if of_body or self._messages or self._current_request is not None:
+            return  # requests that are read or answered have deadlines of their own
+        self._header_bytes += len(data)
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            self._refuse(_LONG_HEADERS)
+        elif self._header_timer is None and data:
+            self._expect_headers()
+
+    async def _handle_request(
+        self, request: web.BaseRequest, start_time: float | None, request_handler: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        connection = self._connection
+        if connection is None:
+            return await super()._handle_request(request, start_time, request_handler)
+        if connection.probes_only and request.path not in OPERATIONS_PATHS:
+            request_handler = _too_many_connections
+        self._table.works(connection)
+        try:
+            return await super()._handle_request(request, start_time, request_handler)
+        finally:
+            self.waits_for_client()
+
+    def waits_for_client(self) -> None:
+        if self._connection is not None and not self._connection.over:
+            self._table.waits(self._connection)
+
+    def works_for_client(self) -> None:
+        if self._connection is not None:
+            self._table.works(self._connection)
+
+    def _expect_headers(self) -> None:
+        self._header_timer = self._loop.call_later(self._deadlines.header_s, self._too_slow)
+
+    def _headers_came(self) -> None:
+        self._header_bytes = 0
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        self._refuse(_SLOW_HEADERS)
+
+    def _refuse(self, answer: bytes) -> None:
+        """Answer a client that has sent no complete request, and close."""
+        self._headers_came()
+        if self.transport is not None:
+            self.transport.write(answer)
+        # Closing with something unread would reset the connection, and the client never see why.
+        self._close = True
+        self._header_timer = self._loop.call_later(_REFUSED_S, self.force_close)
 
     def handle_error(
         self,
@@ -136,6 +283,35 @@ class _Protocol(web.RequestHandler):
         """A body that turns out broken after it was answered is the client's mistake."""
         theirs = isinstance(more.get("exc_info"), web.RequestPayloadError)
         log.log(logging.DEBUG if theirs else logging.ERROR, *args, **more)
+
+
+async def _too_many_connections(_: web.BaseRequest) -> web.StreamResponse:
+    text = "too many connections are open; close some, or try again soon"
+    response = error_response(
+        HttpError(503, text, "too_many_connections", headers={"Retry-After": "1"})
+    )
+    response.force_close()
+    return response
+
+
+def _raw_answer(status: str, message: str, code: str) -> bytes:
+    """A whole answer, for where there is no request to answer through aiohttp."""
+    body = HttpError(int(status[:3]), message, code).body()
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_SLOW_HEADERS = _raw_answer(
+    "408 Request Timeout", "the request's headers did not arrive in time", "headers_too_slow"
+)
+_LONG_HEADERS = _raw_answer(
+    "431 Request Header Fields Too Large",
+    f"the request's headers are longer than {_MAX_HEADER_BYTES} bytes",
+    "headers_too_long",
+)
 
 
 def _listen(config: OpenAiConfig) -> list[socket.socket]:

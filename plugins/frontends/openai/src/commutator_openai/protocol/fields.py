@@ -20,6 +20,7 @@ __all__ = [
     "MAX_INT",
     "CacheControl",
     "Items",
+    "Label",
     "Off",
     "OneOf",
     "PromptList",
@@ -117,6 +118,24 @@ class Items(Special):
         what = "Properties" if schema["type"] == "object" else "Items"
         schema[f"min{what}"] = self.minimum
         return schema if self.maximum is None else schema | {f"max{what}": self.maximum}
+
+
+@frozen(eq=False)
+class Label(Special):
+    """A name that is kept, logged or compared, and so has a limit."""
+
+    maximum: int = 256
+    """In characters."""
+
+    def convert(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise Mismatch("a string", value)
+        if len(value) > self.maximum:
+            raise ValueError(f"expected at most {self.maximum} characters, got {len(value)}")
+        return value
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {"type": "string", "maxLength": self.maximum}
 
 
 @frozen(eq=False)

@@ -11,6 +11,7 @@ from commutator_openai.protocol.fields import (
     MAX_INT,
     CacheControl,
     Items,
+    Label,
     Off,
     OneOf,
     PromptList,
@@ -30,11 +31,13 @@ __all__ = [
     "TokenizeRequest",
 ]
 
+MAX_MESSAGES = 8192
 _NO_TOOLS = "no engine of this model can call tools"
 _NO_SCHEMA = "no engine of this model can follow a schema"
 _NO_AUDIO = "only text is served"
 _NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
 _NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
+Name = Annotated[str, Label()]
 Tokens = Annotated[int, Bounds(minimum=1, maximum=MAX_INT)]
 Penalty = Annotated[float, Bounds(minimum=-2, maximum=2)]
 Bias = Annotated[float, Bounds(minimum=-100, maximum=100)]
@@ -67,10 +70,10 @@ class ChatMessage:
     role: Annotated[str, OneOf(("developer", "system", "user", "assistant"), _NO_ROLES)] = setting(
         "Who speaks."
     )
-    content: str | Annotated[tuple[TextPart, ...], Items(1)] = setting(
+    content: str | Annotated[tuple[TextPart, ...], Items(1, MAX_MESSAGES)] = setting(
         "The text; parts are joined by newlines."
     )
-    name: str | None = setting("Passed to the model's chat template.", None)
+    name: Name | None = setting("Passed to the model's chat template.", None)
     cache_control: CacheControl | None = setting(
         "How long to keep the KV blocks of the prompt up to the end of this message.", None
     )
@@ -113,7 +116,7 @@ class GenerationRequest:
     logit_bias: Annotated[dict[str, Bias], Items(0, 1024)] | None = setting(
         "By token id, what is added to its logit.", None
     )
-    user: str | None = setting("A label for the log line of this request.", None)
+    user: Name | None = setting("A label for the log line of this request.", None)
     service_tier: Annotated[Any, Off("there is one tier", (None, "auto", "default"))] = setting(
         "Processing tier.", None
     )
@@ -140,7 +143,7 @@ class GenerationRequest:
     skip_special_tokens: bool | None = setting(
         "Leave special tokens out of the text; true by default.", None
     )
-    cache_salt: str | None = setting(
+    cache_salt: Name | None = setting(
         "Share cached KV blocks only with requests of the same salt.", None
     )
     cache_control: CacheControl | None = setting(
@@ -154,7 +157,7 @@ class GenerationRequest:
         "deployment's limit.",
         None,
     )
-    session_id: str | None = setting(
+    session_id: Name | None = setting(
         "Requests of one session prefer one worker, if the routing policy uses it.", None
     )
     structured_outputs: Annotated[Any, Off(_NO_SCHEMA)] = setting("vLLM: what to follow.", None)
@@ -184,7 +187,9 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[tuple[ChatMessage, ...], Items(1)] = setting("The conversation so far.")
+    messages: Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)] = setting(
+        "The conversation so far."
+    )
     max_completion_tokens: Tokens | None = setting(
         "Longest answer in tokens; by default what is left of the context.", None
     )
@@ -199,8 +204,8 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = setting(
         "Further variables for the model's chat template.", None
     )
-    prompt_cache_key: str | None = setting("The same as `session_id`.", None)
-    safety_identifier: str | None = setting("The same as `user`.", None)
+    prompt_cache_key: Name | None = setting("The same as `session_id`.", None)
+    safety_identifier: Name | None = setting("The same as `user`.", None)
     response_format: Annotated[Any, Off(_NO_SCHEMA, (None, {"type": "text"}))] = setting(
         "The form of the answer.", None
     )
@@ -243,7 +248,7 @@ class TokenizeRequest:
 
     model: str | None = setting("May be left out when one model is served.", None)
     prompt: str | None = setting("The text.", None)
-    messages: Annotated[tuple[ChatMessage, ...], Items(1)] | None = setting(
+    messages: Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)] | None = setting(
         "A conversation to render first.", None
     )
     add_special_tokens: bool | None = setting(
