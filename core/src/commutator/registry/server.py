@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -32,11 +33,16 @@ from commutator.frames import FrameProtocol
 
 __all__ = [
     "RegistryServer",
+    "Service",
 ]
 
 log = logging.getLogger(__name__)
 
 _MAX_UNSENT_BYTES = 64 << 10
+
+Service = Callable[[Callable[[list[Any]], None]], Callable[[list[Any]], None]]
+"""What else is served on the port: given how to answer one connection, it returns what takes that
+connection's frames, which raises ValueError or TypeError for a wrong one."""
 
 
 class _Connection:
@@ -46,6 +52,8 @@ class _Connection:
         self.frames = FrameProtocol(self._on_frame, self._on_lost)
         self.shares = False
         """Whether this is a front door that shares its load."""
+        self._services: dict[str, Callable[[list[Any]], None]] = {}
+        """By the first word of their frames, from the first of these on."""
         server.connections.add(self)
 
     def end(self) -> None:
@@ -63,9 +71,22 @@ class _Connection:
                 self.shares = True
                 self._server.pass_on(self, frame)
                 return
+        if isinstance(frame[0], str) and frame[0] in self._server.services:
+            self._on_service_frame(frame)
+            return
         task = asyncio.get_running_loop().create_task(self._handle(frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _on_service_frame(self, frame: list[Any]) -> None:
+        name = frame[0]
+        if name not in self._services:
+            self._services[name] = self._server.services[name](self.frames.send)
+        try:
+            self._services[name](frame)
+        except (ValueError, TypeError) as error:
+            log.warning("a registry client sent a wrong %r frame: %s", name, error)
+            self.frames.close()
 
     async def _handle(self, frame: list[Any]) -> None:
         registry = self._server.registry
@@ -107,10 +128,11 @@ class _Connection:
 
 
 class RegistryServer:
-    """Lets other processes use ``registry``."""
+    """Lets other processes use ``registry``, and ``services`` by the first word of their frames."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, services: Mapping[str, Service] | None = None) -> None:
         self.registry = registry
+        self.services = dict(services or {})
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 

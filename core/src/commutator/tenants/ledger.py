@@ -12,7 +12,7 @@ A day is one of UTC. Day totals and windows live in the ledger's process, not on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from attrs import define, field, frozen
@@ -23,6 +23,7 @@ __all__ = [
     "DAY_S",
     "UNSTATED_ANSWER_TOKENS",
     "WINDOW_S",
+    "Account",
     "Ledger",
     "LimitName",
     "Moment",
@@ -94,6 +95,19 @@ def tokens_charged(limits: Limits, prompt_tokens: int, answers: int, max_tokens:
     return max(prompt_tokens, min([guess, *(bound for bound in bounds if bound is not None)]))
 
 
+@frozen
+class Account:
+    """What one principal has used, for another ledger that continues with it."""
+
+    principal: str
+    requests: Sequence[tuple[int, int]]
+    """(second of the monotonic clock, requests), ascending; only of this minute."""
+    tokens: Sequence[tuple[int, int]]
+    """The same of tokens."""
+    day_tokens: int
+    """Of this day of UTC."""
+
+
 @define
 class SlidingWindow:
     """What was charged in the last ``WINDOW_S`` seconds, by second."""
@@ -101,6 +115,17 @@ class SlidingWindow:
     total: int = 0
     _slots: deque[list[int]] = field(factory=deque)
     """[second, amount], in ascending order; only seconds in which something was charged."""
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """(second, amount) of each second in which something was charged."""
+        return [(second, amount) for second, amount in self._slots]
+
+    @classmethod
+    def of(cls, slots: Sequence[tuple[int, int]]) -> SlidingWindow:
+        """The window with these ``slots``."""
+        total = sum(amount for _, amount in slots)
+        return cls(total, deque([second, amount] for second, amount in slots))
 
     def advance(self, now_s: float) -> None:
         """Forget what left the window."""
@@ -145,7 +170,7 @@ class SlidingWindow:
 
 
 @define
-class _Account:
+class _Usage:
     requests: SlidingWindow = field(factory=SlidingWindow)
     tokens: SlidingWindow = field(factory=SlidingWindow)
     running: int = 0
@@ -179,7 +204,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _Usage] = {}
         """The one used longest ago first."""
         self._doors: dict[str, _Door] = {}
         self._day = 0
@@ -221,16 +246,17 @@ class Ledger:
         if refused is not None:
             limit, retry_after_s = refused
             return Refusal(limit, retry_after_s, self._standing(account, principal, limits, now))
-        account.running += 1
-        if limits.requests_per_minute is not None:
-            account.requests.add(now_s, 1)
-        if limits.tokens_per_minute is not None:
-            account.tokens.add(now_s, tokens)
-        if limits.tokens_per_day is not None:
-            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
-        ticket = _Ticket(principal, limits, tokens, now_s, self._day)
-        self._doors[door].tickets[number] = ticket
+        self._charge(account, _Ticket(principal, limits, tokens, now_s, self._day), door, number)
         return self._standing(account, principal, limits, now)
+
+    def charge(
+        self, door: str, number: int, principal: str, limits: Limits, tokens: int, at: Moment
+    ) -> None:
+        """Charge a request that was admitted elsewhere, at ``at``."""
+        account = self._touched(principal, at.monotonic_s)
+        self._turn_day(at)
+        ticket = _Ticket(principal, limits, tokens, at.monotonic_s, self._day)
+        self._charge(account, ticket, door, number)
 
     def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing.
@@ -257,14 +283,52 @@ class Ledger:
             used = self._day_tokens.get(ticket.principal, 0)
             self._day_tokens[ticket.principal] = used + beyond
 
+    def accounts(self, now: Moment) -> tuple[int, list[Account]]:
+        """The day, counted since 1970, and everything that was used and still counts."""
+        self._turn_day(now)
+        names = {**dict.fromkeys(self._day_tokens), **dict.fromkeys(self._accounts)}
+        found = []
+        for name in names:
+            account = self._accounts.get(name) or _Usage()
+            account.requests.advance(now.monotonic_s)
+            account.tokens.advance(now.monotonic_s)
+            used = self._day_tokens.get(name, 0)
+            if used or account.requests.total or account.tokens.total:
+                found.append(Account(name, account.requests.slots, account.tokens.slots, used))
+        return self._day, found
+
+    def restore(self, day: int, accounts: Iterable[Account], now: Moment) -> None:
+        """Begin with what ``accounts`` of another ledger returned on this machine."""
+        self._day = day
+        for one in accounts:
+            requests, tokens = SlidingWindow.of(one.requests), SlidingWindow.of(one.tokens)
+            self._accounts[one.principal] = _Usage(requests, tokens, touched_s=now.monotonic_s)
+            if one.day_tokens:
+                self._day_tokens[one.principal] = one.day_tokens
+
+    def tickets(self, door: str) -> list[int]:
+        """Those of the requests that a door still serves."""
+        return list(self._doors[door].tickets)
+
     def running(self, principal: str) -> int:
         """Requests of the principal that run now."""
         account = self._accounts.get(principal)
         return 0 if account is None else account.running
 
-    def _touched(self, principal: str, now_s: float) -> _Account:
+    def _charge(self, account: _Usage, ticket: _Ticket, door: str, number: int) -> None:
+        principal, limits = ticket.principal, ticket.limits
+        account.running += 1
+        if limits.requests_per_minute is not None:
+            account.requests.add(ticket.at_s, 1)
+        if limits.tokens_per_minute is not None:
+            account.tokens.add(ticket.at_s, ticket.tokens)
+        if limits.tokens_per_day is not None:
+            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + ticket.tokens
+        self._doors[door].tickets[number] = ticket
+
+    def _touched(self, principal: str, now_s: float) -> _Usage:
         accounts = self._accounts
-        account = accounts.pop(principal, None) or _Account()
+        account = accounts.pop(principal, None) or _Usage()
         account.requests.advance(now_s)
         account.tokens.advance(now_s)
         account.touched_s = now_s
@@ -286,7 +350,7 @@ class Ledger:
             self._day, self._day_tokens = day, {}
 
     def _refused(
-        self, account: _Account, principal: str, limits: Limits, tokens: int, now: Moment
+        self, account: _Usage, principal: str, limits: Limits, tokens: int, now: Moment
     ) -> tuple[LimitName, float | None] | None:
         """The limit that stands against a request for the longest time, and that time."""
         now_s = now.monotonic_s
@@ -312,7 +376,7 @@ class Ledger:
     def _day_left_s(self, now: Moment) -> float:
         return max(0.0, (self._day + 1) * DAY_S - now.unix_s)
 
-    def _standing(self, account: _Account, principal: str, limits: Limits, now: Moment) -> Standing:
+    def _standing(self, account: _Usage, principal: str, limits: Limits, now: Moment) -> Standing:
         now_s = now.monotonic_s
         requests, remaining_requests, reset_requests_s = limits.requests_per_minute, None, None
         if requests is not None:

@@ -1,0 +1,283 @@
+"""A front door's way to the ledger: its own if it is alone, otherwise that of the supervisor.
+
+A front door that is alone decides without asking anybody, and writes down its decisions at the
+supervisor's ledger a few times a second. Of several, each asks the supervisor's ledger for every
+request of a principal with limits. While that cannot be reached it admits none of them, so that
+limits are never exceeded; requests of other principals are not affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+from attrs import define, field
+
+from commutator.backoff import Backoff
+from commutator.contract.principal import Limits
+from commutator.errors import RegistryError
+from commutator.frames import FrameProtocol
+from commutator.registry.client import connect
+from commutator.tenants.ledger import Account, Ledger, Moment, Refusal, Standing
+from commutator.tenants.service import (
+    SERVICE,
+    Admitted,
+    Entry,
+    Settled,
+    now,
+    pack_limits,
+    unpack_answer,
+)
+
+__all__ = [
+    "LocalLimiter",
+    "RequestLimiter",
+    "SharedLimiter",
+]
+
+log = logging.getLogger(__name__)
+
+_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+_ANSWER_TIMEOUT_S = 2.0
+_JOURNAL_INTERVAL_S = 0.05
+_MAX_JOURNAL = 100_000
+"""Entries kept for a ledger that cannot be reached; then the oldest go."""
+_MAX_UNSETTLED = 100_000
+
+_Opened = tuple[
+    Literal["limits"],
+    Literal["opened"],
+    int,
+    list[tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]],
+]
+
+
+class RequestLimiter(ABC):
+    """Admits and settles the requests of one front door."""
+
+    @abstractmethod
+    async def admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal]:
+        """Charge a request of ``tokens``; returns its ticket, and whether it is within the limits.
+
+        Of a refused request nothing is charged, and the ticket means nothing. Raises RegistryError
+        when the ledger cannot be asked. A request whose asking is cancelled is not charged.
+        """
+
+    @abstractmethod
+    def settle(self, ticket: int, tokens: int | None) -> None:
+        """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Stay in touch with the supervisor's ledger until cancelled."""
+
+
+class LocalLimiter(RequestLimiter):
+    """The ledger of a front door that is alone.
+
+    With ``address``, "host:port" of the registry, ``run`` keeps a copy there.
+    """
+
+    def __init__(
+        self, door: str, address: str | None = None, clock: Callable[[], Moment] = now
+    ) -> None:
+        self._clock = clock
+        self._door = door
+        self._ledger = Ledger()
+        self._ledger.door_opened(door, "")
+        self._numbers = itertools.count(1)
+        self._journal: deque[Entry] | None = None
+        self._link: _Link | None = None
+        self.ready = asyncio.Event()
+        """Set once what a former process of this front door had counted is counted here."""
+        if address is None:
+            self.ready.set()
+        else:
+            self._journal = deque(maxlen=_MAX_JOURNAL)
+            self._link = _Link(address, door, self._on_frame, lambda: None)
+            self._link.on_open = self._opened
+
+    async def admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal]:
+        ticket, at = next(self._numbers), self._clock()
+        answer = self._ledger.admit(self._door, ticket, principal, limits, tokens, at)
+        if self._journal is not None and isinstance(answer, Standing):
+            packed = pack_limits(limits)
+            entry = Admitted(ticket, principal, packed, tokens, at.monotonic_s, at.unix_s)
+            self._journal.append(entry)
+        return ticket, answer
+
+    def settle(self, ticket: int, tokens: int | None) -> None:
+        at = self._clock()
+        self._ledger.settle(self._door, ticket, tokens, at)
+        if self._journal is not None:
+            self._journal.append(Settled(ticket, tokens, at.monotonic_s, at.unix_s))
+
+    async def run(self) -> None:
+        if self._link is None:
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._link.run())
+            group.create_task(self._write(self._link))
+
+    def _opened(self) -> list[int]:
+        return self._ledger.tickets(self._door)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        if not self.ready.is_set():
+            _, _, day, accounts = msgspec.convert(frame, _Opened)
+            known = [Account(*account) for account in accounts]
+            self._ledger.restore(day, known, self._clock())
+            self.ready.set()
+
+    async def _write(self, link: _Link) -> None:
+        assert self._journal is not None
+        while True:
+            await asyncio.sleep(_JOURNAL_INTERVAL_S)
+            if self._journal and link.connection is not None:
+                link.connection.send([SERVICE, "journal", list(self._journal)])
+                self._journal.clear()
+
+
+@define
+class _Question:
+    answer: asyncio.Future[Standing | Refusal]
+    asked_s: float = field(factory=lambda: asyncio.get_running_loop().time())
+
+
+class SharedLimiter(RequestLimiter):
+    """Asks the supervisor's ledger, by way of the registry at ``address``, "host:port"."""
+
+    def __init__(self, door: str, address: str) -> None:
+        self._link = _Link(address, door, self._on_frame, self._on_lost)
+        self._link.on_open = self._opened
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, _Question] = {}
+        self._open: set[int] = set()
+        self._unsettled: deque[tuple[int, int | None]] = deque(maxlen=_MAX_UNSETTLED)
+        """Requests that ended while the ledger could not be reached."""
+
+    async def admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal]:
+        connection = self._link.connection
+        if connection is None:
+            raise _unreachable()
+        ticket = next(self._numbers)
+        question = _Question(asyncio.get_running_loop().create_future())
+        self._questions[ticket] = question
+        connection.send([SERVICE, "admit", ticket, principal, pack_limits(limits), tokens])
+        try:
+            answer = await question.answer
+        except BaseException:
+            connection.send([SERVICE, "settle", ticket, None])
+            raise
+        finally:
+            del self._questions[ticket]
+        if isinstance(answer, Standing):
+            self._open.add(ticket)
+        return ticket, answer
+
+    def settle(self, ticket: int, tokens: int | None) -> None:
+        self._open.discard(ticket)
+        if self._link.connection is None:
+            self._unsettled.append((ticket, tokens))
+        else:
+            self._link.connection.send([SERVICE, "settle", ticket, tokens])
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._link.run())
+            group.create_task(self._end_waiting())
+
+    def _opened(self) -> list[int]:
+        return [*self._open, *(ticket for ticket, _ in self._unsettled)]
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case [_, int(ticket), standing, limit, retry_after_s]:
+                question = self._questions.get(ticket)
+                if question is not None and not question.answer.done():
+                    question.answer.set_result(unpack_answer(standing, limit, retry_after_s))
+            case [_, "opened", *_]:
+                while self._unsettled and self._link.connection is not None:
+                    ticket, tokens = self._unsettled.popleft()
+                    self._link.connection.send([SERVICE, "settle", ticket, tokens])
+            case _:
+                log.warning("the ledger of limits sent an unknown frame %r", frame[:2])
+
+    def _on_lost(self) -> None:
+        for question in self._questions.values():
+            if not question.answer.done():
+                question.answer.set_exception(_unreachable())
+
+    async def _end_waiting(self) -> None:
+        """One timer for all questions costs less than one for each."""
+        while True:
+            await asyncio.sleep(_ANSWER_TIMEOUT_S / 4)
+            oldest_s = asyncio.get_running_loop().time() - _ANSWER_TIMEOUT_S
+            for question in self._questions.values():
+                if question.asked_s < oldest_s and not question.answer.done():
+                    question.answer.set_exception(_unreachable())
+
+
+def _unreachable() -> RegistryError:
+    return RegistryError(
+        "the ledger of limits cannot be reached, and without it no request is admitted that "
+        "counts against limits; try again soon"
+    )
+
+
+class _Link:
+    """A connection to the ledger that comes back by itself, and opens the door each time."""
+
+    def __init__(
+        self,
+        address: str,
+        door: str,
+        on_frame: Callable[[list[Any]], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.connection: FrameProtocol | None = None
+        """None while the ledger cannot be reached."""
+        self.on_open: Callable[[], list[int]] = list
+        """Returns the tickets of the requests that run or still are to be settled."""
+        self._address = address
+        self._door = door
+        self._incarnation = uuid4().hex
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+
+    async def run(self) -> None:
+        backoff = _RECONNECT
+        while True:
+            lost = asyncio.Event()
+            try:
+                connection = await connect(self._address, self._on_frame, lost.set)
+            except RegistryError as error:
+                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
+            else:
+                backoff = _RECONNECT
+                try:
+                    connection.send(
+                        [SERVICE, "open", self._door, self._incarnation, self.on_open()]
+                    )
+                    self.connection = connection
+                    await lost.wait()
+                finally:
+                    self.connection = None
+                    connection.close()
+                    self._on_lost()
+                log.warning("limits: the connection to the registry was lost; reconnecting")
+            backoff, wait_s = backoff.after_failure(0.0)
+            await asyncio.sleep(wait_s)

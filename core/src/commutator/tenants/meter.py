@@ -1,0 +1,157 @@
+"""Meters a front door's requests: each is charged when it begins and settled when it ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from attrs import define, field
+
+from commutator.contract.principal import Limits, Principal
+from commutator.errors import RateLimitError
+from commutator.tenants.ledger import Refusal, Standing, tokens_charged
+from commutator.tenants.limiter import LocalLimiter, RequestLimiter
+
+__all__ = [
+    "Meter",
+    "MeteredRequest",
+]
+
+_REFUSED_FOR_S = 1.0
+"""For this long a principal without requests left is refused unread: a flood costs no parsing."""
+_MAX_REFUSED = 10_000
+_UNITS = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_minute": "tokens a minute",
+    "tokens_per_day": "tokens a day",
+    "concurrent_requests": "requests at the same time",
+}
+
+
+@define
+class Meter:
+    """Begins the metering of each request; ``limiter`` counts."""
+
+    limiter: RequestLimiter = field(factory=lambda: LocalLimiter("frontend-0"))
+    _clock: Callable[[], float] = time.monotonic
+    _in_hand: dict[str, int] = field(factory=dict)
+    """Requests of principals with a limit of concurrent ones that this front door has, admitted
+    or not yet: those in its queue, too."""
+    _refused: dict[str, tuple[float, Refusal]] = field(factory=dict)
+    """(until when, why) of principals that have no requests left in this minute."""
+
+    def request(self, principal: Principal) -> MeteredRequest:
+        """For one request, as ``with meter.request(principal) as metered``."""
+        return MeteredRequest(self, principal)
+
+    def enter(self, principal: Principal) -> None:
+        """Raises RateLimitError where it is certain already that the request is refused."""
+        name, limits = principal.name, principal.limits
+        if self._refused and (known := self._refused.get(name)) is not None:
+            until_s, refusal = known
+            if self._clock() < until_s:
+                raise rate_limit_error(principal, refusal)
+            del self._refused[name]
+        most = limits.concurrent_requests
+        if most is not None:
+            in_hand = self._in_hand.get(name, 0)
+            if in_hand >= most:
+                raise rate_limit_error(
+                    principal, Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
+                )
+            self._in_hand[name] = in_hand + 1
+
+    def leave(self, principal: Principal) -> None:
+        """The end of a request that entered."""
+        if principal.limits.concurrent_requests is not None:
+            left = self._in_hand[principal.name] - 1
+            if left:
+                self._in_hand[principal.name] = left
+            else:
+                del self._in_hand[principal.name]
+
+    def refused(self, principal: Principal, refusal: Refusal) -> None:
+        """Remember a refusal that also later requests would meet."""
+        if refusal.limit == "requests_per_minute" and refusal.retry_after_s is not None:
+            if len(self._refused) >= _MAX_REFUSED:
+                self._refused.clear()
+            until_s = self._clock() + min(_REFUSED_FOR_S, refusal.retry_after_s)
+            self._refused[principal.name] = (until_s, refusal)
+
+
+class MeteredRequest:
+    """One request inside ``with``. Leaving settles it; costs nothing without limits."""
+
+    def __init__(self, meter: Meter, principal: Principal) -> None:
+        self._meter = meter
+        self._principal = principal
+        self._limited = _counts(principal.limits)
+        self._ticket: int | None = None
+        self._tokens: int | None = None
+
+    def __enter__(self) -> Self:
+        """Raises RateLimitError."""
+        if self._limited:
+            self._meter.enter(self._principal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._limited:
+            self._meter.leave(self._principal)
+            if self._ticket is not None:
+                self._meter.limiter.settle(self._ticket, self._tokens)
+
+    async def admit(
+        self, prompt_tokens: int, answers: int = 1, max_tokens: int | None = None
+    ) -> Standing | None:
+        """Charge the request; None for a principal without limits that count. Once.
+
+        ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
+        RateLimitError, or RegistryError when the limits cannot be checked.
+        """
+        if not self._limited:
+            return None
+        principal, limiter = self._principal, self._meter.limiter
+        tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
+        ticket, answer = await limiter.admit(principal.name, principal.limits, tokens)
+        if isinstance(answer, Refusal):
+            self._meter.refused(principal, answer)
+            raise rate_limit_error(principal, answer, tokens)
+        self._ticket = ticket
+        return answer
+
+    def took(self, tokens: int) -> None:
+        """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
+        self._tokens = tokens
+
+
+def rate_limit_error(
+    principal: Principal, refusal: Refusal, tokens: int | None = None
+) -> RateLimitError:
+    """What the client is told."""
+    most, unit = getattr(principal.limits, refusal.limit), _UNITS[refusal.limit]
+    text = f"rate limit of {principal.name}: {most} {unit}"
+    if refusal.retry_after_s is None:
+        text += f"; this request may take {tokens}: shorten it, or state a lower max_tokens"
+    elif refusal.limit == "concurrent_requests":
+        text += "; wait for one to end"
+    else:
+        text += f"; try again in {math.ceil(refusal.retry_after_s)} s"
+    return RateLimitError(text, refusal.limit, refusal.retry_after_s, refusal.standing)
+
+
+def _counts(limits: Limits) -> bool:
+    return (
+        limits.requests_per_minute is not None
+        or limits.tokens_per_minute is not None
+        or limits.tokens_per_day is not None
+        or limits.concurrent_requests is not None
+    )
