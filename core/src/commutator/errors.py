@@ -4,6 +4,7 @@
     ├── ConfigError            the configuration is wrong; carries every problem found
     ├── PluginError            a plugin broke the contract; names its distribution
     ├── AuthenticationError    the client's credentials are not valid, or not any more
+    ├── RateLimitError         a principal's limit stands against its request; says which
     ├── RequestError           the client's request cannot be served as it is
     ├── RoutingError           no worker can take the request
     │   └── OverloadedError    not now: a queue or a limit is full
@@ -40,6 +41,7 @@ __all__ = [
     "EngineWithoutTiersError",
     "OverloadedError",
     "PluginError",
+    "RateLimitError",
     "RegistryError",
     "RequestError",
     "RoutingError",
@@ -76,6 +78,18 @@ class PluginError(CommutatorError):
 
 class AuthenticationError(CommutatorError):
     """The client's credentials are not valid, or not any more; the message says why."""
+
+
+class RateLimitError(CommutatorError):
+    """A request is beyond a limit of its principal. ``limit`` is its name in ``Limits``.
+
+    ``retry_after_s`` is when it may fit; None: it never does, being too large.
+    """
+
+    def __init__(self, message: str, limit: str, retry_after_s: float | None) -> None:
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
 
 
 class RequestError(CommutatorError):

@@ -73,6 +73,7 @@ class FakeForward:
 @define
 class ForwardingDispatcher(FakeDispatcher):
     takes: bool = True
+    code: int = 201
     dead: bool = False
     dies: Exception | None = None
     """While it answers."""
@@ -95,7 +96,7 @@ class ForwardingDispatcher(FakeDispatcher):
     ) -> Forward:
         self.routed_by.append((request.token_ids, caller.session_id))
         self.requests.append(request)
-        return cast("Forward", FakeForward(self))
+        return cast("Forward", FakeForward(self, status=self.code))
 
 
 async def test_tools_are_the_engines_business() -> None:

@@ -7,6 +7,8 @@ from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
 from commutator.routing.forward import Forward
+from commutator.tenants.ledger import Standing
+from commutator.tenants.meter import MeteredRequest
 from commutator.tracing import traced
 
 __all__ = [
@@ -17,9 +19,11 @@ __all__ = [
     "FrontendServices",
     "Gate",
     "Generation",
+    "MeteredRequest",
     "Piece",
     "Plan",
     "Preprocessor",
+    "Standing",
     "TimeLimit",
     "TokenUsage",
     "health_routes",

@@ -15,6 +15,7 @@ from typing import Any, TextIO, TypeVar
 from commutator import tracing
 from commutator.auth.gate import Gate
 from commutator.config.load import Loaded, load_config
+from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
 from commutator.errors import CommutatorError
@@ -26,6 +27,8 @@ from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.membership import WorkerFollower
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
 from commutator.routing.replica_sync import ReplicaSync
+from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
+from commutator.tenants.meter import Meter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 
@@ -58,12 +61,14 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     dispatcher = Dispatcher(config, loaded.host, on_waiting=limiter.stepped)
     authenticators = loaded.host.authenticators.kinds
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
+    counting = _limiter(config, Path(socket_path).stem, registry_address)
     services = FrontendServices(
         config=config.frontend,
         models=_text_models(config.models),
         dispatcher=dispatcher,
         limiter=limiter,
         gate=gate,
+        meter=Meter(counting),
         registry_address=registry_address,
     )
     loaded.host.add_observer("metrics", services.metrics)
@@ -76,6 +81,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     follower = WorkerFollower(dispatcher.membership)
     following = asyncio.create_task(follower.run(registry.watch()))
     tasks = [following, asyncio.create_task(dispatcher.poll.run())]
+    tasks.append(asyncio.create_task(counting.run()))
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         sharing = ReplicaSync(Path(socket_path).stem, dispatcher.load, registry_address)
         tasks.append(asyncio.create_task(sharing.run()))
@@ -91,6 +97,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     try:
         # A front door that knows no worker yet would refuse what its siblings could serve.
         await follower.informed.wait()
+        await counting.ready.wait()
         await indexes.serve()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(
@@ -156,6 +163,14 @@ def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
+
+
+def _limiter(config: Config, door: str, registry_address: str) -> RequestLimiter:
+    if not config.auth:  # nobody has limits
+        return LocalLimiter(door)
+    if config.frontend.replicas > 1:
+        return SharedLimiter(door, registry_address)
+    return LocalLimiter(door, registry_address)
 
 
 def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:

@@ -15,6 +15,7 @@ from commutator.frontend.preprocessor import Preprocessor
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics, Readings
 from commutator.routing.dispatcher import Dispatcher
+from commutator.tenants.meter import Meter
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = ["FrontendServices"]
@@ -38,6 +39,8 @@ class FrontendServices:
     """By model."""
     gate: Gate = field(factory=Gate)
     """Tells who sends a request."""
+    meter: Meter = field(factory=Meter)
+    """Counts what principals use."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry for `commutator worker`; None when it has no address."""
     started_unix_s: int = field(factory=lambda: int(time.time()))

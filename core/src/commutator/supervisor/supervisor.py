@@ -32,6 +32,7 @@ from commutator.plugins import BLOCKED_PLUGINS, PluginHost
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.tenants.service import SERVICE, LedgerService
 
 __all__ = [
     "Supervisor",
@@ -146,7 +147,7 @@ class Supervisor:
     async def _run_and_drain(self) -> None:
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
-        server = RegistryServer(registry)
+        server = RegistryServer(registry, {SERVICE: LedgerService().connected})
         address = await server.start()
         self._make_agents(registry, address)
         workers = [asyncio.create_task(agent.run()) for agent in self._workers]

@@ -62,6 +62,10 @@ _Opened = tuple[
 class RequestLimiter(ABC):
     """Admits and settles the requests of one front door."""
 
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        """Set once requests can be counted, together with what counts from before."""
+
     @abstractmethod
     async def admit(
         self, principal: str, limits: Limits, tokens: int
@@ -90,6 +94,7 @@ class LocalLimiter(RequestLimiter):
     def __init__(
         self, door: str, address: str | None = None, clock: Callable[[], Moment] = now
     ) -> None:
+        super().__init__()
         self._clock = clock
         self._door = door
         self._ledger = Ledger()
@@ -97,8 +102,6 @@ class LocalLimiter(RequestLimiter):
         self._numbers = itertools.count(1)
         self._journal: deque[Entry] | None = None
         self._link: _Link | None = None
-        self.ready = asyncio.Event()
-        """Set once what a former process of this front door had counted is counted here."""
         if address is None:
             self.ready.set()
         else:
@@ -159,6 +162,7 @@ class SharedLimiter(RequestLimiter):
     """Asks the supervisor's ledger, by way of the registry at ``address``, "host:port"."""
 
     def __init__(self, door: str, address: str) -> None:
+        super().__init__()
         self._link = _Link(address, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
         self._numbers = itertools.count(1)
@@ -210,6 +214,7 @@ class SharedLimiter(RequestLimiter):
                 if question is not None and not question.answer.done():
                     question.answer.set_result(unpack_answer(standing, limit, retry_after_s))
             case [_, "opened", *_]:
+                self.ready.set()
                 while self._unsettled and self._link.connection is not None:
                     ticket, tokens = self._unsettled.popleft()
                     self._link.connection.send([SERVICE, "settle", ticket, tokens])

@@ -89,6 +89,8 @@ class MeteredRequest:
         self._meter = meter
         self._principal = principal
         self._limited = _counts(principal.limits)
+        self.standing: Standing | None = None
+        """How far the principal is from its limits; set by ``admit``, also when it refuses."""
         self._ticket: int | None = None
         self._tokens: int | None = None
 
@@ -111,22 +113,22 @@ class MeteredRequest:
 
     async def admit(
         self, prompt_tokens: int, answers: int = 1, max_tokens: int | None = None
-    ) -> Standing | None:
-        """Charge the request; None for a principal without limits that count. Once.
+    ) -> None:
+        """Charge the request, once; nothing for a principal without limits that count.
 
         ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
         RateLimitError, or RegistryError when the limits cannot be checked.
         """
         if not self._limited:
-            return None
+            return
         principal, limiter = self._principal, self._meter.limiter
         tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
         ticket, answer = await limiter.admit(principal.name, principal.limits, tokens)
         if isinstance(answer, Refusal):
+            self.standing = answer.standing
             self._meter.refused(principal, answer)
             raise rate_limit_error(principal, answer, tokens)
-        self._ticket = ticket
-        return answer
+        self._ticket, self.standing = ticket, answer
 
     def took(self, tokens: int) -> None:
         """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
@@ -145,7 +147,7 @@ def rate_limit_error(
         text += "; wait for one to end"
     else:
         text += f"; try again in {math.ceil(refusal.retry_after_s)} s"
-    return RateLimitError(text, refusal.limit, refusal.retry_after_s, refusal.standing)
+    return RateLimitError(text, refusal.limit, refusal.retry_after_s)
 
 
 def _counts(limits: Limits) -> bool:

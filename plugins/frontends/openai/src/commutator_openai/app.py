@@ -15,6 +15,7 @@ from commutator_openai import generate, models
 from commutator_openai.api_keys import StaticKeys
 from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
 from commutator_openai.config import OpenAiConfig
+from commutator_openai.metering import RATE_LIMIT_HEADERS
 from commutator_openai.middleware import (
     FORWARD_HEADERS,
     SERVICES,
@@ -82,7 +83,8 @@ def build_app(
     return app
 
 
-_EXPOSED = "X-Request-Id, X-Commutator-Worker, X-Commutator-Decision, Retry-After"
+_SHOWN = ("X-Request-Id", "X-Commutator-Worker", "X-Commutator-Decision", "Retry-After")
+_EXPOSED = ", ".join(_SHOWN + RATE_LIMIT_HEADERS)
 _METHODS = "GET, POST, OPTIONS"
 _PREFLIGHT_AGE_S = 600
 

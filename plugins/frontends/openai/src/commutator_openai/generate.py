@@ -12,6 +12,7 @@ from aiohttp import web
 from commutator.errors import RequestError
 from commutator.frontend import FrontendServices, Generation, Piece, Plan, traced
 from commutator_openai.body import read_request
+from commutator_openai.metering import admit
 from commutator_openai.middleware import EXCHANGE, Exchange, caller, explain_routing, time_limit
 from commutator_openai.pass_through import pass_through_if
 from commutator_openai.planning import Target, plan_chat, plan_completion
@@ -83,6 +84,7 @@ async def _serve(
                 include_usage=_include_usage(body),
                 logprobs=body.logprobs,
             )
+            await admit(exchange, plan.prompt_tokens, len(plan.requests), _stated(body, plan))
             async with Generation(
                 services.dispatcher,
                 services.metrics,
@@ -150,13 +152,18 @@ def _note_routing(request: web.Request, exchange: Exchange, generation: Generati
 def _account(services: FrontendServices, exchange: Exchange, generation: Generation) -> None:
     usage = generation.usage()
     exchange.workers = generation.worker_ids
-    exchange.prompt_tokens = usage.prompt_tokens
-    exchange.cached_tokens = usage.cached_tokens
-    exchange.generated_tokens = usage.completion_tokens
+    exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
     exchange.ttft_s = generation.times[0].ttft_s
     services.metrics.tokens_used(
         exchange.model, exchange.prompt_tokens, exchange.cached_tokens, exchange.generated_tokens
     )
+
+
+def _stated(body: GenerationRequest, plan: Plan) -> int | None:
+    """The longest answer, unless the client of a chat left it to the model."""
+    if isinstance(body, ChatRequest) and body.max_tokens is body.max_completion_tokens is None:
+        return None
+    return plan.requests[0].sampling.max_tokens
 
 
 def _label(body: GenerationRequest) -> str | None:

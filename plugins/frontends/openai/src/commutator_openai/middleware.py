@@ -19,7 +19,7 @@ from attrs import define, field
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
-from commutator.frontend import OPERATIONS_PATHS, FrontendServices, TimeLimit
+from commutator.frontend import OPERATIONS_PATHS, FrontendServices, MeteredRequest, TimeLimit
 from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
@@ -94,6 +94,9 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
             peer=request.remote or None,
         )
         known.principal = await known.services.gate.principal(sent)
+        if request.method == "POST":
+            with known.services.meter.request(known.principal) as known.metered:
+                return await handler(request)
     return await handler(request)
 
 
@@ -165,6 +168,8 @@ class Exchange:
     arrived_s: float = field(factory=time.perf_counter)
     principal: Principal = ANONYMOUS
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
+    metered: MeteredRequest | None = None
+    """Counts the request against the limits of its principal; None where nobody is asked."""
     model: str = ""
     """Set once a served model is found."""
     user: str | None = None
@@ -179,6 +184,12 @@ class Exchange:
     workers: tuple[str, ...] = ()
     headers: dict[str, str] = field(factory=dict)
     """To be added to the response."""
+
+    def used(self, prompt: int, cached: int, generated: int) -> None:
+        """A worker took the request; tokens so far."""
+        self.prompt_tokens, self.cached_tokens, self.generated_tokens = prompt, cached, generated
+        if self.metered is not None:
+            self.metered.took(prompt + generated)
 
     def log_line(self, code: int, duration_s: float) -> str:
         """One line; values from clients are quoted."""

@@ -21,6 +21,7 @@ from commutator.frontend import Forward, FrontendServices, size_of
 from commutator.tokenizer import TextModel
 from commutator_openai.body import NOT_SERVED, off_loop, read_object
 from commutator_openai.media import check_media
+from commutator_openai.metering import AnswerUsage, admit, stated_answers
 from commutator_openai.middleware import EXCHANGE, SERVICES, caller, explain_routing, time_limit
 from commutator_openai.protocol.fields import MAX_INT
 
@@ -57,6 +58,9 @@ ENDPOINTS: Mapping[str, frozenset[str]] = {
 
 MEDIA_HOSTS: web.AppKey[frozenset[str]] = web.AppKey("media_hosts", frozenset)
 """The hosts from which engines may fetch what requests name."""
+
+_CHARACTERS_A_TOKEN = 4
+"""By which a prompt is estimated that is not tokenized here."""
 
 _INTERNAL = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
 """What engines say in answers about themselves: addresses, engine ids and block ids."""
@@ -113,6 +117,8 @@ async def pass_through(
         cache_salt=salt if isinstance(salt, str) else None,
         priority=_priority(body),
     )
+    prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
+    await admit(exchange, prompt_tokens, *stated_answers(request.path, body))
     user = body.get("user")
     asked = caller(
         request, user=user if isinstance(user, str) else None, session_id=_session_id(body)
@@ -122,12 +128,13 @@ async def pass_through(
         exchange.headers["X-Commutator-Worker"] = forward.worker_id
         services.metrics.routed(model, forward.route)
         explain_routing(request, lambda: [forward.explain()])
-        return await _relay(request, forward, body)
+        return await _relay(request, forward, body, prompt_tokens)
 
 
 async def _relay(
-    request: web.Request, forward: Forward, body: dict[str, Any]
+    request: web.Request, forward: Forward, body: dict[str, Any], prompt_tokens: int
 ) -> web.StreamResponse:
+    """``prompt_tokens``, perhaps an estimate, counts unless the engine says how many it were."""
     exchange, data = request[EXCHANGE], await request.read()
     if body.get("model") != forward.model:
         renamed = {**body, "model": forward.model}
@@ -137,9 +144,15 @@ async def _relay(
     response = web.StreamResponse(
         status=answer.status, headers={"Content-Type": answer.content_type}
     )
-    await response.prepare(request)
-    async for part in _without_internals(request, forward.chunks(), answer.content_type):
-        await response.write(part)
+    refused = answer.status >= web.HTTPBadRequest.status_code
+    usage = AnswerUsage(0 if refused else prompt_tokens, answer.content_type)
+    try:
+        await response.prepare(request)
+        async for part in _without_internals(request, forward.chunks(), answer.content_type):
+            usage.take(part)
+            await response.write(part)
+    finally:
+        exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
     exchange.ended = True
     await response.write_eof()
     return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -17,6 +18,8 @@ from commutator.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     OverloadedError,
+    RateLimitError,
+    RegistryError,
     RequestError,
     RoutingError,
 )
@@ -31,6 +34,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_LONGEST_FOLLOWED_S = 60
+"""OpenAI's clients ignore a longer ``Retry-After``. A minute's window ends up to a second later: a
+client that comes that much too early is told to wait for the rest."""
 
 _CODES = {
     400: "bad_request",
@@ -84,10 +90,8 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
         case RequestError():
             status = 404 if error.code == "model_not_found" else 400
             return HttpError(status, str(error), error.code or "invalid_value", error.param)
-        case OverloadedError():
-            return _later(429, str(error), error.reason, error.retry_after_s)
-        case RoutingError():
-            return _later(503, str(error), "no_worker")
+        case RateLimitError() | OverloadedError() | RegistryError() | RoutingError():
+            return _not_now(error)
         case DeadlineError():
             return HttpError(504, str(error), "deadline_exceeded")
         case web.HTTPException():
@@ -123,6 +127,32 @@ def _later(
 ) -> HttpError:
     headers = {"Retry-After": str(max(1, round(retry_after_s)))}
     return HttpError(status, message, code, headers=headers)
+
+
+def _not_now(
+    error: RateLimitError | OverloadedError | RegistryError | RoutingError,
+) -> HttpError:
+    match error:
+        case RateLimitError():
+            return _rate_limited(error)
+        case OverloadedError():
+            return _later(429, str(error), error.reason, error.retry_after_s)
+        case RegistryError():  # only the ledger of limits is asked while a request runs
+            return _later(503, str(error), "limits_unavailable")
+        case RoutingError():
+            return _later(503, str(error), "no_worker")
+
+
+def _rate_limited(error: RateLimitError) -> HttpError:
+    if error.retry_after_s is None:
+        # By OpenAI's clients understood as: do not send it again.
+        headers = {"x-should-retry": "false"}
+    else:
+        wait_s = max(1, math.ceil(error.retry_after_s))
+        if wait_s - 1 == _LONGEST_FOLLOWED_S:
+            wait_s = _LONGEST_FOLLOWED_S
+        headers = {"Retry-After": str(wait_s)}
+    return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
 
 
 def _from_worker(error: CommutatorError, request_id: str) -> HttpError:
