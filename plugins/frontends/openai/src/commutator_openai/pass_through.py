@@ -149,7 +149,7 @@ async def _relay(
     try:
         await response.prepare(request)
         async for part in _without_internals(request, forward.chunks(), answer.content_type):
-            usage.take(part)
+            await off_loop(request, len(part), partial(usage.take, part))
             await response.write(part)
     finally:
         exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
