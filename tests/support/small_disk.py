@@ -10,7 +10,7 @@ import pytest
 
 __all__ = ["run_on_small_disk"]
 
-_MOUNT_AND_RUN = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
+_MOUNT_AND_RUN = 'mount -t tmpfs -o "$1,mode=700" tmpfs "$2" && shift 2 && exec "$@"'
 
 
 def run_on_small_disk(folder: Path, code: str, options: str = "size=4m") -> str:

@@ -115,7 +115,7 @@ class TierMover:
         for number, key in enumerate(keys):
             payload = block_of(key, self._block_bytes)
             header = FrameHeader(
-                key=key,
+                tag=key,
                 block_bytes=len(payload),
                 payload_bytes=len(payload),
                 checksum=checksum(payload),

@@ -48,7 +48,7 @@ blocks = st.one_of(
 
 def frame(payload: bytes, codec: str = "", block_bytes: int | None = None) -> bytes:
     header = FrameHeader(
-        key=KEY,
+        tag=KEY,
         block_bytes=len(payload) if block_bytes is None else block_bytes,
         payload_bytes=len(payload),
         checksum=checksum(payload),
@@ -144,7 +144,7 @@ def test_tampering_with_an_encrypted_block_is_noticed(
     stored = bytearray(encode(codecs, memoryview(block), KEY))
     where = data.draw(st.integers(0, len(stored) - 1))
     stored[where] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(CodecError, match="encrypted"):
+    with pytest.raises(CodecError, match="sealed"):
         decode(codecs, memoryview(bytes(stored)), KEY, len(block))
 
 

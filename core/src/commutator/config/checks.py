@@ -152,7 +152,7 @@ def _role_problems(
             )
 
 
-_ENCODING = ("compression", "encryption_key")
+_ENCODING = ("compression", "encryption_key", "integrity_key")
 
 
 def _tier_problems(
@@ -206,8 +206,9 @@ def _folder_problems(
         kind, path = _text(tier, "kind"), _text(tier, "path")
         if not path.strip() or "\0" in path:  # other checks report it
             continue
+        home = os.path.expanduser(path)  # noqa: PTH111 - Path's raises for a user without a home
         places = [
-            (kind, worker, os.path.realpath(path.replace(_WORKER, worker))) for worker in workers
+            (kind, worker, os.path.realpath(home.replace(_WORKER, worker))) for worker in workers
         ]
         taken = next((place for place in places if place in owners), None)
         if taken is not None:

@@ -21,9 +21,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from commutator.contract.block import BlockKey
 from commutator.contract.eviction import EvictionConfig
@@ -39,6 +39,7 @@ from commutator.errors import TierError
 
 __all__ = [
     "UNBOUNDED",
+    "BlockSeal",
     "Direction",
     "ExportOptions",
     "Memory",
@@ -62,6 +63,38 @@ Slot = int
 """The number of a slot within its tier, from 0."""
 
 
+class BlockSeal(ABC):
+    """One of a tier's keys, for what the tier keeps about its blocks beside their bytes.
+
+    Core makes it from `encryption_key` or `integrity_key`, and applies the same key to the bytes.
+    What is sealed is authentic; with `encryption_key` it is secret, too.
+    """
+
+    identity: str
+    """``SlotGeometry.identity`` of the blocks under this key."""
+    overhead_bytes: int
+    """By how much ``seal`` lengthens data: always the same."""
+
+    @abstractmethod
+    def seal(self, data: bytes, place: bytes) -> bytes:
+        """Seal ``data`` for one place, such as a slot of one file: elsewhere it is not valid."""
+
+    @abstractmethod
+    def unseal(self, sealed: bytes, place: bytes) -> bytes | None:
+        """What was sealed for the place; None if that was not done with this key, for it."""
+
+    @abstractmethod
+    def name(self, key: BlockKey) -> str:
+        """The block's name where others may see it: always the same, of lower-case hex digits.
+
+        With `encryption_key`, who lacks the key learns nothing from it; else it is the block's key.
+        """
+
+    @abstractmethod
+    def key_of(self, name: str) -> BlockKey | None:
+        """The block with this name; None if ``name`` with this key did not return it."""
+
+
 @frozen(kw_only=True)
 class SlotGeometry:
     """The sizes of a tier's slots, and the identity of the blocks in them."""
@@ -76,7 +109,9 @@ class SlotGeometry:
     identity: str
     """Hex digest of the deployment's cache identity without adapter and salt, and of the codecs
     that encode the tier's blocks. Ignore blocks of another identity on a shared or persistent
-    medium."""
+    medium, but for those of ``seals``."""
+    seals: tuple[BlockSeal, ...] = ()
+    """For a tier with a key: the current one, and then those that are only read. Empty without."""
 
     def slots_in(self, capacity_bytes: int) -> int:
         """The number of slots in so many bytes. Raises TierError when not one fits."""
@@ -385,6 +420,16 @@ class TierPolicyConfig:
     )
 
 
+def _alone(config: TierConfig, attribute: Attribute[Any], value: Secret | None) -> None:
+    if value is not None and config.encryption_key is not None:
+        raise ValueError(f"{attribute.name}: remove it; encryption_key authenticates blocks, too")
+
+
+def _beside_a_key(config: TierConfig, attribute: Attribute[Any], value: Sequence[Secret]) -> None:
+    if value and config.encryption_key is None and config.integrity_key is None:
+        raise ValueError(f"{attribute.name}: has no effect without encryption_key or integrity_key")
+
+
 @frozen(kw_only=True)
 class TierConfig(TierPolicyConfig):
     """Options of every storage tier; each tier plugin adds its own.
@@ -414,7 +459,21 @@ class TierConfig(TierPolicyConfig):
     )
     compression: Literal["none", "zstd", "lz4"] = setting("How blocks are compressed.", "none")
     encryption_key: Secret | None = setting(
-        "32, 48 or 64 hex digits: blocks are encrypted with AES-GCM under this key.", None
+        "32, 48 or 64 hex digits: blocks, and what the tier keeps about them, are encrypted under "
+        "keys derived from this one.",
+        None,
+    )
+    integrity_key: Secret | None = setting(
+        "As encryption_key, but everything stays readable: whoever can write to the medium cannot "
+        "give it other blocks. One of the two keys; encryption does this, too.",
+        None,
+        validator=_alone,
+    )
+    read_keys: tuple[Secret, ...] = setting(
+        "Further keys whose blocks are read and not written, to change encryption_key or "
+        "integrity_key.",
+        (),
+        validator=_beside_a_key,
     )
     load_timeout_s: PositiveSeconds = setting(
         "A load that takes longer is aborted, and the blocks are computed.", 5.0

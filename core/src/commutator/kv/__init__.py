@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         next_key,
         retention_hints,
     )
-    from commutator.contract.tier import ExportOptions, RemoteAgent, TierPolicyConfig
+    from commutator.contract.tier import BlockSeal, ExportOptions, RemoteAgent, TierPolicyConfig
     from commutator.contract.worker import TransferStatistics
     from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
     from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at, checksum
@@ -49,6 +49,7 @@ __all__ = [
     "BlockDescriptor",
     "BlockManager",
     "BlockPart",
+    "BlockSeal",
     "CacheIdentity",
     "CacheLevel",
     "DeviceBlocks",

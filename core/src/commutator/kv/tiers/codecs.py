@@ -1,21 +1,18 @@
-"""Codecs for stored blocks (compression, encryption at rest), and the header of a stored block."""
+"""Codecs for stored blocks (compression, encryption, authentication), and their header."""
 
 from __future__ import annotations
 
-import hmac
-import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
-from importlib import import_module
-from typing import Any
 
 from attrs import frozen
 
 from commutator.contract.block import KEY_BYTES, BlockKey
-from commutator.errors import TierError
+from commutator.contract.tier import BlockSeal
 from commutator.kv.arena import checksum
+from commutator.kv.tiers.keys import SealingError, TierKey, TierSeal, needed
 
 __all__ = [
     "HEADER_BYTES",
@@ -24,16 +21,16 @@ __all__ = [
     "CodecError",
     "FrameError",
     "FrameHeader",
+    "Gmac",
     "Lz4",
     "Zstd",
     "chain_name",
     "decode",
     "encode",
+    "frame_tags",
     "identity_with",
+    "seals_of",
 ]
-
-_FINGERPRINT_OF = b"commutator: which key encrypts KV blocks"
-"""The only message that the key signs."""
 
 
 class CodecError(ValueError):
@@ -56,7 +53,7 @@ class Codec(ABC):
         """The bytes to store for the block ``key``."""
 
     @abstractmethod
-    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes | memoryview:
         """The block's bytes, at most ``max_bytes``. Raises CodecError."""
 
     @property
@@ -72,7 +69,7 @@ class Zstd(Codec):
 
     def __init__(self, level: int = 1) -> None:
         self.name = "zstd"
-        self._module = _needed("zstandard", "compression: zstd")
+        self._module = needed("zstandard", "compression: zstd")
         self._compressor = self._module.ZstdCompressor(level=level)
         self._decompressor = self._module.ZstdDecompressor()
 
@@ -98,7 +95,7 @@ class Lz4(Codec):
 
     def __init__(self) -> None:
         self.name = "lz4"
-        self._frame = _needed("lz4.frame", "compression: lz4")
+        self._frame = needed("lz4.frame", "compression: lz4")
 
     def encode(self, data: memoryview, key: bytes) -> bytes:
         del key
@@ -116,41 +113,57 @@ class Lz4(Codec):
         return plain
 
 
-class AesGcm(Codec):
-    """AES-GCM with a random nonce before the data; also authenticates the block's key.
+class _Keyed(Codec):
+    """The last codec of a chain: seals a block under a key, and reads it under several."""
 
-    ``secret`` is 16, 24 or 32 bytes. Needs the package `cryptography`.
-    """
+    overhead_bytes = TierKey.block_overhead_bytes
 
-    _NONCE_BYTES = 12
-    overhead_bytes = _NONCE_BYTES + 16
-
-    def __init__(self, secret: bytes) -> None:
-        self.name = "aes-gcm"
-        aead = _needed("cryptography.hazmat.primitives.ciphers.aead", "encryption")
-        exceptions = _needed("cryptography.exceptions", "encryption")
-        self._invalid: type[Exception] = exceptions.InvalidTag
-        try:
-            self._cipher = aead.AESGCM(secret)
-        except ValueError as error:
-            raise TierError(f"the encryption key has {len(secret)} bytes: {error}") from None
-        self._fingerprint = hmac.new(secret, _FINGERPRINT_OF, sha256).hexdigest()
+    def __init__(self, keys: Sequence[TierKey]) -> None:
+        self.keys = keys
+        """The current one, and then those that are only read."""
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.name}:{self._fingerprint}"
+        return self.fingerprint_of(self.keys[0])
+
+    def fingerprint_of(self, key: TierKey) -> str:
+        """``fingerprint`` while ``key`` is the current one."""
+        return f"{self.name}:{key.fingerprint}"
 
     def encode(self, data: memoryview, key: bytes) -> bytes:
-        nonce = os.urandom(self._NONCE_BYTES)
-        return nonce + bytes(self._cipher.encrypt(nonce, data, key))
+        return self.keys[0].seal_block(data, key)
 
-    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> bytes:
-        del max_bytes  # decryption only shortens
-        try:
-            nonce, sealed = data[: self._NONCE_BYTES], data[self._NONCE_BYTES :]
-            return bytes(self._cipher.decrypt(bytes(nonce), sealed, key))
-        except (self._invalid, ValueError) as error:
-            raise CodecError("it was not encrypted for this block with this key") from error
+    def decode(self, data: memoryview, key: bytes, max_bytes: int) -> memoryview:
+        del max_bytes  # opening only shortens
+        for tier_key in self.keys:
+            if tier_key.owns(data):
+                try:
+                    return tier_key.open_block(data, key)
+                except SealingError as error:
+                    raise CodecError(str(error)) from error
+        raise CodecError("it was not sealed with any of this tier's keys")
+
+
+class AesGcm(_Keyed):
+    """AES-GCM, under a key derived for each block, with a random nonce before the data.
+
+    Secrets are 16, 24 or 32 bytes; blocks under ``read_secrets`` are read, too. Needs the package
+    `cryptography`.
+    """
+
+    name = "aes-gcm"
+
+    def __init__(self, secret: bytes, *read_secrets: bytes) -> None:
+        super().__init__([TierKey(one, conceals=True) for one in (secret, *read_secrets)])
+
+
+class Gmac(_Keyed):
+    """AES-GMAC: as ``AesGcm``, but the data stay readable, with an authentic tag before them."""
+
+    name = "gmac"
+
+    def __init__(self, secret: bytes, *read_secrets: bytes) -> None:
+        super().__init__([TierKey(one, conceals=False) for one in (secret, *read_secrets)])
 
 
 def chain_name(codecs: Sequence[Codec]) -> str:
@@ -163,10 +176,36 @@ def identity_with(codecs: Sequence[Codec], identity: str) -> str:
 
     A worker with other codecs or another key on the same medium neither finds nor removes them.
     """
-    if not codecs:
+    return _identity([codec.fingerprint for codec in codecs], identity)
+
+
+def seals_of(codecs: Sequence[Codec], identity: str) -> tuple[BlockSeal, ...]:
+    """``SlotGeometry.seals``, one for each key of the last codec; empty when it has none.
+
+    The first has the identity that ``identity_with`` returns.
+    """
+    if not codecs or not isinstance(last := codecs[-1], _Keyed):
+        return ()
+    before = [codec.fingerprint for codec in codecs[:-1]]
+    return tuple(
+        TierSeal(key, _identity([*before, last.fingerprint_of(key)], identity)) for key in last.keys
+    )
+
+
+def frame_tags(codecs: Sequence[Codec], key: BlockKey) -> list[bytes]:
+    """What stands for the block in its frame's header: as it is written, then as it may be read.
+
+    Its key itself, unless that would let whoever sees it confirm a guessed prompt.
+    """
+    if not codecs or not isinstance(last := codecs[-1], _Keyed):
+        return [key]
+    return [tier_key.tag(key) for tier_key in last.keys]
+
+
+def _identity(fingerprints: Sequence[str], identity: str) -> str:
+    if not fingerprints:
         return identity
-    chain = "+".join(codec.fingerprint for codec in codecs)
-    return sha256(f"{identity} {chain}".encode()).hexdigest()
+    return sha256(f"{identity} {'+'.join(fingerprints)}".encode()).hexdigest()
 
 
 def encode(codecs: Sequence[Codec], data: memoryview, key: bytes) -> memoryview:
@@ -186,14 +225,6 @@ def decode(codecs: Sequence[Codec], data: memoryview, key: bytes, block_bytes: i
     return data
 
 
-def _needed(module: str, option: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.split(".", maxsplit=1)[0]
-        raise TierError(f"{option} needs the package {package}: pip install {package}") from error
-
-
 _MAGIC = b"CMTKVBLK"
 _VERSION = 1
 _CODEC_BYTES = 48
@@ -210,7 +241,8 @@ class FrameError(ValueError):
 class FrameHeader:
     """The header of a stored block; its payload follows."""
 
-    key: BlockKey
+    tag: bytes
+    """Which block it is: 32 bytes, see ``frame_tags``."""
     block_bytes: int
     """Size of the block once decoded."""
     payload_bytes: int
@@ -227,7 +259,7 @@ class FrameHeader:
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
-            self.key,
+            self.tag,
             self.block_bytes,
             self.payload_bytes,
             self.checksum,
@@ -236,8 +268,8 @@ class FrameHeader:
         return fields + _CHECKSUM.pack(checksum(fields))
 
     @classmethod
-    def parse(cls, data: memoryview, key: BlockKey) -> FrameHeader:
-        """Read the header of a frame that must hold ``key``. Raises FrameError."""
+    def parse(cls, data: memoryview, *tags: bytes) -> FrameHeader:
+        """Read the header of a frame that must have one of these tags. Raises FrameError."""
         if len(data) < HEADER_BYTES:
             raise FrameError(f"{len(data)} bytes are too few for a header")
         fields = data[: _FIELDS.size]
@@ -251,12 +283,12 @@ class FrameHeader:
             raise FrameError("the header is damaged")
         if version != _VERSION:
             raise FrameError(f"the block has format {version}, not {_VERSION}")
-        if found != key:
+        if found not in tags:
             raise FrameError("this is another block")
         if HEADER_BYTES + payload_bytes > len(data):
             raise FrameError(f"{payload_bytes} bytes of payload do not fit into {len(data)}")
         return cls(
-            key=found,
+            tag=found,
             block_bytes=block_bytes,
             payload_bytes=payload_bytes,
             checksum=payload_checksum,

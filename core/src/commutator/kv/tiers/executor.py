@@ -14,7 +14,7 @@ from commutator.errors import CommutatorError, TierError
 from commutator.kv.arena import Arena
 from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.tiers.codecs import identity_with
+from commutator.kv.tiers.codecs import identity_with, seals_of
 from commutator.kv.tiers.guards import Bandwidth, OpenedTier, RetryBudget
 from commutator.kv.tiers.mover import LOCAL_BACKEND, TierMover
 from commutator.kv.tiers.setup import TierSetup, build_io
@@ -65,6 +65,7 @@ class TierExecutor:
             block_bytes=arena.block_bytes,
             slot_bytes=slot_bytes,
             identity=identity_with(setup.codecs, identity),
+            seals=seals_of(setup.codecs, identity),
             block_tokens=block_tokens,
         )
         self._arena = arena

@@ -21,13 +21,14 @@ from commutator.config.model import PluginsConfig
 from commutator.config.tree import plain
 from commutator.config.yaml_file import read_file
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+from commutator.contract.settings import Secret
 from commutator.contract.tier import Memory, StorageTier, TierConfig
 from commutator.errors import ConfigError, TierError
 from commutator.kv.arena import Arena, BlockArena
 from commutator.kv.block_manager.admission import admission_rules
 from commutator.kv.block_manager.block_pool import TierSpec
 from commutator.kv.tiers.block_io import BlockIo
-from commutator.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, Lz4, Zstd
+from commutator.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, Gmac, Lz4, Zstd
 from commutator.kv.tiers.guards import (
     Bandwidth,
     BandwidthLimit,
@@ -246,12 +247,20 @@ def _codecs(config: TierConfig) -> tuple[Codec, ...]:
     codecs: list[Codec] = []
     if config.compression != "none":
         codecs.append(Zstd() if config.compression == "zstd" else Lz4())
+    read = [_secret(config, "read_keys", key) for key in config.read_keys]
     if config.encryption_key is not None:
-        try:
-            secret = bytes.fromhex(config.encryption_key.reveal())
-        except ValueError:
-            raise TierError(
-                f"{config.kind}: encryption_key: expected 32, 48 or 64 hex digits"
-            ) from None
-        codecs.append(AesGcm(secret))
+        current = _secret(config, "encryption_key", config.encryption_key)
+        codecs.append(AesGcm(current, *read))
+    if config.integrity_key is not None:
+        codecs.append(Gmac(_secret(config, "integrity_key", config.integrity_key), *read))
     return tuple(codecs)
+
+
+def _secret(config: TierConfig, option: str, secret: Secret) -> bytes:
+    try:
+        return bytes.fromhex(secret.reveal())
+    except ValueError:
+        raise TierError(
+            f"{config.kind}: {option}: expected 32, 48 or 64 hex digits, such as those of "
+            "`openssl rand -hex 32`"
+        ) from None

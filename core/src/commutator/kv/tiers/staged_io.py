@@ -22,6 +22,7 @@ from commutator.kv.tiers.codecs import (
     chain_name,
     decode,
     encode,
+    frame_tags,
 )
 from commutator.kv.tiers.mover import LocalMover, TierMover
 
@@ -208,7 +209,7 @@ class StagedIo(BlockIo):
         total = checksum(payload)
         if self._header_bytes:
             header = FrameHeader(
-                key=block.key,
+                tag=frame_tags(self._codecs, block.key)[0],
                 block_bytes=block.local.size_bytes,
                 payload_bytes=len(payload),
                 checksum=total,
@@ -229,14 +230,16 @@ class StagedIo(BlockIo):
             intact = checksum(whole[:size_bytes]) == block.stored.checksum
             return LoadResult.LOADED if intact else LoadResult.CORRUPT
         try:
-            header = FrameHeader.parse(whole[: block.stored.size_bytes], block.stored.key)
+            key = block.stored.key
+            tags = frame_tags(self._codecs, key)
+            header = FrameHeader.parse(whole[: block.stored.size_bytes], *tags)
             payload = header.payload(whole)
             if header.codec != self._codec_name:
                 return LoadResult.MISSING  # intact, but only workers with its codecs can read it
             if header.block_bytes != size_bytes:
                 return LoadResult.CORRUPT
             if self._codecs:
-                plain = decode(self._codecs, payload, block.stored.key, size_bytes)
+                plain = decode(self._codecs, payload, key, size_bytes)
                 whole[HEADER_BYTES : HEADER_BYTES + size_bytes] = plain
             elif len(payload) != size_bytes:
                 return LoadResult.CORRUPT

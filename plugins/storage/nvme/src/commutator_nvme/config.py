@@ -34,8 +34,9 @@ class NvmeConfig(TierConfig):
     memory = Memory.FILE
 
     path: str = setting(
-        "Folder for the blocks; created if it is missing. {worker} is replaced by the worker's id, "
-        "because no two processes may share a folder.",
+        "Folder for the blocks, of this user alone; created with mode 0700 if it is missing. ~ is "
+        "the user's home. {worker} is replaced by the worker's id, because no two processes may "
+        "share a folder.",
         validator=_names_a_folder,
     )
     capacity: Size = setting("Disk space for blocks, allocated at once; the index takes more.")

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from attrs import evolve
+
 from commutator import Slot, StoredBlock
 from commutator.errors import TierError
+from commutator.kv import BlockSeal
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
-from commutator_nvme.layout import HEADER_BYTES, Header, Layout, parse_header
+from commutator_nvme.layout import HEADER_BYTES, Header, Layout, digest_of, parse_header
 from commutator_nvme.owners import Owner, Owners
 from commutator_nvme.records import RecordFormat, Recovered
 from commutator_nvme.segments import Segments
 
 __all__ = ["Index"]
 
+log = logging.getLogger(__name__)
+
 _CHUNK_SLOTS = 1 << 16
 
 
 class Index:
-    """The file `index`. A record is written after its block's bytes, never before."""
+    """The file `index`. A record is written after its block's bytes, never before.
 
-    def __init__(self, folder: Path, layout: Layout, files: Files) -> None:
+    ``seals``: as in ``SlotGeometry``.
+    """
+
+    def __init__(
+        self, folder: Path, layout: Layout, files: Files, seals: Sequence[BlockSeal] = ()
+    ) -> None:
         self._path = folder / "index"
         self._layout = layout
         self._files = files
+        self._seals = seals
         self._sequence = 0
 
-    def open(self, on_mismatch: Literal["refuse", "discard"]) -> None:
-        """Open the folder's index, or start a new one.
+    def open(
+        self, on_mismatch: Literal["refuse", "discard"], discard: Callable[[], object]
+    ) -> None:
+        """Open the folder's index, or start a new one. ``discard`` removes the blocks' bytes.
 
         Raises TierError when its blocks do not match the layout and ``on_mismatch`` is "refuse".
         """
@@ -49,22 +63,24 @@ class Index:
                 "version of Commutator wrote it"
             )
         else:
-            problem = self._layout.difference(header.layout) or ""
+            problem = self._layout.difference(self._under_this_key(header.layout)) or ""
         if problem or header is None:
             if on_mismatch == "refuse":
                 raise TierError(
                     f"nvme: the blocks in {self._path.parent} do not match this deployment: they "
-                    f"{problem}. Choose another path, or set on_mismatch: discard"
+                    f"{problem}. Choose another path, or set on_mismatch: discard; if only the key "
+                    "is new, add the old one to read_keys"
                 )
+            discard()
             with disk_errors(f"write {self._path}"):
                 self._start_new()
             return
-        self._use(header)
+        self._use(Header(nonce=header.nonce, layout=self._layout))
 
     def recover(self, segments: Segments) -> Recovered:
         """Return every committed block, and erase invalid records. Call ``open`` before."""
         recovered = Recovered()
-        owners = self._owners.open()
+        owners = self._owners.open(self._layout.slots)
         with disk_errors(f"read {self._path}"), _no_garbage_collection():
             for first in range(0, self._layout.slots, _CHUNK_SLOTS):
                 count = min(_CHUNK_SLOTS, self._layout.slots - first)
@@ -74,18 +90,25 @@ class Index:
                 self._format.recover(data, first, lost, owners, recovered)
         self._sequence = recovered.last_sequence
         self.erase(recovered.invalid)
-        self._owners.keep(recovered.owners)
+        gone = set(recovered.invalid)
+        self._owners.start({s: n for s, n in recovered.owners.items() if s not in gone})
+        if recovered.under_older_keys:
+            log.info(
+                "%s: %d blocks are under keys in read_keys; those keys are needed until these "
+                "blocks are evicted",
+                self._path.parent,
+                recovered.under_older_keys,
+            )
         return recovered
 
     def write(self, blocks: Sequence[StoredBlock], *, flush: bool) -> None:
         """Make blocks valid, durably: all of them, or none when it raises TierError."""
-        owners = {Owner(stored.lora_name, stored.tenant) for stored in blocks}
+        self._owners.prune()
+        owners = [Owner.of(stored) for stored in blocks]
         numbers = {owner: self._owners.number(owner, flush=flush) for owner in owners}
         records = [
-            self._format.pack(
-                stored, self._sequence + 1, numbers[Owner(stored.lora_name, stored.tenant)]
-            )
-            for stored in blocks
+            self._format.pack(stored, self._sequence + 1, numbers[owner])
+            for stored, owner in zip(blocks, owners, strict=True)
         ]
         self._sequence += 1
         self._check_present()
@@ -98,21 +121,25 @@ class Index:
         except TierError:
             self.erase(stored.slot for stored in blocks)
             raise
+        for stored, owner in zip(blocks, owners, strict=True):
+            self._owners.assign(stored.slot, numbers[owner])
 
     def erase(self, slots: Iterable[Slot], *, flush: bool = False) -> None:
         """Make slots invalid, durably. Raises TierError."""
         nothing = bytes(self._format.record_bytes)
+        slots = list(slots)
         with disk_errors(f"write {self._path}"):
             for slot in slots:
                 write_at(self._descriptor, nothing, self._offset(slot))
             if flush:
                 os.fdatasync(self._descriptor)
+        self._owners.release(slots)
 
     def _start_new(self) -> None:
         """Replace the old index by a new one without blocks. Raises OSError."""
         header = Header(nonce=int.from_bytes(os.urandom(8), "little"), layout=self._layout)
         fresh = self._path.with_name("index.new")
-        self._descriptor = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._descriptor = self._files.create(fresh)
         try:
             self._use(header)
             os.fsync(self._descriptor)
@@ -125,14 +152,22 @@ class Index:
     def _use(self, header: Header) -> None:
         """Size the file for the layout's slots, and repair the header's copies. Raises OSError."""
         layout = self._layout
-        self._owners = Owners(self._path.with_name("owners"), header.nonce, self._files)
-        self._format = RecordFormat(layout.block_tokens, layout.slot_bytes, header.nonce)
+        owners = self._path.with_name("owners")
+        self._owners = Owners(owners, header.nonce, self._files, self._seals)
+        self._format = RecordFormat(
+            layout.block_tokens, layout.slot_bytes, header.nonce, self._seals
+        )
         size_bytes = self._offset(layout.slots)
         with disk_errors(f"allocate {size_bytes} bytes for {self._path}"):
             if os.pread(self._descriptor, HEADER_BYTES, 0) != header.pack():
                 write_at(self._descriptor, header.pack(), 0)
             os.posix_fallocate(self._descriptor, 0, size_bytes)
             os.truncate(self._descriptor, size_bytes)
+
+    def _under_this_key(self, found: Layout) -> Layout:
+        """The same layout, with the current key's identity if it has that of an older key."""
+        known = {digest_of(seal.identity) for seal in self._seals}
+        return evolve(found, identity=self._layout.identity) if found.identity in known else found
 
     def _offset(self, slot: Slot) -> int:
         return HEADER_BYTES + slot * self._format.record_bytes

@@ -12,7 +12,7 @@ from commutator.errors import TierError
 from commutator.kv import checksum
 from commutator_nvme.config import NvmeConfig
 
-__all__ = ["HEADER_BYTES", "PAGE_BYTES", "Header", "Layout", "parse_header"]
+__all__ = ["HEADER_BYTES", "PAGE_BYTES", "Header", "Layout", "digest_of", "parse_header"]
 
 PAGE_BYTES = 4096
 """Direct I/O needs addresses, offsets and sizes that are multiples of the disk's sector."""
@@ -25,6 +25,11 @@ _VERSION = 2
 # magic | version | nonce | identity | bytes of a block | its tokens | of a slot | slots in a file
 _FIELDS = struct.Struct("<8sI4xQ32sQQQQ")
 _CHECKSUM = struct.Struct("<Q")
+
+
+def digest_of(identity: str) -> bytes:
+    """``Layout.identity`` for ``SlotGeometry.identity``."""
+    return sha256(identity.encode()).digest()
 
 
 @frozen(kw_only=True)
@@ -47,7 +52,7 @@ class Layout:
         """The layout for a configuration. Raises TierError when not even one slot fits."""
         slot_bytes = -(-geometry.slot_bytes // PAGE_BYTES) * PAGE_BYTES
         layout = cls(
-            identity=sha256(geometry.identity.encode()).digest(),
+            identity=digest_of(geometry.identity),
             block_bytes=geometry.block_bytes,
             block_tokens=geometry.block_tokens,
             slot_bytes=slot_bytes,
@@ -82,7 +87,7 @@ class Layout:
     def difference(self, other: Layout) -> str | None:
         """Why blocks of ``other`` cannot be used with this layout, as text; None if they can."""
         if other.identity != self.identity:
-            return "belong to another model, tokenizer, dtype, parallel layout or codec"
+            return "belong to another model, tokenizer, dtype, parallel layout, codec or key"
         if other != self:
             return (
                 f"have {other.block_bytes} bytes and {other.block_tokens} tokens in slots of "

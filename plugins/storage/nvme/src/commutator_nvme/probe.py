@@ -83,7 +83,9 @@ def _scratch_file(folder: Path, *, direct: bool) -> Iterator[int | None]:
                 os.close(descriptor)
                 descriptor = -1
                 with contextlib.suppress(OSError):
-                    descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                    descriptor = os.open(
+                        path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+                    )
         yield descriptor if descriptor >= 0 else None
     finally:
         if descriptor >= 0:

@@ -3,7 +3,8 @@
 Little-endian: checksum u64 | sequence u64 | payload checksum u64 | payload bytes u64 | key 32 |
 parent 32 | tokens u32 | has a parent u32 | owner u32 (see ``owners``) | token ids u32 each | zeros
 up to a multiple of 64. The checksum covers the rest and is seeded by the index and the slot: a
-record is valid only in its own place. An empty slot's record is zeros. Pure.
+record is valid only in its own place. An empty slot's record is zeros. With a key a record is
+sealed, for its place in this index, and then padded with zeros again. Pure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import xxhash
 from attrs import define, field
 
 from commutator import KEY_BYTES, BlockKey, Slot, StoredBlock
+from commutator.kv import BlockSeal
 from commutator_nvme.owners import Owner
 
 __all__ = ["RecordFormat", "Recovered"]
@@ -25,6 +27,7 @@ _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_BYTES = 8
 _FIXED = struct.Struct(f"<QQQ{KEY_BYTES}s{KEY_BYTES}sIII")
 _ALIGNMENT_BYTES = 64
+_PLACE = struct.Struct("<6sQQ")
 _UINT64 = 1 << 64
 _FEW_TOKEN_IDS = 1 << 20
 
@@ -40,8 +43,10 @@ class Recovered:
     damaged: int = 0
     """How many of them are of a lost block."""
     last_sequence: int = 0
-    owners: set[int] = field(factory=set)
-    """Numbers of the owners in intact records."""
+    owners: dict[Slot, int] = field(factory=dict)
+    """The owner's number in each intact record, without number 0."""
+    under_older_keys: int = 0
+    """Intact records that are not sealed with the current key."""
     _sequences: dict[Slot, int] = field(factory=dict)
 
     def add(self, blocks: Sequence[StoredBlock], sequences: Sequence[int]) -> None:
@@ -61,15 +66,23 @@ class Recovered:
 
 
 class RecordFormat:
-    """Packs and unpacks the records of one index."""
+    """Packs and unpacks the records of one index.
 
-    def __init__(self, block_tokens: int, slot_bytes: int, nonce: int) -> None:
+    ``seals``: as in ``SlotGeometry``.
+    """
+
+    def __init__(
+        self, block_tokens: int, slot_bytes: int, nonce: int, seals: Sequence[BlockSeal] = ()
+    ) -> None:
         self._tokens = struct.Struct(f"<{block_tokens}I")
         self._block_tokens = block_tokens
         self._slot_bytes = slot_bytes
         self._nonce = nonce
         plain_bytes = _CHECKSUM_BYTES + _FIXED.size + self._tokens.size
-        self.record_bytes = -(-plain_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._seals = seals
+        self._plain_bytes = _aligned(plain_bytes)
+        self._sealed_bytes = self._plain_bytes + (seals[0].overhead_bytes if seals else 0)
+        self.record_bytes = _aligned(self._sealed_bytes)
         names = ["checksum", "sequence", "payload", "size", "key", "parent"]
         names += ["tokens", "has_parent", "owner"]
         formats = ["<u8"] * 4 + [f"V{KEY_BYTES}"] * 2 + ["<u4"] * 3
@@ -79,7 +92,7 @@ class RecordFormat:
                 "names": [*names, "token_ids"],
                 "formats": [*formats, ("<u4", (block_tokens,))],
                 "offsets": [*np.cumsum([0, *sizes]).tolist()],
-                "itemsize": self.record_bytes,
+                "itemsize": self._plain_bytes,
             }
         )
 
@@ -101,8 +114,11 @@ class RecordFormat:
             owner,
         )
         tokens = self._tokens.pack(*stored.token_ids, *[0] * (self._block_tokens - count))
-        rest = (fixed + tokens).ljust(self.record_bytes - _CHECKSUM_BYTES, b"\0")
-        return _CHECKSUM.pack(self._checksum(rest, stored.slot)) + rest
+        rest = (fixed + tokens).ljust(self._plain_bytes - _CHECKSUM_BYTES, b"\0")
+        record = _CHECKSUM.pack(self._checksum(rest, stored.slot)) + rest
+        if self._seals:
+            record = self._seals[0].seal(record, self._place(stored.slot))
+        return record.ljust(self.record_bytes, b"\0")
 
     def recover(
         self,
@@ -115,13 +131,13 @@ class RecordFormat:
         """Read the records of consecutive slots; ``lost`` marks slots whose bytes are missing."""
         count = len(data) // self.record_bytes
         raw = np.frombuffer(data, dtype=np.uint8).reshape(count, self.record_bytes)
-        records = raw.view(self._dtype).reshape(count)
         used = np.flatnonzero(raw.view(np.uint64).any(axis=1))
-        split = struct.Struct(f"<{_CHECKSUM_BYTES}x{self.record_bytes - _CHECKSUM_BYTES}s")
-        rests = (rest for (rest,) in split.iter_unpack(raw[used].tobytes()))
         slots = (used + first_slot).tolist()
+        plain = self._opened(raw[used].tobytes(), slots, into)
+        mine = np.frombuffer(plain, dtype=self._dtype)
+        split = struct.Struct(f"<{_CHECKSUM_BYTES}x{self._plain_bytes - _CHECKSUM_BYTES}s")
+        rests = (rest for (rest,) in split.iter_unpack(plain))
         found = np.fromiter(map(self._checksum, rests, slots), dtype=np.uint64, count=len(used))
-        mine = records[used]
         intact = (
             (found == mine["checksum"])
             & (mine["sequence"] > 0)
@@ -132,9 +148,33 @@ class RecordFormat:
         )
         into.damaged += int(len(used) - intact.sum())
         into.invalid += (used[~intact] + first_slot).tolist()
-        into.owners.update(np.unique(mine["owner"][intact]).tolist())
         slots = (used[intact] + first_slot).tolist()
+        numbers = mine["owner"][intact].tolist()
+        into.owners |= {slot: n for slot, n in zip(slots, numbers, strict=True) if n}
         into.add(*_blocks(mine[intact], slots, owners))
+
+    def _opened(self, records: bytes, slots: Sequence[Slot], into: Recovered) -> bytes:
+        """The records without their seals; zeros, which are not intact, where none fits."""
+        if not self._seals:
+            return records
+        opened: list[bytes] = []
+        nothing = bytes(self._plain_bytes)
+        for number, slot in enumerate(slots):
+            start = number * self.record_bytes
+            sealed = records[start : start + self._sealed_bytes]
+            rest = records[start + self._sealed_bytes : start + self.record_bytes]
+            place = self._place(slot)
+            plain = nothing
+            for seal in () if any(rest) else self._seals:
+                if (found := seal.unseal(sealed, place)) is not None:
+                    plain = found
+                    into.under_older_keys += seal is not self._seals[0]
+                    break
+            opened.append(plain)
+        return b"".join(opened)
+
+    def _place(self, slot: Slot) -> bytes:
+        return _PLACE.pack(b"record", self._nonce, slot)
 
     def _checksum(self, rest: bytes, slot: Slot) -> int:
         seed = (self._nonce + slot) % _UINT64
@@ -170,6 +210,10 @@ def _blocks(
         for key, slot, size_bytes, checksum, parent, has_parent, token_ids, owner in rows
     ]
     return blocks, records["sequence"].tolist()
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _pieces(data: bytes) -> list[bytes]:

@@ -67,6 +67,14 @@ class Segments:
             max(0, size - found) for size, found in zip(self._sizes, self._found, strict=True)
         )
 
+    def discard(self) -> None:
+        """Remove all files: their blocks, which no record names, are not left to be read."""
+        with disk_errors(f"remove files in {self._folder}"):
+            for path in self._folder.glob(f"{_NAME}*"):
+                path.unlink()
+        self._found = [0] * len(self._paths)
+        self._missing_bytes = sum(self._sizes)
+
     def lost(self, slots: Iterable[Slot]) -> npt.NDArray[np.bool_]:
         """Which slots were in a file that was missing or too short."""
         layout = self._layout
@@ -126,6 +134,6 @@ class Segments:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return 0

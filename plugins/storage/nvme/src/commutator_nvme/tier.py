@@ -11,7 +11,7 @@ from commutator import Memory, Region, Slot, SlotGeometry, Span, StoredBlock
 from commutator.errors import TierError
 from commutator.kv import OpenedSlots, SlotTier
 from commutator_nvme.config import NvmeConfig
-from commutator_nvme.files import Files, disk_errors, lock_folder
+from commutator_nvme.files import Files, lock_folder, make_folder
 from commutator_nvme.index import Index
 from commutator_nvme.layout import PAGE_BYTES, Layout
 from commutator_nvme.probe import Access, find_access
@@ -40,15 +40,20 @@ class NvmeTier(SlotTier):
 
     @property
     def folder(self) -> Path:
-        """The folder of the files; made when it is missing. Raises TierError when that fails."""
+        """The folder of the files; made when it is missing.
+
+        Raises TierError when that fails, and when it is not this user's alone.
+        """
         if "{worker}" in self._config.path:
             raise TierError(
                 f"nvme: {{worker}} in {self._config.path} was not replaced by a worker's id; "
                 "give a path without it"
             )
-        folder = Path(self._config.path)
-        with disk_errors(f"make the folder {folder}"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder = Path(self._config.path).expanduser()
+        except RuntimeError as error:
+            raise TierError(f"nvme: {self._config.path}: {error}; give another path") from error
+        make_folder(folder)
         return folder
 
     @cached_property
@@ -62,8 +67,8 @@ class NvmeTier(SlotTier):
             direct = self._use_direct(geometry)
             check_room(folder, layout)
             self._segments = Segments(folder, layout)
-            self._index = Index(folder, layout, files)
-            self._index.open(self._config.on_mismatch)
+            self._index = Index(folder, layout, files, geometry.seals)
+            self._index.open(self._config.on_mismatch, self._segments.discard)
             self._segments.allocate(files, direct=direct)
             recovered = self._index.recover(self._segments)
         except TierError:

@@ -21,7 +21,7 @@ from botocore.exceptions import (
 from commutator.errors import TierError
 from commutator_s3.config import S3TierConfig
 
-__all__ = ["Bucket", "Credentials"]
+__all__ = ["Bucket", "Credentials", "FoundObject"]
 
 _DELETED_AT_ONCE = 1000
 """S3's limit of keys in one request."""
@@ -40,6 +40,14 @@ class Credentials:
 
     def __repr__(self) -> str:
         return "Credentials(...)"
+
+
+@frozen
+class FoundObject:
+    """An object of the bucket."""
+
+    name: str
+    size_bytes: int
 
 
 class Bucket:
@@ -83,18 +91,19 @@ class Bucket:
                     raise
                 self._create()
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """The size of each object; None for the first missing one and all after it.
+    def first_found(self, names: Sequence[Sequence[str]]) -> list[FoundObject | None]:
+        """For each block, the first of its possible objects that exists.
 
-        Sends parallel requests in growing waves: a missing chain costs few requests.
+        None for the first block without one, and for all after it. Sends parallel requests in
+        growing waves: a missing chain costs few requests.
         """
-        sizes: list[int | None] = []
+        found: list[FoundObject | None] = []
         wave = min(_FIRST_WAVE, self._waves)
-        while len(sizes) < len(names) and None not in sizes:
-            sizes += self._pool.map(self._size, names[len(sizes) : len(sizes) + wave])
+        while len(found) < len(names) and None not in found:
+            found += self._pool.map(self._first, names[len(found) : len(found) + wave])
             wave = min(wave * _GROWTH, self._waves)
-        found = sizes.index(None) if None in sizes else len(sizes)
-        return sizes[:found] + [None] * (len(names) - found)
+        count = found.index(None) if None in found else len(found)
+        return found[:count] + [None] * (len(names) - count)
 
     def listing(self, prefix: str, most: int) -> Iterator[tuple[str, int]]:
         """Names and sizes of the first ``most`` objects under ``prefix``, in the order of names."""
@@ -102,6 +111,8 @@ class Bucket:
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self.name, Prefix=prefix, PaginationConfig={"PageSize": min(most, 1000)}
             )
+            # A server that answers with empty pages for ever must not keep the tier from opening.
+            pages = islice(pages, 2 + 2 * most // 1000)
             objects = (item for page in pages for item in page.get("Contents", ()))
             for item in islice(objects, most):
                 yield item["Key"], item["Size"]
@@ -120,6 +131,12 @@ class Bucket:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+
+    def _first(self, names: Sequence[str]) -> FoundObject | None:
+        for name in names:
+            if (size_bytes := self._size(name)) is not None:
+                return FoundObject(name, size_bytes)
+        return None
 
     def _size(self, name: str) -> int | None:
         with self._explained():

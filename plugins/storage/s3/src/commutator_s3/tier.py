@@ -1,4 +1,4 @@
-"""The `s3` tier: one object for each block, named by the block's key."""
+"""The `s3` tier: one object for each block, with a name that follows from the block's key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commutator import (
     StoredBlock,
 )
 from commutator.errors import TierError
-from commutator.kv import OpenedSlots, SlotTier
+from commutator.kv import BlockSeal, OpenedSlots, SlotTier
 from commutator_s3.bucket import Bucket, Credentials
 from commutator_s3.config import S3TierConfig
 
@@ -33,13 +33,16 @@ log = logging.getLogger(__name__)
 class S3Tier(SlotTier):
     """Blocks in a bucket that any number of workers share.
 
-    A block is the object ``PREFIX/IDENTITY/XX/KEY``: KEY is its key in hex, XX the first two digits
-    of it. A slot is this worker's record of one object, in memory only; ``probe`` looks objects up
-    in the bucket. Objects have no other metadata. A block that was written but not committed before
-    a crash therefore counts as committed afterwards; that is safe, because S3 shows only whole
-    objects and each begins with a header. Evicting a block deletes its object. An object that is
-    being read is deleted by the next call that reaches the bucket, or when the tier is closed.
-    Making room deletes only objects that this instance stored; others stay in the bucket.
+    A block is the object ``PREFIX/IDENTITY/XX/NAME``: NAME is its key in hex, or what
+    ``BlockSeal.name`` makes of it; XX are the first two digits of that. Each key of the tier has an
+    IDENTITY of its own: objects are written under the current one, and looked up under all, the
+    current one first. A slot is this worker's record of one object, in memory only; ``probe`` looks
+    objects up in the bucket. Objects have no other metadata. A block that was written but not
+    committed before a crash therefore counts as committed afterwards; that is safe, because S3
+    shows only whole objects and each begins with a header. Evicting a block deletes its object. An
+    object that is being read is deleted by the next call that reaches the bucket, or when the tier
+    is closed. Making room deletes only objects that this instance stored; others stay in the
+    bucket.
 
     ``open`` raises TierError when the store refuses or cannot be reached; call it again later. An
     open tier never needs to be reopened: while the store is unreachable, ``probe`` and ``evict``
@@ -64,7 +67,8 @@ class S3Tier(SlotTier):
             secret_key=_reveal(config.secret_key),
             session_token=_reveal(config.session_token),
         )
-        self._keys: dict[Slot, BlockKey] = {}
+        self._names: dict[Slot, str] = {}
+        """The name of each slot's object."""
         self._found: set[BlockKey] = set()
         """Committed blocks that another worker or an earlier process stored."""
         self._being_read: dict[Slot, BlockKey] = {}
@@ -72,7 +76,8 @@ class S3Tier(SlotTier):
         self._undeleted: set[BlockKey] = set()
         """Evicted blocks whose objects are not deleted yet."""
         self._numbers = count()
-        self._folder = ""
+        self._folders: list[_Folder] = []
+        """The current key's, and those of older keys."""
         self._slot_bytes = 0
 
     @property
@@ -102,8 +107,11 @@ class S3Tier(SlotTier):
         config, limit = self._config, self._config.capacity
         capacity = UNBOUNDED if limit is None else geometry.slots_in(limit)
         self._slot_bytes = geometry.slot_bytes
-        self._folder = "/".join(filter(None, (config.prefix.strip("/"), geometry.identity)))
-        self._keys.clear()
+        prefix = config.prefix.strip("/")
+        self._folders = [_Folder(prefix, seal.identity, seal) for seal in geometry.seals] or [
+            _Folder(prefix, geometry.identity)
+        ]
+        self._names.clear()
         self._found.clear()
         self._being_read.clear()
         self._undeleted.clear()
@@ -128,7 +136,7 @@ class S3Tier(SlotTier):
     def reserve(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         slots = super().reserve(keys)
         given = {slot: key for slot, key in zip(slots, keys, strict=True) if slot is not None}
-        self._keys |= given
+        self._names |= {slot: self._folders[0].name(key) for slot, key in given.items()}
         # An object that is written now must not be deleted for its evicted predecessor.
         reserved = set(given.values())
         self._undeleted -= reserved
@@ -138,22 +146,27 @@ class S3Tier(SlotTier):
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
         """A span with a fresh number: NIXL must never have two objects with one number."""
         span = Span(0, size_bytes, next(self._numbers))
-        return span, Region(memory=Memory.OBJ, span=span, name=self._name(self._keys[slot]))
+        return span, Region(memory=Memory.OBJ, span=span, name=self._names[slot])
 
     def probe(self, keys: Sequence[BlockKey]) -> list[StoredBlock | None]:
         table = self.table
         self._delete_evicted()
         gone = set(self._being_read.values())
         unknown = [key for key in keys if table.lookup(key) is None and key not in gone]
-        sizes = self._bucket.sizes([self._name(key) for key in unknown])
+        objects = self._bucket.first_found([self._all_names(key) for key in unknown])
         found = {
-            key: size
-            for key, size in zip(unknown, sizes, strict=True)
-            if size is not None and self._is_ours(size)
+            key: one
+            for key, one in zip(unknown, objects, strict=True)
+            if one is not None and self._is_ours(one.size_bytes)
         }
         # None for a block that this worker is writing, and for all where there is no room.
-        slots = zip(found, self.reserve(list(found)), strict=True)
-        new = [_stored(key, slot, found[key]) for key, slot in slots if slot is not None]
+        slots = dict(zip(found, self.reserve(list(found)), strict=True))
+        new = [
+            _stored(key, slot, found[key].size_bytes)
+            for key, slot in slots.items()
+            if slot is not None
+        ]
+        self._names |= {stored.slot: found[stored.key].name for stored in new}
         self.commit(new)
         self._found.update(stored.key for stored in new)
         return self.lookup(keys)
@@ -172,32 +185,60 @@ class S3Tier(SlotTier):
 
     def forget(self, blocks: Sequence[StoredBlock]) -> None:
         read = {block.slot: block.key for block in blocks if self.table.is_pinned(block.slot)}
-        self._bucket.delete([self._name(b.key) for b in blocks if b.slot not in read])
+        self._delete(b.key for b in blocks if b.slot not in read)
         self._being_read |= read
         self._found.difference_update(block.key for block in blocks)
         self._delete_evicted()
 
     def _delete_evicted(self) -> None:
-        self._bucket.delete([self._name(key) for key in self._undeleted])
+        self._delete(self._undeleted)
         self._undeleted.clear()
 
-    def _name(self, key: BlockKey) -> str:
-        digits = key.hex()
-        return f"{self._folder}/{digits[:2]}/{digits}"
+    def _delete(self, keys: Iterable[BlockKey]) -> None:
+        """Delete blocks' objects under every key: one that is left would be found again."""
+        self._bucket.delete([name for key in keys for name in self._all_names(key)])
+
+    def _all_names(self, key: BlockKey) -> list[str]:
+        return [folder.name(key) for folder in self._folders]
 
     def _is_ours(self, size_bytes: int) -> bool:
         # A larger object was written with another geometry.
         return 0 < size_bytes <= self._slot_bytes
 
     def _list(self, bucket: Bucket, most: int) -> list[StoredBlock]:
-        known: list[StoredBlock] = []
-        for name, size_bytes in bucket.listing(f"{self._folder}/", most) if most else ():
-            key = _key_of(name)
-            if key is not None and self._name(key) == name and self._is_ours(size_bytes):
-                self._keys[len(known)] = key
-                known.append(_stored(key, len(known), size_bytes))
-        self._found.update(stored.key for stored in known)
-        return known
+        """Blocks among the first ``most`` objects of each folder, at most so many."""
+        known: dict[BlockKey, StoredBlock] = {}
+        for folder in self._folders if most else ():
+            for name, size_bytes in bucket.listing(f"{folder.path}/", most):
+                key = folder.key_of(name)
+                if key is None or key in known or not self._is_ours(size_bytes):
+                    continue
+                if len(known) == most:
+                    break
+                slot = len(known)
+                self._names[slot] = name
+                known[key] = _stored(key, slot, size_bytes)
+        self._found.update(known)
+        return list(known.values())
+
+
+class _Folder:
+    """The objects of one identity, with the names that one of the tier's keys gives them."""
+
+    def __init__(self, prefix: str, identity: str, seal: BlockSeal | None = None) -> None:
+        self.path = "/".join(filter(None, (prefix, identity)))
+        self._seal = seal
+
+    def name(self, key: BlockKey) -> str:
+        """The name of a block's object."""
+        digits = key.hex() if self._seal is None else self._seal.name(key)
+        return f"{self.path}/{digits[:2]}/{digits}"
+
+    def key_of(self, name: str) -> BlockKey | None:
+        """The block of an object; None if it is none of ours."""
+        digits = name.rpartition("/")[2]
+        key = _key_of(digits) if self._seal is None else self._seal.key_of(digits)
+        return key if key is not None and self.name(key) == name else None
 
 
 def _stored(key: BlockKey, slot: Slot, size_bytes: int) -> StoredBlock:
@@ -208,9 +249,9 @@ def _reveal(secret: Secret | None) -> str | None:
     return None if secret is None else secret.reveal()
 
 
-def _key_of(name: str) -> BlockKey | None:
+def _key_of(digits: str) -> BlockKey | None:
     try:
-        key = bytes.fromhex(name.rpartition("/")[2])
+        key = bytes.fromhex(digits)
     except ValueError:
         return None
     return key if len(key) == KEY_BYTES else None

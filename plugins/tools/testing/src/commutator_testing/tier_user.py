@@ -98,7 +98,7 @@ class TierUser:
         data, total = block, checksum(block)
         if self.tier.framed:
             header = FrameHeader(
-                key=key, block_bytes=len(block), payload_bytes=len(block), checksum=total
+                tag=key, block_bytes=len(block), payload_bytes=len(block), checksum=total
             )
             data, total = header.pack() + block, 0
         self._memory[: len(data)] = data
