@@ -48,6 +48,7 @@ def page() -> str:
                 "`pipeline` come after it.\n"
             )
             parts += inner(field.name, RouterConfig)
+            parts += kinds(host.fairness, "router.busy.fairness, ")
         if field.name == "tiers":
             parts.append("Of every kind; a kind may be there more than once:\n")
             parts.append(table(TierConfig))

@@ -30,7 +30,15 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["shortest_queue", "parrot", "prefer_local", "deepest_first", "folder_tier", "csv_observer"],
+    [
+        "shortest_queue",
+        "parrot",
+        "prefer_local",
+        "deepest_first",
+        "fair_turns",
+        "folder_tier",
+        "csv_observer",
+    ],
 )
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
     env = install(root, name, tmp_path / "site")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from commutator.auth.keys import KeyAuthenticator, KeysConfig
+from commutator.contract.fairness import FairnessConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.registration import (
     AuthenticatorRegister,
+    FairnessRegister,
     LauncherRegister,
     RegistryRegister,
 )
 from commutator.contract.registry import RegistryConfig
+from commutator.fairness.policies import Fifo, Weighted, WeightedConfig
 from commutator.hookspecs import hookimpl
 from commutator.launcher.process import LocalLauncher
 from commutator.registry.memory import MemoryRegistry
@@ -31,3 +34,14 @@ def authenticator_register(register: AuthenticatorRegister) -> None:
 def launcher_register(register: LauncherRegister) -> None:
     """Kind `process`: child processes of the supervisor, on its machine."""
     register("process", LauncherConfig, lambda _, context: LocalLauncher(context), "stable")
+
+
+def _weighted(config: WeightedConfig) -> Weighted:
+    return Weighted(config.generated_token_weight)
+
+
+@hookimpl
+def fairness_register(register: FairnessRegister) -> None:
+    """Kinds `weighted`: fair shares of tokens; `fifo`: priority, then arrival."""
+    register("weighted", WeightedConfig, _weighted, "beta")
+    register("fifo", FairnessConfig, lambda _: Fifo(), "stable")

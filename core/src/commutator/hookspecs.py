@@ -6,7 +6,8 @@ contract version arguments may be added here, never removed or reordered.
 
     registration   once, at start          engine_register, router_register,
                                            route_stage_register, disagg_register,
-                                           tier_register, eviction_register, observer_register,
+                                           fairness_register, tier_register,
+                                           eviction_register, observer_register,
                                            authenticator_register, frontend_register,
                                            registry_register, launcher_register
     workers        as they come and go     worker_up, worker_down
@@ -31,6 +32,7 @@ from commutator.contract.registration import (
     DisaggRegister,
     EngineRegister,
     EvictionRegister,
+    FairnessRegister,
     FrontendRegister,
     LauncherRegister,
     ObserverRegister,
@@ -93,6 +95,16 @@ def disagg_register(register: DisaggRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``DisaggregationConfig``; ``factory(config)`` makes one ``DisaggPolicy`` for each model.
     Collect-all; must not block.
+    """
+
+
+@_hookspec
+def fairness_register(register: FairnessRegister) -> None:
+    """Called once at start, in every process. Offer fairness policies: whose request is next.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``FairnessConfig``; ``factory(config)`` makes one ``FairnessPolicy`` for each model's queue in
+    each front-door process. Collect-all; must not block.
     """
 
 

@@ -24,6 +24,7 @@ from commutator.contract.disagg import (
 )
 from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
@@ -131,6 +132,9 @@ class PluginHost(Observer):
         self.evictions: Catalog[Callable[[Any, int], EvictionPolicy]] = Catalog(
             "eviction", EvictionConfig, _must_be_factory
         )
+        self.fairness: Catalog[Callable[[Any], FairnessPolicy]] = Catalog(
+            "fairness", FairnessConfig, _must_be_factory
+        )
         self.observers: Catalog[Callable[[Any], Observer]] = Catalog(
             "observer", ObserverConfig, _must_be_factory
         )
@@ -151,6 +155,7 @@ class PluginHost(Observer):
             "router_register": self.routers,
             "route_stage_register": self.stages,
             "disagg_register": self.disaggs,
+            "fairness_register": self.fairness,
             "tier_register": self.tiers,
             "eviction_register": self.evictions,
             "observer_register": self.observers,

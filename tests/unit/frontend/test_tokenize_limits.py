@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.support.front_door import FakeDispatcher, front_door
 
+from commutator.contract.request import UNKNOWN_CALLER
+
 REQUESTS = [("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [5]})]
 
 
@@ -15,7 +17,7 @@ async def test_they_wait_for_a_place_until_their_time_is_up(
     async with front_door(
         FakeDispatcher(), max_concurrent_requests=1, request_timeout_s=0.5
     ) as door:
-        async with door.services.limiter:
+        async with door.services.limiter.of(UNKNOWN_CALLER):
             status, refused = await door.post(path, body)
         assert (status, refused["error"]["code"]) == (504, "deadline_exceeded")
         assert (await door.post(path, body))[0] == 200
@@ -26,7 +28,7 @@ async def test_there_are_only_so_many_places(path: str, body: dict[str, object])
     async with front_door(
         FakeDispatcher(), max_concurrent_requests=1, max_queued_requests=0
     ) as door:
-        async with door.services.limiter:
+        async with door.services.limiter.of(UNKNOWN_CALLER):
             status, refused = await door.post(path, body)
         assert (status, refused["error"]["code"]) == (429, "queue_full")
 

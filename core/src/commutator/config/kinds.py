@@ -14,6 +14,7 @@ from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
 from commutator.contract.engine import EngineConfig
 from commutator.contract.eviction import EvictionConfig
+from commutator.contract.fairness import FairnessConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
@@ -64,6 +65,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     DisaggregationConfig: lambda host: host.disaggs,
     TierConfig: lambda host: host.tiers,
     EvictionConfig: lambda host: host.evictions,
+    FairnessConfig: lambda host: host.fairness,
     ObserverConfig: lambda host: host.observers,
     AuthenticatorConfig: lambda host: host.authenticators,
     FrontendConfig: lambda host: host.frontends,

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
+from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import Observer, ObserverConfig
@@ -25,6 +26,7 @@ __all__ = [
     "DisaggRegister",
     "EngineRegister",
     "EvictionRegister",
+    "FairnessRegister",
     "FrontendRegister",
     "Kind",
     "LauncherRegister",
@@ -61,7 +63,7 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "observer", "authenticator", "frontend", "registry" or "launcher"."""
+    "fairness", "observer", "authenticator", "frontend", "registry" or "launcher"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -177,6 +179,8 @@ TierRegister = Register[TierConfig, Callable[[Any], StorageTier]]
 """Offers a storage tier by ``factory(config)``, called once for each worker."""
 EvictionRegister = Register[EvictionConfig, Callable[[Any, int], EvictionPolicy]]
 """Offers an eviction policy by ``factory(config, capacity_blocks)``, called once for each tier."""
+FairnessRegister = Register[FairnessConfig, Callable[[Any], FairnessPolicy]]
+"""Offers a fairness policy by ``factory(config)``, called once for each queue."""
 ObserverRegister = Register[ObserverConfig, Callable[[Any], Observer]]
 """Offers an observer by ``factory(config)``, called once for each `observers` entry and front-door
 process."""

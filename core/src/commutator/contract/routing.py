@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from attrs import Attribute, field, frozen
 
+from commutator.contract.fairness import FairnessConfig
 from commutator.contract.settings import (
     Bounds,
     NonNegativeInt,
@@ -275,14 +276,20 @@ class BusyConfig:
     )
     max_queued_requests: NonNegativeInt = setting(
         "Requests of one model that may wait, in each front door, while every worker is busy; one "
-        "more is answered 429, or the last of them if its `priority` is less urgent. Lower "
-        "`priority` goes first.",
+        "more is answered 429, or the last of the principal that has the most waiting, or the "
+        "last of its own if its `priority` is less urgent. Lower `priority` goes first.",
         1024,
         validator=_needs_threshold,
     )
     max_queue_s: PositiveSeconds = setting(
         "A request that has waited this long for a worker is answered 429.",
         60.0,
+        validator=_needs_threshold,
+    )
+    fairness: FairnessConfig | None = setting(
+        "Whose request is next when several principals' requests wait; {kind: weighted} by "
+        "default. `priority` orders the requests of one principal, with {kind: fifo} all.",
+        None,
         validator=_needs_threshold,
     )
 

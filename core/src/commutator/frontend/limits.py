@@ -1,11 +1,12 @@
 """Limits of one front-door process: how many requests run and wait, and how long each may take.
 
 There are two queues. The one here bounds how many requests a front door has in hand at once
-(``max_concurrent_requests`` run, ``max_queued_requests`` wait in order of arrival): it protects the
-memory and the event loop of the process. The one of ``commutator.routing.queue`` bounds how much
-work the workers of a model have: it knows their load, and orders requests by priority. A request
-that waits there gives up its place here, so that the limits do not add up: a deployment whose
-workers are all busy must not keep out the urgent request that could get the next free worker.
+(``max_concurrent_requests`` run, ``max_queued_requests`` wait, shared fairly between principals):
+it protects the memory and the event loop of the process. The one of ``commutator.routing.queue``
+bounds how much work the workers of a model have: it knows their load, and orders requests by
+fairness and priority. A request that waits there gives up its place here, so that the limits do not
+add up: a deployment whose workers are all busy must not keep out the urgent request that could get
+the next free worker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 
+from commutator.contract.fairness import FairnessPolicy
+from commutator.contract.request import Caller
 from commutator.errors import DeadlineError, OverloadedError
+from commutator.routing.queue import Place, RequestQueue
 
 __all__ = [
     "ByteBudget",
@@ -25,71 +29,120 @@ __all__ = [
 ]
 
 
-class ConcurrencyLimiter:
-    """A request inside ``async with`` holds one of ``max_running`` places.
+class _PlaceShares(FairnessPolicy):
+    """A flow ranks by the places that its requests hold, in proportion to its weight."""
 
-    Up to ``max_waiting`` others wait for one, in order of arrival.
+    def __init__(self) -> None:
+        self._held: dict[str | None, float] = {}
+
+    def charge(
+        self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
+    ) -> None:
+        """Here a request is charged with 1, and with -1 when it ends."""
+        held = self._held.get(flow, 0.0) + prompt_tokens / weight
+        if held > _ROUNDING:
+            self._held[flow] = held
+        else:
+            self._held.pop(flow, None)
+
+    def rank(self, flow: str | None) -> float:
+        return self._held.get(flow, 0.0)
+
+
+_ROUNDING = 1e-9
+"""Less than one request of the largest weight; what remains when the last one of a flow ends."""
+
+
+class ConcurrencyLimiter:
+    """Up to ``max_running`` requests hold a place; up to ``max_waiting`` others wait for one.
+
+    A free place goes to the principal whose requests hold the fewest, in proportion to its weight;
+    its requests come in order of arrival. A request that waits for a worker still counts for its
+    principal. When the queue is full, a request is refused: the newest of the principal that has
+    the most waiting. So no principal can keep others out.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.running = 0
         self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._turns: dict[asyncio.Future[None], None] = {}
-        """In order of arrival; a dict, so that any of them can leave in constant time."""
+        self._queue = RequestQueue(max_waiting, _PlaceShares())
+        self._turns: dict[Place, asyncio.Future[None]] = {}
 
     @property
     def waiting(self) -> int:
         return len(self._turns)
 
-    def check(self) -> None:
-        """Raise OverloadedError if there is no place and no room to wait for one."""
-        if self.running >= self._max_running and self.waiting >= self._max_waiting:
-            raise OverloadedError(
-                f"{self.running} requests run and {self.waiting} wait: "
-                "the queue is full; try again soon"
-            )
+    def check(self, caller: Caller) -> None:
+        """Raise OverloadedError if a request of ``caller`` would be refused now."""
+        if self.running >= self._max_running and self.waiting >= self._queue.max_length:
+            place = self._queue.place(0, caller.principal, caller.weight)
+            if self._queue.replaceable(place) is None:
+                raise self._refusal("the queue is full")
 
-    async def __aenter__(self) -> None:
-        """Take one of the places. Raises OverloadedError when the queue is full."""
-        self.check()
+    @asynccontextmanager
+    async def of(self, caller: Caller) -> AsyncIterator[None]:
+        """Hold one of the places for a request of ``caller``.
+
+        Raises OverloadedError when the queue is full, or becomes so by requests of others.
+        """
+        place = self._queue.place(0, caller.principal, caller.weight)
         if self.running < self._max_running:
-            self.running += 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._turns[turn] = None
+            self._begin(place)
+        else:
+            await self._wait(place)
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in self._turns:
-                del self._turns[turn]
-            else:
-                self._leave()  # its turn had come already
-            raise
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
+            yield
+        finally:
+            self._end(place)
 
     def stepped(self, change: int) -> None:
         """A running request stepped aside (1) or came back (-1), even if all places are taken."""
+        self.running -= change
         if change > 0:
-            self._leave()
-        else:
-            self.running += 1
+            self._admit_next()
 
-    def _leave(self) -> None:
+    async def _wait(self, place: Place) -> None:
+        if not self._queue.enter(place):
+            last = self._queue.enter_for_last(place)
+            if last is None:
+                raise self._refusal("the queue is full")
+            turn = self._turns.pop(last)
+            if not turn.done():
+                turn.set_exception(self._refusal("the queue is full, and others have fewer in it"))
+        turn = self._turns[place] = asyncio.get_running_loop().create_future()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if self._turns.pop(place, None) is not None:
+                self._queue.leave(place)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._end(place)  # its turn had come already
+            raise
+
+    def _begin(self, place: Place) -> None:
+        self.running += 1
+        self._queue.charge(place, 1, 0)
+
+    def _end(self, place: Place) -> None:
         self.running -= 1
-        if self._turns and self.running < self._max_running:
-            turn = next(iter(self._turns))
-            del self._turns[turn]
-            self.running += 1
-            if not turn.done():  # a cancelled request leaves as soon as it resumes
-                turn.set_result(None)
+        self._queue.charge(place, -1, 0)
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        if self.running >= self._max_running or (place := self._queue.first()) is None:
+            return
+        self._queue.leave(place)
+        self._begin(place)
+        turn = self._turns.pop(place)
+        if not turn.done():
+            turn.set_result(None)
+        else:  # it was cancelled, and has not resumed yet
+            self._end(place)
+
+    def _refusal(self, problem: str) -> OverloadedError:
+        return OverloadedError(
+            f"{self.running} requests run and {self.waiting} wait: {problem}; try again soon"
+        )
 
 
 class ByteBudget:

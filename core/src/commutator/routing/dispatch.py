@@ -186,6 +186,7 @@ class Dispatch:
     def _account(self, delta: TokenDelta) -> TokenDelta:
         current = self._current
         if delta.cached_tokens is not None:
+            current.report_cached(delta.cached_tokens)
             self._recomputed_tokens += max(0, current.recomputes - delta.cached_tokens)
             current.recomputes = 0
             if self._cached_tokens is None:

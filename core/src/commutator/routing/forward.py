@@ -76,10 +76,13 @@ class Forward:
         """The answer's body, as it arrives."""
         assert self._answer is not None
         async for chunk in self._answer.chunks():
-            if self._placement.ticket.prefilling:
+            ticket = self._placement.ticket
+            if ticket.prefilling:
                 ttft_s = time.perf_counter() - self._started_s
                 self._routing.host.request_first_token(self._summary, self.worker_id, ttft_s)
-                self._routing.load.progress(self._placement.ticket, 1)
+                self._routing.load.progress(ticket, 1)
+            if ticket.on_served is not None:
+                ticket.on_served(0, _tokens(chunk))
             yield chunk
         self._complete = True
 
@@ -109,3 +112,12 @@ class Forward:
                 ),
             )
         await self._stack.aclose()
+
+
+_TOKEN_BYTES = 4
+"""Of English text."""
+
+
+def _tokens(chunk: bytes) -> int:
+    """About the tokens in a part of an answer, which is not parsed: events, or else its length."""
+    return chunk.count(b"data:") or len(chunk) // _TOKEN_BYTES

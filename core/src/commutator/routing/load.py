@@ -30,6 +30,9 @@ class Ticket:
     """Prompt tokens that the worker is expected to compute."""
     generated_tokens: int = 0
     prefilling: bool = True
+    on_served: Callable[[int, int], None] | None = None
+    """Called with the prompt and generated tokens that the worker computes for it, beyond the
+    expected ``prefill_tokens``; prompt tokens are negative where fewer are computed."""
 
     @property
     def blocks(self) -> int:
@@ -85,6 +88,8 @@ class InFlightLoad:
         totals = self._totals.get(ticket.worker_id)
         less = ticket.prefill_tokens - prefill_tokens
         ticket.prefill_tokens = prefill_tokens
+        if less and ticket.on_served is not None:
+            ticket.on_served(-less, 0)
         if totals is not None:
             totals.prefill_tokens -= less
             totals.load = None
@@ -103,6 +108,8 @@ class InFlightLoad:
             if self.on_fall is not None:
                 self.on_fall()
         ticket.generated_tokens += new_tokens
+        if new_tokens and ticket.on_served is not None:
+            ticket.on_served(0, new_tokens)
         if totals is not None and (grown := ticket.blocks - before):
             totals.blocks += grown
             totals.load = None

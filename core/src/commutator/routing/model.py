@@ -8,7 +8,9 @@ from collections.abc import Callable
 from attrs import frozen
 
 from commutator.config.model import Config
-from commutator.contract.routing import RouterConfig
+from commutator.contract.fairness import FairnessPolicy
+from commutator.contract.routing import BusyConfig, RouterConfig
+from commutator.fairness.guarded import Guarded
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad
@@ -77,7 +79,16 @@ def model_routing(
         if policy.uses_overlap:
             indexer = shared if shared and shared.serves(config) else KvIndexer(config)
         router = ModelRouter(policy, indexer, load, rng, config.block_size)
-        return Placer(model, router, workers, load, config.busy, on_waiting, prefill=prefill)
+        return Placer(
+            model,
+            router,
+            workers,
+            load,
+            config.busy,
+            on_waiting,
+            prefill=prefill,
+            fairness=_fairness(config.busy, host),
+        )
 
     placer = make_placer(config.router, None, prefill=False)
     pool = None
@@ -86,3 +97,15 @@ def model_routing(
         prefill = make_placer(disagg.router, placer.router.indexer, prefill=True)
         pool = PrefillPool(disagg, policy, prefill, compatibility, host)
     return ModelRouting(placer.router, placer, pool, workers, load, host)
+
+
+_DEFAULT_FAIRNESS = "weighted"
+
+
+def _fairness(busy: BusyConfig, host: PluginHost) -> FairnessPolicy | None:
+    """The policy of one queue; None where no request ever waits."""
+    if not busy.enabled:
+        return None
+    config = busy.fairness
+    kind = host.fairness.kinds[_DEFAULT_FAIRNESS if config is None else config.kind]
+    return Guarded(kind.thing(config or kind.config_class(kind=kind.name)))

@@ -9,6 +9,7 @@ from functools import partial
 
 from attrs import evolve, frozen
 
+from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import KvPrompt
@@ -53,10 +54,12 @@ class Placer:
         on_waiting: Callable[[int], None],
         *,
         prefill: bool = False,
+        fairness: FairnessPolicy | None = None,
     ) -> None:
         """``on_waiting`` is called with 1 when a request begins to wait, -1 when it stops.
 
         ``prefill``: choose among the prefill workers instead of the workers that decode.
+        ``fairness`` orders the waiting requests of different principals; None: ``fifo``.
         """
         self._model = model
         self._prefill = prefill
@@ -67,7 +70,9 @@ class Placer:
         self._prefetcher = TierPrefetcher()
         self._queue: RouterQueue[Placement] | None = None
         if busy.enabled:
-            self._queue = RouterQueue(busy, self._undo, self._refusal, on_waiting)
+            self._queue = RouterQueue(
+                busy, self._undo, self._refusal, on_waiting, fairness, _prompt_tokens
+            )
 
     @property
     def waiting(self) -> int:
@@ -106,6 +111,10 @@ class Placer:
         while True:
             placement = self._take_any(summary, hashes, usable)
             if await self._reachable(placement):
+                if (queue := self._queue) is not None:
+                    place = queue.place(summary.priority, summary.principal, summary.weight)
+                    queue.charge(place, _prompt_tokens(placement), 0)
+                    placement.ticket.on_served = partial(queue.charge, place)
                 return placement
 
     async def _place_in_turn(
@@ -117,7 +126,7 @@ class Placer:
         request: GenerateRequest | None,
     ) -> Placement:
         arrived_s = asyncio.get_running_loop().time()
-        place = queue.place(summary.priority)
+        place = queue.place(summary.priority, summary.principal, summary.weight)
         attempt = partial(self._take_free, summary, hashes, usable)
         prefetch = None
         if request is not None and self.router.indexer is not None:
@@ -130,7 +139,9 @@ class Placer:
                 place, arrived_s, attempt, again=again, on_near=prefetch
             )
             if await self._reachable(placement):
+                placement.ticket.on_served = partial(queue.charge, place)
                 return evolve(placement, route=evolve(placement.route, waited_s=waited_s))
+            queue.charge(place, -_prompt_tokens(placement), 0)
             again = True
 
     def _prefetch(
@@ -212,6 +223,11 @@ class Placer:
         # No worker need be busy: the requests in the queue may be about to be served.
         busy = f"{describe_busy(self._busy, hits)}; " if hits else ""
         return OverloadedError(f"{busy}{problem}", retry_after_s, reason)
+
+
+def _prompt_tokens(placement: Placement) -> int:
+    """What is charged for the prompt: at least one token, which is never cached."""
+    return max(1, placement.ticket.prefill_tokens)
 
 
 class TierPrefetcher:

@@ -7,6 +7,7 @@ too. ``RouterQueue`` lets asyncio tasks wait in that order.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import count
@@ -14,8 +15,10 @@ from typing import Generic, TypeVar
 
 from attrs import define, field, frozen
 
+from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig
 from commutator.errors import RoutingError
+from commutator.fairness.policies import Fifo
 
 __all__ = [
     "Place",
@@ -39,6 +42,9 @@ after which to try again."""
 _NEAR = 32
 """The number of requests at the head of the queue whose turn counts as near."""
 
+_MOST_VOID = 64
+"""Void entries that the heap of flows may have, beside one for each flow."""
+
 
 @define(eq=False)
 class _Waiter(Generic[ResultT]):
@@ -50,11 +56,15 @@ class _Waiter(Generic[ResultT]):
 
 @frozen(order=True)
 class Place:
-    """A position in the queue. The smallest is served first."""
+    """A position in the queue. Of one flow, the smallest is served first."""
 
     priority: int
     number: int
     """Counts arrivals, so that equal priorities are served in their order."""
+    flow: str | None = field(default=None, order=False)
+    """The flow of its principal; see ``FairnessPolicy.flow``."""
+    weight: float = field(default=1.0, order=False)
+    """The principal's weight."""
 
 
 class RouterQueue(Generic[ResultT]):
@@ -73,16 +83,22 @@ class RouterQueue(Generic[ResultT]):
         undo: Callable[[ResultT], None],
         refusal: Refusal,
         on_waiting: Callable[[int], None] = lambda _: None,
+        fairness: FairnessPolicy | None = None,
+        prompt_tokens: Callable[[ResultT], int] = lambda _: 0,
     ) -> None:
         """``undo`` releases the result of an attempt whose request was cancelled before it got it.
 
         ``on_waiting`` is called with 1 when a request begins to wait, -1 when it stops.
+        ``fairness`` orders the requests of different principals; None: ``fifo``.
+        ``prompt_tokens`` says how many tokens the worker computes before the first of the answer;
+        they are charged at once.
         """
-        self._queue = RequestQueue(config.max_queued_requests)
+        self._queue = RequestQueue(config.max_queued_requests, fairness or Fifo())
         self._max_queue_s = config.max_queue_s
         self._undo = undo
         self._refusal = refusal
         self._on_waiting = on_waiting
+        self._prompt_tokens = prompt_tokens
         self._waiters: dict[Place, _Waiter[ResultT]] = {}
         self._arrivals: list[tuple[float, int]] = []
         """(``arrived_s``, ``Place.number``) of every waiter, sorted."""
@@ -100,9 +116,13 @@ class RouterQueue(Generic[ResultT]):
             return 0.0
         return asyncio.get_running_loop().time() - self._arrivals[0][0]
 
-    def place(self, priority: int) -> Place:
+    def place(self, priority: int, principal: str | None = None, weight: float = 1.0) -> Place:
         """The position of a request that arrives now; lower priorities are served first."""
-        return self._queue.place(priority)
+        return self._queue.place(priority, principal, weight)
+
+    def charge(self, place: Place, prompt_tokens: int, generated_tokens: int) -> None:
+        """Count what the workers compute for the flow of ``place``; see ``FairnessPolicy``."""
+        self._queue.charge(place, prompt_tokens, generated_tokens)
 
     async def admit(
         self,
@@ -118,13 +138,14 @@ class RouterQueue(Generic[ResultT]):
         ``arrived_s``: when the request arrived, by the loop's clock. ``again``: the request was
         admitted before, but its worker could not be reached; it may enter a full queue.
         ``on_near`` is called once if the request waits and its turn is near. Raises the refusal
-        when the queue is, or becomes, full of requests that are at least as urgent, or when the
-        time limit passes; and any error of ``attempt``.
+        when the queue is, or becomes, full of requests that are at least as urgent or of flows
+        that have no more than their share of it, or when the time limit passes; and any error of
+        ``attempt``.
         """
         loop = asyncio.get_running_loop()
         # A request must not overtake one before it while a wake-up is scheduled.
-        ahead = self._queue.first()
-        if (ahead is None or place < ahead) and (result := attempt()) is not None:
+        if self._queue.is_next(place) and (result := attempt()) is not None:
+            self._begin(place, result)
             return result, 0.0
         if not self._queue.enter(place, again=again):
             last = self._queue.enter_for_last(place)
@@ -177,7 +198,13 @@ class RouterQueue(Generic[ResultT]):
                     if result is None:
                         return
                     waiter.turn.set_result(result)
+                    self._begin(place, result)
             self._queue.leave(place)
+
+    def _begin(self, place: Place, result: ResultT) -> None:
+        # At once, so that the next free worker of this wake-up is another flow's.
+        self._queue.admitted(place)
+        self._queue.charge(place, self._prompt_tokens(result), 0)
 
     def _notify_near(self) -> None:
         for place in self._queue.nearest(_NEAR):
@@ -190,6 +217,8 @@ class RouterQueue(Generic[ResultT]):
         turn = self._waiters[place].turn
         if not turn.done():
             problem = f"the queue of {self.waiting} is full, and more urgent requests came"
+            if self._queue.flows > 1:
+                problem += ", or requests of others who have fewer waiting"
             turn.set_exception(
                 self._refusal("router_queue_displaced", problem, self._recent_wait_s)
             )
@@ -204,56 +233,180 @@ class RouterQueue(Generic[ResultT]):
 
 
 @define
-class RequestQueue:
-    """A bounded queue with strict priorities.
+class _Flow:
+    """The requests of one flow that wait."""
 
-    Priorities do not age: more urgent requests overtake a less urgent one as long as they keep
-    coming, and only the queue's time limit bounds its wait. Engines' schedulers use the same
-    order.
+    places: list[Place] = field(factory=list)
+    """Sorted."""
+    entry: _Entry | None = None
+    """Its entry in the heap of flows; older entries are void."""
+
+
+_Entry = tuple[float, Place, str | None]
+"""A flow's rank, its first place and its name; places are all different."""
+
+
+@define
+class RequestQueue:
+    """A bounded queue of flows in the order of a fairness policy, with strict priorities in each.
+
+    Priorities do not age: more urgent requests of a flow overtake a less urgent one of the same
+    flow as long as they keep coming, and only the queue's time limit bounds its wait. Engines'
+    schedulers use the same order.
+
+    A full queue is shared by the flows in proportion to their weights: a flow with less than its
+    share displaces the last request of the one that has the most.
     """
 
     max_length: int
-    _waiting: list[Place] = field(factory=list)
+    _policy: FairnessPolicy = field(factory=Fifo)
+    _flows: dict[str | None, _Flow] = field(factory=dict)
+    """Those that have requests waiting."""
+    _heap: list[_Entry] = field(factory=list)
+    _changed: set[str | None] = field(factory=set)
+    """Waiting flows whose entry in the heap may be outdated."""
+    _length: int = 0
     _numbers: count[int] = field(factory=count)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._length
 
-    def place(self, priority: int) -> Place:
+    @property
+    def flows(self) -> int:
+        """The number of flows that have requests waiting."""
+        return len(self._flows)
+
+    def place(self, priority: int, principal: str | None = None, weight: float = 1.0) -> Place:
         """The position of a request that arrives now; it does not wait yet."""
-        return Place(priority, next(self._numbers))
+        return Place(priority, next(self._numbers), self._policy.flow(principal), weight)
+
+    def is_next(self, place: Place) -> bool:
+        """Whether a request that does not wait yet would be served before all that do."""
+        flow = self._flows.get(place.flow)
+        if flow is None:
+            self._policy.arrived(place.flow, place.weight)
+        first = self._first_entry()
+        if first is None:
+            return True
+        head = place if flow is None else min(place, flow.places[0])
+        return head is place and (self._policy.rank(place.flow), place) < first[:2]
 
     def enter(self, place: Place, *, again: bool = False) -> bool:
         """Begin to wait. False if the queue is full; ``again`` ignores the limit."""
-        if len(self._waiting) >= self.max_length and not again:
+        if self._length >= self.max_length and not again:
             return False
-        insort(self._waiting, place)
+        self._insert(place)
         return True
 
     def enter_for_last(self, place: Place) -> Place | None:
-        """Replace the last request of a full queue if it is less urgent.
-
-        Returns the replaced position; None if every waiting request is at least as urgent.
-        """
-        last = self._waiting[-1] if self._waiting and self.max_length else None
-        if last is None or last.priority <= place.priority:
-            return None
-        del self._waiting[-1]
-        insort(self._waiting, place)
+        """Replace ``replaceable`` by ``place``. Returns the replaced position, if there is one."""
+        last = self.replaceable(place)
+        if last is not None:
+            self.leave(last)
+            self._insert(place)
         return last
+
+    def replaceable(self, place: Place) -> Place | None:
+        """The position of a full queue that makes room for ``place``; None if there is none.
+
+        The last one of the flow that has the most waiting in proportion to its weight, if that is
+        more than the flow of ``place`` would have; otherwise the last of its own flow, if it is
+        less urgent.
+        """
+        if not self._length or not self.max_length:
+            return None
+        own = self._flows.get(place.flow)
+        longest = max(self._flows.values(), key=_share)
+        own_share = ((0 if own is None else len(own.places)) + 1) / place.weight
+        if longest is not own and _share(longest) > own_share:
+            return longest.places[-1]
+        if own is not None and own.places[-1].priority > place.priority:
+            return own.places[-1]
+        return None
 
     def leave(self, place: Place) -> bool:
         """Stop waiting. False if the position was not in the queue."""
-        index = bisect_left(self._waiting, place)
-        if index == len(self._waiting) or self._waiting[index] != place:
+        flow = self._flows.get(place.flow)
+        if flow is None:
             return False
-        del self._waiting[index]
+        index = bisect_left(flow.places, place)
+        if index == len(flow.places) or flow.places[index] != place:
+            return False
+        del flow.places[index]
+        self._length -= 1
+        if not flow.places:
+            del self._flows[place.flow]
+            self._changed.discard(place.flow)
+        elif index == 0:
+            self._changed.add(place.flow)
         return True
 
+    def admitted(self, place: Place) -> None:
+        """The request got its worker, whether or not it waited."""
+        self._policy.admitted(place.flow)
+        self._note_change(place.flow)
+
+    def charge(self, place: Place, prompt_tokens: int, generated_tokens: int) -> None:
+        """Count tokens that the workers compute for the flow of ``place``."""
+        self._policy.charge(place.flow, place.weight, prompt_tokens, generated_tokens)
+        self._note_change(place.flow)
+
     def nearest(self, count: int) -> list[Place]:
-        """The first ``count`` positions, in order."""
-        return self._waiting[:count]
+        """About the first ``count`` positions, as if each flow's turn came once in each round.
+
+        Exact for the first one, and for a queue of one flow.
+        """
+        self._first_entry()
+        if len(self._flows) == 1:
+            (flow,) = self._flows.values()
+            return flow.places[:count]
+        # The root of a heap and what lies next to it are small, if not the smallest.
+        heads = sorted(entry for entry in self._heap[: 2 * count] if self._is_valid(entry))
+        waiting = [self._flows[name].places for _, _, name in heads[:count]]
+        found: list[Place] = []
+        for turn in range(count):
+            found += [places[turn] for places in waiting if turn < len(places)]
+            if len(found) >= count:
+                break
+        return found[:count]
 
     def first(self) -> Place | None:
         """The next position to be served."""
-        return self._waiting[0] if self._waiting else None
+        entry = self._first_entry()
+        return None if entry is None else entry[1]
+
+    def _insert(self, place: Place) -> None:
+        flow = self._flows.get(place.flow)
+        if flow is None:
+            self._policy.arrived(place.flow, place.weight)
+            flow = self._flows[place.flow] = _Flow()
+        insort(flow.places, place)
+        self._length += 1
+        if flow.places[0] is place:
+            self._changed.add(place.flow)
+
+    def _note_change(self, name: str | None) -> None:
+        if name in self._flows:
+            self._changed.add(name)
+
+    def _first_entry(self) -> _Entry | None:
+        heap = self._heap
+        for name in self._changed:
+            flow = self._flows[name]
+            flow.entry = (self._policy.rank(name), flow.places[0], name)
+            heapq.heappush(heap, flow.entry)
+        self._changed.clear()
+        if len(heap) > 2 * len(self._flows) + _MOST_VOID:
+            heap = self._heap = [f.entry for f in self._flows.values() if f.entry is not None]
+            heapq.heapify(heap)
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        flow = self._flows.get(entry[2])
+        return flow is not None and flow.entry is entry
+
+
+def _share(flow: _Flow) -> float:
+    return len(flow.places) / flow.places[-1].weight

@@ -74,6 +74,13 @@ class WorkerRequest:
                 self._first_token()
             self._load.progress(self.ticket, len(delta.token_ids))
 
+    def report_cached(self, cached_tokens: int) -> None:
+        """Correct the expected cost of the prompt by the cache hits that the worker reported."""
+        ticket = self.ticket
+        if ticket.prefilling and ticket.on_served is not None:
+            computed = max(0, ticket.prompt_tokens - cached_tokens)
+            ticket.on_served(computed - ticket.prefill_tokens, 0)
+
     def _first_token(self) -> None:
         if self.span is not None:
             self.span.event("first token")

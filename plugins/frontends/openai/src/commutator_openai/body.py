@@ -20,7 +20,7 @@ from attrs import field, frozen
 from commutator.errors import RequestError
 from commutator.frontend import ByteBudget
 from commutator.schema import StructureError, structure
-from commutator_openai.middleware import SERVICES
+from commutator_openai.middleware import SERVICES, caller
 from commutator_openai.protocol.bounds import check_json
 from commutator_openai.protocol.errors import HttpError, error_response
 from commutator_openai.protocol.fields import build_request_converter
@@ -125,7 +125,7 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
     limits, length = request.app[BODY_LIMITS], request.content_length
     if length is not None and length > limits.max_bytes:
         raise web.HTTPRequestEntityTooLarge(max_size=limits.max_bytes, actual_size=length)
-    request.app[SERVICES].limiter.check()
+    request.app[SERVICES].limiter.check(caller(request, user=None, session_id=None))
     if length is None or "Content-Encoding" in request.headers:
         length = limits.max_bytes
     if length <= _INLINE_BYTES:

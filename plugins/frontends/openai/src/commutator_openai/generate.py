@@ -68,14 +68,15 @@ async def _serve(
         name, text = services.text_model(body.model)
         exchange.model = name
         exchange.user = _label(body)
-        async with services.limiter:
+        sender = caller(request, user=body.user, session_id=_session_id(body))
+        async with services.limiter.of(sender):
             target = Target(
                 model=name,
                 text=text,
                 prompts=services.preprocessors[name],
                 max_model_len=services.max_model_len(name),
                 request_id=exchange.request_id,
-                caller=caller(request, user=body.user, session_id=_session_id(body)),
+                caller=sender,
             )
             plan = await make_plan(body, target)
             shape = shape_class(

@@ -11,7 +11,7 @@ from aiohttp import web
 from commutator.errors import RequestError
 from commutator.frontend import FrontendServices
 from commutator_openai.body import read_request
-from commutator_openai.middleware import SERVICES, time_limit
+from commutator_openai.middleware import SERVICES, caller, time_limit
 from commutator_openai.planning import chat_prompt
 from commutator_openai.protocol.requests import DetokenizeRequest, TokenizeRequest
 from commutator_openai.protocol.responses import (
@@ -51,7 +51,7 @@ async def _serve(
     services = request.app[SERVICES]
     async with time_limit(request):
         body = await read_request(request, cls)
-        async with services.limiter:
+        async with services.limiter.of(caller(request, user=None, session_id=None)):
             return await answer(services, body)
 
 

@@ -83,7 +83,7 @@ async def engine_only(request: web.Request) -> web.StreamResponse:
                 f"{request.path} is not served here, and no worker of {name} serves it",
                 code="unsupported_endpoint",
             )
-        async with services.limiter:
+        async with services.limiter.of(caller(request, user=None, session_id=None)):
             return await pass_through(request, name, body)
 
 
@@ -97,7 +97,7 @@ async def pass_through_if(request: web.Request, refused: RequestError) -> web.St
     if name not in services.models or not services.dispatcher.forwards(name):
         return None
     request[EXCHANGE].model = name
-    async with services.limiter:
+    async with services.limiter.of(caller(request, user=None, session_id=None)):
         return await pass_through(request, name, body)
 
 

@@ -1,10 +1,10 @@
 """For plugin authors: conformance suites, fault wrappers and a local cluster.
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
-`EvictionContract`, `LauncherContract`, `RegistryContract`, `ObserverContract`), supply a factory or
-fixture, and run pytest. Suites set their own pytest marks, so they need no configuration. Each name
-is imported at its first use: the suites need pytest, pytest-asyncio and hypothesis, and
-`TierContract` also needs NIXL.
+`EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`,
+`ObserverContract`), supply a factory or fixture, and run pytest. Suites set their own pytest marks,
+so they need no configuration. Each name is imported at its first use: the suites need pytest,
+pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from commutator_testing.disagg import DisaggContract
     from commutator_testing.engines import EngineContract, WorkerPair, collect, make_request
     from commutator_testing.eviction import EvictionContract, tree_block
+    from commutator_testing.fairness import FairnessContract
     from commutator_testing.faults import (
         Faults,
         FaultyClient,
@@ -37,6 +38,7 @@ __all__ = [
     "DisaggContract",
     "EngineContract",
     "EvictionContract",
+    "FairnessContract",
     "Faults",
     "FaultyClient",
     "FaultyIo",
@@ -64,6 +66,7 @@ _HOMES = {
     "commutator_testing.disagg": ("DisaggContract",),
     "commutator_testing.engines": ("EngineContract", "WorkerPair", "collect", "make_request"),
     "commutator_testing.eviction": ("EvictionContract", "tree_block"),
+    "commutator_testing.fairness": ("FairnessContract",),
     "commutator_testing.faults": (
         "Faults",
         "FaultyClient",

@@ -1,0 +1,98 @@
+"""The fairness policies of core. Pure: calls change the counters, and ``rank`` reads them."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Annotated
+
+from attrs import define, field, frozen
+
+from commutator.contract.fairness import FairnessConfig, FairnessPolicy
+from commutator.contract.settings import Bounds, setting
+
+__all__ = [
+    "Fifo",
+    "Weighted",
+    "WeightedConfig",
+]
+
+_MOST_FLOWS = 4096
+"""Flows of `weighted` that are remembered, at least; see ``Weighted._forget``."""
+
+
+class Fifo(FairnessPolicy):
+    """One flow for everyone: priority, then arrival, whoever sent the request."""
+
+    def flow(self, principal: str | None) -> str | None:
+        return None
+
+    def rank(self, flow: str | None) -> float:
+        return 0.0
+
+
+@frozen(kw_only=True)
+class WeightedConfig(FairnessConfig):
+    """Options of `weighted`."""
+
+    generated_token_weight: Annotated[float, Bounds(minimum=0)] = setting(
+        "The number of prompt tokens that a generated token counts as; a prompt's cached tokens "
+        "count as none.",
+        2.0,
+    )
+
+
+@define
+class Weighted(FairnessPolicy):
+    """Start-time fair queueing of tokens, whose costs are charged as they arise.
+
+    A flow's counter is the cost of what it was served, divided by its weight. The flow with the
+    smallest counter is served first, so flows that have requests waiting are served in proportion
+    to their weights. The virtual time is the largest counter of a flow at an admission. A flow
+    that comes back is lifted to it: it gets no credit for the time in which it asked for nothing.
+    It keeps its debt, because a counter above the virtual time is not lowered.
+    """
+
+    generated_token_weight: float = 2.0
+    _counters: dict[str | None, float] = field(factory=dict)
+    _virtual_time: float = 0.0
+    _most: int = _MOST_FLOWS
+
+    @property
+    def flows(self) -> int:
+        """The number of flows whose counters are remembered."""
+        return len(self._counters)
+
+    def arrived(self, flow: str | None, weight: float) -> None:
+        self._counters[flow] = max(self.rank(flow), self._virtual_time)
+        self._forget()
+
+    def admitted(self, flow: str | None) -> None:
+        self._virtual_time = max(self._virtual_time, self.rank(flow))
+
+    def charge(
+        self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
+    ) -> None:
+        cost = prompt_tokens + self.generated_token_weight * generated_tokens
+        self._counters[flow] = self.rank(flow) + cost / weight
+        self._forget()
+
+    def rank(self, flow: str | None) -> float:
+        return self._counters.get(flow, self._virtual_time)
+
+    def _forget(self) -> None:
+        """Keep the counters few, at no one's profit.
+
+        A flow at or below the virtual time is lifted to it when it comes back, so its counter is
+        not needed. With too many flows above it, the virtual time is raised to half of them, so
+        that those forgotten keep their debt. Flows that wait and are forgotten rank equal then,
+        in the order of their priorities and arrivals.
+        """
+        counters = self._counters
+        if len(counters) <= self._most:
+            return
+        kept = {flow: counter for flow, counter in counters.items() if counter > self._virtual_time}
+        if len(kept) > self._most // 2:
+            largest = heapq.nlargest(self._most // 2, kept.values())
+            self._virtual_time = max(self._virtual_time, largest[-1])
+            kept = {flow: c for flow, c in kept.items() if c > self._virtual_time}
+        self._counters = kept
