@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 from tests.support.front_door import FakeDispatcher, answer, front_door
 
+from commutator.contract.request import UNKNOWN_CALLER
 from commutator.launcher.child import raise_descriptor_limit
 from commutator_openai.connections import ConnectionTable, most_connections
 
@@ -100,7 +101,7 @@ async def test_headers_without_end_are_refused() -> None:
 async def test_a_full_queue_is_told_before_the_body_is_read() -> None:
     async with (
         front_door(FakeDispatcher(), max_concurrent_requests=1, max_queued_requests=0) as door,
-        door.services.limiter,
+        door.services.limiter.of(UNKNOWN_CALLER),
     ):
         status, body = await answer_to(
             door.port, HALF_A_BODY.replace(b"Host", b"Connection: close\r\nHost")
