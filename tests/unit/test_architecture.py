@@ -22,7 +22,7 @@ EXAMPLES = sorted(path.parent for path in ROOT.glob("docs/examples/*/src/*/__ini
 
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| [^|]+ \|([^|]*)\|$", re.MULTILINE)
-STAND_ALONE = {"errors", "backoff", "frames"}
+STAND_ALONE = {"errors", "backoff", "frames", "trust"}
 # A room is a package or a module of core; the longest name that fits a module is its room.
 ROOMS = {
     room: {*re.findall(r"`([\w.]+)`", others), "errors"}

@@ -9,6 +9,9 @@ from typing import Any, cast
 
 import msgspec
 
+from commutator.errors import CommutatorError
+from commutator.trust import Gate, Handshake, HandshakeError
+
 __all__ = [
     "FrameProtocol",
     "pack",
@@ -30,14 +33,23 @@ class FrameProtocol(asyncio.Protocol):
     """Cuts the byte stream of one connection into frames.
 
     ``on_frame`` gets each decoded array; ``on_lost`` is called once when the connection ends, with
-    the reason. A frame that is too long or not MessagePack ends the connection.
+    the reason. A frame that is too long or not MessagePack ends the connection. With a ``gate``,
+    both ends first prove that they belong to the same run: nothing is parsed or sent before.
     """
 
     def __init__(
-        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[str], None]
+        self,
+        on_frame: Callable[[list[Any]], None],
+        on_lost: Callable[[str], None],
+        gate: Gate | None = None,
     ) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._gate = gate
+        self._handshake: Handshake | None = None
+        """The handshake that is not complete yet."""
+        self._deadline: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.Future[None] | None = None
         self._buffer = bytearray()
         self._unsent: list[bytes] = []
         self._problem: str | None = None
@@ -46,6 +58,28 @@ class FrameProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not subclass asyncio's, so isinstance cannot be used.
         self.transport = cast(asyncio.Transport, transport)
+        if self._gate is None:
+            return
+        try:
+            self._handshake = self._gate.enter(self.transport)
+        except CommutatorError as error:  # without its secret, this process proves nothing
+            self._fail(str(error))
+            return
+        if self._handshake is not None:
+            limit_s = self._gate.deadline_s
+            self._deadline = asyncio.get_running_loop().call_later(
+                limit_s, self._refuse, f"it proved nothing within {limit_s:g} s"
+            )
+            if first := self._handshake.begin():
+                self.transport.write(first)
+
+    async def proven(self) -> None:
+        """Wait until the peer has proved that it belongs to this run. Raises ConnectionError."""
+        if self._handshake is not None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        elif self._problem is not None:
+            raise ConnectionError(self._problem)
 
     def send(self, frame: list[Any] | tuple[Any, ...]) -> None:
         """Write one frame, together with what else is sent in this turn of the event loop.
@@ -53,11 +87,13 @@ class FrameProtocol(asyncio.Protocol):
         Dropped silently when the connection has ended.
         """
         if self.transport is not None and not self.transport.is_closing():
-            if not self._unsent:
+            if not self._unsent and self._handshake is None:
                 asyncio.get_running_loop().call_soon(self._flush)
             self._unsent.append(pack(frame))
 
     def _flush(self) -> None:
+        if self._handshake is not None:
+            return  # kept until the peer has proved itself
         unsent, self._unsent = self._unsent, []
         if unsent and self.transport is not None and not self.transport.is_closing():
             self.transport.write(b"".join(unsent))
@@ -69,12 +105,19 @@ class FrameProtocol(asyncio.Protocol):
         return taken + sum(map(len, self._unsent))
 
     def close(self) -> None:
-        """Close the connection after writing what was sent."""
+        """Close the connection after writing what was sent, if the peer has proved itself."""
         self._flush()
+        self._end_handshake(None)
         if self.transport is not None:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self._problem is not None:
+            return
+        if self._handshake is not None:
+            data = self._take_proof(self._handshake, data)
+            if not data:
+                return
         buffer = self._buffer
         buffer += data
         start = 0
@@ -99,7 +142,48 @@ class FrameProtocol(asyncio.Protocol):
         del buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost(self._problem or (str(exc) if exc else "connection closed"))
+        reason = self._problem or (str(exc) if exc else "connection closed")
+        if self._handshake is not None:
+            reason = self._problem or "it closed the connection before both ends proved themselves"
+            self._end_handshake(reason)
+        self._on_lost(reason)
+
+    def _take_proof(self, handshake: Handshake, data: bytes) -> bytes:
+        """Continue the handshake. Returns the bytes that follow it."""
+        assert self.transport is not None
+        try:
+            answer, rest = handshake.feed(data)
+        except HandshakeError as error:
+            self._refuse(str(error))
+            return b""
+        if answer:
+            self.transport.write(answer)
+        if handshake.proven:
+            self._end_handshake(None)
+            self._flush()
+        return rest
+
+    def _refuse(self, reason: str) -> None:
+        self._end_handshake(reason)
+        self._fail(reason)
+
+    def _end_handshake(self, problem: str | None) -> None:
+        """Idempotent: a handshake ends once, with the problem that came first."""
+        handshake, self._handshake = self._handshake, None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if handshake is None or self._gate is None or self.transport is None:
+            return
+        if not handshake.proven:
+            self._problem = problem or "connection closed"
+        self._gate.leave(self.transport, problem)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            if handshake.proven:
+                waiting.set_result(None)
+            else:
+                waiting.set_exception(ConnectionError(problem or "connection closed"))
 
     def _fail(self, problem: str) -> None:
         self._problem = problem

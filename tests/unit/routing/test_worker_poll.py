@@ -39,6 +39,11 @@ class Client:
             raise EngineUnavailableError("gone")
         return self.counted
 
+    async def refused_connections(self, *, timeout_s: float) -> dict[str, int]:
+        if self.counted is None:
+            raise EngineUnavailableError("gone")
+        return {"token API": self.counted.pulls.succeeded}
+
 
 @define
 class View:

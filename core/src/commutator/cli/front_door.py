@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from email.message import Message
 from functools import wraps
 from http.client import HTTPException
@@ -15,6 +16,13 @@ import click
 from attrs import frozen
 
 from commutator.errors import CommutatorError
+from commutator.trust import (
+    SECRET_FILE,
+    RunSecret,
+    SecretFileError,
+    adopt,
+    secret_of_this_process,
+)
 
 __all__ = ["FrontDoor", "front_door_options", "prompt_options"]
 
@@ -52,6 +60,26 @@ class FrontDoor:
     def health(self) -> dict[str, Any]:
         """The answer of /health."""
         return self.call("/health")[1]
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Make this process one of the deployment's own inside the block, to ask its workers.
+
+        Raises CommutatorError for a user who may not read the deployment's secret.
+        """
+        if secret_of_this_process() is not None:
+            yield
+            return
+        path = self.health().get("secret_file")
+        try:
+            secret = None if path is None else RunSecret.load(path)
+        except SecretFileError as error:
+            raise CommutatorError(
+                f"{error}\n  run this on the deployment's machine as the user who started it, or "
+                f"set {SECRET_FILE} to a file with its secret"
+            ) from error
+        with adopt(secret):
+            yield
 
     def workers(self, worker_id: str | None = None) -> list[dict[str, Any]]:
         """The workers, or only ``worker_id``, as /health shows them."""

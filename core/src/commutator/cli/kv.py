@@ -51,7 +51,8 @@ class Workers:
         Raises CommutatorError when no worker answers.
         """
         addresses = find_workers(self.door, self.worker_id, model)
-        answers, problems = asyncio.run(_ask_all(addresses, question))
+        with self.door.joined():
+            answers, problems = asyncio.run(_ask_all(addresses, question))
         for worker_id, problem in problems.items() if answers else ():
             click.echo(f"{worker_id}: {problem}", err=True)
         complete = all(isinstance(error, EngineWithoutTiersError) for error in problems.values())

@@ -166,7 +166,7 @@ def _wait_until_idle(door: FrontDoor, worker_id: str, wait_s: float) -> int:
     deadline_s = time.monotonic() + wait_s
     idle_polls = 0
     while idle_polls < _IDLE_POLLS:
-        running = _running(_find(door, worker_id))
+        running = _running(door, _find(door, worker_id))
         idle_polls = 0 if running else idle_polls + 1
         if running and time.monotonic() > deadline_s:
             return running
@@ -174,12 +174,13 @@ def _wait_until_idle(door: FrontDoor, worker_id: str, wait_s: float) -> int:
     return 0
 
 
-def _running(one: dict[str, Any]) -> int:
+def _running(door: FrontDoor, one: dict[str, Any]) -> int:
     """The worker's requests, as counted by the front doors and, if possible, by the worker."""
     routed = int(one["active_requests_of_all"])
     if one["admin_address"] is None:
         return routed
-    load = asyncio.run(_ask_load(one["admin_address"]))
+    with door.joined():
+        load = asyncio.run(_ask_load(one["admin_address"]))
     return max(routed, load.running + load.waiting)
 
 
@@ -198,7 +199,8 @@ def _change(door: FrontDoor, worker_id: str, value: bool | Role) -> None:
     if address is None:
         raise CommutatorError(f"{door.url} follows no registry, so its workers cannot be changed")
     try:
-        found = asyncio.run(_set_in_registry(address, worker_id, value))
+        with door.joined():
+            found = asyncio.run(_set_in_registry(address, worker_id, value))
     except RegistryError as error:
         raise CommutatorError(f"{error}\n  run this on the machine of the registry") from error
     if not found:

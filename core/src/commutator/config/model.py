@@ -14,7 +14,14 @@ from commutator.contract.observer import ObserverConfig
 from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import RouterConfig
-from commutator.contract.settings import Fraction, NonNegativeInt, PositiveSeconds, Seconds, setting
+from commutator.contract.settings import (
+    Fraction,
+    NonNegativeInt,
+    PositiveSeconds,
+    Seconds,
+    Secret,
+    setting,
+)
 from commutator.contract.tier import TierConfig
 
 __all__ = [
@@ -63,6 +70,12 @@ class RuntimeConfig:
         "between processes; by default UCX_NET_DEVICES of the environment, else `lo`: this machine "
         "only. UCX lets everyone who reaches it read and write the process's memory, so name only "
         "interfaces of a network that nothing else can reach.",
+        None,
+    )
+    secret: Secret | None = setting(
+        "The passphrase from which the processes of this deployment derive the secret that they "
+        "prove to each other; give other hosts the same one. By default the file named by "
+        "COMMUTATOR_SECRET_FILE holds the secret, else each run makes a new one.",
         None,
     )
     state_dir: str | None = setting(

@@ -221,6 +221,15 @@ class EngineClient(ABC):
         del timeout_s
         raise EngineError("this engine does not count its hand-overs")
 
+    async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
+        """Connections that the worker's process refused since it began, by the service asked for.
+
+        They came from processes that did not prove that they belong to the deployment. Raises
+        EngineError.
+        """
+        del timeout_s
+        return {}
+
     @abstractmethod
     async def close(self) -> None:
         """Abort the requests in flight and disconnect. Idempotent; never raises."""

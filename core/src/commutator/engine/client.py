@@ -25,6 +25,7 @@ from commutator.contract.worker import (
 )
 from commutator.engine.protocol import (
     PROTOCOL,
+    SERVICE,
     DeltaStream,
     KvQuestion,
     pack_request,
@@ -39,6 +40,7 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.frames import FrameProtocol
+from commutator.trust import ClientGate, RunSecret
 
 __all__ = [
     "TokenApiClient",
@@ -53,11 +55,15 @@ class TokenApiClient(EngineClient):
     """Talks to a ``TokenApiServer`` at "host:port", over one connection at a time.
 
     ``start`` and every question connect when there is no connection; those that come meanwhile wait
-    for the same attempt.
+    for the same attempt. ``secret`` is that of the worker's run, by default that of this process:
+    a server that does not know it gets no message.
     """
 
-    def __init__(self, address: str, *, answer_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, address: str, *, answer_timeout_s: float = 5.0, secret: RunSecret | None = None
+    ) -> None:
         self.address = address
+        self._secret = secret
         self._answer_timeout_s = answer_timeout_s
         self._session: _Session | None = None
         self._connecting: asyncio.Task[_Session] | None = None
@@ -75,7 +81,7 @@ class TokenApiClient(EngineClient):
         return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> _Session:
-        session = _Session(self.address)
+        session = _Session(self.address, self._secret)
         host, _, port = self.address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
@@ -155,6 +161,13 @@ class TokenApiClient(EngineClient):
         except msgspec.ValidationError as error:
             raise EngineError(f"worker at {self.address}: {error}") from error
 
+    async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
+        answer = await self._ask("refused_connections", timeout_s=timeout_s)
+        try:
+            return msgspec.convert(answer, dict[str, int])
+        except msgspec.ValidationError as error:
+            raise EngineError(f"worker at {self.address}: {error}") from error
+
     async def close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
@@ -176,12 +189,13 @@ class TokenApiClient(EngineClient):
 class _Session:
     """One connection to a worker. Its streams and questions end with it, and with no other."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: RunSecret | None) -> None:
         self._address = address
         self._streams: dict[int, DeltaStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        gate = ClientGate(SERVICE, secret)
+        self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.lost = False
 

@@ -10,10 +10,10 @@
 ``key`` numbers the requests of one connection. ``request`` is a GenerateRequest in MessagePack,
 sent as bytes, so that it is decoded only once, into its class. A "deltas" frame holds everything
 that one engine tick produced for this connection; ``extras`` is a map of the fields that are set.
-``what`` is "load", "transfer_statistics", "drain", "resume" or "reset_prefix_cache", without
-arguments; or "kv" with a ``KvQuestion`` about storage tiers and its argument: nil, a ``KvPrompt``,
-the name of one tier (nil: all) or a list of addresses. Only "kv" may fail: ``kind`` is "no_tiers"
-for an engine without tiers, otherwise "engine".
+``what`` is "load", "transfer_statistics", "refused_connections", "drain", "resume" or
+"reset_prefix_cache", without arguments; or "kv" with a ``KvQuestion`` about storage tiers and its
+argument: nil, a ``KvPrompt``, the name of one tier (nil: all) or a list of addresses. Only "kv"
+may fail: ``kind`` is "no_tiers" for an engine without tiers, otherwise "engine".
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from commutator.contract.request import FinishReason, GenerateRequest, TokenDelt
 
 __all__ = [
     "PROTOCOL",
+    "SERVICE",
     "DeltaStream",
     "KvQuestion",
     "pack_delta",
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 PROTOCOL = 3
+
+SERVICE = "token API"
+"""The service that both ends of a connection prove themselves for."""
 
 
 KvQuestion = Literal[

@@ -15,7 +15,7 @@ import msgspec
 
 from commutator.contract.request import GenerateRequest, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad, KvPrompt, TransferStatistics
-from commutator.engine.protocol import PROTOCOL, pack_delta, unpack_request
+from commutator.engine.protocol import PROTOCOL, SERVICE, pack_delta, unpack_request
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -25,6 +25,7 @@ from commutator.errors import (
 )
 from commutator.frames import FrameProtocol
 from commutator.kv.admin import KvAdmin
+from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
 
 __all__ = [
     "Emit",
@@ -85,7 +86,7 @@ class _Connection:
     def __init__(self, server: TokenApiServer) -> None:
         self.server = server
         self.engine_keys: dict[int, int] = {}
-        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.frames = FrameProtocol(self._on_frame, self._on_lost, server.gate)
 
     def _on_frame(self, frame: list[Any]) -> None:
         try:
@@ -132,9 +133,14 @@ class _Connection:
 
 
 class TokenApiServer:
-    """Serves one ``TokenEngine`` to any number of connections."""
+    """Serves one ``TokenEngine`` to any number of connections.
 
-    def __init__(self, engine: TokenEngine) -> None:
+    They come from processes of the run of ``secret``, by default that of this process; all others
+    are refused. A process of no run serves everyone who can connect.
+    """
+
+    def __init__(self, engine: TokenEngine, *, secret: RunSecret | None = None) -> None:
+        self.gate: Gate = ServerGate(SERVICE, secret)
         self._engine = engine
         self._keys = itertools.count(1)
         self._owner: dict[int, tuple[_Connection, int]] = {}
@@ -213,6 +219,8 @@ class TokenApiServer:
             return msgspec.to_builtins(self._engine.load()) | {"draining": self._draining}
         if what == "transfer_statistics":
             return self._engine.transfer_statistics()
+        if what == "refused_connections":
+            return refused_connections()
         if what in ("drain", "resume"):
             self._draining = what == "drain"
             return None

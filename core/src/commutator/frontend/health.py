@@ -108,6 +108,7 @@ def _health(services: FrontendServices) -> dict[str, object]:
         "load_peers": dispatcher.load_peers(),
         "indexed_blocks": dispatcher.indexed_blocks(),
         "registry": services.registry_address,
+        "secret_file": services.secret_file,
         "warnings": [attrs.asdict(warning) for warning in dispatcher.warnings()],
     }
 

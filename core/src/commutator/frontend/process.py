@@ -18,7 +18,7 @@ from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
-from commutator.errors import CommutatorError
+from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import calm_garbage_collector, raise_descriptor_limit
@@ -31,6 +31,7 @@ from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimit
 from commutator.tenants.meter import Meter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
+from commutator.trust import SECRET_FILE
 
 __all__ = [
     "REGISTRY",
@@ -44,6 +45,8 @@ log = logging.getLogger("commutator.frontend.process")  # not "__main__"
 
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "HOST:PORT"."""
+
+_REFUSALS_EVERY_S = 2.0
 
 T = TypeVar("T")
 
@@ -70,6 +73,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         gate=gate,
         meter=Meter(counting),
         registry_address=registry_address,
+        secret_file=os.environ.get(SECRET_FILE),
     )
     loaded.host.add_observer("metrics", services.metrics)
     await gate.start()
@@ -80,8 +84,12 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
     following = asyncio.create_task(follower.run(registry.watch()))
-    tasks = [following, asyncio.create_task(dispatcher.poll.run())]
-    tasks.append(asyncio.create_task(counting.run()))
+    tasks = [
+        following,
+        asyncio.create_task(dispatcher.poll.run()),
+        asyncio.create_task(counting.run()),
+        asyncio.create_task(_follow_refusals(registry, services)),
+    ]
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         sharing = ReplicaSync(Path(socket_path).stem, dispatcher.load, registry_address)
         tasks.append(asyncio.create_task(sharing.run()))
@@ -122,6 +130,16 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await registry.close()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)
+
+
+async def _follow_refusals(registry: RegistryClient, services: FrontendServices) -> None:
+    """Keep the registry's count of refused connections current, for the metrics."""
+    while True:
+        try:
+            services.refused = await registry.refused_connections()
+        except RegistryError as error:
+            log.debug("%s", error)  # whoever follows the workers logs that the registry is away
+        await asyncio.sleep(_REFUSALS_EVERY_S)
 
 
 async def serve_frontend(

@@ -43,6 +43,10 @@ class FrontendServices:
     """Counts what principals use."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry for `commutator worker`; None when it has no address."""
+    secret_file: str | None = None
+    """The file with the run's secret, for commands of the user who started it; None without."""
+    refused: Mapping[str, int] = field(factory=dict)
+    """Connections that the registry's process refused, by service."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` answers 503 from then on."""
@@ -64,6 +68,7 @@ class FrontendServices:
                 warnings=dispatcher.warnings,
                 kv=lambda: dispatcher.poll.kv,
                 transfers=lambda: dispatcher.poll.transfers,
+                refused=lambda: {**dispatcher.poll.refused, "supervisor": self.refused},
             )
         )
         self.preprocessors = {

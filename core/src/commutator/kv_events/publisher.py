@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
 from commutator.contract.block import EventBatch, KvEvent
 from commutator.contract.worker import EventSource
 from commutator.kv_events.codec import encode_batch
+from commutator.trust import run_folder
 
 __all__ = ["EventPublisher"]
 
 log = logging.getLogger(__name__)
 
-_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_END = -1
+_SEQUENCE_BYTES = 8
 _POLL_MS = 50
+_REPLAYING_POLL_MS = 1
+_REPLAY_HIGH_WATER = 100
+"""Messages of a replay that ZMQ holds for one reader."""
+_MAX_REPLAYS = 64
+"""Replays at a time; the one that waits longest for its reader makes room for another."""
+_STALLED_S = 30.0
+"""A reader that takes nothing for this long gets no more."""
+
+_numbers = itertools.count()
 
 
 class EventPublisher:
@@ -28,7 +42,11 @@ class EventPublisher:
 
     A replay request is ``[b"", first sequence (8 bytes, big-endian)]``. The answer is one
     ``[b"", topic, sequence, body]`` for each kept message from that sequence on, and a last one
-    with the sequence -1 and an empty body.
+    with the sequence -1 and an empty body. Readers that do not read cost a bounded number of
+    messages: the rest of a replay waits here as a number, and live messages are dropped for them.
+
+    In a run, both are Unix sockets in its folder, which only its user can enter: events name the
+    tokens of prompts. A process of no run publishes over TCP at ``host``, to everyone who connects.
     """
 
     def __init__(
@@ -41,19 +59,18 @@ class EventPublisher:
     ) -> None:
         self._topic = topic.encode()
         self._rank = data_parallel_rank
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=keep_messages)
         self._inbox: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
-        self._sequence = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
-        self._pub.set_hwm(100_000)
+        self._pub.set_hwm(max(1, keep_messages))  # what it drops can still be replayed
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.set_hwm(0)  # a replay may contain every kept message
-        pub_port = self._pub.bind_to_random_port(f"tcp://{host}")
-        replay_port = self._replay.bind_to_random_port(f"tcp://{host}")
+        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or lost reader raises
+        self._replay.set_hwm(_REPLAY_HIGH_WATER)
+        self._kept = _Kept(keep_messages)
+        self._replays: dict[bytes, _Replay] = {}
         self.source = EventSource(
-            endpoint=f"tcp://{host}:{pub_port}",
-            replay_endpoint=f"tcp://{host}:{replay_port}",
+            endpoint=_bind(self._pub, host),
+            replay_endpoint=_bind(self._replay, host),
             topic=topic,
         )
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -77,32 +94,112 @@ class EventPublisher:
         # A ZMQ socket is for one thread, so this thread also answers replay requests.
         while True:
             try:
-                batch = self._inbox.get(timeout=_POLL_MS / 1000)
+                wait_ms = _REPLAYING_POLL_MS if self._replays else _POLL_MS
+                batch = self._inbox.get(timeout=wait_ms / 1000)
             except queue.Empty:
                 pass
             else:
                 if batch is None:
                     break
-                self._send(batch)
+                body = encode_batch(batch)
+                self._pub.send_multipart([self._topic, _packed(self._kept.append(body)), body])
             while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._answer_replay()
+                self._take_request()
+            self._continue_replays()
         self._pub.close(linger=200)
         self._replay.close(linger=0)
         self._context.term()
 
-    def _send(self, batch: EventBatch) -> None:
-        sequence, body = self._sequence.to_bytes(8, "big"), encode_batch(batch)
-        self._sequence += 1
-        self._kept.append((sequence, body))
-        self._pub.send_multipart([self._topic, sequence, body])
-
-    def _answer_replay(self) -> None:
+    def _take_request(self) -> None:
         frames = self._replay.recv_multipart()
-        if len(frames) != 3 or len(frames[2]) != 8:  # noqa: PLR2004 - identity, empty, sequence
+        if len(frames) != 3 or len(frames[2]) != _SEQUENCE_BYTES:  # noqa: PLR2004 - identity, empty
             log.warning("KV events: ignored a replay request of %d frames", len(frames))
             return
         identity, _, first = frames
-        for sequence, body in self._kept:
-            if sequence >= first:
-                self._replay.send_multipart([identity, b"", self._topic, sequence, body])
-        self._replay.send_multipart([identity, b"", self._topic, _END_OF_REPLAY, b""])
+        self._replays.pop(identity, None)
+        if len(self._replays) >= _MAX_REPLAYS:
+            slowest = min(self._replays, key=lambda reader: self._replays[reader].moved_s)
+            del self._replays[slowest]
+            log.warning("KV events: ended the replay of a reader that does not read")
+        self._replays[identity] = _Replay(int.from_bytes(first, "big"))
+
+    def _continue_replays(self) -> None:
+        for identity, replay in list(self._replays.items()):
+            if not replay.go_on(self._kept, partial(self._answer, identity)):
+                del self._replays[identity]
+
+    def _answer(self, identity: bytes, sequence: int, body: bytes) -> bool | None:
+        """Whether ZMQ took the message; None when the reader has gone."""
+        frames = [identity, b"", self._topic, _packed(sequence), body]
+        try:
+            self._replay.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return None
+            raise
+        return True
+
+
+class _Kept:
+    """The last messages, by sequence."""
+
+    def __init__(self, most: int) -> None:
+        self._bodies: deque[bytes] = deque(maxlen=most)
+        self.end = 0
+        """The sequence of the next message."""
+
+    def append(self, body: bytes) -> int:
+        """Keep a message; returns its sequence."""
+        self._bodies.append(body)
+        self.end += 1
+        return self.end - 1
+
+    @property
+    def begin(self) -> int:
+        """The sequence of the oldest message that is kept; ``end`` when there is none."""
+        return self.end - len(self._bodies)
+
+    def __getitem__(self, sequence: int) -> bytes:
+        return self._bodies[sequence - self.begin]
+
+
+class _Replay:
+    """One reader's replay: the next message that it gets."""
+
+    def __init__(self, first: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._next = first
+        self._clock = clock
+        self.moved_s = clock()
+        """When the reader last took a message."""
+
+    def go_on(self, kept: _Kept, send: Callable[[int, bytes], bool | None]) -> bool:
+        """Send until the reader is full. False when the replay is complete or given up."""
+        self._next = max(self._next, kept.begin)
+        while self._next < kept.end:
+            taken = send(self._next, kept[self._next])
+            if not taken:
+                return self._waits(taken)
+            self._next += 1
+            self.moved_s = self._clock()
+        taken = send(_END, b"")
+        return self._waits(taken) if not taken else False
+
+    def _waits(self, taken: bool | None) -> bool:
+        return taken is not None and self._clock() - self.moved_s < _STALLED_S
+
+
+def _bind(socket: zmq.Socket[bytes], host: str) -> str:
+    """Bind the socket; returns the endpoint to connect to."""
+    folder = run_folder()
+    if folder is None:
+        port: int = socket.bind_to_random_port(f"tcp://{host}")
+        return f"tcp://{host}:{port}"
+    endpoint = f"ipc://{folder}/ev{os.getpid()}-{next(_numbers)}"
+    socket.bind(endpoint)
+    return endpoint
+
+
+def _packed(sequence: int) -> bytes:
+    return sequence.to_bytes(_SEQUENCE_BYTES, "big", signed=sequence < 0)

@@ -20,6 +20,7 @@ __all__ = [
     "gauge",
     "gauge_by_model",
     "kv_metrics",
+    "refusal_metrics",
     "transfer_metrics",
     "warning_metrics",
 ]
@@ -232,6 +233,20 @@ def event_metrics(statistics: Iterable[tuple[str, WorkerEvents]]) -> Iterable[Me
 
 def _counter(name: str, meaning: str) -> CounterMetricFamily:
     return CounterMetricFamily(f"commutator_router_event_{name}", meaning, labels=("worker",))
+
+
+def refusal_metrics(refused: Iterable[tuple[str, Mapping[str, int]]]) -> Iterable[Metric]:
+    """Connections that processes refused: (worker id or "supervisor", count by service)."""
+    family = CounterMetricFamily(
+        "commutator_refused_connections",
+        "Connections refused because the other process did not prove that it belongs to this "
+        "deployment.",
+        labels=("process", "service"),
+    )
+    for process, counts in refused:
+        for service, count in counts.items():
+            family.add_metric((process, service), count)
+    return [family]
 
 
 def transfer_metrics(statistics: Iterable[tuple[str, TransferStatistics]]) -> Iterable[Metric]:

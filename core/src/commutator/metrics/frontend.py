@@ -22,6 +22,7 @@ from commutator.metrics.collectors import (
     gauge,
     gauge_by_model,
     kv_metrics,
+    refusal_metrics,
     transfer_metrics,
     warning_metrics,
 )
@@ -66,6 +67,7 @@ class Readings:
     """By worker id, as the next two."""
     kv: Callable[[], Mapping[str, KvStatistics]] = dict
     transfers: Callable[[], Mapping[str, TransferStatistics]] = dict
+    refused: Callable[[], Mapping[str, Mapping[str, int]]] = dict
     warnings: Callable[[], Iterable[EventWarning]] = tuple
 
 
@@ -332,3 +334,4 @@ def _collectors(readings: Readings) -> Iterable[Collector]:
     yield AtScrape(lambda: readings.events().items(), event_metrics)
     yield AtScrape(lambda: readings.kv().items(), kv_metrics)
     yield AtScrape(lambda: readings.transfers().items(), transfer_metrics)
+    yield AtScrape(lambda: readings.refused().items(), refusal_metrics)

@@ -17,6 +17,8 @@ from commutator.contract.registry import LAPSED, Change, Registry, WorkerDown, W
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
+from commutator.registry.server import SERVICE
+from commutator.trust import ClientGate, RunSecret
 
 __all__ = [
     "RegistryClient",
@@ -44,18 +46,25 @@ def difference(known: Mapping[str, WorkerRecord], present: Sequence[WorkerRecord
 
 
 async def connect(
-    address: str, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    address: str,
+    on_frame: Callable[[list[Any]], None],
+    on_lost: Callable[[], None],
+    secret: RunSecret | None = None,
 ) -> FrameProtocol:
-    """A connection to the server at "host:port". Raises RegistryError."""
+    """A connection to the server at "host:port", of the run of ``secret``; by default our own.
+
+    Raises RegistryError, also when the server does not belong to that run.
+    """
     loop = asyncio.get_running_loop()
     host, _, port = address.rpartition(":")
+    protocol = FrameProtocol(on_frame, lambda _: on_lost(), ClientGate(SERVICE, secret))
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            _, protocol = await loop.create_connection(
-                lambda: FrameProtocol(on_frame, lambda _: on_lost()), host, int(port)
-            )
+            await loop.create_connection(lambda: protocol, host, int(port))
+            await protocol.proven()
     except OSError as error:  # TimeoutError is one
-        what = error.strerror or "no answer"
+        protocol.close()
+        what = error.strerror or str(error) or "no answer"
         raise RegistryError(f"registry at {address}: {what}") from error
     return protocol
 
@@ -63,8 +72,10 @@ async def connect(
 class RegistryClient(Registry):
     """Talks to a ``RegistryServer`` at "host:port"."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, secret: RunSecret | None = None) -> None:
+        """``secret`` is that of the registry's run; by default that of this process."""
         self.address = address
+        self._secret = secret
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asking: FrameProtocol | None = None
@@ -102,6 +113,14 @@ class RegistryClient(Registry):
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
 
+    async def refused_connections(self) -> Mapping[str, int]:
+        """Connections that the registry's process refused, by service. Raises RegistryError."""
+        answer = await self._ask("refused_connections")
+        try:
+            return msgspec.convert(answer, dict[str, int])
+        except msgspec.ValidationError as error:
+            raise RegistryError(f"registry at {self.address}: {error}") from error
+
     async def close(self) -> None:
         if self._asking is not None:
             self._asking.close()
@@ -111,7 +130,7 @@ class RegistryClient(Registry):
         """The frames of one connection. Raises RegistryError when it ends."""
         frames: asyncio.Queue[list[Any] | None] = asyncio.Queue()
         lost = partial(frames.put_nowait, None)
-        connection = await connect(self.address, frames.put_nowait, lost)
+        connection = await connect(self.address, frames.put_nowait, lost, self._secret)
         try:
             connection.send(["watch"])
             while (frame := await frames.get()) is not None:
@@ -122,7 +141,7 @@ class RegistryClient(Registry):
 
     async def _ask(self, *question: Any) -> Any:
         if self._asking is None:
-            self._asking = await connect(self.address, self._on_answer, self._on_lost)
+            self._asking = await connect(self.address, self._on_answer, self._on_lost, self._secret)
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._questions[number] = answer

@@ -6,6 +6,7 @@ client -> server                              server -> client
 ["deregister", number, lease id, reason]      ["answer", number, nil]
 ["set_draining", number, worker id, bool]     ["answer", number, true | false]
 ["set_role", number, worker id, role]         ["answer", number, true | false]
+["refused_connections", number]               ["answer", number, {service: count}]
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
@@ -30,13 +31,18 @@ import msgspec
 from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.frames import FrameProtocol
+from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
 
 __all__ = [
+    "SERVICE",
     "RegistryServer",
     "Service",
 ]
 
 log = logging.getLogger(__name__)
+
+SERVICE = "registry"
+"""The service that both ends of a connection prove themselves for."""
 
 _MAX_UNSENT_BYTES = 64 << 10
 
@@ -49,7 +55,7 @@ class _Connection:
     def __init__(self, server: RegistryServer) -> None:
         self._server = server
         self._tasks: set[asyncio.Task[None]] = set()
-        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.frames = FrameProtocol(self._on_frame, self._on_lost, server.gate)
         self.shares = False
         """Whether this is a front door that shares its load."""
         self._services: dict[str, Callable[[list[Any]], None]] = {}
@@ -104,6 +110,8 @@ class _Connection:
                     self._answer(number, await registry.set_draining(worker_id, draining))
                 case ["set_role", int(number), str(worker_id), str(role)]:
                     self._answer(number, await registry.set_role(worker_id, Role(role)))
+                case ["refused_connections", int(number)]:
+                    self._answer(number, refused_connections())
                 case ["watch"]:
                     await self._watch()
                 case _:
@@ -128,11 +136,22 @@ class _Connection:
 
 
 class RegistryServer:
-    """Lets other processes use ``registry``, and ``services`` by the first word of their frames."""
+    """Lets other processes use ``registry``, and ``services`` by the first word of their frames.
 
-    def __init__(self, registry: Registry, services: Mapping[str, Service] | None = None) -> None:
+    They are processes of the run of ``secret``, by default that of this process; all others are
+    refused.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        services: Mapping[str, Service] | None = None,
+        *,
+        secret: RunSecret | None = None,
+    ) -> None:
         self.registry = registry
         self.services = dict(services or {})
+        self.gate: Gate = ServerGate(SERVICE, secret)
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from attrs import define, evolve, frozen
@@ -194,6 +194,8 @@ class WorkerPoll:
         """The last tier statistics by worker id; connected workers with tiers only."""
         self.transfers: dict[str, TransferStatistics] = {}
         """The last transfer statistics by worker id; empty until a prefill worker has been up."""
+        self.refused: dict[str, Mapping[str, int]] = {}
+        """Connections that workers' processes refused, by service and worker id."""
         self._workers = workers
         self._tiers = tiers
         self._every_s = every_s
@@ -211,7 +213,7 @@ class WorkerPoll:
         # Roles change but counters persist: after the first prefill worker this stays on.
         self._disaggregated |= any(worker.record.role is Role.PREFILL for worker in workers)
         connected = [worker for worker in workers if worker.connected]
-        self.kv, self.transfers = await asyncio.gather(
+        self.kv, self.transfers, self.refused = await asyncio.gather(
             _answers(connected if self._tiers else (), self._ask_kv),
             _answers(
                 [worker for worker in connected if worker.record.info.handover]
@@ -219,6 +221,7 @@ class WorkerPoll:
                 else (),
                 self._ask_transfers,
             ),
+            _answers(connected, self._ask_refused),
         )
 
     async def _ask_kv(self, worker: LiveWorker) -> KvStatistics:
@@ -226,6 +229,9 @@ class WorkerPoll:
 
     async def _ask_transfers(self, worker: LiveWorker) -> TransferStatistics | None:
         return await worker.client.handover_statistics(timeout_s=self._every_s)
+
+    async def _ask_refused(self, worker: LiveWorker) -> Mapping[str, int]:
+        return await worker.client.refused_connections(timeout_s=self._every_s)
 
 
 async def _answers(

@@ -12,11 +12,13 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from commutator.config.yaml_file import to_yaml
+from commutator.trust import SECRET_FILE, RunSecret, adopt, secret_of_this_process
 
 __all__ = [
     "LocalCluster",
@@ -25,6 +27,8 @@ __all__ = [
 
 class LocalCluster:
     """Runs one configuration while its ``with`` block lasts.
+
+    Inside the block this process belongs to the run, so that its clients can talk to the workers.
 
     ``config`` is a file, or the configuration itself as a mapping. ``log_path``
     holds everything that the processes print. Raises TimeoutError, with the end of the log, if the
@@ -52,7 +56,11 @@ class LocalCluster:
             sys.executable, "-m", "commutator", "serve", str(path), "--port", "0",
             "--url-file", str(self._url_path), *arguments,
         ]  # fmt: skip
-        self._env = {**os.environ, **(env or {})}
+        self._secret = secret_of_this_process() or RunSecret.new()
+        secret_file = folder / "secret"
+        self._secret.save(secret_file)
+        self._env = {**os.environ, SECRET_FILE: str(secret_file), **(env or {})}
+        self._membership = ExitStack()
         self._start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -65,6 +73,7 @@ class LocalCluster:
             )
         try:
             self._wait_ready()
+            self._membership.enter_context(adopt(self._secret))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -76,6 +85,7 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._membership.close()
         self.stop()
         self._folder.cleanup()
 

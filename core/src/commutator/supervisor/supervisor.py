@@ -33,6 +33,7 @@ from commutator.registry.server import RegistryServer
 from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
+from commutator.trust import SECRET_FILE, RunSecret, adopt
 
 __all__ = [
     "Supervisor",
@@ -44,6 +45,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _SAY_WAITING_EVERY_S = 5.0
+_FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
+"""In the run's folder."""
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
@@ -84,6 +87,8 @@ class Supervisor:
         self._url_file = url_file
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
+        self._secret = _run_secret(self._config)
+        self._secret.save(self._folder / _FILE_OF_SECRET)
         self._launcher = self._make_launcher()
         self._workers: list[WorkerAgent] = []
         self._frontends: list[FrontendAgent] = []
@@ -100,6 +105,7 @@ class Supervisor:
                 **os.environ,
                 "UCX_NET_DEVICES": ",".join(interfaces),
                 LOG_LEVEL: self._config.log.level.upper(),
+                SECRET_FILE: str(self._folder / _FILE_OF_SECRET),
                 BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
             },
             on_line=self._printer.line,
@@ -111,6 +117,10 @@ class Supervisor:
 
         Raises ConfigError when the first start of a worker shows that it can never start.
         """
+        with adopt(self._secret):
+            return await self._run()
+
+    async def _run(self) -> int:
         self._handle_signals()
         await self._launcher.open()
         try:
@@ -206,6 +216,14 @@ class Supervisor:
             draft = self._url_file.with_suffix(".draft")
             draft.write_text(url + "\n")
             draft.replace(self._url_file)  # atomically, so that no reader finds half of it
+
+
+def _run_secret(config: Config) -> RunSecret:
+    """The secret of this run. Raises ConfigError or SecretFileError when it cannot be read."""
+    if config.runtime.secret is not None:
+        return RunSecret.from_text(config.runtime.secret.reveal())
+    path = os.environ.get(SECRET_FILE)
+    return RunSecret.load(path) if path else RunSecret.new()
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:

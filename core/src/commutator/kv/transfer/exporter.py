@@ -18,6 +18,7 @@ from commutator.errors import CommutatorError, EngineHandoverError
 from commutator.frames import FrameProtocol
 from commutator.kv.transfer.leases import LeaseTable
 from commutator.kv.transfer.protocol import (
+    SERVICE,
     ExportedMemory,
     ExportUpdate,
     LentBlocks,
@@ -26,6 +27,7 @@ from commutator.kv.transfer.protocol import (
     ReleaseRequest,
     WatchRequest,
 )
+from commutator.trust import Gate, RunSecret, ServerGate
 
 __all__ = ["BlockExporter"]
 
@@ -39,8 +41,9 @@ _LONGEST_WAIT_S = 60.0
 class BlockExporter:
     """The leases of one arena or tier, and a server that answers readers' questions about them.
 
-    The lender may call ``begin`` to ``statistics`` from any thread. Any process that can connect
-    can read every block whose key it knows: listen only where workers are.
+    The lender may call ``begin`` to ``statistics`` from any thread. Readers are processes of the
+    run of ``secret``; all others are refused. UCX, which moves the bytes, checks nobody: it must
+    listen only where workers are.
     """
 
     def __init__(
@@ -50,12 +53,15 @@ class BlockExporter:
         memory: Callable[[], ExportedMemory] | None = None,
         look_up: Callable[[LookupRequest], Awaitable[LentBlocks]] | None = None,
         most_blocks: int | None = None,
+        secret: RunSecret | None = None,
     ) -> None:
         """``on_freed`` is called, from any thread, when ``take_freed`` has new blocks.
 
         ``memory`` answers "hello" for an arena; it may wait, and is called on a thread of its own.
         ``look_up`` answers "look_up" for a tier, which lends at most ``most_blocks`` at a time.
+        ``secret`` is by default that of this process; a process of no run answers everyone.
         """
+        self._gate: Gate = ServerGate(SERVICE, secret)
         self._on_freed = on_freed
         self._memory = memory
         self._look_up = look_up
@@ -196,7 +202,7 @@ class BlockExporter:
     async def _serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: _Reader(self.answer, self._readers).frames, sock=listening
+            lambda: _Reader(self.answer, self._readers, self._gate).frames, sock=listening
         )
         try:
             await server.serve_forever()
@@ -251,12 +257,15 @@ class _Reader:
     """One reader's connection. Unanswered questions end with it."""
 
     def __init__(
-        self, answer: Callable[[str, Any], Awaitable[Any]], connected: set[FrameProtocol]
+        self,
+        answer: Callable[[str, Any], Awaitable[Any]],
+        connected: set[FrameProtocol],
+        gate: Gate,
     ) -> None:
         self._answer_to = answer
         self._connected = connected
         self._answering: set[asyncio.Task[None]] = set()
-        self.frames = FrameProtocol(self._on_frame, self._on_lost)
+        self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         connected.add(self.frames)
 
     def _on_frame(self, frame: list[Any]) -> None:

@@ -41,6 +41,7 @@ from commutator.kv.transfer.geometry import convertible
 __all__ = [
     "LEASE_S",
     "PROTOCOL",
+    "SERVICE",
     "DecodeTransferParams",
     "ExportState",
     "ExportUpdate",
@@ -55,6 +56,9 @@ __all__ = [
     "handover_keys",
     "parse_transfer_params",
 ]
+
+SERVICE = "KV exporter"
+"""The service that both ends of a connection prove themselves for."""
 
 
 @frozen

@@ -16,11 +16,13 @@ from commutator.backoff import Backoff
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator.frames import FrameProtocol
 from commutator.kv.transfer.protocol import (
+    SERVICE,
     ExportedMemory,
     LentBlocks,
     LookupRequest,
     ReleaseRequest,
 )
+from commutator.trust import ClientGate, RunSecret
 
 __all__ = ["Connection", "Sources"]
 
@@ -33,10 +35,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class Connection:
-    """A connection to one exporter, at "host:port". ``start`` connects it, again after a loss."""
+    """A connection to one exporter, at "host:port". ``start`` connects it, again after a loss.
 
-    def __init__(self, address: str) -> None:
+    The exporter must belong to the run of ``secret``, by default that of this process.
+    """
+
+    def __init__(self, address: str, *, secret: RunSecret | None = None) -> None:
         self.address = address
+        self._gate = ClientGate(SERVICE, secret)
         self._frames: FrameProtocol | None = None
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -51,13 +57,17 @@ class Connection:
         if self._frames is not None:
             return
         host, _, port = self.address.rpartition(":")
-        frames = FrameProtocol(self._on_frame, lambda reason: self._on_lost(frames, reason))
+        frames = FrameProtocol(
+            self._on_frame, lambda reason: self._on_lost(frames, reason), self._gate
+        )
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 transport, _ = await asyncio.get_running_loop().create_connection(
                     lambda: frames, host, int(port)
                 )
+                await frames.proven()
         except (OSError, ValueError, TimeoutError) as error:
+            frames.close()
             what = "no answer" if isinstance(error, TimeoutError) else str(error)
             raise self._unavailable(what) from error
         if transport.is_closing():

@@ -1,0 +1,106 @@
+"""What each end of a connection asks of the other before any message.
+
+A gate is the one place that decides how processes prove who they are: this one by the run's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+from commutator.trust.handshake import ClientHandshake, Handshake, ServerHandshake
+from commutator.trust.refusals import note_refusal
+from commutator.trust.secret import RunSecret, secret_of_this_process
+
+__all__ = ["ClientGate", "Gate", "ServerGate", "address_text"]
+
+_DEADLINE_S = 5.0
+_MAX_PENDING = 128
+"""Connections whose peer has not proved itself yet; the oldest ones make room for new ones."""
+
+
+def address_text(address: Any) -> str:
+    """A socket's address as both ends write it: IPv4 also where it arrived mapped into IPv6."""
+    if not isinstance(address, tuple) or len(address) < 2:  # noqa: PLR2004 - host, port
+        return str(address or "")
+    host = ip_address(str(address[0]).partition("%")[0])
+    if isinstance(host, IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    return f"{host}:{address[1]}"
+
+
+class Gate(ABC):
+    """One kind of handshake, for all connections of one client or server.
+
+    Without ``secret`` it uses that of this process; a process of no run asks for no proof, and its
+    gate is not ``closed``.
+    """
+
+    deadline_s: float = _DEADLINE_S
+    """Seconds that a peer has for the whole handshake."""
+
+    def __init__(self, service: str, secret: RunSecret | None = None) -> None:
+        """``service`` is what the server serves; both ends name the same, such as "registry"."""
+        self.service = service
+        self._given = secret
+
+    @property
+    def secret(self) -> RunSecret | None:
+        """The secret to prove now. Raises SecretFileError."""
+        return self._given if self._given is not None else secret_of_this_process()
+
+    @abstractmethod
+    def enter(self, transport: asyncio.Transport) -> Handshake | None:
+        """The handshake of a new connection; None when no proof is asked for."""
+
+    @abstractmethod
+    def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
+        """The handshake of a connection ended; ``problem`` is why it failed, None if it did not."""
+
+
+class ClientGate(Gate):
+    """For connections that this process makes."""
+
+    def enter(self, transport: asyncio.Transport) -> Handshake | None:
+        secret = self.secret
+        if secret is None:
+            return None
+        return ClientHandshake(
+            secret, self.service, address_text(transport.get_extra_info("peername"))
+        )
+
+    def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
+        """Nothing to do: whoever made the connection gets the problem."""
+
+
+class ServerGate(Gate):
+    """For connections that this process accepts; counts and logs those that it refuses."""
+
+    def __init__(
+        self, service: str, secret: RunSecret | None = None, *, max_pending: int = _MAX_PENDING
+    ) -> None:
+        super().__init__(service, secret)
+        self._max_pending = max_pending
+        self._pending: dict[asyncio.Transport, None] = {}
+
+    def enter(self, transport: asyncio.Transport) -> Handshake | None:
+        secret = self.secret
+        if secret is None:
+            return None
+        if len(self._pending) >= self._max_pending:
+            oldest = next(iter(self._pending))
+            self.leave(oldest, "too many connections wait to prove themselves")
+            oldest.abort()
+        self._pending[transport] = None
+        return ServerHandshake(
+            secret, self.service, address_text(transport.get_extra_info("sockname"))
+        )
+
+    def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
+        pending = transport in self._pending
+        self._pending.pop(transport, None)
+        if pending and problem is not None:
+            peer = address_text(transport.get_extra_info("peername"))
+            note_refusal(self.service, peer, problem)
