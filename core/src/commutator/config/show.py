@@ -10,6 +10,7 @@ import attrs
 import yaml
 
 from commutator.config.model import Config
+from commutator.config.secrets import HIDDEN, hidden_arguments, hidden_values
 from commutator.config.tree import DEFAULT, Node, find
 from commutator.config.yaml_file import Dumper
 from commutator.contract.settings import Secret
@@ -18,6 +19,10 @@ __all__ = ["effective", "show_config"]
 
 _MAX_WIDTH = 60
 """Characters. Longer lines do not move the comments of the others to the right."""
+
+
+_COMMAND_LINES = ("args", "command")
+"""Options that are arguments of a program."""
 
 
 def effective(config: Config) -> dict[str, Any]:
@@ -40,16 +45,22 @@ def _plain(value: Any, *, hide: bool = False) -> Any:
         return {"env": value.env} if value.env is not None else {"file": value.file}
     if attrs.has(type(value)):
         return {
-            field.name: "<hidden>"
+            field.name: HIDDEN
             if hide and not field.repr and not isinstance(getattr(value, field.name), Secret)
-            else _plain(getattr(value, field.name), hide=hide)
+            else _plain_field(field.name, getattr(value, field.name), hide=hide)
             for field in attrs.fields(type(value))
         }
     if isinstance(value, Mapping):
-        return {key: _plain(item, hide=hide) for key, item in value.items()}
+        plain = {key: _plain(item, hide=hide) for key, item in value.items()}
+        return hidden_values(plain) if hide else plain
     if isinstance(value, list | tuple):
         return [_plain(item, hide=hide) for item in value]
     return value.value if isinstance(value, Enum) else value
+
+
+def _plain_field(name: str, value: Any, *, hide: bool) -> Any:
+    plain = _plain(value, hide=hide)
+    return hidden_arguments(plain) if hide and name in _COMMAND_LINES else plain
 
 
 def _lines(

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import subprocess
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
 from attrs import Attribute, frozen
 
+from commutator.config.secrets import HIDDEN, hidden_arguments, hidden_values
 from commutator.contract.engine import EngineConfig, EngineConnector, LaunchContext
 from commutator.contract.launcher import LaunchPlan
-from commutator.contract.settings import NonNegativeInt, setting
+from commutator.contract.settings import NonNegativeInt, Secret, setting
 from commutator.errors import ConfigError
+from commutator.trust import secret_of_this_process
 
 __all__ = [
     "ServerConfig",
     "ServerConnector",
+    "api_key_at",
     "argument_names",
+    "event_sockets",
     "gpus_of",
     "log_command",
     "missing_plugin",
     "only_to_attach",
     "only_to_launch",
     "python_at",
+    "revealed",
     "server_environment",
     "warn_of_unused_tiers",
     "write_tiers",
 ]
 
 log = logging.getLogger(__name__)
+_LONGEST_SOCKET_PATH = 107
+"""Bytes."""
 
 
 def _http_url(_config: Any, field: Attribute[Any], url: str | None) -> None:
@@ -75,8 +83,11 @@ class ServerConfig(EngineConfig):
         None,
         validator=_http_url,
     )
-    env: Mapping[str, str] = setting(
-        "Environment variables of the server.", {}, validator=only_to_launch
+    env: Mapping[str, str | Secret] = setting(
+        "Environment variables of the server. {env: NAME} or {file: PATH} instead of a value reads "
+        "it from Commutator's environment or a file, for a secret such as HF_TOKEN.",
+        {},
+        validator=only_to_launch,
     )
     gpus: tuple[NonNegativeInt, ...] = setting(
         "GPU numbers, divided evenly among the replicas in this order; by default each server uses "
@@ -84,6 +95,11 @@ class ServerConfig(EngineConfig):
         (),
         validator=_shared_evenly,
     )
+
+    @property
+    def secret_variables(self) -> frozenset[str]:
+        """The variables in `env` whose values are secrets."""
+        return frozenset(name for name, value in self.env.items() if isinstance(value, Secret))
 
     @property
     def where(self) -> str:
@@ -127,17 +143,65 @@ def warn_of_unused_tiers(context: LaunchContext) -> None:
 def server_environment(
     config: ServerConfig, context: LaunchContext, defaults: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a launched server: ``defaults``, overridden by `env`, and its GPUs."""
-    env = {**defaults, **config.env}
+    """The environment of a launched server: ``defaults``, overridden by `env`, and its GPUs.
+
+    Raises ConfigError when a secret in `env` cannot be read.
+    """
+    env = {**defaults, **revealed(config.env)}
     if gpus := gpus_of(config.gpus, config.replicas, context.worker_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
 
 
-def log_command(context: LaunchContext, env: Mapping[str, str], command: Sequence[str]) -> None:
-    """Log a server's command line, so that it can be run by hand."""
-    shown = [*(f"{name}={value}" for name, value in sorted(env.items())), *command]
+def revealed(env: Mapping[str, str | Secret]) -> dict[str, str]:
+    """``env`` with the values of its secrets. Raises ConfigError when one cannot be read."""
+    return {
+        name: value.reveal() if isinstance(value, Secret) else value for name, value in env.items()
+    }
+
+
+def log_command(
+    context: LaunchContext,
+    env: Mapping[str, str],
+    command: Sequence[str],
+    secrets: Collection[str] = (),
+) -> None:
+    """Log a server's command line, so that it can be run by hand, without the values of secrets.
+
+    Secrets are the variables ``secrets``, and every variable and argument named like one.
+    """
+    known = {name: HIDDEN if name in secrets else value for name, value in env.items()}
+    variables = (f"{name}={value}" for name, value in sorted(hidden_values(known).items()))
+    shown = [*variables, *hidden_arguments(command)]
     log.info("%s: %s", context.worker_id, shlex.join(shown))
+
+
+def api_key_at(address: str) -> str | None:
+    """The API key that a launched server at ``address`` asks for; None in a process of no run.
+
+    It is made from the run's secret, so that every process of the run can compute it. Each address
+    has its own: whoever gets one, by listening at a port that a dead server left, can use it
+    nowhere else.
+    """
+    secret = secret_of_this_process()
+    return None if secret is None else secret.mac("engine API key", address.encode()).hex()
+
+
+def event_sockets(context: LaunchContext) -> tuple[str, str] | None:
+    """ZMQ endpoints for a server's KV events and their replay, in the worker's private folder.
+
+    None when their paths are too long for Unix sockets.
+    """
+    paths = [str(context.state_dir / name) for name in ("events", "replay")]
+    if max(len(os.fsencode(path)) for path in paths) > _LONGEST_SOCKET_PATH:
+        log.warning(
+            "%s: its folder's name is too long for sockets, so KV events are published over TCP, "
+            "to every user of this machine; give the engine a shorter name",
+            context.worker_id,
+        )
+        return None
+    events, replay = (f"ipc://{path}" for path in paths)
+    return events, replay
 
 
 def argument_names(args: Sequence[str], ours: Mapping[str, str], where: str) -> set[str]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import attrs
 
 from commutator.config.model import Config
-from commutator.contract.settings import Secret
+from commutator.config.secrets import secrets_in
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.tokenizer.chat_template import ChatTemplate
@@ -64,7 +61,7 @@ def _missing(config: Config) -> Iterator[str]:
         template = model.chat_template
         if template is not None and not Path(template).exists():
             yield f"models[{index}].chat_template: no such file: {template}"
-    for path, secret in _secrets(config, ""):
+    for path, secret in secrets_in(config):
         try:
             secret.reveal()
         except ConfigError as error:
@@ -106,22 +103,6 @@ def _template_problem(file: str) -> str | None:
     except ConfigError as error:
         return f"{file}: {'; '.join(error.problems)}"
     return None
-
-
-def _secrets(value: Any, path: str) -> Iterator[tuple[str, Secret]]:
-    """Every secret below ``value``, also in plugins' options, with its path."""
-    if isinstance(value, Secret):
-        yield path, value
-    elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            inner = f"{path}.{field.name}" if path else field.name
-            yield from _secrets(getattr(value, field.name), inner)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _secrets(item, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _secrets(item, f"{path}[{index}]")
 
 
 def _folder_problem(state_dir: str | None) -> str | None:

@@ -21,6 +21,11 @@ from rich.text import Text
 
 from commutator.config.load import Loaded
 from commutator.config.model import Config
+from commutator.config.secrets import (
+    foreign_variables,
+    variables_of_frontends,
+    variables_of_worker,
+)
 from commutator.config.show import effective
 from commutator.config.yaml_file import to_yaml
 from commutator.contract.frontend import FrontendAddress
@@ -102,7 +107,7 @@ class Supervisor:
         context = LauncherContext(
             folder=self._folder,
             env={
-                **os.environ,
+                **_environment(os.environ.keys() - foreign_variables(self._config)),
                 "UCX_NET_DEVICES": ",".join(interfaces),
                 LOG_LEVEL: self._config.log.level.upper(),
                 SECRET_FILE: str(self._folder / _FILE_OF_SECRET),
@@ -173,12 +178,20 @@ class Supervisor:
     def _make_agents(self, registry: Registry, address: str) -> None:
         runtime = self._config.runtime
         self._workers = [
-            WorkerAgent(spec, runtime, registry, self._launcher, self._folder)
+            WorkerAgent(
+                spec,
+                runtime,
+                registry,
+                self._launcher,
+                self._folder,
+                _environment(variables_of_worker(self._config, spec.config)),
+            )
             for spec in worker_specs(self._loaded)
         ]
         config_file = self._folder / "config.yaml"
         write_effective(self._config, self._port, config_file)
-        env = {"COMMUTATOR_REGISTRY": address}
+        secrets = _environment(variables_of_frontends(self._config))
+        env = {**secrets, "COMMUTATOR_REGISTRY": address}
         self._frontends = [
             FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)
             for number in range(self._config.frontend.replicas)
@@ -216,6 +229,11 @@ class Supervisor:
             draft = self._url_file.with_suffix(".draft")
             draft.write_text(url + "\n")
             draft.replace(self._url_file)  # atomically, so that no reader finds half of it
+
+
+def _environment(names: Iterable[str]) -> dict[str, str]:
+    """Those of the variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _run_secret(config: Config) -> RunSecret:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, frozen
@@ -61,7 +62,9 @@ class WorkerAgent:
         registry: Registry,
         launcher: Launcher,
         state_dir: Path,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """``env``: the variables with the secrets that the worker reads, beside its plan's own."""
         self.name = spec.worker_id
         self.ready = asyncio.Event()
         """Set while its process runs and is registered."""
@@ -72,6 +75,7 @@ class WorkerAgent:
         self._lease_id: int | None = None
         self._launcher = launcher
         self._state_dir = state_dir
+        self._env = env
         self._ever_ready = False
         self._peers = KvPeers()
 
@@ -138,6 +142,7 @@ class WorkerAgent:
                     [f"engine {spec.config.name} is attached to, not started: one replica only"]
                 )
             return None, spec.connector.attach_address(spec.config)
+        plan = evolve(plan, env={**self._env, **plan.env})
         return await self._launcher.start(self.name, plan), plan.address
 
     async def _wait_until_ready(

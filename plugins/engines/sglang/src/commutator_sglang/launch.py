@@ -62,7 +62,7 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         **(_CPU_ENV if _on_cpu(config) else {}),
     }
     env = server_environment(config, context, defaults)
-    log_command(context, env, command)
+    log_command(context, env, command, config.secret_variables)
     address = f"http://{context.host}:{context.port}"
     return LaunchPlan(argv=start_command(source, command), address=address, env=env)
 

@@ -10,6 +10,7 @@ from commutator.engine import free_ports
 from commutator.engine.launching import (
     argument_names,
     log_command,
+    revealed,
     server_environment,
     warn_of_unused_tiers,
     write_tiers,
@@ -64,7 +65,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     env = server_environment(config, context, defaults)
     argv = (sys.executable, "-m", "commutator_trtllm", *sidecar_arguments(options))
     if command:
-        log_command(context, env, command)
+        log_command(context, env, command, config.secret_variables)
         argv = (*argv, "--", *command)
     return LaunchPlan(argv=argv, address=f"http://{context.host}:{context.port}", env=env)
 
@@ -112,7 +113,7 @@ def _tiers_environment(context: LaunchContext) -> dict[str, str]:
 
 def _check_program(config: TrtllmConfig) -> None:
     program = config.command[0]
-    if shutil.which(program, path=config.env.get("PATH")) is None:
+    if shutil.which(program, path=revealed(config.env).get("PATH")) is None:
         advice = (
             "install TensorRT-LLM, which needs an NVIDIA GPU, and set `command` to the path of its "
             "`trtllm-serve`, or attach to a server by `url`"

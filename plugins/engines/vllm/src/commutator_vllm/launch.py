@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from commutator import LaunchContext, LaunchPlan
 from commutator.engine import free_ports
 from commutator.engine.launching import (
+    api_key_at,
     argument_names,
+    event_sockets,
     log_command,
     missing_plugin,
     python_at,
@@ -25,15 +30,16 @@ __all__ = ["launch_plan", "server_arguments"]
 
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
-_EVENTS = {
-    "enable_kv_cache_events": True,
-    "publisher": "zmq",
-    "endpoint": "tcp://*:0",
-    "replay_endpoint": "tcp://*:0",
-}
+_ANY_PORTS = ("tcp://*:0", "tcp://*:0")
+_API_KEY = "VLLM_API_KEY"
+_DATA_PARALLEL = {"--data-parallel-size", "-dp"}
+_GUARD = "commutator_key_guard"
+_GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
 # Blocks that cannot be loaded (lost server, damaged block, failed store) are computed again.
 _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-_OURS = dict.fromkeys(("--host", "--port", "--model", "--served-model-name"), "remove it")
+_OURS = dict.fromkeys(
+    ("--host", "--port", "--model", "--served-model-name", "--api-key"), "remove it"
+)
 
 
 def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
@@ -52,8 +58,13 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(context.host)[0]))
         # vLLM sets this against a leak in UCX, but not when our tiers have imported NIXL before.
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-    log_command(context, env, command)
     address = f"http://{context.host}:{context.port}"
+    if (key := api_key_at(address)) is not None:
+        if _API_KEY in config.env:
+            raise ConfigError([f"env: {_API_KEY} is set by Commutator; remove it"], config.where)
+        env |= {_API_KEY: key, "PYTHONPATH": _with_guard(env, context)}
+        command = (*command, "--middleware", f"{_GUARD}.KeyGuard")
+    log_command(context, env, command, config.secret_variables)
     return LaunchPlan(argv=start_command(source, command), address=address, env=env)
 
 
@@ -69,7 +80,9 @@ def server_arguments(
     if "--scheduling-policy" not in given:
         arguments += ["--scheduling-policy", "priority"]
     if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
-        arguments += ["--kv-events-config", _json(_EVENTS)]
+        # vLLM makes names of sockets for one rank only.
+        sockets = None if given & _DATA_PARALLEL else event_sockets(context)
+        arguments += ["--kv-events-config", _json(_events(*(sockets or _ANY_PORTS)))]
     if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
         arguments += [KV_TRANSFER, _json(connector)]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
@@ -119,6 +132,24 @@ def _tiers_connector(context: LaunchContext) -> dict[str, Any]:
         "kv_role": "kv_both",
         **_RECOMPUTE,
         "kv_connector_extra_config": {"tiers": str(file), "worker": context.worker_id},
+    }
+
+
+def _with_guard(env: Mapping[str, str], context: LaunchContext) -> str:
+    """Copies the middleware to the worker's folder; returns a PYTHONPATH that begins with it."""
+    folder = context.state_dir / "python"
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(_GUARD_SOURCE, folder / f"{_GUARD}.py")
+    others = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    return os.pathsep.join([str(folder), *([others] if others else [])])
+
+
+def _events(endpoint: str, replay_endpoint: str) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
     }
 
 

@@ -11,7 +11,7 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector
+from commutator.engine.launching import ServerConnector, api_key_at
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 
@@ -31,7 +31,7 @@ class VllmConnector(ServerConnector[VllmConfig]):
 
         return VllmClient(
             address,
-            api_key=None if config.api_key is None else config.api_key.reveal(),
+            api_key=_api_key(config, address),
             hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
             kv_events=None
@@ -41,6 +41,13 @@ class VllmConnector(ServerConnector[VllmConfig]):
 
     def handover_style(self, config: VllmConfig) -> HandoverStyle | None:
         return NixlHandover() if config.takes_part_in_handovers else None
+
+
+def _api_key(config: VllmConfig, address: str) -> str | None:
+    """The key of the server at `url`, or of one that we launched."""
+    if config.url is None:
+        return api_key_at(address)
+    return None if config.api_key is None else config.api_key.reveal()
 
 
 @hookimpl
