@@ -6,6 +6,7 @@ from commutator.frontend.health import OPERATIONS_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
+from commutator.frontend.work import WorkPool
 from commutator.routing.forward import Forward
 from commutator.tenants.ledger import Standing
 from commutator.tenants.meter import MeteredRequest
@@ -26,6 +27,7 @@ __all__ = [
     "Standing",
     "TimeLimit",
     "TokenUsage",
+    "WorkPool",
     "health_routes",
     "size_of",
     "traced",

@@ -36,6 +36,9 @@ __all__ = [
 
 Finish = Literal["stop", "length"]
 
+_MERGED_PIECES = 64
+_EXPLAINED = 8
+
 
 @define  # one is made for each delta, and a frozen class takes three times as long to fill
 class Piece:
@@ -240,7 +243,8 @@ class Generation:
 
     @property
     def explanations(self) -> list[dict[str, Any]]:
-        return [dispatched.explain() for dispatched in self._dispatched]
+        """Why each answer's worker was chosen; of the first few answers, as they are long."""
+        return [dispatched.explain() for dispatched in self._dispatched[:_EXPLAINED]]
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -254,6 +258,8 @@ class Generation:
         plan = self._plan
         try:
             for request, hashes in zip(plan.requests, plan.sequence_hashes, strict=True):
+                if self._dispatched:  # hundreds of answers must not hold the event loop
+                    await asyncio.sleep(0)
                 # Waiting for a worker that runs an earlier answer to the same request might never
                 # end, so the first is admitted for all of them.
                 dispatched = await self._dispatcher.dispatch(
@@ -305,7 +311,7 @@ class Generation:
         try:
             while running:
                 items = [await ready.get()]
-                while not ready.empty():
+                while not ready.empty() and len(items) < _MERGED_PIECES:
                     items.append(ready.get_nowait())
                 batch: Batch = []
                 for item in items:

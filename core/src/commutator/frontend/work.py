@@ -40,10 +40,14 @@ class WorkPool:
         """Pieces of work that run or wait."""
         return self._pending
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """The result of ``work`` in a thread. Raises OverloadedError when the queue is full."""
+    async def run(self, work: Callable[[], T], *, refusable: bool = True) -> T:
+        """The result of ``work`` in a thread.
+
+        Raises OverloadedError when the queue is full and ``work`` is ``refusable``; what completes
+        an answer is not.
+        """
         with self._lock:
-            if self._pending >= self._max_pending:
+            if refusable and self._pending >= self._max_pending:
                 raise OverloadedError(
                     f"{self._pending} long prompts wait to be processed; try again soon",
                     reason="too_much_work",

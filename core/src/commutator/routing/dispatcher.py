@@ -75,7 +75,7 @@ class Dispatcher:
         }
 
     def refused_handovers(self) -> list[IncompatiblePair]:
-        """Prefill workers whose KV another worker of the model cannot take."""
+        """Prefill workers whose KV another worker of the model cannot take; the first 100 pairs."""
         return self.membership.refused_handovers()
 
     def waiting(self, model: str) -> int:
@@ -134,8 +134,7 @@ class Dispatcher:
 
     def max_model_len(self, model: str) -> int | None:
         """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
-        workers = self._workers.routable(model)
-        return min((worker.record.info.max_model_len for worker in workers), default=None)
+        return self._workers.max_model_len(model)
 
     def hashed_block_size(self, model: str) -> int | None:
         """Tokens in a block of ``dispatch``'s sequence hashes; None: the model needs no hashes."""

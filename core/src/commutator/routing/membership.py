@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from commutator.contract.engine import EngineConfig
 from commutator.contract.registry import Change, WorkerUp
-from commutator.contract.worker import WorkerRecord
+from commutator.contract.worker import Role, WorkerRecord
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
     IncompatiblePair,
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_LOGGED_PAIRS = 8
 
 
 class Membership:
@@ -65,7 +68,7 @@ class Membership:
             for indexer in model.indexers():
                 await indexer.add(record)
         worker.announced = True
-        self._log_incompatible(record.worker_id)
+        self._log_incompatible(worker.record)
         if not record.draining:
             self._host.worker_up(record)
 
@@ -81,9 +84,13 @@ class Membership:
         if not worker.record.draining:  # draining: the hook was called when it began to drain
             self._host.worker_down(worker.record, reason)
 
-    def refused_handovers(self) -> list[IncompatiblePair]:
-        """Pairs of a prefill worker and a worker of its model that cannot take its KV."""
-        return self._compatibility.incompatible(worker.record for worker in self._workers.all())
+    def refused_handovers(self, most: int = 100) -> list[IncompatiblePair]:
+        """Pairs of a prefill worker and a worker of its model that cannot take its KV.
+
+        At most ``most`` of them: there can be as many as workers squared.
+        """
+        records = (worker.record for worker in self._workers.all())
+        return list(islice(self._compatibility.incompatible(records), most))
 
     def _change(self, worker: LiveWorker, record: WorkerRecord) -> None:
         known = worker.record
@@ -93,16 +100,22 @@ class Membership:
         if known.role is not record.role:
             if (model := self._models.get(known.model)) is not None:
                 model.forget(known.worker_id)
-            self._log_incompatible(record.worker_id)
+            self._log_incompatible(worker.record)
         if known.draining and not record.draining:
             self._host.worker_up(worker.record)
         elif record.draining and not known.draining:
             self._host.worker_down(worker.record, "draining")
 
-    def _log_incompatible(self, worker_id: str) -> None:
-        for pair in self.refused_handovers():
-            if worker_id in {pair.prefill_worker, pair.decode_worker}:
-                log.warning("%s", pair)
+    def _log_incompatible(self, worker: WorkerRecord) -> None:
+        """Log with which others a new worker cannot exchange KV; a few of them."""
+        prefills = worker.role is Role.PREFILL
+        others = [
+            other.record
+            for other in self._workers.all()
+            if (other.record.role is Role.PREFILL) is not prefills
+        ]
+        for pair in islice(self._compatibility.incompatible([worker, *others]), _LOGGED_PAIRS):
+            log.warning("%s", pair)
 
 
 _LONGEST_RETRY_S = 30.0

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 FALLBACK = "fallback"
 """The policy's name in a decision made because the policy failed."""
 
+_EXPLAINED = 100
 _LOG_EVERY = 1000
 _NOTHING = Overlap()
 _MOST_GONE = 64
@@ -83,22 +84,28 @@ class Route:
         return self.best_overlap_blocks - self.candidate.overlap.blocks
 
     def explain(self) -> dict[str, Any]:
-        """Every candidate with its overlap, load and scores, and why one was chosen; for people.
+        """The candidates with their overlaps, loads and scores, and why one was chosen; for people.
 
-        Overlaps that were not looked up are None.
+        Overlaps that were not looked up are None. Of more than 100 candidates, the chosen one and
+        the first others are shown, and ``left_out`` says how many are not.
         """
         unknown = self.exact is None
+        chosen = self.decision.worker_id
+        shown: list[tuple[Candidate, str | None]] = [(one, None) for one in self.candidates]
+        shown += self.busy
+        left_out = max(0, len(shown) - _EXPLAINED)
+        if left_out:
+            shown.sort(key=lambda pair: pair[0].worker_id != chosen)
+            del shown[_EXPLAINED:]
         return {
-            "worker_id": self.decision.worker_id,
+            "worker_id": chosen,
             "policy": self.decision.policy,
             "reason": self.decision.reason,
             "overlap_blocks": None if unknown else self.candidate.overlap.blocks,
             "best_overlap_blocks": None if unknown else self.best_overlap_blocks,
             "waited_s": round(self.waited_s, 6),
-            "candidates": [
-                *(self._explain(candidate, None) for candidate in self.candidates),
-                *(self._explain(candidate, hit) for candidate, hit in self.busy),
-            ],
+            "candidates": [self._explain(candidate, hit) for candidate, hit in shown],
+            **({"left_out": left_out} if left_out else {}),
         }
 
     def _explain(self, candidate: Candidate, busy: str | None) -> dict[str, Any]:

@@ -51,6 +51,9 @@ class LiveWorkers:
         """``on_routable`` is called when a worker may have become able to take requests."""
         self._workers: dict[str, LiveWorker] = {}
         self._on_routable = on_routable
+        # Both are asked for by each request, and change only with the workers.
+        self._routable: dict[tuple[str, bool], tuple[LiveWorker, ...]] = {}
+        self._max_model_len: dict[str, int | None] = {}
 
     def get(self, worker_id: str) -> LiveWorker | None:
         return self._workers.get(worker_id)
@@ -58,19 +61,33 @@ class LiveWorkers:
     def all(self) -> list[LiveWorker]:
         return list(self._workers.values())
 
-    def routable(self, model: str, *, prefill: bool = False) -> list[LiveWorker]:
+    def routable(self, model: str, *, prefill: bool = False) -> Sequence[LiveWorker]:
         """Workers that can take a request for ``model``, ordered by worker id.
 
         ``prefill``: the workers with role ``prefill``; otherwise all others.
         """
-        return [
-            worker
-            for worker in self._workers.values()
-            if worker.connected
-            and (record := worker.record).model == model
-            and not record.draining
-            and (record.role is Role.PREFILL) is prefill
-        ]
+        known = self._routable.get((model, prefill))
+        if known is None:
+            known = self._routable[model, prefill] = tuple(
+                worker
+                for worker in self._workers.values()
+                if worker.connected
+                and (record := worker.record).model == model
+                and not record.draining
+                and (record.role is Role.PREFILL) is prefill
+            )
+        return known
+
+    def max_model_len(self, model: str) -> int | None:
+        """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
+        if model not in self._max_model_len:
+            lengths = (worker.record.info.max_model_len for worker in self.routable(model))
+            self._max_model_len[model] = min(lengths, default=None)
+        return self._max_model_len[model]
+
+    def _changed(self) -> None:
+        self._routable.clear()
+        self._max_model_len.clear()
 
     async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
         """Add a worker, or replace the one with the same id, and connect to it."""
@@ -78,6 +95,7 @@ class LiveWorkers:
         worker = LiveWorker(record, client)
         self._workers[record.worker_id] = worker
         self._workers = dict(sorted(self._workers.items()))
+        self._changed()
         if old is not None:
             await _dismiss(old, "replaced")
         await self._connect(worker)
@@ -88,10 +106,12 @@ class LiveWorkers:
     def change(self, worker: LiveWorker, *, draining: bool, role: Role) -> None:
         """Apply a change in the registry to a known worker."""
         worker.record = evolve(worker.record, draining=draining, role=role)
+        self._changed()
         self._on_routable()
 
     async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
         worker = self._workers.pop(worker_id, None)
+        self._changed()
         if worker is not None:
             await _dismiss(worker, reason)
         return worker
@@ -99,6 +119,7 @@ class LiveWorkers:
     def lost(self, worker: LiveWorker) -> None:
         """Stop routing to a worker whose connection failed, and reconnect in the background."""
         worker.connected = False
+        self._changed()
         if worker.reconnecting is None and worker.gone is None:
             worker.reconnecting = asyncio.create_task(self._reconnect(worker))
 
@@ -114,6 +135,7 @@ class LiveWorkers:
             return
         worker.record = evolve(worker.record, info=info)
         worker.connected = True
+        self._changed()
         self._on_routable()
 
     async def _reconnect(self, worker: LiveWorker) -> None:

@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
@@ -69,10 +70,23 @@ class StructureError(ValueError):
 def show(value: Any, limit: int = 60) -> str:
     """``value`` as the user may have written it, shortened."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(_beginning(value, limit), ensure_ascii=False)
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _beginning(value: Any, limit: int, depth: int = 3) -> Any:
+    """``value`` without what is cut off anyway: writing all of a large one takes long."""
+    if isinstance(value, str):
+        return value[:limit]
+    if isinstance(value, Mapping):
+        items = islice(value.items(), limit if depth else 0)
+        return {str(k)[:limit]: _beginning(v, limit, depth - 1) for k, v in items}
+    if isinstance(value, list | tuple):
+        shown = islice(value, limit // 2 if depth else 0)
+        return [_beginning(item, limit, depth - 1) for item in shown]
+    return value
 
 
 def describe(kind: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from commutator.contract.disagg import (
     DisaggAnswer,
@@ -17,7 +18,7 @@ from commutator.contract.disagg import (
 )
 from commutator.contract.engine import EngineConfig
 from commutator.contract.request import GenerateRequest, RequestSummary
-from commutator.contract.worker import Role, WorkerRecord
+from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.speeds import SpeedMeter
 from commutator.routing.placement import Placement, Placer
@@ -94,17 +95,45 @@ class WorkerCompatibility:
         assert infos[1] is not None
         return styles[1].mismatch(infos[0], infos[1])
 
-    def incompatible(self, workers: Iterable[WorkerRecord]) -> list[IncompatiblePair]:
-        """Each pair of a prefill worker and another worker of its model that cannot hand over."""
-        records = list(workers)
-        return [
-            IncompatiblePair(one.worker_id, other.worker_id, problem)
-            for one in records
-            if one.role is Role.PREFILL
-            for other in records
-            if other.role is not Role.PREFILL and other.model == one.model
-            if (problem := self.problem(one, other)) is not None
-        ]
+    def incompatible(self, workers: Iterable[WorkerRecord]) -> Iterator[IncompatiblePair]:
+        """Each pair of a prefill worker and another worker of its model that cannot hand over.
+
+        Workers are compared by class: those of one engine that describe their KV alike. So a
+        thousand workers cost as much as the pairs that are taken from the iterator.
+        """
+        prefill: dict[_Class, list[WorkerRecord]] = {}
+        decode: dict[_Class, list[WorkerRecord]] = {}
+        for record in workers:
+            found = prefill if record.role is Role.PREFILL else decode
+            found.setdefault(_class_of(record), []).append(record)
+        for one, others in product(prefill, decode):
+            if one.model != others.model:
+                continue
+            if self.problem(prefill[one][0], decode[others][0]) is None:
+                continue
+            for first, second in product(prefill[one], decode[others]):
+                if (problem := self.problem(first, second)) is not None:
+                    yield IncompatiblePair(first.worker_id, second.worker_id, problem)
+
+
+@frozen
+class _Class:
+    """Workers that can hand KV over to the same workers, and take it from the same."""
+
+    model: str
+    engine: str
+    kind: str
+    info: KvTransferInfo | None
+    """Without the address, which differs for each worker."""
+    has_address: bool
+
+
+def _class_of(record: WorkerRecord) -> _Class:
+    info = record.info.handover
+    if info is None:
+        return _Class(record.model, record.engine, record.kind, None, has_address=False)
+    plain, has_address = evolve(info, address=None), info.address is not None
+    return _Class(record.model, record.engine, record.kind, plain, has_address=has_address)
 
 
 @frozen(eq=False)

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from commutator import GenerateRequest
 from commutator.engine.completions import STREAMED, sampling_parameters
 from commutator.errors import RequestError
 from commutator_trtllm.handover import CONTEXT_ONLY
 
-__all__ = ["COMPLETIONS", "hands_over", "request_body"]
+__all__ = ["COMPLETIONS", "check_forwarded", "hands_over", "request_body"]
+
+_NO_SALT = (
+    "TensorRT-LLM's completions ignore cache_salt, so the prompt would be shared; remove the salt, "
+    "or use another engine"
+)
 
 COMPLETIONS = "/v1/completions"
 """The only endpoint that both takes token ids and answers with them."""
@@ -40,6 +47,13 @@ def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
     return {**body, **request.extra}
 
 
+def check_forwarded(body: bytes) -> None:
+    """Raise RequestError if a client's own body asks for what the server would not do."""
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if bytes(given.get("cache_salt", b"null")) != b"null":
+        raise RequestError(_NO_SALT, "cache_salt")
+
+
 def hands_over(handover: Mapping[str, Any] | None) -> bool:
     """Whether this is the prefill request of a disaggregated one."""
     return handover is not None and handover.get("request_type") == CONTEXT_ONLY
@@ -47,8 +61,7 @@ def hands_over(handover: Mapping[str, Any] | None) -> bool:
 
 def _unsupported(request: GenerateRequest) -> Iterator[tuple[str, str]]:
     if request.cache_salt is not None:
-        problem = "TensorRT-LLM's completions ignore cache_salt, so the prompt would be shared"
-        yield "cache_salt", f"{problem}; remove the salt, or use another engine"
+        yield "cache_salt", _NO_SALT
     if request.lora_name is not None:
         yield (
             "model",

@@ -5,19 +5,22 @@ It sends requests to the server, and asks its sidecar for information and load.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
 from attrs import frozen
 
 from commutator import EngineInfo, EngineLoad, GenerateRequest
 from commutator.engine import DeltaStream
 from commutator.engine.completions import request_headers
-from commutator.engine.http import FailedAnswerError, HttpEngineClient, HttpServer
+from commutator.engine.http import FailedAnswerError, HttpAnswer, HttpEngineClient, HttpServer
 from commutator.errors import (
     EngineHandoverError,
     EngineIncompleteError,
     EngineOverloadedError,
     EngineUnavailableError,
 )
-from commutator_trtllm.bodies import COMPLETIONS, hands_over, request_body
+from commutator_trtllm.bodies import COMPLETIONS, check_forwarded, hands_over, request_body
 from commutator_trtllm.deltas import DeltaReader
 
 __all__ = ["INFO", "LOAD", "SidecarInfo", "TrtllmClient"]
@@ -74,6 +77,15 @@ class TrtllmClient(HttpEngineClient):
         if isinstance(error, EngineUnavailableError | EngineIncompleteError):
             return await self.server.is_alive()
         return not isinstance(error, EngineOverloadedError)
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        """As of its base. Raises RequestError for a ``cache_salt``, which the server ignores."""
+        check_forwarded(body)
+        async with super().forward(path, body, headers) as answer:
+            yield answer
 
     async def load(self) -> EngineLoad:
         with self.forgets_a_lost_server():

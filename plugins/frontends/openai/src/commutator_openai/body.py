@@ -157,10 +157,27 @@ async def _read(request: web.Request, timeout_s: float) -> bytes:
 
 async def _read_to_end(request: web.Request) -> bytes:
     try:
-        return await request.read()
+        if "Content-Encoding" not in request.headers:
+            return await request.read()
+        return await _read_compressed(request)
     except (HttpProcessingError, web.RequestPayloadError) as error:
         text = f"the body cannot be read: {_reason(error)}"
         raise RequestError(text, code="invalid_body") from error
+
+
+async def _read_compressed(request: web.Request) -> bytes:
+    """As ``request.read``, in small steps: a few kilobytes may become as much as anybody wants."""
+    most, body = request.app[BODY_LIMITS].max_bytes, bytearray()
+    if request._read_bytes is None:  # noqa: SLF001 - filled here, and read by ``request.read``
+        while chunk := await request.content.readany():
+            body += chunk
+            if len(body) > most:
+                # The rest is not read either.
+                request.content.set_exception(web.RequestPayloadError("too large"))
+                raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+            await asyncio.sleep(0)
+        request._read_bytes = bytes(body)  # noqa: SLF001
+    return await request.read()
 
 
 def _is_json(content_type: str) -> bool:

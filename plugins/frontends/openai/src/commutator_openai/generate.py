@@ -10,7 +10,15 @@ from typing import TypeVar
 from aiohttp import web
 
 from commutator.errors import RequestError
-from commutator.frontend import FrontendServices, Generation, Piece, Plan, traced
+from commutator.frontend import (
+    FrontendServices,
+    Generation,
+    Piece,
+    Plan,
+    WorkPool,
+    traced,
+)
+from commutator_openai.answers import send_json
 from commutator_openai.body import read_request
 from commutator_openai.metering import admit
 from commutator_openai.middleware import EXCHANGE, Exchange, caller, explain_routing, time_limit
@@ -26,6 +34,10 @@ __all__ = [
 ]
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
+
+# Each takes some microseconds to encode, with 20 alternatives some tens.
+_INLINE_ENTRIES = 2_000
+_INLINE_LOGPROBS = 32
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -96,27 +108,42 @@ async def _serve(
                 try:
                     if body.stream:
                         note = partial(_note_routing, request, exchange, generation)
-                        await _stream(generation, shape, stream, note)
+                        await _stream(generation, shape, stream, note, services.work)
                         return stream.response
-                    return await _collect(generation, shape)
+                    data = await _collect(generation, shape, services.work)
                 finally:
                     if not stream.started:
                         _note_routing(request, exchange, generation)
                     _account(services, exchange, generation)
+                return await send_json(request, data)
 
 
-async def _collect(generation: Generation, shape: Shape) -> web.Response:
+async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> bytes:
+    """The whole answer, as JSON."""
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
             for number, piece in batch:
                 pieces[number].append(piece)
-    answer = shape.answer(pieces, generation.usage())
-    return web.Response(body=encode(answer), content_type="application/json")
+    usage = generation.usage()
+
+    def body() -> bytes:
+        return encode(shape.answer(pieces, usage))
+
+    entries = sum(map(len, pieces))
+    if shape.logprobs:
+        entries += 21 * sum(len(piece.logprobs) for answer in pieces for piece in answer)
+    if entries <= _INLINE_ENTRIES:
+        return body()
+    return await work.run(body, refusable=False)
 
 
 async def _stream(
-    generation: Generation, shape: Shape, stream: EventStream, note: Callable[[], None]
+    generation: Generation,
+    shape: Shape,
+    stream: EventStream,
+    note: Callable[[], None],
+    work: WorkPool,
 ) -> None:
     """``note`` completes the headers, right before they are sent."""
     unfinished = len(generation.choices)
@@ -130,7 +157,10 @@ async def _stream(
                 if number not in begun:
                     begun.add(number)
                     chunks.append(shape.first(number))
-                if piece.text or piece.logprobs:
+                if len(piece.logprobs) > _INLINE_LOGPROBS:
+                    content = partial(shape.content, number, piece)
+                    chunks.append(await work.run(content, refusable=False))
+                elif piece.text or piece.logprobs:
                     chunks.append(shape.content(number, piece))
                 if piece.finish_reason is not None:
                     unfinished -= 1

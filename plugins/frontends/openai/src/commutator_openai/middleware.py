@@ -288,7 +288,8 @@ def _in_one_header(explanations: Explanations) -> str:
         # The chosen worker matters most, so leave the others out.
         for one in explanations:
             chosen = [c for c in one["candidates"] if c["worker_id"] == one["worker_id"]]
-            one["left_out"] = len(one["candidates"]) - len(chosen)
+            left_out = len(one["candidates"]) - len(chosen)
+            one["left_out"] = left_out + one.get("left_out", 0)
             one["candidates"] = chosen
             one["reason"] = one["reason"][:_MAX_REASON_CHARACTERS]
         while len(text := _compact(explanations)) > _MAX_HEADER_CHARACTERS:

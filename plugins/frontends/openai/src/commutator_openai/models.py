@@ -10,6 +10,7 @@ from aiohttp import web
 
 from commutator.errors import RequestError
 from commutator.frontend import FrontendServices
+from commutator_openai.answers import send_json
 from commutator_openai.body import read_request
 from commutator_openai.middleware import SERVICES, caller, time_limit
 from commutator_openai.planning import chat_prompt
@@ -32,12 +33,12 @@ T = TypeVar("T")
 _INLINE_TOKENS = 10_000
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """POST /tokenize: the token ids of a text or of a rendered conversation."""
     return await _serve(request, TokenizeRequest, _tokenize)
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """POST /detokenize: the text of token ids, special tokens included."""
     return await _serve(request, DetokenizeRequest, _detokenize)
 
@@ -45,17 +46,18 @@ async def detokenize(request: web.Request) -> web.Response:
 async def _serve(
     request: web.Request,
     cls: type[T],
-    answer: Callable[[FrontendServices, T], Awaitable[web.Response]],
-) -> web.Response:
+    answer: Callable[[FrontendServices, T], Awaitable[bytes]],
+) -> web.StreamResponse:
     """With the same limits as a generation: a text may be as long as any prompt."""
     services = request.app[SERVICES]
     async with time_limit(request):
         body = await read_request(request, cls)
         async with services.limiter.of(caller(request, user=None, session_id=None)):
-            return await answer(services, body)
+            data = await answer(services, body)
+    return await send_json(request, data)
 
 
-async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> web.Response:
+async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> bytes:
     name, model = services.text_model(body.model)
     prompts = services.preprocessors[name]
     if (body.prompt is None) == (body.messages is None):
@@ -68,15 +70,17 @@ async def _tokenize(services: FrontendServices, body: TokenizeRequest) -> web.Re
         )
     token_ids, max_model_len = prompt.token_ids, services.max_model_len(name)
 
-    def response() -> web.Response:
+    def response() -> bytes:
         texts = tuple(map(model.token_text, token_ids)) if body.return_token_strs else None
-        return _json(TokenizeResponse(len(token_ids), max_model_len, tuple(token_ids), texts))
+        return msgspec.json.encode(
+            TokenizeResponse(len(token_ids), max_model_len, tuple(token_ids), texts)
+        )
 
     inline = len(token_ids) <= _INLINE_TOKENS
     return response() if inline else await services.work.run(response)
 
 
-async def _detokenize(services: FrontendServices, body: DetokenizeRequest) -> web.Response:
+async def _detokenize(services: FrontendServices, body: DetokenizeRequest) -> bytes:
     name, model = services.text_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         raise RequestError(
@@ -84,7 +88,8 @@ async def _detokenize(services: FrontendServices, body: DetokenizeRequest) -> we
             "tokens",
         )
 
-    return _json(DetokenizeResponse(await services.preprocessors[name].decode(body.tokens)))
+    text = await services.preprocessors[name].decode(body.tokens)
+    return msgspec.json.encode(DetokenizeResponse(text))
 
 
 async def list_models(request: web.Request) -> web.Response:

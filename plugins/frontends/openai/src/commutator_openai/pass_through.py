@@ -19,11 +19,12 @@ from commutator import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator.frontend import Forward, FrontendServices, size_of
 from commutator.tokenizer import TextModel
+from commutator_openai.answers import write_in_parts
 from commutator_openai.body import NOT_SERVED, off_loop, read_object
 from commutator_openai.media import check_media
 from commutator_openai.metering import AnswerUsage, admit, stated_answers
 from commutator_openai.middleware import EXCHANGE, SERVICES, caller, explain_routing, time_limit
-from commutator_openai.protocol.fields import MAX_INT
+from commutator_openai.protocol.fields import MAX_INT, MAX_LABEL
 
 __all__ = [
     "ENDPOINTS",
@@ -62,6 +63,10 @@ MEDIA_HOSTS: web.AppKey[frozenset[str]] = web.AppKey("media_hosts", frozenset)
 _CHARACTERS_A_TOKEN = 4
 """By which a prompt is estimated that is not tokenized here."""
 
+_LABELS = frozenset({
+    "user", "session_id", "prompt_cache_key", "safety_identifier", "cache_salt",
+})  # fmt: skip
+
 _INTERNAL = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
 """What engines say in answers about themselves: addresses, engine ids and block ids."""
 
@@ -73,6 +78,10 @@ async def engine_only(request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
         if unknown := sorted(body.keys() - ENDPOINTS[request.path]):
             raise RequestError(f"{unknown[0]}: unknown key", unknown[0], "unknown_parameter")
+        for name in _LABELS & body.keys():
+            if isinstance(body[name], str) and len(body[name]) > MAX_LABEL:
+                problem = f"expected at most {MAX_LABEL} characters, got {len(body[name])}"
+                raise RequestError(f"{name}: {problem}", name)
         given = body.get("model")
         if not isinstance(given, str | None):
             raise RequestError("model: expected a string", "model")
@@ -150,7 +159,7 @@ async def _relay(
         await response.prepare(request)
         async for part in _without_internals(request, forward.chunks(), answer.content_type):
             await off_loop(request, len(part), partial(usage.take, part))
-            await response.write(part)
+            await write_in_parts(response, part)
     finally:
         exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
     exchange.ended = True

@@ -18,6 +18,7 @@ from commutator.schema import Mismatch, build_converter, json_schema
 
 __all__ = [
     "MAX_INT",
+    "MAX_LABEL",
     "CacheControl",
     "Items",
     "Label",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 MAX_INT = 2**31 - 1
+MAX_LABEL = 256
+"""Characters of a name that is kept, logged or compared."""
 TokenId = Annotated[int, Bounds(minimum=0, maximum=MAX_INT)]
 
 
@@ -124,7 +127,7 @@ class Items(Special):
 class Label(Special):
     """A name that is kept, logged or compared, and so has a limit."""
 
-    maximum: int = 256
+    maximum: int = MAX_LABEL
     """In characters."""
 
     def convert(self, value: Any) -> str:
