@@ -25,18 +25,18 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `POST /v1/embeddings`, `/v1/responses`, `/v1/rerank`, `/v1/score` | the engine's own answer; see below |
 | `GET /v1/models`, `GET /v1/models/NAME` | what is served |
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
-| `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail |
-| `GET /metrics` | Prometheus; see [metrics](metrics.md) |
+| `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail, which needs the permission `metrics` |
+| `GET /metrics` | Prometheus; see [metrics](metrics.md); needs the permission `metrics` |
 | `GET /openapi.json` | OpenAPI 3.1 |
 
 ## Headers
 
 | request header | meaning |
 |---|---|
-| `Authorization: Bearer KEY` | needed when `frontend.api_keys` is set |
+| `Authorization: Bearer KEY` | needed everywhere but at `/live` and `/ready` when the section `auth` or `frontend.api_keys` is set |
 | `X-Request-Id` | your id for the request; a random one by default. The answer repeats it |
 | `X-Request-Timeout-S` | give up after this many seconds, if less than `frontend.request_timeout_s` |
-| `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON |
+| `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON; needs the permission `explain` |
 
 Every answer names its worker in `X-Commutator-Worker`.
 

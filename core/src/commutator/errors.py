@@ -5,6 +5,7 @@
     ├── PluginError            a plugin broke the contract; names its distribution
     ├── AuthenticationError    the client's credentials are not valid, or not any more
     ├── RateLimitError         a principal's limit stands against its request; says which
+    ├── PermissionDeniedError  the client may not do what it asks for
     ├── RequestError           the client's request cannot be served as it is
     ├── RoutingError           no worker can take the request
     │   └── OverloadedError    not now: a queue or a limit is full
@@ -40,6 +41,7 @@ __all__ = [
     "EngineUnavailableError",
     "EngineWithoutTiersError",
     "OverloadedError",
+    "PermissionDeniedError",
     "PluginError",
     "RateLimitError",
     "RegistryError",
@@ -89,6 +91,14 @@ class RateLimitError(CommutatorError):
     def __init__(self, message: str, limit: str, retry_after_s: float | None) -> None:
         self.limit = limit
         self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class PermissionDeniedError(CommutatorError):
+    """The principal lacks a permission. ``param`` names the field, in the client's spelling."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        self.param = param
         super().__init__(message)
 
 

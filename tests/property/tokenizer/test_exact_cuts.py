@@ -53,7 +53,8 @@ def short_chunks() -> Iterator[None]:
 
 def _hashing() -> BlockHashing:
     return BlockHashing(
-        BLOCK_SIZE, lambda ids, known: sequence_hashes(ids, BLOCK_SIZE, known=known)
+        BLOCK_SIZE,
+        lambda ids, known, salt: sequence_hashes(ids, BLOCK_SIZE, cache_salt=salt, known=known),
     )
 
 

@@ -15,7 +15,7 @@ from commutator.errors import ConfigError
 from commutator_openai.app import build_app
 from commutator_openai.config import OpenAiConfig, TlsConfig
 
-OPEN = ["/health", "/live", "/ready", "/openapi.json", "/metrics"]
+OPEN = ["/live", "/ready"]
 PROTECTED = [
     ("GET", "/v1/models"),
     ("GET", f"/v1/models/{MODEL}"),
@@ -24,6 +24,9 @@ PROTECTED = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/nowhere"),
+    ("GET", "/openapi.json"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
 ]
 
 

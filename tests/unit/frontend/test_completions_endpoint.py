@@ -130,14 +130,17 @@ async def test_a_shared_beginning_is_tokenized_and_hashed_once() -> None:
     assert hits > 0.9 * len(second.token_ids)
 
 
-async def test_a_salted_prompt_is_hashed_by_routing() -> None:
+async def test_a_salted_prompt_has_hashes_of_its_own() -> None:
     dispatcher = FakeDispatcher(block_size=16)
     async with front_door(dispatcher) as door:
         await door.complete(prompt="The same text. " * 50, max_tokens=4, cache_salt="tenant-1")
         await door.complete(prompt="The same text. " * 50, max_tokens=4)
     salted, plain = dispatcher.requests
     assert salted.cache_salt == "tenant-1"
-    assert dispatcher.hashes == [None, sequence_hashes(plain.token_ids, 16)]
+    assert dispatcher.hashes == [
+        sequence_hashes(salted.token_ids, 16, cache_salt="tenant-1"),
+        sequence_hashes(plain.token_ids, 16),
+    ]
 
 
 async def test_the_prompt_cache_can_be_off() -> None:

@@ -141,7 +141,10 @@ async def test_a_draining_door_is_not_ready() -> None:
     async with front_door(FakeDispatcher()) as door:
         door.services.draining = True
         status, body = await door.get("/ready")
-        assert (status, body["error"]["message"]) == (503, "this front door is shutting down")
+        assert (status, body["error"]["message"]) == (
+            503,
+            "this front door cannot serve every model now; GET /health says why",
+        )
         assert (await door.get("/health"))[1]["status"] == "draining"
         assert (await door.chat())[0] == 200
 

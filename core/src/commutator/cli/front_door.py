@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
 from functools import wraps
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 
@@ -34,11 +35,20 @@ class FrontDoor:
     url: str
     """Without a slash at the end."""
     api_key: str | None = None
+    admin_url: str | None = None
+    """Where /health is; None: at ``url``. Without a slash at the end."""
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[Message, dict[str, Any]]:
-        """Headers and body of a JSON answer; GET without a body, POST with one."""
-        url = self.url + path
-        headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
+    def call(
+        self, path: str, body: dict[str, Any] | None = None, *, explain: bool = False
+    ) -> tuple[Message, dict[str, Any]]:
+        """Headers and body of a JSON answer; GET without a body, POST with one.
+
+        ``explain`` asks why the worker was chosen.
+        """
+        url = (self.admin_url if path == "/health" and self.admin_url else self.url) + path
+        headers = {"Content-Type": "application/json"}
+        if explain:
+            headers["X-Commutator-Explain"] = "1"
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
@@ -47,7 +57,9 @@ class FrontDoor:
             with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
                 return answer.headers, json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            raise CommutatorError(f"{url} answered {error.code}: {_message(error)}") from error
+            text = f"{url} answered {error.code}: {_message(error)}"
+            hint = self._hint(path, error.code)
+            raise CommutatorError(f"{text}\n  {hint}" if hint else text) from error
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
@@ -56,6 +68,24 @@ class FrontDoor:
             raise CommutatorError(
                 f"{url} is not a front door: its answer is not JSON: {error}"
             ) from error
+
+    def _hint(self, path: str, status: int) -> str | None:
+        """What a person can do about an error."""
+        if status == HTTPStatus.UNAUTHORIZED and self.api_key:
+            return "the key is not one of this front door's: set COMMUTATOR_API_KEY to another"
+        if status == HTTPStatus.UNAUTHORIZED:
+            return "set COMMUTATOR_API_KEY, or --api-key, to a key of this front door"
+        if status == HTTPStatus.FORBIDDEN:
+            return (
+                "use the key of a principal that has the permission, or give it to this one under "
+                "`permissions` in the section `auth`"
+            )
+        if status == HTTPStatus.NOT_FOUND and path == "/health":
+            return (
+                "if the deployment has `frontend.admin`, set COMMUTATOR_ADMIN_URL, or --admin-url, "
+                "to that address"
+            )
+        return None
 
     def health(self) -> dict[str, Any]:
         """The answer of /health."""
@@ -116,18 +146,29 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def front_door_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``--url`` and ``--api-key``; the command gets them as ``door``, a ``FrontDoor``."""
+    """``--url``, ``--admin-url`` and ``--api-key``; the command gets ``door``, a ``FrontDoor``."""
 
     @wraps(command)
-    def with_door(*args: Any, url: str, api_key: str | None, **more: Any) -> None:
-        command(*args, door=FrontDoor(url, api_key), **more)
+    def with_door(
+        *args: Any, url: str, admin_url: str | None, api_key: str | None, **more: Any
+    ) -> None:
+        command(*args, door=FrontDoor(url, api_key, admin_url), **more)
 
     url = click.option(
         "--url",
+        envvar="COMMUTATOR_URL",
+        show_envvar=True,
         default="http://127.0.0.1:8000",
         show_default=True,
         callback=_base_url,
         help="URL of the front door.",
+    )
+    admin = click.option(
+        "--admin-url",
+        envvar="COMMUTATOR_ADMIN_URL",
+        show_envvar=True,
+        callback=_base_url,
+        help="URL of `frontend.admin`, if the deployment has it.",
     )
     key = click.option(
         "--api-key",
@@ -135,7 +176,7 @@ def front_door_options(command: Callable[..., None]) -> Callable[..., None]:
         show_envvar=True,
         help="Bearer token, if the front door requires one.",
     )
-    return url(key(with_door))
+    return url(admin(key(with_door)))
 
 
 def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -147,8 +188,10 @@ def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
     return click.argument("prompt")(model(chat(command)))
 
 
-def _base_url(_context: click.Context, _option: click.Parameter, url: str) -> str:
+def _base_url(_context: click.Context, _option: click.Parameter, url: str | None) -> str | None:
     """The URL without a trailing slash or "/v1"."""
+    if url is None:
+        return None
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"expected http://HOST:PORT, got {url}")
     return url.rstrip("/").removesuffix("/v1")

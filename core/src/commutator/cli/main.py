@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     ),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
+    "key": ("commutator.cli.key:key", "Make an API key for a principal."),
     "demo": (
         "commutator.cli.demo:demo",
         "Start a deployment, hold a conversation, show what happened.",

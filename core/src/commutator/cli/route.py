@@ -27,7 +27,9 @@ def route() -> None:
 def explain(prompt: str, model: str | None, chat: bool, door: FrontDoor, as_json: bool) -> None:
     """Request one token for PROMPT; show every candidate, its scores, and the reason."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    headers, _ = door.call(path, {"max_tokens": 1, **door.prompt(prompt, model, chat=chat)})
+    headers, _ = door.call(
+        path, {"max_tokens": 1, **door.prompt(prompt, model, chat=chat)}, explain=True
+    )
     decision: dict[str, Any] = json.loads(headers["X-Commutator-Decision"])
     if as_json:
         click.echo(json.dumps(decision, indent=2))

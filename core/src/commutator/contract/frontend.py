@@ -19,6 +19,7 @@ from commutator.contract.settings import (
 )
 
 __all__ = [
+    "AdminConfig",
     "Frontend",
     "FrontendAddress",
     "FrontendConfig",
@@ -44,12 +45,23 @@ def _are_header_names(_: FrontendConfig, _field: Attribute[Any], value: tuple[st
 
 
 @frozen(kw_only=True)
+class AdminConfig:
+    """An address of its own for /metrics and /health, where nobody needs a key."""
+
+    host: str = setting("Address to listen on: a network that clients do not reach.", "127.0.0.1")
+    port: Annotated[int, Bounds(minimum=1, maximum=65535)] = setting("Port to listen on.")
+
+
+@frozen(kw_only=True)
 class FrontendConfig:
     """The options of every front door; a plugin's subclass adds those of its protocol."""
 
     kind: str = setting("The front-door plugin: the protocol that clients speak.", "openai")
     host: str = setting("Address to listen on.", "127.0.0.1")
     port: Port = setting("Port to listen on; 0 chooses a free one.", 8000)
+    admin: AdminConfig | None = setting(
+        "Serve /metrics and /health on this address instead; /live and /ready on both.", None
+    )
     replicas: _Replicas = setting("Front-door processes that share the port.", 1)
     max_concurrent_requests: PositiveInt = setting(
         "Requests served at the same time by one front-door process, which this protects; requests "

@@ -104,8 +104,8 @@ def _in_order(_: object, _field: Attribute[Any], value: tuple[int, ...] | None) 
 
 
 def _is_salt(_: object, _field: Attribute[Any], value: str | None) -> None:
-    if value is not None and not 0 < len(value) <= _LONGEST_SALT:
-        raise ValueError(f"expected 1 to {_LONGEST_SALT} characters")
+    if value is not None and not (0 < len(value) <= _LONGEST_SALT and value.isprintable()):
+        raise ValueError(f"expected 1 to {_LONGEST_SALT} printable characters")
 
 
 _LONGEST_SALT = 256

@@ -108,6 +108,8 @@ class EngineInfo:
     """Whether it supports ``GenerateRequest.generated_prefix``."""
     forwards: bool = False
     """Whether it accepts clients' HTTP requests unchanged; see ``EngineClient.forward``."""
+    keeps_salts_apart: bool = True
+    """Whether a request that it accepts unchanged shares KV only with those of its `cache_salt`."""
     handover: KvTransferInfo | None = None
     """How its KV can be handed over; None: it serves no disaggregated request."""
     computes_prompts: bool = True

@@ -1,8 +1,9 @@
 """What every front door shares: what a plugin of kind `frontend` builds on."""
 
 from commutator.auth.gate import Gate
+from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
 from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
-from commutator.frontend.health import OPERATIONS_PATHS, health_routes
+from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
@@ -14,6 +15,7 @@ from commutator.tracing import traced
 
 __all__ = [
     "OPERATIONS_PATHS",
+    "PROBE_PATHS",
     "ByteBudget",
     "ChoiceRules",
     "Forward",
@@ -28,7 +30,12 @@ __all__ = [
     "TimeLimit",
     "TokenUsage",
     "WorkPool",
+    "allowed_priority",
+    "check_answers",
     "health_routes",
+    "longest",
+    "require",
+    "salted",
     "size_of",
     "traced",
 ]

@@ -11,18 +11,23 @@ import aiohttp
 import attrs
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from commutator.frontend.services import FrontendServices
 
 __all__ = [
     "OPERATIONS_PATHS",
+    "PROBE_PATHS",
     "health_routes",
     "merged_pages",
 ]
 
-OPERATIONS_PATHS = frozenset({"/health", "/live", "/ready", "/metrics"})
-"""What ``health_routes`` answers; probes and scrapers send no API key."""
+PROBE_PATHS = frozenset({"/live", "/ready"})
+"""They tell everyone only whether the process answers, and whether it can serve."""
+
+OPERATIONS_PATHS = frozenset({"/health", "/metrics"})
+"""They tell about models, workers, load and principals: for those who may know."""
 
 _OWN = "own"
 """In the query of `/metrics`: only of the process that answers."""
@@ -56,10 +61,12 @@ async def _page_of_all(own_socket: Path, own_page: str) -> str:
 
 
 def health_routes(
-    services: FrontendServices, local_socket: str | None = None
+    services: FrontendServices, local_socket: str | None = None, *, probes_only: bool = False
 ) -> Iterable[web.RouteDef]:
-    """The routes of ``OPERATIONS_PATHS`` for an aiohttp application.
+    """The routes of ``PROBE_PATHS`` and ``OPERATIONS_PATHS`` for an aiohttp application.
 
+    The application itself lets only those to ``OPERATIONS_PATHS`` who have the right;
+    ``probes_only`` leaves them out.
     ``local_socket`` is the Unix socket on which this process answers beside its shared port; with
     several front doors, /metrics asks the others on theirs.
     """
@@ -71,10 +78,8 @@ def health_routes(
 
     async def ready(_: web.Request) -> web.Response:
         """Every model has a worker, and the process is not about to end."""
-        if services.draining:
-            return _unready("this front door is shutting down")
-        if not services.dispatcher.ready():
-            return _unready("not every model has a ready worker; GET /health lists the workers")
+        if services.draining or not services.dispatcher.ready():
+            return _unready()
         return _json({"status": "ok"})
 
     async def health(_: web.Request) -> web.Response:
@@ -88,7 +93,9 @@ def health_routes(
             page = (await _page_of_all(Path(local_socket), page.decode())).encode()
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    handlers = {"/live": live, "/ready": ready, "/health": health, "/metrics": metrics}
+    handlers: dict[str, Handler] = {"/live": live, "/ready": ready}
+    if not probes_only:
+        handlers |= {"/health": health, "/metrics": metrics}
     return [web.get(path, handler) for path, handler in handlers.items()]
 
 
@@ -113,8 +120,9 @@ def _health(services: FrontendServices) -> dict[str, object]:
     }
 
 
-def _unready(message: str) -> web.Response:
+def _unready() -> web.Response:
     # Answered, not raised: probes ask all the time, and a raised error is logged.
+    message = "this front door cannot serve every model now; GET /health says why"
     error = {"message": message, "type": "server_error", "param": None, "code": "no_worker"}
     return web.Response(
         status=web.HTTPServiceUnavailable.status_code,

@@ -58,8 +58,10 @@ class Preprocessor:
         if block_size is not None:
             size = block_size
 
-            def hashes(token_ids: Sequence[int], known: Sequence[int]) -> list[int]:
-                return sequence_hashes(token_ids, size, known=known)
+            def hashes(
+                token_ids: Sequence[int], known: Sequence[int], salt: str | None
+            ) -> list[int]:
+                return sequence_hashes(token_ids, size, cache_salt=salt, known=known)
 
             hashing = BlockHashing(size, hashes)
         self._cache = cache = PromptTokenCache(
@@ -86,12 +88,16 @@ class Preprocessor:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        salt: str | None = None,
         max_tokens: int | None = None,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> PromptTokens:
         """The rendered conversation, tokenized; ``options`` as for ``TextModel.render_chat``.
+
+        Only prompts of the same ``salt`` help to tokenize it, so that the time it takes tells
+        nothing about others, and its sequence hashes are those of the salt.
 
         The chat template itself writes BOS, hence no further special tokens by default. Raises
         RequestError when the model has no template, the template refuses the messages, or the
@@ -108,18 +114,26 @@ class Preprocessor:
 
         inline = characters <= _INLINE_RENDER_CHARACTERS
         text = render() if inline else await self._work.run(render)
-        return await self.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        return await self.encode(
+            text, salt=salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
 
     async def completion(
-        self, prompts: Sequence[str | list[int]], *, max_tokens: int | None = None
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        salt: str | None = None,
+        max_tokens: int | None = None,
     ) -> list[PromptTokens]:
-        """Each prompt, tokenized.
+        """Each prompt, tokenized; ``salt`` as for ``chat``.
 
         Raises RequestError for empty prompts, unknown token ids, and a prompt that is certainly
         longer than ``max_tokens``.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self._encode(texts, add_special_tokens=True, max_tokens=max_tokens))
+        encoded = iter(
+            await self._encode(texts, salt, add_special_tokens=True, max_tokens=max_tokens)
+        )
         tokens = [
             next(encoded) if isinstance(prompt, str) else PromptTokens(prompt, None, 0)
             for prompt in prompts
@@ -129,14 +143,19 @@ class Preprocessor:
         return tokens
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        salt: str | None = None,
+        max_tokens: int | None = None,
     ) -> PromptTokens:
-        """The tokens of a text, which may be empty.
+        """The tokens of a text, which may be empty; ``salt`` as for ``chat``.
 
         Raises RequestError when they are certainly more than ``max_tokens``.
         """
         (tokens,) = await self._encode(
-            [text], add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            [text], salt, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
         return tokens
 
@@ -150,14 +169,21 @@ class Preprocessor:
         return decode() if inline else await self._work.run(decode)
 
     async def _encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None
+        self,
+        texts: Sequence[str],
+        salt: str | None,
+        *,
+        add_special_tokens: bool,
+        max_tokens: int | None,
     ) -> list[PromptTokens]:
         for text in texts:
             self._check_length(len(text), max_tokens, "prompt")
         cache = self._cache
 
         def look_up() -> list[FoundPrefix]:
-            return [cache.look_up(text, add_special_tokens=add_special_tokens) for text in texts]
+            return [
+                cache.look_up(text, salt, add_special_tokens=add_special_tokens) for text in texts
+            ]
 
         def complete(found: Sequence[FoundPrefix]) -> list[PromptTokens]:
             return [cache.complete(one) for one in found]

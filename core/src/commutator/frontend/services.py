@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from attrs import define, field
 
 from commutator.auth.gate import Gate
+from commutator.auth.rights import longest, may_use
 from commutator.contract.frontend import FrontendConfig
+from commutator.contract.principal import Principal
 from commutator.errors import RequestError
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
@@ -83,26 +85,34 @@ class FrontendServices:
             for name, text in self.models.items()
         }
 
-    def text_model(self, name: str | None) -> tuple[str, TextModel]:
-        """(name, model); None means the only one. Raises RequestError."""
+    def models_for(self, principal: Principal) -> list[str]:
+        """The names of the models that the principal may use."""
+        return [name for name in self.models if may_use(principal, name)]
+
+    def text_model(self, name: str | None, principal: Principal) -> tuple[str, TextModel]:
+        """(name, model); None means the only one of the principal. Raises RequestError."""
         if name is None:
-            if len(self.models) > 1:
+            mine = self.models_for(principal)
+            if len(mine) != 1:
                 raise RequestError(
-                    f"model: required, because several are served: {', '.join(self.models)}",
+                    f"model: required, because several are served: {', '.join(mine)}"
+                    if mine
+                    else f"model: {principal.name} may use none",
                     "model",
                     "missing_required_parameter",
                 )
-            name = next(iter(self.models))
+            name = mine[0]
         model = self.models.get(name)
-        if model is None:
+        if model is None or not may_use(principal, name):
+            known = ", ".join(self.models_for(principal)) or "none"
             raise RequestError(
-                f"model: {name[:100]!r} is not served here; choose from: {', '.join(self.models)}",
+                f"model: {name[:100]!r} is not served here; choose from: {known}",
                 "model",
                 "model_not_found",
             )
         return name, model
 
-    def max_model_len(self, name: str) -> int:
-        """Longest prompt plus answer in tokens: the model's own limit or its workers', if less."""
+    def max_model_len(self, name: str, principal: Principal) -> int:
+        """Longest prompt plus answer in tokens: least of the model's, workers' and principal's."""
         own, workers = self.models[name].max_model_len, self.dispatcher.max_model_len(name)
-        return own if workers is None else min(own, workers)
+        return longest(principal, own if workers is None else min(own, workers))

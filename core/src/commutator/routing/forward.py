@@ -55,6 +55,11 @@ class Forward:
         return self._placement.route.worker.record.info.model
 
     @property
+    def keeps_salts_apart(self) -> bool:
+        """Whether the worker's engine heeds `cache_salt`."""
+        return self._placement.route.worker.record.info.keeps_salts_apart
+
+    @property
     def route(self) -> Route:
         return self._placement.route
 

@@ -46,8 +46,9 @@ class BlockHashing:
 
     block_size: int
     """In tokens."""
-    hashes: Callable[[Sequence[int], Sequence[int]], list[int]]
-    """Of (token ids, hashes of the first blocks as far as they are known), those of all blocks."""
+    hashes: Callable[[Sequence[int], Sequence[int], str | None], list[int]]
+    """Of (token ids, hashes of the first blocks as far as they are known, salt), those of all
+    blocks."""
 
 
 @frozen(eq=False)
@@ -90,6 +91,8 @@ class FoundPrefix:
     """What is known of a prompt."""
 
     text: str
+    salt: str | None
+    """Only prompts of the same salt are looked at."""
     special: bool
     """Whether special tokens are put around the text."""
     nodes: list[_Node]
@@ -126,7 +129,9 @@ class PromptTokenCache:
     """Tokens, and sequence hashes if wanted, by text prefix. Threads may share it.
 
     A prompt is cut into chunks at exact cuts, always the same way, and each chunk is kept under
-    the ones before it. The least recently used go first; a chunk never before those after it.
+    the ones before it. Each salt has chunks of its own, so that the time a prompt takes tells
+    nothing about prompts of other salts. The least recently used go first; a chunk never before
+    those after it.
     """
 
     def __init__(
@@ -148,8 +153,10 @@ class PromptTokenCache:
         self._prefix_bytes = 0
         # Prompts that begin with special tokens have other blocks than those that do not.
         self._roots = {special: _Node(None, "", "", [], []) for special in (False, True)}
+        # Each has the roots of the salts as what is behind it.
+        self._salts = {special: _Node(None, "", "", [], []) for special in (False, True)}
         self._used: OrderedDict[_Node, None] = OrderedDict()
-        """Least recently first; without the roots."""
+        """Least recently first; without ``_roots`` and ``_salts``."""
         self._lock = threading.Lock()
 
     @property
@@ -157,17 +164,22 @@ class PromptTokenCache:
         """What it takes, at most the given ``max_bytes``."""
         return self._prefix_bytes + self._words.size_bytes
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> PromptTokens:
+    def encode(
+        self, text: str, salt: str | None = None, *, add_special_tokens: bool
+    ) -> PromptTokens:
         """The prompt's tokens, equal to those without a cache."""
-        return self.complete(self.look_up(text, add_special_tokens=add_special_tokens))
+        return self.complete(self.look_up(text, salt, add_special_tokens=add_special_tokens))
 
-    def look_up(self, text: str, *, add_special_tokens: bool) -> FoundPrefix:
+    def look_up(
+        self, text: str, salt: str | None = None, *, add_special_tokens: bool
+    ) -> FoundPrefix:
         """What is known of the prompt; quick."""
         if not self.cuts.any:
-            return FoundPrefix(text, add_special_tokens, [], 0)
-        start, node = 0, self._root(add_special_tokens)
-        nodes = [node]
+            return FoundPrefix(text, salt, add_special_tokens, [], 0)
+        start = 0
         with self._lock:
+            node = self._root(salt, add_special_tokens)
+            nodes = [node]
             while True:
                 known = node.latest
                 if (
@@ -183,7 +195,7 @@ class PromptTokenCache:
                 nodes.append(known)
                 start += len(known.chunk)
                 node = known
-        return FoundPrefix(text, add_special_tokens, nodes, start)
+        return FoundPrefix(text, salt, add_special_tokens, nodes, start)
 
     def complete(self, found: FoundPrefix) -> PromptTokens:
         """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile."""
@@ -206,7 +218,7 @@ class PromptTokenCache:
         if found.special:
             token_ids.extend(self.cuts.last_ids)
         if self._hashing is not None:
-            hashes = self._hashing.hashes(token_ids, hashes)
+            hashes = self._hashing.hashes(token_ids, hashes, found.salt)
         self._keep(found, known_tokens, chunks[:-1], parts, hashes)
         self._on_hit(hit_tokens)
         return PromptTokens(token_ids, hashes if self._hashing else None, hit_tokens)
@@ -222,11 +234,20 @@ class PromptTokenCache:
             [found.text], add_special_tokens=found.special
         )
         token_ids: list[int] = encoding.ids
-        hashes = None if self._hashing is None else self._hashing.hashes(token_ids, ())
+        hashes = None if self._hashing is None else self._hashing.hashes(token_ids, (), found.salt)
         return PromptTokens(token_ids, hashes, 0)
 
-    def _root(self, special: bool) -> _Node:
-        return self._roots[special and bool(self.cuts.first_ids)]
+    def _root(self, salt: str | None, special: bool) -> _Node:
+        special = special and bool(self.cuts.first_ids)
+        if salt is None:
+            return self._roots[special]
+        salts = self._salts[special]
+        root = salts.behind.get(salt)
+        if root is None:
+            root = salts.behind[salt] = _Node(salts, salt, "", [], [])
+            self._used[root] = None
+            self._prefix_bytes += root.size_bytes
+        return root
 
     def _chunks(self, text: str, start: int) -> list[str]:
         """``text`` from ``start`` on; the last one ends with the text, not at a cut."""

@@ -121,6 +121,7 @@ async def discover(
         kv_capacity_blocks=statistics.capacity_blocks,
         continues_answers=True,
         forwards=True,
+        keeps_salts_apart=False,
         handover=handover_info(model, version.version, size) if hands_over else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 
 import msgspec
 from aiohttp import web
@@ -17,6 +18,7 @@ from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.metering import RATE_LIMIT_HEADERS
 from commutator_openai.middleware import (
+    EXCHANGE,
     FORWARD_HEADERS,
     SERVICES,
     add_headers,
@@ -29,6 +31,7 @@ from commutator_openai.protocol.openapi import openapi_document
 __all__ = [
     "Cors",
     "build_app",
+    "build_operations_app",
 ]
 
 
@@ -58,14 +61,21 @@ def build_app(
     app[SERVICES] = services
     app[MEDIA_HOSTS] = frozenset(config.media_hosts)
     app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    document = msgspec.json.encode(
-        openapi_document(
-            commutator.__version__, list(services.models), needs_key=not services.gate.is_open
-        )
-    )
+    needs_key = not services.gate.is_open
 
-    async def openapi(_: web.Request) -> web.Response:
-        return web.Response(body=document, content_type="application/json")
+    @lru_cache(maxsize=_DOCUMENTS)
+    def document(*models: str) -> bytes:
+        found = openapi_document(
+            commutator.__version__,
+            models,
+            needs_key=needs_key,
+            operations=config.admin is None,
+        )
+        return msgspec.json.encode(found)
+
+    async def openapi(request: web.Request) -> web.Response:
+        models = services.models_for(request[EXCHANGE].principal)
+        return web.Response(body=document(*models), content_type="application/json")
 
     app.add_routes(
         [
@@ -77,10 +87,25 @@ def build_app(
             web.post("/tokenize", models.tokenize, expect_handler=expect),
             web.post("/detokenize", models.detokenize, expect_handler=expect),
             web.get("/openapi.json", openapi),
-            *health_routes(services, local_socket),
+            *health_routes(services, local_socket, probes_only=config.admin is not None),
         ]
     )
     return app
+
+
+def build_operations_app(
+    services: FrontendServices, local_socket: str | None = None
+) -> web.Application:
+    """/live, /ready, /health and /metrics for an address that only operators reach."""
+    app = web.Application(middlewares=[exchange])
+    app.on_response_prepare.append(add_headers)
+    app[SERVICES] = services
+    app.add_routes(health_routes(services, local_socket))
+    return app
+
+
+_DOCUMENTS = 16
+"""Principals with the same models share one description of the API."""
 
 
 _SHOWN = ("X-Request-Id", "X-Commutator-Worker", "X-Commutator-Decision", "Retry-After")

@@ -21,7 +21,14 @@ from commutator.frontend import (
 from commutator_openai.answers import send_json
 from commutator_openai.body import read_request
 from commutator_openai.metering import admit
-from commutator_openai.middleware import EXCHANGE, Exchange, caller, explain_routing, time_limit
+from commutator_openai.middleware import (
+    EXCHANGE,
+    Exchange,
+    caller,
+    explain_routing,
+    name_workers,
+    time_limit,
+)
 from commutator_openai.pass_through import pass_through_if
 from commutator_openai.planning import Target, plan_chat, plan_completion
 from commutator_openai.protocol.chunks import ChatShape, CompletionShape, Shape, encode, event
@@ -77,7 +84,7 @@ async def _serve(
             if (answer := await pass_through_if(request, refused)) is not None:
                 return answer
             raise
-        name, text = services.text_model(body.model)
+        name, text = services.text_model(body.model, exchange.principal)
         exchange.model = name
         exchange.user = _label(body)
         sender = caller(request, user=body.user, session_id=_session_id(body))
@@ -86,8 +93,9 @@ async def _serve(
                 model=name,
                 text=text,
                 prompts=services.preprocessors[name],
-                max_model_len=services.max_model_len(name),
+                max_model_len=services.max_model_len(name, exchange.principal),
                 request_id=exchange.request_id,
+                principal=exchange.principal,
                 caller=sender,
             )
             plan = await make_plan(body, target)
@@ -176,7 +184,7 @@ async def _stream(
 def _note_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
     """Name the workers in the headers, and explain the choice if the client asked for it."""
     workers = exchange.workers = generation.worker_ids
-    exchange.headers["X-Commutator-Worker"] = ",".join(workers)
+    name_workers(exchange, workers)
     explain_routing(request, lambda: generation.explanations)
 
 

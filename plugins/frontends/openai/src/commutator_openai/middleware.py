@@ -9,7 +9,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +19,14 @@ from attrs import define, field
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
-from commutator.frontend import OPERATIONS_PATHS, FrontendServices, MeteredRequest, TimeLimit
+from commutator.frontend import (
+    OPERATIONS_PATHS,
+    PROBE_PATHS,
+    FrontendServices,
+    MeteredRequest,
+    TimeLimit,
+    require,
+)
 from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
@@ -35,6 +42,7 @@ __all__ = [
     "end_failed",
     "exchange",
     "explain_routing",
+    "name_workers",
     "request_id_of",
     "time_limit",
 ]
@@ -48,7 +56,8 @@ FORWARD_HEADERS: web.AppKey[tuple[str, ...]] = web.AppKey("forward_headers", tup
 
 _CLIENT_GONE = 499
 _MAX_HEADER = 256
-_OPEN_PATHS = OPERATIONS_PATHS | {"/openapi.json"}
+_EXPLAIN_HEADER = "X-Commutator-Explain"
+_NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS
 
 
 @web.middleware
@@ -85,15 +94,19 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Finds the principal, but not for probes and the OpenAPI document."""
+    """Finds the principal, but not for probes, and asks for the permissions of whole paths."""
     known = request[EXCHANGE]
-    if request.path not in _OPEN_PATHS and not known.services.gate.is_open:
+    if request.path not in PROBE_PATHS:
         sent = Credentials(
             bearer=_bearer(request.headers.get("Authorization", "")),
             headers=request.headers,
             peer=request.remote or None,
         )
         known.principal = await known.services.gate.principal(sent)
+        if request.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
+            require(known.principal, "metrics")
+        if request.method == "POST" and request.headers.get(_EXPLAIN_HEADER) == "1":
+            require(known.principal, "explain", _EXPLAIN_HEADER)
         if request.method == "POST":
             with known.services.meter.request(known.principal) as known.metered:
                 return await handler(request)
@@ -149,7 +162,7 @@ def _read_no_further(request: web.Request, response: web.StreamResponse) -> None
 def _record(request: web.Request, known: Exchange, code: int) -> None:
     duration_s = time.perf_counter() - known.arrived_s
     known.services.metrics.request_done(known.endpoint, known.model, code, duration_s)
-    level = logging.DEBUG if request.path in _OPEN_PATHS else logging.INFO
+    level = logging.DEBUG if request.path in _NOT_LOGGED else logging.INFO
     if log.isEnabledFor(level):
         log.log(level, "%s", known.log_line(code, duration_s))
 
@@ -275,9 +288,15 @@ _MAX_HEADER_CHARACTERS = 6_000
 _MAX_REASON_CHARACTERS = 200
 
 
+def name_workers(exchange: Exchange, workers: Sequence[str]) -> None:
+    """Name the workers in the answer's headers to those who may know."""
+    if exchange.principal.may("explain"):
+        exchange.headers["X-Commutator-Worker"] = ",".join(workers)
+
+
 def explain_routing(request: web.Request, explain: Callable[[], Explanations]) -> None:
     """Answer with ``X-Commutator-Decision`` if the client asked for it."""
-    if request.headers.get("X-Commutator-Explain") == "1":
+    if request.headers.get(_EXPLAIN_HEADER) == "1":
         request[EXCHANGE].headers["X-Commutator-Decision"] = _in_one_header(explain())
 
 

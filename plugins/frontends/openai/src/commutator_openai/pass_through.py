@@ -15,15 +15,30 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from commutator import GenerateRequest, SamplingParams
+from commutator import GenerateRequest, Principal, SamplingParams
+from commutator.contract.principal import ANONYMOUS
 from commutator.errors import RequestError
-from commutator.frontend import Forward, FrontendServices, size_of
+from commutator.frontend import (
+    Forward,
+    FrontendServices,
+    allowed_priority,
+    check_answers,
+    salted,
+    size_of,
+)
 from commutator.tokenizer import TextModel
 from commutator_openai.answers import write_in_parts
 from commutator_openai.body import NOT_SERVED, off_loop, read_object
 from commutator_openai.media import check_media
 from commutator_openai.metering import AnswerUsage, admit, stated_answers
-from commutator_openai.middleware import EXCHANGE, SERVICES, caller, explain_routing, time_limit
+from commutator_openai.middleware import (
+    EXCHANGE,
+    SERVICES,
+    caller,
+    explain_routing,
+    name_workers,
+    time_limit,
+)
 from commutator_openai.protocol.fields import MAX_INT, MAX_LABEL
 
 __all__ = [
@@ -67,6 +82,13 @@ _LABELS = frozenset({
     "user", "session_id", "prompt_cache_key", "safety_identifier", "cache_salt",
 })  # fmt: skip
 
+_LENGTHS = {
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+"""Where an answer has a length, the keys that limit it."""
+
 _INTERNAL = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
 """What engines say in answers about themselves: addresses, engine ids and block ids."""
 
@@ -85,7 +107,7 @@ async def engine_only(request: web.Request) -> web.StreamResponse:
         given = body.get("model")
         if not isinstance(given, str | None):
             raise RequestError("model: expected a string", "model")
-        name, _ = services.text_model(given)
+        name, _ = services.text_model(given, request[EXCHANGE].principal)
         request[EXCHANGE].model = name
         if not services.dispatcher.forwards(name):
             raise RequestError(
@@ -103,7 +125,8 @@ async def pass_through_if(request: web.Request, refused: RequestError) -> web.St
     services = request.app[SERVICES]
     body = await read_object(request)
     name = str(body.get("model"))
-    if name not in services.models or not services.dispatcher.forwards(name):
+    mine = services.models_for(request[EXCHANGE].principal)
+    if name not in mine or not services.dispatcher.forwards(name):
         return None
     request[EXCHANGE].model = name
     async with services.limiter.of(caller(request, user=None, session_id=None)):
@@ -113,18 +136,24 @@ async def pass_through_if(request: web.Request, refused: RequestError) -> web.St
 async def pass_through(
     request: web.Request, model: str, body: dict[str, Any]
 ) -> web.StreamResponse:
-    """The worker's answer, unchanged."""
+    """The worker's answer, unchanged, to the request as far as its principal has the right."""
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     hosts = request.app[MEDIA_HOSTS]
     await off_loop(request, len(await request.read()), partial(check_media, body, hosts))
-    token_ids = await _known_tokens(services, model, body)
+    body = _within_rights(exchange.principal, body)
+    token_ids = await _known_tokens(services, exchange.principal, model, body)
+    if exchange.principal.limits.max_model_len is not None and request.path in _LENGTHS:
+        longest = services.max_model_len(model, exchange.principal)
+        body = _within_length(longest, _LENGTHS[request.path], len(token_ids), body)
     salt = body.get("cache_salt")
     by = GenerateRequest(
         request_id=exchange.request_id,
         token_ids=token_ids,
         sampling=SamplingParams(max_tokens=1),
         cache_salt=salt if isinstance(salt, str) else None,
-        priority=_priority(body),
+        priority=allowed_priority(
+            exchange.principal, None if body.get("priority") is None else _priority(body)
+        ),
     )
     prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
     await admit(exchange, prompt_tokens, *stated_answers(request.path, body))
@@ -134,7 +163,14 @@ async def pass_through(
     )
     async with await services.dispatcher.forward(model, by, asked) as forward:
         exchange.workers = (forward.worker_id,)
-        exchange.headers["X-Commutator-Worker"] = forward.worker_id
+        if by.cache_salt is not None and not forward.keeps_salts_apart:
+            raise RequestError(
+                "cache_salt: the engine ignores it here, so the prompt would be shared; leave out "
+                "what only the engine serves, or use another model",
+                "cache_salt",
+                NOT_SERVED,
+            )
+        name_workers(exchange, exchange.workers)
         services.metrics.routed(model, forward.route)
         explain_routing(request, lambda: [forward.explain()])
         return await _relay(request, forward, body, prompt_tokens)
@@ -144,10 +180,10 @@ async def _relay(
     request: web.Request, forward: Forward, body: dict[str, Any], prompt_tokens: int
 ) -> web.StreamResponse:
     """``prompt_tokens``, perhaps an estimate, counts unless the engine says how many it were."""
-    exchange, data = request[EXCHANGE], await request.read()
-    if body.get("model") != forward.model:
-        renamed = {**body, "model": forward.model}
-        data = await off_loop(request, len(data), partial(msgspec.json.encode, renamed))
+    exchange, size = request[EXCHANGE], len(await request.read())
+    # What was checked is what is sent: parsers differ about a key that is there twice.
+    renamed = {**body, "model": forward.model}
+    data = await off_loop(request, size, partial(msgspec.json.encode, renamed))
     headers = {"X-Request-Id": exchange.request_id}
     answer = await forward.send(request.path, data, headers)
     response = web.StreamResponse(
@@ -219,22 +255,60 @@ def _session_id(body: Mapping[str, Any]) -> str | None:
     return next((name for name in given if name and isinstance(name, str)), None)
 
 
+def _within_rights(principal: Principal, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with the principal's salt. Raises RequestError for what it may not ask for."""
+    own, changed = body.get("cache_salt"), dict(body)
+    if not isinstance(own, str | None):
+        raise RequestError("cache_salt: expected a string", "cache_salt")
+    if (salt := salted(principal, own)) is not None:
+        changed["cache_salt"] = salt
+    answers = body.get("n")
+    check_answers(principal, answers if type(answers) is int else 1)
+    return changed
+
+
+def _within_length(
+    longest: int, params: Sequence[str], prompt_tokens: int, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The body, whose answer ends where prompt and answer have ``longest`` tokens together.
+
+    Raises RequestError when it asks for more.
+    """
+    left = longest - prompt_tokens
+    given = {param: body[param] for param in params if type(body.get(param)) is int}
+    for param, asked in (given or {params[0]: 1}).items():
+        if asked > left:
+            raise RequestError(
+                f"{param}: prompt and answer may have {longest} tokens together; the prompt has "
+                f"{prompt_tokens}, and {asked} more are asked for",
+                param,
+                "context_length_exceeded",
+            )
+    return dict(body) if given else {**body, params[0]: left}
+
+
 async def _known_tokens(
-    services: FrontendServices, model: str, body: Mapping[str, Any]
+    services: FrontendServices, principal: Principal, model: str, body: Mapping[str, Any]
 ) -> Sequence[int]:
-    """The tokens of the prompt, for routing by prefix.
+    """The tokens of the prompt, for routing by prefix and for the limit of its length.
 
     Empty for a prompt that cannot be rendered here; it is routed by load.
     """
     text = services.models[model]
-    if services.dispatcher.hashed_block_size(model) is None:
+    limited = principal.limits.max_model_len is not None
+    if services.dispatcher.hashed_block_size(model) is None and not limited:
         return []
-    prompt, most = body.get("prompt"), services.max_model_len(model)
+    prompt, most = body.get("prompt"), services.max_model_len(model, ANONYMOUS)
     prompts = services.preprocessors[model]
     try:
         if isinstance(prompt, str):
             return (
-                await prompts.encode(prompt, add_special_tokens=True, max_tokens=most)
+                await prompts.encode(
+                    prompt,
+                    add_special_tokens=True,
+                    salt=body.get("cache_salt"),
+                    max_tokens=most,
+                )
             ).token_ids
         return await services.work.run(partial(_render, text, body, most))
     except (RequestError, TypeError, KeyError, AttributeError):

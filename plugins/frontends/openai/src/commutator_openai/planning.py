@@ -7,10 +7,19 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from commutator import GenerateRequest, SamplingParams
+from commutator import GenerateRequest, Principal, SamplingParams
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
-from commutator.frontend import ChoiceRules, Plan, Preprocessor, size_of
+from commutator.frontend import (
+    ChoiceRules,
+    Plan,
+    Preprocessor,
+    allowed_priority,
+    check_answers,
+    require,
+    salted,
+    size_of,
+)
 from commutator.tokenizer import PromptTokens, TextModel
 from commutator_openai.protocol.fields import CacheControl, retention_of
 from commutator_openai.protocol.requests import (
@@ -47,6 +56,7 @@ class Target:
     prompts: Preprocessor
     max_model_len: int
     """Longest prompt plus answer in tokens."""
+    principal: Principal
     request_id: str
     caller: Caller
 
@@ -54,7 +64,8 @@ class Target:
 async def plan_chat(request: ChatRequest, target: Target) -> Plan:
     """Raises RequestError when the request cannot be served as it stands."""
     _check_stream_options(request)
-    prompt = await chat_prompt(target.prompts, request, target.max_model_len)
+    salt = salted(target.principal, request.cache_salt)
+    prompt = await chat_prompt(target.prompts, request, salt, target.max_model_len)
     plan = _plan(request, target, [prompt])
     marks = await _marked_prefixes(target, request, prompt)
     if not marks:
@@ -83,7 +94,10 @@ async def plan_completion(request: CompletionRequest, target: Target) -> Plan:
         )
     _check_answers(answers, len(request.prompt))
     limit = target.max_model_len
-    plan = _plan(request, target, await target.prompts.completion(request.prompt, max_tokens=limit))
+    check_answers(target.principal, answers * len(request.prompt))
+    salt = salted(target.principal, request.cache_salt)
+    prompts = await target.prompts.completion(request.prompt, salt=salt, max_tokens=limit)
+    plan = _plan(request, target, prompts)
     if not request.echo:
         return plan
     texts = [
@@ -103,6 +117,11 @@ async def plan_completion(request: CompletionRequest, target: Target) -> Plan:
 def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTokens]) -> Plan:
     answers = request.n or 1
     rules = _choice_rules(request, target.text)
+    check_answers(target.principal, answers * len(prompts))
+    if request.cache_control is not None:
+        require(target.principal, "pin", "cache_control")
+    salt = salted(target.principal, request.cache_salt)
+    priority = allowed_priority(target.principal, request.priority)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         max_tokens = _max_tokens(request, len(prompt.token_ids), target.max_model_len)
@@ -114,16 +133,12 @@ def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTo
                     request_id=_own_id(target.request_id, number, answers * len(prompts)),
                     token_ids=prompt.token_ids,
                     sampling=_with_own_seed(sampling, answer),
-                    cache_salt=request.cache_salt,
-                    priority=request.priority or 0,
+                    cache_salt=salt,
+                    priority=priority,
                     retention=retention_of([(request.cache_control, None)]),
                 )
             )
-    # The prompt cache makes hashes without a salt; routing makes salted ones itself.
-    salted = request.cache_salt is not None
-    hashes = tuple(
-        None if salted else prompt.sequence_hashes for prompt in prompts for _ in range(answers)
-    )
+    hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
     return Plan(
         target.model,
         target.text,
@@ -162,9 +177,12 @@ def _check_stream_options(request: GenerationRequest) -> None:
 
 
 async def chat_prompt(
-    prompts: Preprocessor, request: ChatRequest | TokenizeRequest, max_tokens: int | None = None
+    prompts: Preprocessor,
+    request: ChatRequest | TokenizeRequest,
+    salt: str | None,
+    max_tokens: int | None = None,
 ) -> PromptTokens:
-    """The rendered conversation, tokenized.
+    """The rendered conversation, tokenized with the help of prompts of the same salt.
 
     Raises RequestError, also for one that is certainly longer than ``max_tokens``.
     """
@@ -180,6 +198,7 @@ async def chat_prompt(
         [_as_mapping(message) for message in request.messages or ()],
         max_tokens=max_tokens,
         add_special_tokens=special,
+        salt=salt,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=continues,
         variables=request.chat_template_kwargs,
@@ -208,6 +227,9 @@ async def _marked_prefixes(
         raise RequestError(
             f"messages: expected at most {_MAX_MARKS} cache_control marks, got {count}", "messages"
         )
+    if count:
+        require(target.principal, "pin", "messages")
+    salt = salted(target.principal, request.cache_salt)
     found: list[tuple[CacheControl, int]] = []
     for number, marks in marked:
         if not marks:
@@ -218,7 +240,7 @@ async def _marked_prefixes(
             add_generation_prompt=False,
             continue_final_message=False,
         )
-        ending = await chat_prompt(target.prompts, until, target.max_model_len)
+        ending = await chat_prompt(target.prompts, until, salt, target.max_model_len)
         agreed = _agreement(ending.token_ids, prompt.token_ids)
         found += [(mark, agreed) for mark in marks]
     return found

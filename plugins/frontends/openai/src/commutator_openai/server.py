@@ -8,7 +8,7 @@ import logging
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -17,8 +17,8 @@ from attrs import frozen
 
 from commutator import OpenFrontend
 from commutator.errors import ConfigError
-from commutator.frontend import OPERATIONS_PATHS, FrontendServices
-from commutator_openai.app import build_app
+from commutator.frontend import PROBE_PATHS, FrontendServices
+from commutator_openai.app import build_app, build_operations_app
 from commutator_openai.body import ClientConnection
 from commutator_openai.config import OpenAiConfig, tls_context
 from commutator_openai.connections import (
@@ -40,6 +40,8 @@ _BACKLOG = 4096
 _LINGERING_S = 2.0
 """How long the rest of a body that was not needed is read, so that the client sees the answer."""
 _REFUSED_S = 0.5
+_OPERATORS = 64
+"""Connections of operators and their tools."""
 _MAX_HEADERS = 100
 _MAX_HEADER_LINE = 8190
 _MAX_HEADER_BYTES = 64 << 10
@@ -62,45 +64,62 @@ _FLUSH_S = 1.0
 async def open_server(
     config: OpenAiConfig, services: FrontendServices, local_socket: str | None = None
 ) -> OpenServer:
-    """Listen on the configured address, and on the Unix socket ``local_socket`` if given.
+    """Listen on the configured address, and for operators on its own address, if there is one.
 
-    Raises ConfigError when the address cannot be listened on or the certificate cannot be read.
+    They also find it on the Unix socket ``local_socket``, if given. Raises ConfigError when an
+    address cannot be listened on or the certificate cannot be read.
     """
     context = None if config.tls is None else tls_context(config.tls)
     most = most_connections(config.max_connections)
     if most < config.max_connections:
         log.warning("at most %d connections, as the limit of open files leaves no more", most)
     table = ConnectionTable(most, config.max_connections_per_address)
-    runner = Runner(build_app(config, services, local_socket), table, Deadlines.of(config))
+    deadlines = Deadlines.of(config)
+    runner = Runner(build_app(config, services, local_socket), table, deadlines)
+    operators = ConnectionTable(_OPERATORS, _OPERATORS)
+    operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
     await runner.setup()
+    await operations.setup()
+    listeners: list[Listener] = []
     try:
-        listener = Listener(_listen(config), table, runner.protocol, context)
+        sockets = _listen(config.host, config.port, "frontend")
+        listener = Listener(sockets, table, runner.protocol, context)
+        listeners.append(listener)
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            await web.UnixSite(runner, local_socket).start()
+            await web.UnixSite(operations, local_socket).start()
+        if (admin := config.admin) is not None:
+            sockets = _listen(admin.host, admin.port, "frontend.admin")
+            listeners.append(Listener(sockets, operators, operations.protocol, None))
+            listeners[-1].start()
     except BaseException:
         await runner.cleanup()
+        await operations.cleanup()
         raise
-    return OpenServer(runner, listener, port)
+    return OpenServer((runner, operations), listeners, port)
 
 
 class OpenServer(OpenFrontend):
     """The listening server."""
 
-    def __init__(self, runner: Runner, listener: Listener, port: int) -> None:
+    def __init__(self, runners: Sequence[Runner], listeners: Sequence[Listener], port: int) -> None:
+        """The first listener is the clients'; operators keep theirs until the end."""
         self.port = port
-        self._runner = runner
-        self._listener = listener
+        self._runners = runners
+        self._listeners = listeners
 
     async def stop_accepting(self) -> None:
-        _ignore_new_connections(self._listener.sockets)
+        clients = self._listeners[0]
+        _ignore_new_connections(clients.sockets)
         await asyncio.sleep(_ACCEPT_S)  # those in the queue are accepted meanwhile
-        self._listener.stop()
+        clients.stop()
 
     async def close(self) -> None:
-        await self._listener.close()
-        await self._runner.cleanup()
+        for listener in self._listeners:
+            await listener.close()
+        for runner in self._runners:
+            await runner.cleanup()
 
 
 @frozen(kw_only=True)
@@ -221,7 +240,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
         connection = self._connection
         if connection is None:
             return await super()._handle_request(request, start_time, request_handler)
-        if connection.probes_only and request.path not in OPERATIONS_PATHS:
+        if connection.probes_only and request.path not in PROBE_PATHS:
             request_handler = _too_many_connections
         self._table.works(connection)
         try:
@@ -314,9 +333,8 @@ _LONG_HEADERS = _raw_answer(
 )
 
 
-def _listen(config: OpenAiConfig) -> list[socket.socket]:
+def _listen(host: str, port: int, section: str) -> list[socket.socket]:
     """One socket for each address of the host; port 0 chooses one port, the same for all."""
-    host, port = config.host, config.port
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -330,7 +348,7 @@ def _listen(config: OpenAiConfig) -> list[socket.socket]:
         for made in sockets:
             made.close()
         problem = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise ConfigError([problem], "frontend") from error
+        raise ConfigError([problem], section) from error
     return sockets
 
 

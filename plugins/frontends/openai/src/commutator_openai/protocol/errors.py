@@ -18,6 +18,7 @@ from commutator.errors import (
     EngineOverloadedError,
     EngineUnavailableError,
     OverloadedError,
+    PermissionDeniedError,
     RateLimitError,
     RegistryError,
     RequestError,
@@ -63,6 +64,8 @@ class HttpError(Exception):
         """OpenAI's ``type``."""
         if self.status == web.HTTPUnauthorized.status_code:
             return "authentication_error"
+        if self.status == web.HTTPForbidden.status_code:
+            return "permission_error"
         if self.status == web.HTTPTooManyRequests.status_code:
             return "rate_limit_error"
         client_fault = self.status < web.HTTPInternalServerError.status_code
@@ -87,6 +90,9 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        case PermissionDeniedError():
+            status = web.HTTPForbidden.status_code
+            return HttpError(status, str(error), "permission_denied", error.param)
         case RequestError():
             status = 404 if error.code == "model_not_found" else 400
             return HttpError(status, str(error), error.code or "invalid_value", error.param)

@@ -26,8 +26,13 @@ _POST = {
 """Summary, body and answer by path."""
 
 
-def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) -> dict[str, Any]:
-    """``version`` is Commutator's; ``models`` are the names that requests may give."""
+def openapi_document(
+    version: str, models: Sequence[str], *, needs_key: bool, operations: bool = True
+) -> dict[str, Any]:
+    """``version`` is Commutator's; ``models`` are the names that requests may give.
+
+    ``operations``: whether /health and /metrics are there.
+    """
     model_id = {
         "name": "id",
         "in": "path",
@@ -42,12 +47,15 @@ def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) ->
         },
     }
     anything = {"type": "object"}
+    if operations:
+        protected |= {
+            "/health": {"get": _get("Models, workers and load.", anything)},
+            "/metrics": {"get": _get("Prometheus metrics.", {"type": "string"}, "text/plain")},
+        }
+    protected["/openapi.json"] = {"get": _get("This document.", anything)}
     free = {
-        "/health": {"get": _get("Models, workers and load.", anything)},
         "/live": {"get": _get("Whether the process answers.", anything)},
         "/ready": {"get": _get("Whether every model can be served.", anything)},
-        "/openapi.json": {"get": _get("This document.", anything)},
-        "/metrics": {"get": _get("Prometheus metrics.", {"type": "string"}, "text/plain")},
     }
     document: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -62,8 +70,8 @@ def openapi_document(version: str, models: Sequence[str], *, needs_key: bool) ->
     if needs_key:
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
         document["components"]["securitySchemes"] = bearer
-        for operations in protected.values():
-            for operation in operations.values():
+        for methods in protected.values():
+            for operation in methods.values():
                 operation["security"] = [{"bearer": []}]
     return document
 
