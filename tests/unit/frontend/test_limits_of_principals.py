@@ -45,7 +45,10 @@ async def limited(
 ) -> AsyncIterator[FrontDoor]:
     """A front door for ada, who has ``limits``, and bob, who has none. The client is ada."""
     clock = clock or Clock()
-    gate = gate_of(Principal(name="ada", limits=limits), Principal(name="bob"))
+    gate = gate_of(
+        Principal(name="ada", limits=limits, permissions=frozenset({"metrics"})),
+        Principal(name="bob"),
+    )
     async with front_door(dispatcher or FakeDispatcher(), gate=gate) as door:
         door.services.meter = Meter(LocalLimiter("frontend-0", clock=clock), clock.monotonic)
         door.session.headers.update(key_of("ada"))
