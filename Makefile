@@ -4,6 +4,7 @@
 # make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
+# make fuzz     10,000 senseless cases for every socket
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -23,7 +24,7 @@ TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SERVED := $(filter-out $(TIERS) $(TOOLS),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed peers lint bench docs walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz peers lint bench docs walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -58,6 +59,9 @@ test-mixed: $(VENV)/.test vllm sglang
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py
+
+fuzz: $(VENV)/.test
+	FUZZ_CASES=10000 $(BIN)/pytest -p no:timeout tests/security/test_fuzz_sockets.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

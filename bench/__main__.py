@@ -23,6 +23,7 @@ SCENARIOS = {
     "handover": "KV handed over between two workers, against bare NIXL with the same descriptors",
     "kv_manager": "the KV manager's own time for each block, by number of blocks",
     "eviction": "what each eviction policy keeps of a trace, against Belady's optimum",
+    "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",
     "recall": "a prompt's blocks loaded from each tier against computing them",
     "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",

@@ -14,11 +14,13 @@ from commutator.trust import Gate, Handshake, HandshakeError
 
 __all__ = [
     "FrameProtocol",
+    "kind_of",
     "pack",
 ]
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
+_KIND_CHARS = 40
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
@@ -27,6 +29,12 @@ def pack(frame: list[Any] | tuple[Any, ...]) -> bytes:
     """One frame, ready to write."""
     body = _encoder.encode(frame)
     return _LENGTH.pack(len(body)) + body
+
+
+def kind_of(frame: list[Any]) -> str:
+    """The first element of a frame for the log, which may be anything of any length."""
+    kind = frame[0]
+    return repr(kind[:_KIND_CHARS]) if isinstance(kind, str) else type(kind).__name__
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -131,7 +139,7 @@ class FrameProtocol(asyncio.Protocol):
                 break
             try:
                 frame = _decoder.decode(memoryview(buffer)[start + _LENGTH.size : end])
-            except (msgspec.DecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail(f"not a frame: {error}")
                 return
             start = end

@@ -39,7 +39,7 @@ from commutator.errors import (
     EngineWithoutTiersError,
     RequestError,
 )
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.trust import ClientGate, RunSecret
 
 __all__ = [
@@ -242,7 +242,7 @@ class _Session:
             case ["info", info] if not self.info.done():
                 self.info.set_result(msgspec.convert(info, EngineInfo))
             case _:
-                log.warning("worker at %s sent an unknown frame %r", self._address, frame[0])
+                log.warning("worker at %s sent an unknown frame %s", self._address, kind_of(frame))
 
     def _on_delta(self, key: int, delta: TokenDelta) -> None:
         stream = self._streams.get(key)

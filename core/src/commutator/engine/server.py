@@ -23,7 +23,7 @@ from commutator.errors import (
     EngineWithoutTiersError,
     RequestError,
 )
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.kv.admin import KvAdmin
 from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
 
@@ -92,7 +92,7 @@ class _Connection:
         try:
             self._handle(frame)
         except (ValueError, TypeError) as error:
-            log.warning("a client sent a wrong %r frame: %s", frame[0], error)
+            log.warning("a client sent a wrong %s frame: %s", kind_of(frame), error)
             self.frames.close()
 
     def _handle(self, frame: list[Any]) -> None:

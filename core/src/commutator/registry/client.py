@@ -16,7 +16,7 @@ from commutator.backoff import Backoff
 from commutator.contract.registry import LAPSED, Change, Registry, WorkerDown, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import RegistryError
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.server import SERVICE
 from commutator.trust import ClientGate, RunSecret
 
@@ -160,7 +160,7 @@ class RegistryClient(Registry):
                 if (answer := self._questions.get(number)) is not None and not answer.done():
                     answer.set_result(value)
             case _:
-                log.warning("registry at %s sent an unknown frame %r", self.address, frame[0])
+                log.warning("registry at %s sent an unknown frame %s", self.address, kind_of(frame))
 
     def _on_lost(self) -> None:
         self._asking = None

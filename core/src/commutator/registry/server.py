@@ -30,7 +30,7 @@ import msgspec
 
 from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
 
 __all__ = [
@@ -117,7 +117,7 @@ class _Connection:
                 case _:
                     raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
         except (ValueError, TypeError) as error:
-            log.warning("a registry client sent a wrong %r frame: %s", frame[0], error)
+            log.warning("a registry client sent a wrong %s frame: %s", kind_of(frame), error)
             self.frames.close()
 
     async def _watch(self) -> None:

@@ -19,7 +19,7 @@ from attrs import define, field, frozen
 from commutator.backoff import Backoff
 from commutator.contract.routing import WorkerLoad
 from commutator.errors import RegistryError
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.client import connect
 from commutator.routing.load import InFlightLoad
 
@@ -153,7 +153,7 @@ class ReplicaSync:
                 if self._peers.update(peer, number, received, time.monotonic()):
                     self._apply()
             case _:
-                log.warning("load sharing: the registry sent an unknown frame %r", frame[0])
+                log.warning("load sharing: the registry sent an unknown frame %s", kind_of(frame))
 
     def _apply(self) -> None:
         self._load.set_peers(self._peers.total(), self._peers.count)

@@ -15,7 +15,7 @@ import msgspec
 
 from commutator.contract.worker import ExportStatistics
 from commutator.errors import CommutatorError, EngineHandoverError
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.kv.transfer.leases import LeaseTable
 from commutator.kv.transfer.protocol import (
     SERVICE,
@@ -275,7 +275,7 @@ class _Reader:
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
             case _:
-                log.warning("KV exporter: a reader sent an unknown frame: %r", frame[0])
+                log.warning("KV exporter: a reader sent an unknown frame: %s", kind_of(frame))
                 self.frames.close()
 
     async def _answer(self, number: int, what: str, arguments: Any) -> None:

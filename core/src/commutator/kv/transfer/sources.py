@@ -14,7 +14,7 @@ from attrs import define, field
 
 from commutator.backoff import Backoff
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
-from commutator.frames import FrameProtocol
+from commutator.frames import FrameProtocol, kind_of
 from commutator.kv.transfer.protocol import (
     SERVICE,
     ExportedMemory,
@@ -119,7 +119,7 @@ class Connection:
                 else:
                     answer.set_exception(EngineHandoverError(str(value)))
             case _:
-                log.warning("exporter at %s: unknown frame %r", self.address, frame[0])
+                log.warning("exporter at %s: unknown frame %s", self.address, kind_of(frame))
 
     def _on_lost(self, frames: FrameProtocol, reason: str) -> None:
         if self._frames is not frames:

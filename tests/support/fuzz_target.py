@@ -1,0 +1,137 @@
+"""A process with one server of every socket that Commutator opens, for fuzzers: prints addresses.
+
+Those whose names begin with "closed" require the secret of a run; the others serve everyone, as a
+process that knows the secret is served.
+
+Each line on stdin is answered by one JSON object: the longest turn of the event loop in CPU
+seconds since the last line, and the resident memory now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import selectors
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.support.front_door import FakeDispatcher, answer, front_door
+from tests.support.principals import gate_of
+
+from commutator.contract.block import BlockStored
+from commutator.contract.principal import Principal
+from commutator.contract.tier import Memory, RemoteAgent
+from commutator.engine.server import TokenApiServer
+from commutator.kv.transfer.exporter import BlockExporter
+from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
+from commutator.kv_events import EventPublisher
+from commutator.registry.memory import MemoryRegistry
+from commutator.registry.server import RegistryServer
+from commutator.trust import RunSecret
+from commutator_sim.config import SimConfig
+from commutator_sim.engine import SimEngine
+
+KEY = "tenant"
+"""The name of a principal, and the token by which the front door knows it."""
+
+
+class _Watched(selectors.DefaultSelector):
+    """Measures the CPU time of the loop's thread between two waits."""
+
+    longest_s = 0.0
+    _resumed_s: float | None = None
+
+    def select(self, timeout: float | None = None) -> Any:
+        if self._resumed_s is not None:
+            self.longest_s = max(self.longest_s, time.thread_time() - self._resumed_s)
+        ready = super().select(timeout)
+        self._resumed_s = time.thread_time()
+        return ready
+
+
+async def serve(watched: _Watched) -> None:
+    async with AsyncExitStack() as stack:
+        token_api = TokenApiServer(_engine())
+        token_port = await token_api.start("127.0.0.1", 0)
+        stack.push_async_callback(token_api.stop)
+        registry = RegistryServer(MemoryRegistry())
+        registry_address = await registry.start()
+        stack.push_async_callback(registry.stop)
+        exporter = BlockExporter(lambda: None, look_up=_look_up)
+        exporter_address = exporter.start()
+        stack.callback(exporter.stop)
+        closed = RunSecret.from_text("a secret that no fuzzer knows")
+        closed_token_api = TokenApiServer(_engine(), secret=closed)
+        closed_token_port = await closed_token_api.start("127.0.0.1", 0)
+        stack.push_async_callback(closed_token_api.stop)
+        closed_registry = RegistryServer(MemoryRegistry(), secret=closed)
+        closed_registry_address = await closed_registry.start()
+        stack.push_async_callback(closed_registry.stop)
+        closed_exporter = BlockExporter(lambda: None, look_up=_look_up, secret=closed)
+        closed_exporter_address = closed_exporter.start()
+        stack.callback(closed_exporter.stop)
+        publisher = EventPublisher(keep_messages=100)
+        stack.callback(publisher.close)
+        for number in range(100):
+            block = BlockStored(
+                block_hashes=(number,),
+                parent_block_hash=None,
+                token_ids=(1, 2, 3, 4),
+                block_size=4,
+            )
+            publisher.publish([block])
+        door = await stack.enter_async_context(
+            front_door(
+                FakeDispatcher(answer("An answer.")),
+                gate=gate_of(Principal(name=KEY)),
+                header_timeout_s=1.0,
+                body_timeout_s=1.0,
+            )
+        )
+        addresses = {
+            "token": f"127.0.0.1:{token_port}",
+            "registry": registry_address,
+            "closed token": f"127.0.0.1:{closed_token_port}",
+            "closed registry": closed_registry_address,
+            "closed exporter": closed_exporter_address,
+            "exporter": exporter_address,
+            "events": publisher.source.endpoint,
+            "replay": publisher.source.replay_endpoint,
+            "http": f"127.0.0.1:{door.port}",
+        }
+        print(json.dumps(addresses), flush=True)
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(None, sys.stdin.readline):
+            gc.collect()
+            report = {"longest_s": watched.longest_s, "rss_bytes": _rss_bytes()}
+            print(json.dumps(report), flush=True)
+            await asyncio.sleep(0)
+            watched.longest_s = 0.0  # the collection was ours
+
+
+def _engine() -> SimEngine:
+    return SimEngine(
+        SimConfig(kind="sim", name="e", model="m", speedup="unlimited", prefix_caching=False),
+        model="m",
+        max_model_len=4096,
+    )
+
+
+async def _look_up(request: LookupRequest) -> LentBlocks:
+    return LentBlocks(RemoteAgent(name="agent", metadata=b"", memory=Memory.DRAM), 1.0)
+
+
+def _rss_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    watched = _Watched()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
+        runner.run(serve(watched))
