@@ -61,7 +61,7 @@ peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py
 
 fuzz: $(VENV)/.test
-	FUZZ_CASES=10000 $(BIN)/pytest -p no:timeout tests/security/test_fuzz_sockets.py
+	FUZZ_CASES=10000 $(BIN)/pytest --timeout 3600 tests/security/test_fuzz_sockets.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
