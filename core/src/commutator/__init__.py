@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         LaunchPlan,
     )
     from commutator.contract.observer import (
+        AnsweredRequest,
         Observer,
         ObserverConfig,
     )
@@ -139,6 +140,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "KEY_BYTES",
     "UNBOUNDED",
+    "AnsweredRequest",
     "Authenticator",
     "AuthenticatorConfig",
     "AuthenticatorRegister",

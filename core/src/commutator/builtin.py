@@ -9,6 +9,7 @@ from commutator.contract.registration import (
     AuthenticatorRegister,
     FairnessRegister,
     LauncherRegister,
+    ObserverRegister,
     RegistryRegister,
 )
 from commutator.contract.registry import RegistryConfig
@@ -16,6 +17,7 @@ from commutator.fairness.policies import Fifo, Weighted, WeightedConfig
 from commutator.hookspecs import hookimpl
 from commutator.launcher.process import LocalLauncher
 from commutator.registry.memory import MemoryRegistry
+from commutator.tenants.audit import AuditConfig, AuditLog
 
 
 @hookimpl
@@ -28,6 +30,12 @@ def registry_register(register: RegistryRegister) -> None:
 def authenticator_register(register: AuthenticatorRegister) -> None:
     """Kind `keys`: API keys, known by their hashes."""
     register("keys", KeysConfig, KeyAuthenticator, "beta")
+
+
+@hookimpl
+def observer_register(register: ObserverRegister) -> None:
+    """Kind `audit`: a line of JSON for each request of a client."""
+    register("audit", AuditConfig, AuditLog, "beta")
 
 
 @hookimpl

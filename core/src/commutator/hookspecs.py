@@ -13,7 +13,8 @@ contract version arguments may be added here, never removed or reordered.
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
                                            disagg_decided, kv_handed_over, request_first_token,
-                                           request_migrated, request_finished or request_failed
+                                           request_migrated, request_finished or request_failed,
+                                           request_answered
 
 Hooks are called in the process and event loop where the event happens, so they must not block.
 Observing hooks are called one after another. An exception is logged with the plugin's name: the
@@ -27,6 +28,7 @@ from typing import Literal
 import pluggy
 
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
+from commutator.contract.observer import AnsweredRequest
 from commutator.contract.registration import (
     AuthenticatorRegister,
     DisaggRegister,
@@ -278,4 +280,13 @@ def request_failed(request: RequestSummary, error: BaseException, worker_id: str
 
     ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is the
     worker that served it last, None when no worker was chosen.
+    """
+
+
+@_hookspec
+def request_answered(answered: AnsweredRequest) -> None:
+    """Called in the front door when a client's request ended, however. Observing.
+
+    Once for each request of a client, after what the hooks above say about its answers. Refused
+    requests and acts of administration come here too, and nowhere else; probes do not.
     """

@@ -12,7 +12,7 @@ from commutator.contract.routing import Decision
 from commutator.contract.settings import setting
 from commutator.contract.worker import WorkerRecord
 
-__all__ = ["OBSERVING_HOOKS", "Observer", "ObserverConfig"]
+__all__ = ["OBSERVING_HOOKS", "AnsweredRequest", "Observer", "ObserverConfig"]
 
 
 @frozen(kw_only=True)
@@ -20,6 +20,43 @@ class ObserverConfig:
     """Options of every `observers` entry; each observer plugin adds its own."""
 
     kind: str = setting("The observer plugin.")
+
+
+@frozen(kw_only=True)
+class AnsweredRequest:
+    """What a client asked a front door, and how that was answered.
+
+    Refusals and acts of administration, too, but no probes.
+    """
+
+    request_id: str
+    """Names the request in logs and headers."""
+    principal: str | None
+    """Who sent it; None where nobody is asked, and for credentials that nobody knows."""
+    peer: str | None
+    """The client's IP address; None on a Unix socket."""
+    method: str
+    """The verb of HTTP, or what a front door of another protocol has in its place."""
+    path: str
+    """As the client sent it, cut after 256 characters."""
+    model: str
+    """The name that the client gave, if such a model is served; otherwise empty."""
+    status: int
+    """Of HTTP; 499 means that the client went away."""
+    reason: str | None
+    """Why it was refused or failed: the error's code, for a principal's limit that limit's name."""
+    workers: tuple[str, ...]
+    """The workers that served it, in this order."""
+    prompt_tokens: int
+    """Prompt tokens of requests that reached a worker."""
+    cached_tokens: int
+    """Prompt tokens that the worker found in its KV cache."""
+    generated_tokens: int
+    """Tokens generated, of all answers."""
+    duration_s: float
+    """Seconds from the arrival of its headers to its end."""
+    body: bytes = b""
+    """What the client sent, its prompts among it. Do not keep it unless people asked for that."""
 
 
 class Observer:
@@ -88,6 +125,9 @@ class Observer:
         ``error`` is ``asyncio.CancelledError`` when the client disconnected. ``worker_id`` is None
         when no worker was chosen.
         """
+
+    def request_answered(self, answered: AnsweredRequest) -> None:
+        """A client's request ended, however: once for each, also without any of the above."""
 
 
 OBSERVING_HOOKS = tuple(

@@ -72,6 +72,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         limiter=limiter,
         gate=gate,
         meter=Meter(counting),
+        observer=loaded.host,
         registry_address=registry_address,
         secret_file=os.environ.get(SECRET_FILE),
     )

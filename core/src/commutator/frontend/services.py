@@ -10,6 +10,7 @@ from attrs import define, field
 from commutator.auth.gate import Gate
 from commutator.auth.rights import longest, may_use
 from commutator.contract.frontend import FrontendConfig
+from commutator.contract.observer import Observer
 from commutator.contract.principal import Principal
 from commutator.errors import RequestError
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
@@ -43,6 +44,8 @@ class FrontendServices:
     """Tells who sends a request."""
     meter: Meter = field(factory=Meter)
     """Counts what principals use."""
+    observer: Observer = field(factory=Observer)
+    """Learns of each request that was answered."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry for `commutator worker`; None when it has no address."""
     secret_file: str | None = None

@@ -38,6 +38,9 @@ __all__ = [
     "TokenTimes",
 ]
 
+_MAX_PRINCIPALS = 500
+"""Each takes a handful of time series, and Prometheus keeps every one that it ever saw."""
+_OTHER = "other"
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -223,6 +226,27 @@ class FrontendMetrics(Observer):
             "KV bytes of each hand-over by its time after the prefill; part of them went before.",
             buckets=_BANDWIDTH_BUCKETS,
         )
+        self._principals: set[str] = set()
+        by_principal = partial(counter, labels=("principal",))
+        self._principal_requests = by_principal(
+            "commutator_principal_requests",
+            f"Requests of a principal; `other` stands for all after the first {_MAX_PRINCIPALS}.",
+        )
+        self._principal_prompt_tokens = by_principal(
+            "commutator_principal_prompt_tokens", "Prompt tokens of a principal's requests."
+        )
+        self._principal_cached_tokens = by_principal(
+            "commutator_principal_cached_tokens",
+            "Prompt tokens of a principal that the workers found in their KV caches.",
+        )
+        self._principal_output_tokens = by_principal(
+            "commutator_principal_output_tokens", "Tokens generated for a principal."
+        )
+        self._principal_refusals = counter(
+            "commutator_principal_refusals",
+            "Requests of a principal answered 403 or 429, by the limit or the error's code.",
+            labels=("principal", "reason"),
+        )
         self._cancel_s = histogram(
             "commutator_handover_cancel_seconds",
             "From the failure of one side until the other was stopped.",
@@ -273,6 +297,27 @@ class FrontendMetrics(Observer):
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self._requests.add(1, endpoint, model, str(code))
         self._duration_s.observe(duration_s, endpoint, model)
+
+    def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
+        """A principal's request ended, with so many tokens."""
+        name = self._principal_label(principal)
+        self._principal_requests.add(1, name)
+        if prompt:
+            self._principal_prompt_tokens.add(prompt, name)
+            self._principal_cached_tokens.add(cached, name)
+            self._principal_output_tokens.add(generated, name)
+
+    def principal_refused(self, principal: str, reason: str) -> None:
+        """``reason`` is a limit's name or an error's code."""
+        self._principal_refusals.add(1, self._principal_label(principal), reason)
+
+    def _principal_label(self, principal: str) -> str:
+        known = self._principals
+        if principal not in known:
+            if len(known) >= _MAX_PRINCIPALS:
+                return _OTHER
+            known.add(principal)
+        return principal
 
     def routed(self, model: str, route: Route) -> None:
         """One decision: its time, and blocks of prompt reused and not reused, if looked up."""

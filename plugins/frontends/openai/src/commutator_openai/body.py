@@ -20,7 +20,7 @@ from attrs import field, frozen
 from commutator.errors import RequestError
 from commutator.frontend import ByteBudget
 from commutator.schema import StructureError, structure
-from commutator_openai.middleware import SERVICES, caller
+from commutator_openai.middleware import EXCHANGE, SERVICES, caller
 from commutator_openai.protocol.bounds import check_json
 from commutator_openai.protocol.errors import HttpError, error_response
 from commutator_openai.protocol.fields import build_request_converter
@@ -92,6 +92,7 @@ BODY_LIMITS: web.AppKey[BodyLimits] = web.AppKey("body_limits", BodyLimits)
 async def read_request(request: web.Request, cls: type[T]) -> T:
     """The body as ``cls``. Raises RequestError, HttpError for 408, 413 and 415, OverloadedError."""
     async with _body(request) as body:
+        request[EXCHANGE].body = body
         try:
             return await off_loop(request, len(body), partial(_parse_quickly, body, cls))
         except _WrongSomewhereError:
@@ -102,6 +103,7 @@ async def read_request(request: web.Request, cls: type[T]) -> T:
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as an unchecked JSON object. Raises as ``read_request`` does."""
     async with _body(request) as body:
+        request[EXCHANGE].body = body
         return await off_loop(request, len(body), partial(parse_object, body))
 
 

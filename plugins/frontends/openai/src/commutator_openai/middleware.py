@@ -16,9 +16,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from attrs import define, field
 
+from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
-from commutator.errors import RequestError
+from commutator.errors import RateLimitError, RequestError
 from commutator.frontend import (
     OPERATIONS_PATHS,
     PROBE_PATHS,
@@ -55,6 +56,8 @@ FORWARD_HEADERS: web.AppKey[tuple[str, ...]] = web.AppKey("forward_headers", tup
 """The headers that routing policies and observers see, in lower case."""
 
 _CLIENT_GONE = 499
+_REFUSED = frozenset({403, 429})
+_MAX_PATH = 256
 _MAX_HEADER = 256
 _EXPLAIN_HEADER = "X-Commutator-Explain"
 _NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS
@@ -78,6 +81,7 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         answer = to_http_error(error, known.request_id)
         log_failure(error, answer, known.request_id)
         code = answer.status
+        known.reason = error.limit if isinstance(error, RateLimitError) else answer.code
         if known.begun is not None:
             response = known.begun
             await end_failed(request, response, answer)
@@ -161,8 +165,36 @@ def _read_no_further(request: web.Request, response: web.StreamResponse) -> None
 
 def _record(request: web.Request, known: Exchange, code: int) -> None:
     duration_s = time.perf_counter() - known.arrived_s
-    known.services.metrics.request_done(known.endpoint, known.model, code, duration_s)
-    level = logging.DEBUG if request.path in _NOT_LOGGED else logging.INFO
+    services, principal = known.services, None
+    services.metrics.request_done(known.endpoint, known.model, code, duration_s)
+    if known.principal is not ANONYMOUS:
+        principal = known.principal.name
+        services.metrics.principal_done(
+            principal, known.prompt_tokens, known.cached_tokens, known.generated_tokens
+        )
+        if code in _REFUSED and known.reason is not None:
+            services.metrics.principal_refused(principal, known.reason)
+    is_quiet = request.path in _NOT_LOGGED
+    if not (is_quiet and code < web.HTTPBadRequest.status_code):
+        services.observer.request_answered(
+            AnsweredRequest(
+                request_id=known.request_id,
+                principal=principal,
+                peer=request.remote or None,
+                method=request.method,
+                path=request.path[:_MAX_PATH],
+                model=known.model,
+                status=code,
+                reason=known.reason,
+                workers=known.workers,
+                prompt_tokens=known.prompt_tokens,
+                cached_tokens=known.cached_tokens,
+                generated_tokens=known.generated_tokens,
+                duration_s=duration_s,
+                body=known.body,
+            )
+        )
+    level = logging.DEBUG if is_quiet else logging.INFO
     if log.isEnabledFor(level):
         log.log(level, "%s", known.log_line(code, duration_s))
 
@@ -183,6 +215,9 @@ class Exchange:
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
     metered: MeteredRequest | None = None
     """Counts the request against the limits of its principal; None where nobody is asked."""
+    reason: str | None = None
+    """Why it was refused or failed."""
+    body: bytes = b""
     model: str = ""
     """Set once a served model is found."""
     user: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from commutator import (
+    AnsweredRequest,
     Decision,
     DisaggAnswer,
     EngineInfo,
@@ -82,3 +83,10 @@ class ObserverContract:
         observer.request_routed(lost, decision)
         observer.worker_down(worker, "lease expired")
         observer.request_failed(lost, EngineUnavailableError("w-0 stopped"), "w-0")
+        observer.request_answered(
+            AnsweredRequest(
+                request_id="refused", principal="ada", peer="127.0.0.1", method="POST",
+                path="/v1/completions", model="m", status=429, reason="requests_per_minute",
+                workers=(), prompt_tokens=0, cached_tokens=0, generated_tokens=0, duration_s=0.001,
+            )
+        )  # fmt: skip
