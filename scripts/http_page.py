@@ -50,8 +50,8 @@ Always OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`:
 | 401 | no or a wrong API key |
 | 404, 405 | no such model, path or method |
 | 413 | the body is over `frontend.max_body_bytes` |
-| 429 | a queue is full, or every worker stayed busy; `code` says which, `Retry-After` when to try again |
-| 503 | no worker is ready, or none for the prefill that the others need; `Retry-After` |
+| 429 | a queue is full, every worker stayed busy, or a principal's limit is reached (`rate_limit_exceeded`); `code` says which, `Retry-After` when to try again |
+| 503 | no worker is ready, or none for the prefill that the others need, or limits cannot be checked (`limits_unavailable`); `Retry-After` |
 | 504 | the request's time is up |
 
 An error after a stream began is sent as an event with the same `error` object, and the stream ends without

@@ -46,7 +46,7 @@ LimitName = Literal[
 ]
 
 
-@frozen
+@define  # one or two are made for each request, and frozen ones take three times as long to fill
 class Moment:
     """One point in time by two clocks."""
 
@@ -56,7 +56,7 @@ class Moment:
     """For days of UTC."""
 
 
-@frozen
+@define  # as above
 class Standing:
     """How far a principal is from its limits, right after a request was admitted or refused."""
 
