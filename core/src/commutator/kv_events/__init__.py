@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
     from commutator.kv_events.codec import decode_batch, encode_batch
-    from commutator.kv_events.publisher import EventPublisher
+    from commutator.kv_events.publisher import EventPublisher, bind_private
 
 __all__ = [
     "BlockRemoved",
@@ -16,6 +16,7 @@ __all__ = [
     "BlocksCleared",
     "EventPublisher",
     "KvEvent",
+    "bind_private",
     "decode_batch",
     "encode_batch",
 ]

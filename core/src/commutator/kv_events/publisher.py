@@ -19,7 +19,7 @@ from commutator.contract.worker import EventSource
 from commutator.kv_events.codec import encode_batch
 from commutator.trust import run_folder
 
-__all__ = ["EventPublisher"]
+__all__ = ["EventPublisher", "bind_private"]
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class EventPublisher:
         self._kept = _Kept(keep_messages)
         self._replays: dict[bytes, _Replay] = {}
         self.source = EventSource(
-            endpoint=_bind(self._pub, host),
-            replay_endpoint=_bind(self._replay, host),
+            endpoint=bind_private(self._pub, host),
+            replay_endpoint=bind_private(self._replay, host),
             topic=topic,
         )
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -190,13 +190,17 @@ class _Replay:
         return taken is not None and self._clock() - self.moved_s < _STALLED_S
 
 
-def _bind(socket: zmq.Socket[bytes], host: str) -> str:
-    """Bind the socket; returns the endpoint to connect to."""
+def bind_private(socket: zmq.Socket[bytes], host: str) -> str:
+    """Bind a ZMQ socket; returns the endpoint to connect to.
+
+    In a run it is a Unix socket in its folder, which only its user can enter; otherwise a TCP port
+    at ``host``.
+    """
     folder = run_folder()
     if folder is None:
         port: int = socket.bind_to_random_port(f"tcp://{host}")
         return f"tcp://{host}:{port}"
-    endpoint = f"ipc://{folder}/ev{os.getpid()}-{next(_numbers)}"
+    endpoint = f"ipc://{folder}/z{os.getpid()}-{next(_numbers)}"
     socket.bind(endpoint)
     return endpoint
 

@@ -20,6 +20,7 @@ import zmq
 from attrs import frozen
 
 from commutator.kv import KvConnector, OnboardTicket
+from commutator.kv_events import bind_private
 
 __all__ = ["Claims", "HostBlocks", "Ranks", "Stage", "StageServer", "Staged"]
 
@@ -170,14 +171,16 @@ def _within(load: Future[list[bool]], wait_s: float) -> list[bool] | None:
 
 
 class StageServer:
-    """Answers each ``Stage`` with a ``Staged``, one after another, on its own thread."""
+    """Answers each ``Stage`` with a ``Staged``, one after another, on its own thread.
+
+    It listens in the run's private folder; a server started by hand listens at ``host``.
+    """
 
     def __init__(self, answer: Callable[[Stage], Staged], host: str = "127.0.0.1") -> None:
         self._answer = answer
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
-        port: int = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self.address = bind_private(self._socket, host)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
         self._thread.start()
