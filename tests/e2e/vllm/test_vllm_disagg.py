@@ -21,7 +21,7 @@ from tests.e2e.vllm.cluster import (
     server_urls,
     wait_for_workers,
 )
-from tests.support.vllm_server import ask_vllm, need_vllm
+from tests.support.vllm_server import ask_vllm, key_headers, need_vllm
 
 from commutator.supervisor.local_cluster import LocalCluster
 
@@ -90,7 +90,7 @@ async def complete(
         "ignore_eos": True,
         "logprobs": logprobs,
     }
-    headers = {"X-Commutator-Explain": "1"}
+    headers = {"X-Commutator-Explain": "1", **key_headers(url)}
     async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
         answer = await response.json()
         assert response.status == 200, answer

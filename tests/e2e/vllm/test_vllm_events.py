@@ -15,6 +15,7 @@ from tests.support.vllm_server import ask_vllm
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.routing import RouterConfig, WorkerRank
 from commutator.contract.worker import WorkerRecord
+from commutator.engine.launching import api_key_at
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.index import PrefixIndex
 from commutator.routing.prefix_index.indexer import KvIndexer
@@ -69,7 +70,7 @@ class Watched:
 
 @pytest_asyncio.fixture
 async def watched(vllm_url: str) -> AsyncIterator[Watched]:
-    client = VllmClient(vllm_url)
+    client = VllmClient(vllm_url, api_key=api_key_at(vllm_url))
     info = await client.start()
     ask_vllm("POST", f"{vllm_url}/reset_prefix_cache")
     indexer = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))

@@ -11,6 +11,7 @@ import pytest_asyncio
 from attrs import evolve
 
 from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.engine.launching import api_key_at
 from commutator.errors import RequestError
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
@@ -41,7 +42,7 @@ def text() -> TextModel:
 
 @pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS])
 async def client(vllm_url: str, request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]:
-    made = VllmClient(vllm_url)
+    made = VllmClient(vllm_url, api_key=api_key_at(vllm_url))
     made.path = request.param
     await made.start()
     yield made

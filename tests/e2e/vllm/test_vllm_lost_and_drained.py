@@ -12,6 +12,7 @@ import pytest
 from attrs import frozen
 from tests.e2e.vllm.cluster import kill_server, metric, server_urls, wait_for_workers
 from tests.support.draining import drain_in_turn
+from tests.support.vllm_server import key_headers
 
 from commutator.supervisor.local_cluster import LocalCluster
 
@@ -51,7 +52,8 @@ async def tell(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> T
 async def ask_server(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> int:
     """The tokens that the server itself finds; it holds the whole prompt from then on."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-    async with session.post(f"{url}/v1/completions", json=body) as response:
+    path, key = f"{url}/v1/completions", key_headers(url)
+    async with session.post(path, json=body, headers=key) as response:
         answer = await response.json()
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 

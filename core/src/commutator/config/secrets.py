@@ -17,6 +17,7 @@ __all__ = [
     "HIDDEN",
     "foreign_variables",
     "hidden_arguments",
+    "hidden_line",
     "hidden_values",
     "is_secret_name",
     "secrets_in",
@@ -35,6 +36,8 @@ _SECRET_WORDS = {
     "password", "pat", "pwd", "secret", "secrets", "token",
 }  # fmt: skip
 _SECRET_ENDINGS = ("apikey", "accesskey", "secretkey", "password", "secret", "credential")
+_PRINTED_KEY = re.compile(r"""(api[_-]key['"]?\s*[:=]\s*['"]?)[0-9a-f]{64}""")
+"""A key of ``api_key_at`` in the arguments that a server prints at its start."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 
 
@@ -91,6 +94,11 @@ def _hidden_json(text: str) -> str:
         return text
     hidden = hidden_values(values)
     return text if hidden == values else json.dumps(hidden, separators=(",", ":"))
+
+
+def hidden_line(line: str) -> str:
+    """A line that a process printed, with the API keys of launched servers hidden."""
+    return _PRINTED_KEY.sub(rf"\1{HIDDEN}", line) if "api" in line else line
 
 
 def secrets_in(value: Any, path: str = "") -> Iterator[tuple[str, Secret]]:

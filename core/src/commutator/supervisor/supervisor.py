@@ -23,6 +23,7 @@ from commutator.config.load import Loaded
 from commutator.config.model import Config
 from commutator.config.secrets import (
     foreign_variables,
+    hidden_line,
     variables_of_frontends,
     variables_of_worker,
 )
@@ -113,9 +114,12 @@ class Supervisor:
                 SECRET_FILE: str(self._folder / _FILE_OF_SECRET),
                 BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
             },
-            on_line=self._printer.line,
+            on_line=self._on_line,
         )
         return self._loaded.host.launchers.kinds[config.kind].thing(config, context)
+
+    def _on_line(self, process: str, stream: str, line: str) -> None:
+        self._printer.line(process, stream, hidden_line(line))
 
     async def run(self) -> int:
         """Run the deployment until a signal ends it; returns the exit code.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan
 from commutator.engine import free_ports
 from commutator.engine.launching import (
+    api_key_at,
     argument_names,
     log_command,
     missing_plugin,
@@ -22,6 +24,8 @@ from commutator_sglang.config import SglangConfig
 
 __all__ = ["launch_plan", "server_arguments"]
 
+log = logging.getLogger(__name__)
+
 _SERVER = ("-m", "sglang.launch_server")
 _OURS = dict.fromkeys(
     (
@@ -31,9 +35,11 @@ _OURS = dict.fromkeys(
         "--model",
         "--served-model-name",
         "--skip-tokenizer-init",
+        "--api-key",
     ),
     "remove it",
 )
+_CONFIG = "--config"
 # What works without an accelerator; SGLang's own defaults differ.
 _ON_CPU = {"--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
 _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -62,9 +68,33 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         **(_CPU_ENV if _on_cpu(config) else {}),
     }
     env = server_environment(config, context, defaults)
-    log_command(context, env, command, config.secret_variables)
     address = f"http://{context.host}:{context.port}"
+    command = (*command, *_key_arguments(config, context, address))
+    log_command(context, env, command, config.secret_variables)
     return LaunchPlan(argv=start_command(source, command), address=address, env=env)
+
+
+def _key_arguments(config: SglangConfig, context: LaunchContext, address: str) -> tuple[str, ...]:
+    """Arguments that name a private file with the server's API key.
+
+    SGLang takes the key only as an argument, which every user of the machine could read, or from
+    the one file that `--config` names.
+    """
+    key = api_key_at(address)
+    if key is None:
+        return ()
+    if _CONFIG in argument_names(config.args, _OURS, config.where):
+        log.warning(
+            "%s: `args` name a %s file, so Commutator cannot give the server an API key: every "
+            "user of this machine can use it",
+            context.worker_id,
+            _CONFIG,
+        )
+        return ()
+    file = context.state_dir / "key.yaml"
+    file.touch(mode=0o600)
+    file.write_text(f"api-key: {key}\n")
+    return (_CONFIG, str(file))
 
 
 def server_arguments(

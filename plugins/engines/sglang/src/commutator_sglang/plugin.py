@@ -11,7 +11,7 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector
+from commutator.engine.launching import ServerConnector, api_key_at
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 
@@ -31,7 +31,7 @@ class SglangConnector(ServerConnector[SglangConfig]):
 
         return SglangClient(
             address,
-            api_key=None if config.api_key is None else config.api_key.reveal(),
+            api_key=_api_key(config, address),
             kv_events=None
             if config.kv_events is None
             else EventSource(endpoint=config.kv_events, replay_endpoint=config.kv_events_replay),
@@ -39,6 +39,13 @@ class SglangConnector(ServerConnector[SglangConfig]):
 
     def handover_style(self, config: SglangConfig) -> HandoverStyle | None:
         return RoomHandover()  # each server reports whether it takes part
+
+
+def _api_key(config: SglangConfig, address: str) -> str | None:
+    """The key of the server at `url`, or of one that we launched."""
+    if config.url is None:
+        return api_key_at(address)
+    return None if config.api_key is None else config.api_key.reveal()
 
 
 @hookimpl
