@@ -5,6 +5,7 @@
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make fuzz     10,000 senseless cases for every socket
+# make soak     an hour of clients of every kind; memory must stay flat
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -24,7 +25,7 @@ TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SERVED := $(filter-out $(TIERS) $(TOOLS),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz peers lint bench docs walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench docs walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -62,6 +63,9 @@ peers: $(VENV)/.base
 
 fuzz: $(VENV)/.test
 	FUZZ_CASES=10000 $(BIN)/pytest --timeout 3600 tests/security/test_fuzz_sockets.py
+
+soak: $(VENV)/.test
+	SOAK_S=$${SOAK_S:-3600} $(BIN)/pytest -s tests/security/test_soak.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

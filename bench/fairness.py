@@ -144,16 +144,14 @@ async def _measure(url: str, clients: Sequence[Client]) -> Measured:
             headers = {"Authorization": f"Bearer {KEYS[client.key]}"}
             async with session.post("/v1/completions", json=body, headers=headers) as answer:
                 text = await answer.text()
-            if began_s < starts_s:
-                return
+            ended_s = time.perf_counter()
             measured.statuses[client.key, answer.status] += 1
-            if answer.status == HTTPStatus.OK:
+            if answer.status == HTTPStatus.OK and ended_s >= starts_s:
                 usage = _usage(text)
-                measured.tokens[client.key] += (
-                    usage["prompt_tokens"] + 2 * usage["completion_tokens"]
-                )
-                took_s = time.perf_counter() - began_s
-                measured.latencies_s.setdefault(client.key, []).append(took_s)
+                served = usage["prompt_tokens"] + 2 * usage["completion_tokens"]
+                measured.tokens[client.key] += served
+                if began_s >= starts_s:
+                    measured.latencies_s.setdefault(client.key, []).append(ended_s - began_s)
 
         async def always(client: Client) -> None:
             while True:

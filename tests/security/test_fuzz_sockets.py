@@ -55,7 +55,8 @@ class Target:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return self._read()
+        report: dict[str, float] = self._read()
+        return report
 
     def errors(self) -> list[str]:
         """What no input may cause: exceptions that nobody caught."""
@@ -264,7 +265,7 @@ def test_the_exporter_of_peers_and_hand_overs(target: Target) -> None:
     known = wire(
         ["ask", 1, "hello", {}],
         ["ask", 1, "watch", {"id": "x", "have": 0, "state": "unknown", "wait_s": 0.1}],
-        ["ask", 1, "look_up", {"id": "x", "group": "g", "room": 1, "keys": [b"k" * 32]}],
+        ["ask", 1, "look_up", {"id": "x", "identity": "i", "slot_bytes": 1, "keys": [b"k"]}],
         ["ask", 1, "release", {"id": "x", "blocks": [1]}],
     )
 
@@ -316,7 +317,7 @@ def test_replay_requests(target: Target) -> None:
     """Readers that speak ZMQ and ask for anything."""
     parts = st.lists(st.binary(max_size=16) | st.just(b""), min_size=1, max_size=5)
     sequences = st.integers(0, 2**64 - 1).map(lambda first: [b"", first.to_bytes(8, "big")])
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
 
     def attack(case: list[bytes]) -> None:
         asking = context.socket(zmq.DEALER)
@@ -330,7 +331,8 @@ def test_replay_requests(target: Target) -> None:
 
 
 def replayed(addresses: dict[str, str]) -> None:
-    asking = zmq.Context.instance().socket(zmq.DEALER)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    asking = context.socket(zmq.DEALER)
     asking.setsockopt(zmq.LINGER, 0)
     asking.connect(addresses["replay"])
     asking.send_multipart([b"", (95).to_bytes(8, "big")])

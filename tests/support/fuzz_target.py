@@ -25,7 +25,7 @@ from tests.support.principals import gate_of
 
 from commutator.contract.block import BlockStored
 from commutator.contract.principal import Principal
-from commutator.contract.tier import Memory, RemoteAgent
+from commutator.contract.tier import RemoteAgent
 from commutator.engine.server import TokenApiServer
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
@@ -123,7 +123,7 @@ def _engine() -> SimEngine:
 
 
 async def _look_up(request: LookupRequest) -> LentBlocks:
-    return LentBlocks(RemoteAgent(name="agent", metadata=b"", memory=Memory.DRAM), 1.0)
+    return LentBlocks(RemoteAgent(name="agent", metadata=b""), 1.0)
 
 
 def _rss_bytes() -> int:
