@@ -11,7 +11,7 @@ from tests.support.trtllm.requests import read_request
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.engine.completions import request_headers
 from commutator.errors import RequestError
-from commutator_trtllm.bodies import request_body
+from commutator_trtllm.bodies import check_forwarded, request_body
 
 EVERYTHING = SamplingParams(
     max_tokens=9,
@@ -96,3 +96,11 @@ def test_what_it_has_no_words_for_is_refused(changes: dict[str, Any], param: str
 def test_headers() -> None:
     headers = request_headers(evolve(REQUEST, traceparent="00-1-2-01"))
     assert headers == {"X-Request-Id": "r", "traceparent": "00-1-2-01"}
+
+
+@pytest.mark.security
+def test_a_salt_that_the_server_ignores_is_refused_in_bodies_that_pass_through() -> None:
+    check_forwarded(b'{"model": "m", "cache_salt": null, "tools": []}')
+    with pytest.raises(RequestError, match="ignore cache_salt") as refused:
+        check_forwarded(b'{"model": "m", "cache_salt": "tenant", "tools": []}')
+    assert refused.value.param == "cache_salt"
