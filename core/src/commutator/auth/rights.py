@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from commutator.contract.principal import Permission, Principal
+from commutator.contract.principal import SALT_SEPARATOR, Permission, Principal
 from commutator.errors import PermissionDeniedError, RequestError
 
 __all__ = [
-    "SALT_SEPARATOR",
     "allowed_priority",
     "check_answers",
     "longest",
@@ -14,9 +13,6 @@ __all__ = [
     "require",
     "salted",
 ]
-
-SALT_SEPARATOR = "\x1f"
-"""Between a principal's salt and the request's own: no principal's salt holds it."""
 
 _WHAT = {
     "explain": "ask why a worker was chosen (X-Commutator-Explain)",

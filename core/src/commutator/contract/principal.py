@@ -13,6 +13,7 @@ from commutator.contract.settings import Bounds, PositiveInt, setting
 
 __all__ = [
     "ANONYMOUS",
+    "SALT_SEPARATOR",
     "Authenticator",
     "AuthenticatorConfig",
     "Credentials",
@@ -51,9 +52,6 @@ class Limits:
     )
     answers: PositiveInt | None = setting("Answers to one request: prompts times `n`.", None)
     max_model_len: PositiveInt | None = setting("Longest prompt plus answer in tokens.", None)
-    tier_share: Annotated[float, Bounds(above=0, maximum=1)] | None = setting(
-        "The largest part of each storage tier that its blocks may take.", None
-    )
 
 
 @frozen(kw_only=True)
@@ -91,6 +89,10 @@ def check_principal_name(name: str) -> None:
         raise ValueError(
             f"expected 1 to 64 letters, digits, '.', '_', '-' and '@', got {name[:80]!r}"
         )
+
+
+SALT_SEPARATOR = "\x1f"
+"""Between a principal's salt and the request's own: no principal's salt holds it."""
 
 
 def own_salt(name: str) -> str:

@@ -18,6 +18,7 @@ from commutator.contract.block import (
     supersedes,
 )
 from commutator.contract.eviction import EvictionPolicy
+from commutator.contract.principal import SALT_SEPARATOR
 from commutator.kv.block_manager.admission import AdmissionRule
 from commutator.kv.block_manager.break_even import LoadCost, LoadSpeed
 
@@ -142,8 +143,9 @@ class TierBlockPool:
 class Quota:
     """Counts each tenant's blocks in the tier, including those on their way to it.
 
-    A tenant is a cache salt; blocks without one have no limit. A tenant at its limit loses its own
-    least recently used block for each new one, whatever the tier's eviction policy.
+    A tenant is a cache salt, of a principal's requests the part that is the principal's, so that
+    no fresh salt gives it more; blocks without one have no limit. A tenant at its limit loses its
+    own least recently used block for each new one, whatever the tier's eviction policy.
     """
 
     def __init__(
@@ -163,15 +165,18 @@ class Quota:
 
     def limit(self, tenant: str | None) -> int | None:
         """In blocks; None: no limit."""
+        tenant = _owner(tenant)
         share = self._shares.get(tenant, self._share) if tenant is not None else None
         return None if share is None else int(share * self._capacity)
 
     def is_full(self, tenant: str | None) -> bool:
+        tenant = _owner(tenant)
         limit = self.limit(tenant)
         return tenant is not None and limit is not None and self._counts.get(tenant, 0) >= limit
 
     def claim(self, key: BlockKey, tenant: str | None) -> None:
         """Count a block of the tenant that is on its way to the tier."""
+        tenant = _owner(tenant)
         if self.enabled and tenant is not None:
             self._tenants[key] = tenant
             self._counts[tenant] = self._counts.get(tenant, 0) + 1
@@ -200,8 +205,14 @@ class Quota:
 
     def oldest(self, tenant: str | None, evictable: Callable[[BlockKey], bool]) -> BlockKey | None:
         """The tenant's least recently used block that may be evicted."""
+        tenant = _owner(tenant)
         order = self._orders.get(tenant, ()) if tenant is not None else ()
         return next((key for key in order if evictable(key)), None)
+
+
+def _owner(salt: str | None) -> str | None:
+    """The principal's part of a salt, or all of it where no principal has a part."""
+    return None if salt is None else salt.partition(SALT_SEPARATOR)[0]
 
 
 Evictable = Callable[[BlockKey], bool]

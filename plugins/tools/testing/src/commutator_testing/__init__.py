@@ -2,9 +2,9 @@
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`,
-`ObserverContract`), supply a factory or fixture, and run pytest. Suites set their own pytest marks,
-so they need no configuration. Each name is imported at its first use: the suites need pytest,
-pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
+`ObserverContract`, `AuthenticatorContract`), supply a factory or fixture, and run pytest. Suites
+set their own pytest marks, so they need no configuration. Each name is imported at its first use:
+the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commutator.supervisor.local_cluster import LocalCluster
+    from commutator_testing.authenticators import AuthenticatorContract
     from commutator_testing.disagg import DisaggContract
     from commutator_testing.engines import EngineContract, WorkerPair, collect, make_request
     from commutator_testing.eviction import EvictionContract, tree_block
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from commutator_testing.tiers import TierContract
 
 __all__ = [
+    "AuthenticatorContract",
     "DisaggContract",
     "EngineContract",
     "EvictionContract",
@@ -63,6 +65,7 @@ __all__ = [
 
 _HOMES = {
     "commutator.supervisor.local_cluster": ("LocalCluster",),
+    "commutator_testing.authenticators": ("AuthenticatorContract",),
     "commutator_testing.disagg": ("DisaggContract",),
     "commutator_testing.engines": ("EngineContract", "WorkerPair", "collect", "make_request"),
     "commutator_testing.eviction": ("EvictionContract", "tree_block"),

@@ -1,0 +1,1 @@
+"""The authenticator `jwt`: bearer tokens of an issuer, checked with PyJWT."""
