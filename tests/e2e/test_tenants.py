@@ -92,7 +92,9 @@ async def test_a_tenant_never_sees_what_another_sent() -> None:
     def prompt() -> list[int]:
         return [rng.randrange(1_000, 40_000) for _ in range(BLOCKS * BLOCK_SIZE)]
 
-    after, fresh, shared = [], [], []
+    after: list[float] = []
+    fresh: list[float] = []
+    shared: list[float] = []
     with LocalCluster(CLUSTER) as cluster:
         async with aiohttp.ClientSession() as session:
             alice, bob, guest = (Tenant(session, cluster.url, name) for name in NAMES[:3])
