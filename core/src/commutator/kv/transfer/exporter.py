@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 _EXPIRY_CHECK_S = 0.25
 _LONGEST_WAIT_S = 60.0
+_MOST_QUESTIONS = 8192
+"""Questions of one reader that wait for an answer: one for each hand-over that it watches."""
 
 
 class BlockExporter:
@@ -174,7 +176,7 @@ class BlockExporter:
                 return await self._look_up(msgspec.convert(arguments, LookupRequest))
         except msgspec.ValidationError as error:
             raise EngineHandoverError(f"the arguments of {what!r} are wrong: {error}") from error
-        raise EngineHandoverError(f"this exporter does not answer {what!r}")
+        raise EngineHandoverError(f"this exporter does not answer {what[:80]!r}")
 
     async def _watch(self, watch: WatchRequest) -> ExportUpdate:
         event = self._news.setdefault(watch.id, asyncio.Event())
@@ -271,6 +273,13 @@ class _Reader:
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
             case ["ask", int(number), str(what), arguments]:
+                if len(self._answering) >= _MOST_QUESTIONS:
+                    log.warning(
+                        "KV exporter: a reader has more than %d open questions; it is disconnected",
+                        _MOST_QUESTIONS,
+                    )
+                    self.frames.close()
+                    return
                 task = asyncio.ensure_future(self._answer(number, what, arguments))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from attrs import asdict, evolve, frozen
@@ -59,6 +59,18 @@ __all__ = [
 
 SERVICE = "KV exporter"
 """The service that both ends of a connection prove themselves for."""
+
+
+# What another process may say, checked when a message is read: nothing of it makes this process
+# hold more memory, wait longer, or read or count outside of what there can be.
+_Id = Annotated[str, msgspec.Meta(max_length=128)]
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+_Text = Annotated[str, msgspec.Meta(max_length=1 << 16)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+_Place = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+_KeyBytes = Annotated[bytes, msgspec.Meta(max_length=64)]
+_MOST_BLOCKS = msgspec.Meta(max_length=1 << 20)
 
 
 @frozen
@@ -101,11 +113,11 @@ class ExportState(StrEnum):
 class ReadyBlock:
     """A block that can be read until it is released or its lease lapses."""
 
-    index: int
+    index: _Place
     """Number of the block in the exporter's arena, or of its slot in the exporter's tier."""
-    key: bytes
+    key: _KeyBytes
     """For an arena, the key from ``handover_keys``; for a tier, the tier's key."""
-    checksum: int
+    checksum: _Place
     """xxh3_64 of its bytes; 0 for a tier that stores the checksum in a header."""
     span: Span | None = None
     """The place of its bytes; None for an arena, where ``ExportedMemory`` gives it."""
@@ -115,12 +127,12 @@ class ReadyBlock:
 class WatchRequest:
     """Asks for news of a lease, and renews it."""
 
-    id: str
-    have: int
+    id: _Id
+    have: _Count
     """How many of the prompt's first blocks the reader already knows."""
     state: ExportState
     """The state in the last answer to the reader."""
-    wait_s: float
+    wait_s: _Seconds
     """Longest time until the answer, which then has no news."""
 
 
@@ -129,8 +141,8 @@ class ExportUpdate:
     """News of a lease: the blocks after the ones that the reader knows."""
 
     state: ExportState
-    blocks: tuple[ReadyBlock, ...] = ()
-    reason: str = ""
+    blocks: Annotated[tuple[ReadyBlock, ...], _MOST_BLOCKS] = ()
+    reason: _Text = ""
     """Why the lease failed; empty otherwise."""
 
 
@@ -138,12 +150,12 @@ class ExportUpdate:
 class LookupRequest:
     """Asks for the first blocks of one chain. Those that are found are leased."""
 
-    id: str
+    id: _Id
     """Id of the lease, unique among all look-ups."""
-    identity: str
-    slot_bytes: int
+    identity: _Name
+    slot_bytes: _Place
     """With ``identity``: blocks of another model, layout or encoding are never lent."""
-    keys: tuple[bytes, ...]
+    keys: Annotated[tuple[_KeyBytes, ...], _MOST_BLOCKS]
 
 
 @frozen
@@ -152,17 +164,17 @@ class LentBlocks:
 
     agent: RemoteAgent
     """The NIXL agent of the memory with their spans."""
-    lease_s: float
+    lease_s: _Seconds
     """Seconds until the lease lapses."""
-    blocks: tuple[ReadyBlock, ...] = ()
+    blocks: Annotated[tuple[ReadyBlock, ...], _MOST_BLOCKS] = ()
 
 
 @frozen
 class ReleaseRequest:
     """Ends the reader's use of blocks. A lease that has not begun yet will hold nothing."""
 
-    id: str
-    blocks: tuple[int, ...] | None = None
+    id: _Id
+    blocks: Annotated[tuple[int, ...], _MOST_BLOCKS] | None = None
     """``ReadyBlock.index`` of each block; None ends the whole lease."""
 
 
@@ -171,19 +183,19 @@ class ExportedMemory:
     """An engine's arena that other workers may read; a restarted engine has another one."""
 
     info: KvTransferInfo
-    agent: str
+    agent: _Name
     """The name of its NIXL agent, unique among all processes."""
-    metadata: bytes
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 22)]
     """The agent's metadata, with which another NIXL agent can read from it."""
     memory: str
     """A value of ``Memory``."""
-    address: int
+    address: _Place
     """Block ``i`` begins ``i * block_bytes`` after this address."""
-    block_bytes: int
-    blocks: int
+    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    blocks: _Count
     """Number of blocks."""
-    device: int = 0
-    runs: int = 1
+    device: _Count = 0
+    runs: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     """Runs of equal size in a block; each has a part of every token, in order."""
 
 

@@ -210,13 +210,18 @@ class Sources:
         return found
 
     async def look_up(
-        self, addresses: Collection[str], request: LookupRequest, timeout_s: float
+        self,
+        addresses: Collection[str],
+        request: LookupRequest,
+        timeout_s: float,
+        keep: Collection[str] = (),
     ) -> list[tuple[str, LentBlocks]]:
         """The blocks that exporters lend, for each that answers in time, the most blocks first.
 
-        Closes the connections to all other exporters. Never raises EngineError.
+        Closes the connections to all other exporters, but for those in ``keep``. Never raises
+        EngineError.
         """
-        for address in self._sources.keys() - set(addresses):
+        for address in self._sources.keys() - {*addresses, *keep}:
             await self._sources.pop(address).connection.close()
         now_s = time.monotonic()
         asked = [each for each in addresses if self._source(each).open_until_s <= now_s]

@@ -48,6 +48,11 @@ class PeerTierConfig(TierConfig):
         "in the registry.",
         (),
     )
+    max_asked: PositiveInt = setting(
+        "Most peers that one look-up asks: up to half of them those that lent blocks of such "
+        "prompts, or any, last; the others in turn.",
+        8,
+    )
     ask_timeout_s: PositiveSeconds = setting(
         "A peer that does not answer in this time counts as empty.", 0.2
     )

@@ -25,12 +25,19 @@ from commutator.kv import ExportOptions, RemoteAgent
 from commutator.kv.transfer.event_loop import EventLoopThread
 from commutator.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
 from commutator.kv.transfer.sources import Sources
+from commutator_peer.choice import PeerChoice
 from commutator_peer.config import PeerTierConfig
 
 __all__ = ["PeerTier"]
 
 _CAPACITY = 1 << 16
 """The number of peers' blocks that the block manager remembers."""
+
+_LONGEST_LEASE_S = 600.0
+"""A longer lease is used as one of this length: what is remembered must end some day."""
+
+_ADDRESSES = 1 << 64
+_MOST_METADATA_BYTES = 1 << 22
 
 _SHUNNED_S = 60.0
 """An evicted block is not asked for during this time: its lender's copy may be damaged."""
@@ -56,10 +63,11 @@ class _Borrowed:
 class PeerTier(StorageTier):
     """Other workers' host memory, read-only: ``reserve`` never returns a slot.
 
-    ``probe`` asks all peers, waits for at most ``ask_timeout_s``, and never raises. After that,
-    ``lookup`` knows each lent block until it was read once or half of its lease is over. A block
-    must be pinned to be read, and the last ``unpin`` releases it. A slot's number is never reused,
-    so that a late reader finds nothing rather than another block.
+    ``probe`` asks at most ``max_asked`` peers (see ``PeerChoice``), waits for at most
+    ``ask_timeout_s``, and never raises. After that, ``lookup`` knows each lent block until it was
+    read once or half of its lease is over. A block must be pinned to be read, and the last
+    ``unpin`` releases it. A slot's number is never reused, so that a late reader finds nothing
+    rather than another block.
     """
 
     medium = "REMOTE"
@@ -79,6 +87,7 @@ class PeerTier(StorageTier):
         self._borrowed: dict[Slot, _Borrowed] = {}
         self._slots: dict[BlockKey, Slot] = {}
         self._shunned: dict[BlockKey, float] = {}
+        self._choice = PeerChoice(config.max_asked)
 
     def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
         self._find = find
@@ -136,10 +145,14 @@ class PeerTier(StorageTier):
                 slot_bytes=geometry.slot_bytes,
                 keys=asked,
             )
-            addresses = dict.fromkeys((*self._config.addresses, *self._find()))
+            peers = dict.fromkeys((*self._config.addresses, *self._find()))
+            chosen = self._choice.choose(peers, keys[0])
             timeout_s = self._config.ask_timeout_s
-            for lender, lent in loop.run(self._sources.look_up(addresses, request, timeout_s)):
-                self._take(request, lender, lent, now_s + lent.lease_s / 2)
+            looked_up = self._sources.look_up(chosen, request, timeout_s, keep=peers)
+            for lender, lent in loop.run(looked_up):
+                if lent.blocks:
+                    self._choice.lent(lender, keys[0])
+                self._take(request, lender, lent, now_s + min(lent.lease_s, _LONGEST_LEASE_S) / 2)
         return self.lookup(keys)
 
     def place(self, slot: Slot, size_bytes: int) -> tuple[Span, Region | None]:
@@ -211,8 +224,15 @@ class PeerTier(StorageTier):
                 key=key, slot=self._next, size_bytes=span.size_bytes, checksum=block.checksum
             )
             entry = _Borrowed(stored, span, lent.agent, lender, request.id, block.index, ends_s)
-            fits = block.key == key and 0 < span.size_bytes <= geometry.slot_bytes
-            if not fits or self._lookup(key, now_s) is not None:
+            fits = (
+                block.key == key
+                and 0 < span.size_bytes <= geometry.slot_bytes
+                and 0 <= span.address <= _ADDRESSES - span.size_bytes
+                and span.device >= 0
+                and len(lent.agent.metadata) <= _MOST_METADATA_BYTES
+            )
+            full = len(self._borrowed) >= _CAPACITY
+            if not fits or full or self._lookup(key, now_s) is not None:
                 spare.append(entry)
                 continue
             self._next += 1
