@@ -1,10 +1,11 @@
 """Commutator: a plugin framework for distributed LLM inference.
 
-All names that a plugin needs are here: the contract. A plugin may also import
-``commutator.errors``, and what the faces of ``commutator.engine``, ``commutator.kv``,
-``commutator.kv_events``, ``commutator.nixl``, ``commutator.tokenizer``, ``commutator.frontend`` and
-``commutator.schema`` export; its tests also ``commutator_testing``. Each module is imported when
-one of its names is first used.
+All names that most plugins need are here: the contract. Those of rarer kinds are in
+``commutator.auth``, ``commutator.fairness``, ``commutator.launcher`` and ``commutator.registry``. A
+plugin may also import ``commutator.errors``, and what the faces of ``commutator.engine``,
+``commutator.kv``, ``commutator.kv_events``, ``commutator.nixl``, ``commutator.tokenizer``,
+``commutator.frontend`` and ``commutator.schema`` export; its tests also ``commutator_testing``. Each
+module is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.contract import (
-        CONTRACT_VERSION,
-    )
     from commutator.contract.block import (
         KEY_BYTES,
         BlockKey,
@@ -58,16 +56,7 @@ if TYPE_CHECKING:
         Observer,
         ObserverConfig,
     )
-    from commutator.contract.principal import (
-        Authenticator,
-        AuthenticatorConfig,
-        Credentials,
-        Limits,
-        Principal,
-        PrincipalConfig,
-    )
     from commutator.contract.registration import (
-        AuthenticatorRegister,
         DisaggRegister,
         EngineRegister,
         EvictionRegister,
@@ -137,17 +126,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CONTRACT_VERSION",
     "KEY_BYTES",
     "UNBOUNDED",
     "AnsweredRequest",
-    "Authenticator",
-    "AuthenticatorConfig",
-    "AuthenticatorRegister",
     "BlockKey",
     "Bounds",
     "Candidate",
-    "Credentials",
     "Decision",
     "DisaggAnswer",
     "DisaggPolicy",
@@ -181,7 +165,6 @@ __all__ = [
     "KvTransferInfo",
     "LaunchContext",
     "LaunchPlan",
-    "Limits",
     "MeasuredSpeeds",
     "Memory",
     "ModelConfig",
@@ -194,8 +177,6 @@ __all__ = [
     "Picker",
     "PositiveInt",
     "PositiveSeconds",
-    "Principal",
-    "PrincipalConfig",
     "Region",
     "RequestOutcome",
     "RequestSummary",
@@ -238,7 +219,6 @@ _HOMES = (
     "commutator.contract.eviction",
     "commutator.contract.frontend",
     "commutator.contract.observer",
-    "commutator.contract.principal",
     "commutator.contract.registration",
     "commutator.contract.request",
     "commutator.contract.worker",

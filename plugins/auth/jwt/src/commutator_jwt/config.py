@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from attrs import Attribute, frozen
 
-from commutator import AuthenticatorConfig, PositiveSeconds, PrincipalConfig, Seconds, setting
+from commutator import PositiveSeconds, Seconds, setting
+from commutator.auth import AuthenticatorConfig, PrincipalConfig
 
 __all__ = ["Algorithm", "JwtConfig"]
 

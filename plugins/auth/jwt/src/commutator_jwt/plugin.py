@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from commutator import Authenticator, AuthenticatorRegister, hookimpl
+from commutator import hookimpl
+from commutator.auth import Authenticator, AuthenticatorRegister
 from commutator_jwt.config import JwtConfig
 
 

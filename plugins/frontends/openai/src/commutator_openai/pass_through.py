@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from commutator import GenerateRequest, Principal, SamplingParams
+from commutator import GenerateRequest, SamplingParams
+from commutator.auth import Principal
 from commutator.contract.principal import ANONYMOUS
 from commutator.errors import RequestError
 from commutator.frontend import (

@@ -7,7 +7,8 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from commutator import GenerateRequest, Principal, SamplingParams
+from commutator import GenerateRequest, SamplingParams
+from commutator.auth import Principal
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
 from commutator.frontend import (

@@ -7,7 +7,7 @@ import re
 
 from attrs import evolve
 
-from commutator import Authenticator, Credentials, Principal
+from commutator.auth import Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError
 
 __all__ = ["AuthenticatorContract"]
