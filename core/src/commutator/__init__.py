@@ -4,8 +4,8 @@ All names that most plugins need are here: the contract. Those of rarer kinds ar
 ``commutator.auth``, ``commutator.fairness``, ``commutator.launcher`` and ``commutator.registry``. A
 plugin may also import ``commutator.errors``, and what the faces of ``commutator.engine``,
 ``commutator.kv``, ``commutator.kv_events``, ``commutator.nixl``, ``commutator.tokenizer``,
-``commutator.frontend`` and ``commutator.schema`` export; its tests also ``commutator_testing``. Each
-module is imported when one of its names is first used.
+``commutator.frontend`` and ``commutator.schema`` export; its tests also ``commutator_testing``.
+Each module is imported when one of its names is first used.
 """
 
 from __future__ import annotations
