@@ -106,7 +106,7 @@ def test_a_look_up_asks_a_few_peers_however_many_there_are(loop: EventLoopThread
         {"span": Span(4096, 64, -1)},
         {"agent": RemoteAgent(name="a", metadata=bytes((1 << 22) + 1))},
     ],
-    ids=str,
+    ids=lambda hostile: f"{next(iter(hostile))}={str(next(iter(hostile.values())))[:40]}",
 )
 def test_a_block_that_cannot_be_where_a_peer_says_is_not_borrowed(
     loop: EventLoopThread, hostile: dict[str, Any]
@@ -153,7 +153,7 @@ MEMORY = ExportedMemory(INFO, "agent", b"", "DRAM", 4096, 32, 100)
         {"metadata": bytes((1 << 22) + 1)},
         {"agent": "a" * 1000},
     ],
-    ids=str,
+    ids=lambda hostile: f"{next(iter(hostile))}={str(next(iter(hostile.values())))[:40]}",
 )
 async def test_memory_that_cannot_be_is_refused(hostile: dict[str, Any]) -> None:
     """A count of blocks becomes a list of as many descriptors."""
