@@ -134,6 +134,13 @@ def test_every_hook_has_its_heading() -> None:
     assert sorted(headings) == sorted(hooks)
 
 
+def test_every_promise_of_safety_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "explanation" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert named <= set(re.findall(r"^ *(?:async )?def (test_\w+)", tests, re.MULTILINE))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
