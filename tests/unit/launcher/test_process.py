@@ -80,7 +80,7 @@ async def test_stop_ends_the_whole_group(
     await process.stop(0.5)
     assert await process.wait() == ending
     assert not psutil.pid_exists(process.pid)
-    async with asyncio.timeout(5):  # until init has reaped it
+    async with asyncio.timeout(60):  # until init has reaped it
         while psutil.pid_exists(grandchild):
             await asyncio.sleep(0.02)
 
@@ -101,6 +101,6 @@ async def test_a_dead_process_leaves_no_children(
     psutil.Process(process.pid).kill()
     assert await process.wait() == "was killed by SIGKILL"
     await process.stop(2)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while psutil.pid_exists(int(printed[0][2])):
             await asyncio.sleep(0.02)

@@ -178,8 +178,11 @@ class Listener:
             if (timer := self._paused.pop(listening, None)) is not None:
                 timer.cancel()
             self._loop.remove_reader(listening)
-            while self._accept_some(listening):
-                pass
+            try:
+                while self._accept_some(listening):
+                    pass
+            except OSError as error:
+                log.warning("connections in the queue are lost: %s", error)
             listening.close()
 
     async def close(self) -> None:
@@ -223,34 +226,42 @@ class Listener:
                 continue
             accepted.setblocking(False)
             task = self._loop.create_task(self._open(accepted, connection))
-            connection.close = partial(_cancel, task)
+            connection.close = partial(_hang_up, accepted)
             self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            task.add_done_callback(partial(self._opened, accepted, connection))
         return True
 
     async def _open(self, accepted: socket.socket, connection: Connection) -> None:
         """Make the connection's transport, and with TLS, shake hands."""
-        timeout_s = _HANDSHAKE_S if self._context is not None else None
-        try:
-            transport, _ = await self._loop.connect_accepted_socket(
-                lambda: self._make_protocol(connection),
-                accepted,
-                ssl=self._context,
-                ssl_handshake_timeout=timeout_s,
-            )
-        except BaseException as error:
-            self._table.closed(connection)
-            accepted.close()
-            if not isinstance(error, OSError | ssl.SSLError):
-                raise
-            log.debug("a connection could not be set up: %s", error)
-            return
+        transport, _ = await self._loop.connect_accepted_socket(
+            lambda: self._make_protocol(connection),
+            accepted,
+            ssl=self._context,
+            ssl_handshake_timeout=_HANDSHAKE_S if self._context is not None else None,
+        )
         if connection.over:  # dropped meanwhile
             transport.abort()
 
+    def _opened(
+        self, accepted: socket.socket, connection: Connection, task: asyncio.Task[None]
+    ) -> None:
+        """Clean up unless there is a transport. The task may have ended before its first step."""
+        self._opening.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._table.closed(connection)
+        accepted.close()
+        if isinstance(error, OSError | ssl.SSLError):
+            log.debug("a connection could not be set up: %s", error)
+        elif error is not None:
+            log.error("a connection could not be set up", exc_info=error)
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
+
+def _hang_up(accepted: socket.socket) -> None:
+    """End a connection that is being set up; the task that does so then closes it."""
+    with suppress(OSError):
+        accepted.shutdown(socket.SHUT_RDWR)
 
 
 def _counted_address(address: object) -> str:
