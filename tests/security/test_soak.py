@@ -46,7 +46,12 @@ pytestmark = [
 
 def config(keys: list[str]) -> dict[str, Any]:
     principals = [
-        {"name": f"p{number}", "weight": 1 + number % 3, "keys": [{"sha256": hash_of(key)}]}
+        {
+            "name": f"p{number}",
+            "weight": 1 + number % 3,
+            "permissions": ["explain"],
+            "keys": [{"sha256": hash_of(key)}],
+        }
         for number, key in enumerate(keys)
     ]
     return {
