@@ -103,6 +103,8 @@ class EventPublisher:
                     break
                 body = encode_batch(batch)
                 self._pub.send_multipart([self._topic, _packed(self._kept.append(body)), body])
+            # Also between messages: ZMQ frees a lost connection only when its socket is used.
+            self._pub.getsockopt(zmq.EVENTS)
             while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._take_request()
             self._continue_replays()
