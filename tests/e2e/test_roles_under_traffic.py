@@ -25,6 +25,7 @@ from commutator.errors import EngineUnavailableError
 from commutator.launcher.ports import PortPicker
 from commutator.registry.client import RegistryClient
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator.trust import SECRET_FILE
 from commutator_sim.config import SimConfig
 from commutator_sim.plugin import SimConnector
 
@@ -93,11 +94,11 @@ async def another_worker(cluster: LocalCluster, folder: Path) -> AsyncIterator[s
             worker_id=worker_id, model=model, host="127.0.0.1", port=port, state_dir=folder
         ),
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *plan.argv[1:], env={**os.environ, **plan.env}
-    )
+    health = cluster.health()
+    env = {**os.environ, SECRET_FILE: health["secret_file"], **plan.env}
+    process = await asyncio.create_subprocess_exec(sys.executable, *plan.argv[1:], env=env)
     client = TokenApiClient(plan.address)
-    registry = RegistryClient(cluster.health()["registry"])
+    registry = RegistryClient(health["registry"])
     try:
         async with asyncio.timeout(60):
             while True:
