@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from tests.support.launched_servers import wait_for_workers
 
 from commutator.supervisor.local_cluster import LocalCluster
 
@@ -77,6 +78,7 @@ def test_the_third_party_scorer_decides(root: Path, tmp_path: Path) -> None:
         LocalCluster(config, env=env) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
     ):
+        wait_for_workers(cluster, 2)
         for _ in range(3):
             answer = client.completions.with_raw_response.create(
                 model="smollm2-135m",
