@@ -31,6 +31,7 @@ from commutator_openai.protocol.openapi import openapi_document
 __all__ = [
     "Cors",
     "build_app",
+    "build_local_app",
     "build_operations_app",
 ]
 
@@ -57,10 +58,7 @@ def build_app(
     if not services.gate.is_open:
         middlewares.append(authenticate)
     app.middlewares.extend(middlewares)
-    app[FORWARD_HEADERS] = config.forward_headers
-    app[SERVICES] = services
-    app[MEDIA_HOSTS] = frozenset(config.media_hosts)
-    app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    _configure(app, config, services)
     needs_key = not services.gate.is_open
 
     @lru_cache(maxsize=_DOCUMENTS)
@@ -79,18 +77,41 @@ def build_app(
 
     app.add_routes(
         [
-            web.post("/v1/chat/completions", generate.chat_completions, expect_handler=expect),
-            web.post("/v1/completions", generate.completions, expect_handler=expect),
-            *(web.post(path, engine_only, expect_handler=expect) for path in ENDPOINTS),
-            web.get("/v1/models", models.list_models),
-            web.get("/v1/models/{id:.+}", models.retrieve_model),
-            web.post("/tokenize", models.tokenize, expect_handler=expect),
-            web.post("/detokenize", models.detokenize, expect_handler=expect),
+            *_api_routes(),
             web.get("/openapi.json", openapi),
             *health_routes(services, local_socket, probes_only=config.admin is not None),
         ]
     )
     return app
+
+
+def build_local_app(
+    config: OpenAiConfig, services: FrontendServices, local_socket: str
+) -> web.Application:
+    """Everything, without a key, for the Unix socket that only the run's own user reaches."""
+    app = build_operations_app(services, local_socket)
+    _configure(app, config, services)
+    app.add_routes(_api_routes())
+    return app
+
+
+def _configure(app: web.Application, config: OpenAiConfig, services: FrontendServices) -> None:
+    app[FORWARD_HEADERS] = config.forward_headers
+    app[SERVICES] = services
+    app[MEDIA_HOSTS] = frozenset(config.media_hosts)
+    app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+
+
+def _api_routes() -> list[web.RouteDef]:
+    return [
+        web.post("/v1/chat/completions", generate.chat_completions, expect_handler=expect),
+        web.post("/v1/completions", generate.completions, expect_handler=expect),
+        *(web.post(path, engine_only, expect_handler=expect) for path in ENDPOINTS),
+        web.get("/v1/models", models.list_models),
+        web.get("/v1/models/{id:.+}", models.retrieve_model),
+        web.post("/tokenize", models.tokenize, expect_handler=expect),
+        web.post("/detokenize", models.detokenize, expect_handler=expect),
+    ]
 
 
 def build_operations_app(

@@ -18,7 +18,7 @@ from attrs import frozen
 from commutator import OpenFrontend
 from commutator.errors import ConfigError
 from commutator.frontend import PROBE_PATHS, FrontendServices
-from commutator_openai.app import build_app, build_operations_app
+from commutator_openai.app import build_app, build_local_app, build_operations_app
 from commutator_openai.body import ClientConnection
 from commutator_openai.config import OpenAiConfig, tls_context
 from commutator_openai.connections import (
@@ -78,8 +78,12 @@ async def open_server(
     runner = Runner(build_app(config, services, local_socket), table, deadlines)
     operators = ConnectionTable(_OPERATORS, _OPERATORS)
     operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
-    await runner.setup()
-    await operations.setup()
+    runners = [runner, operations]
+    if local_socket is not None:
+        local = build_local_app(config, services, local_socket)
+        runners.append(Runner(local, ConnectionTable(_OPERATORS, _OPERATORS), deadlines))
+    for each in runners:
+        await each.setup()
     listeners: list[Listener] = []
     try:
         sockets = _listen(config.host, config.port, "frontend")
@@ -88,16 +92,16 @@ async def open_server(
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            await web.UnixSite(operations, local_socket).start()
+            await web.UnixSite(runners[-1], local_socket).start()
         if (admin := config.admin) is not None:
             sockets = _listen(admin.host, admin.port, "frontend.admin")
             listeners.append(Listener(sockets, operators, operations.protocol, None))
             listeners[-1].start()
     except BaseException:
-        await runner.cleanup()
-        await operations.cleanup()
+        for each in runners:
+            await each.cleanup()
         raise
-    return OpenServer((runner, operations), listeners, port)
+    return OpenServer(runners, listeners, port)
 
 
 class OpenServer(OpenFrontend):
