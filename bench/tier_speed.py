@@ -139,17 +139,17 @@ def measure_file(
 
 def _tailored(config: TierConfig, capacity: int, stack: ExitStack) -> TierConfig:
     """The same tier with this capacity, in a folder or under a prefix of its own."""
-    names = {field.name for field in attrs.fields(type(config))}
+    options = attrs.asdict(config, recurse=False)
     changes: dict[str, Any] = {}
-    if "capacity" in names:
+    if "capacity" in options:
         changes["capacity"] = capacity
-    if "path" in names:
-        parent = Path(getattr(config, "path").replace("{worker}", "tier-speed"))  # noqa: B009
+    if "path" in options:
+        parent = Path(options["path"].replace("{worker}", "tier-speed"))
         parent.mkdir(parents=True, exist_ok=True)
         changes["path"] = tempfile.mkdtemp(prefix="tier-speed-", dir=parent)
         stack.callback(shutil.rmtree, changes["path"], ignore_errors=True)
-    if "prefix" in names:
-        changes["prefix"] = f"{getattr(config, 'prefix')}/tier-speed-{os.getpid()}"  # noqa: B009
+    if "prefix" in options:
+        changes["prefix"] = f"{options['prefix']}/tier-speed-{os.getpid()}"
     return attrs.evolve(config, **changes)
 
 

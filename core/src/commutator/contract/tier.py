@@ -464,7 +464,7 @@ class TierConfig(TierPolicyConfig):
         None,
     )
     integrity_key: Secret | None = setting(
-        "As encryption_key, but everything stays readable: whoever can write to the medium cannot "
+        "As encryption_key, but everything stays readable: a writer to the medium cannot "
         "give it other blocks. One of the two keys; encryption does this, too.",
         None,
         validator=_alone,

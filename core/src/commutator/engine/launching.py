@@ -180,7 +180,7 @@ def api_key_at(address: str) -> str | None:
     """The API key that a launched server at ``address`` asks for; None in a process of no run.
 
     It is made from the run's secret, so that every process of the run can compute it. Each address
-    has its own: whoever gets one, by listening at a port that a dead server left, can use it
+    has its own: a process that gets one, by listening at a port that a dead server left, can use it
     nowhere else.
     """
     secret = secret_of_this_process()

@@ -21,7 +21,7 @@ _MOST_FLOWS = 4096
 
 
 class Fifo(FairnessPolicy):
-    """One flow for everyone: priority, then arrival, whoever sent the request."""
+    """One flow for everyone: priority, then arrival, no matter who sent the request."""
 
     def flow(self, principal: str | None) -> str | None:
         return None

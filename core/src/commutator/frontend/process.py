@@ -139,7 +139,7 @@ async def _follow_refusals(registry: RegistryClient, services: FrontendServices)
         try:
             services.refused = await registry.refused_connections()
         except RegistryError as error:
-            log.debug("%s", error)  # whoever follows the workers logs that the registry is away
+            log.debug("%s", error)  # the worker follower logs that the registry is away
         await asyncio.sleep(_REFUSALS_EVERY_S)
 
 

@@ -24,7 +24,7 @@ class WorkPool:
     """A few threads with a bounded queue. Used from one event loop.
 
     Work whose request is cancelled while it waits is never begun. A thread cannot be interrupted,
-    so whoever gives it work bounds how long that takes.
+    so callers bound how long their work takes.
     """
 
     def __init__(self, threads: int | None = None, max_waiting: int = _MAX_WAITING) -> None:

@@ -72,7 +72,7 @@ class ClientGate(Gate):
         )
 
     def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
-        """Nothing to do: whoever made the connection gets the problem."""
+        """Nothing to do: the caller that opened the connection gets the problem."""
 
 
 class ServerGate(Gate):

@@ -195,7 +195,7 @@ def seals_of(codecs: Sequence[Codec], identity: str) -> tuple[BlockSeal, ...]:
 def frame_tags(codecs: Sequence[Codec], key: BlockKey) -> list[bytes]:
     """What stands for the block in its frame's header: as it is written, then as it may be read.
 
-    Its key itself, unless that would let whoever sees it confirm a guessed prompt.
+    Its key itself, unless a reader of it could confirm a guessed prompt.
     """
     if not codecs or not isinstance(last := codecs[-1], _Keyed):
         return [key]

@@ -15,7 +15,7 @@ __all__ = ["Algorithm", "JwtConfig"]
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
-"""Signatures by a key pair. With HS256 and its like whoever checks a token could also make one,
+"""Signatures by a key pair. With HS256 and its like, every checker of tokens could also make them,
 and an issuer's public key would pass for the secret; `none` is no signature at all."""
 
 

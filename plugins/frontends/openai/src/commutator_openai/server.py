@@ -64,10 +64,10 @@ _FLUSH_S = 1.0
 async def open_server(
     config: OpenAiConfig, services: FrontendServices, local_socket: str | None = None
 ) -> OpenServer:
-    """Listen on the configured address, and for operators on its own address, if there is one.
+    """Listen on the configured address, and for operators on an address of theirs, if there is one.
 
-    They also find it on the Unix socket ``local_socket``, if given. Raises ConfigError when an
-    address cannot be listened on or the certificate cannot be read.
+    On the Unix socket ``local_socket``, if given, everything is served without a key. Raises
+    ConfigError when an address cannot be listened on or the certificate cannot be read.
     """
     context = None if config.tls is None else tls_context(config.tls)
     most = most_connections(config.max_connections)
@@ -76,24 +76,26 @@ async def open_server(
     table = ConnectionTable(most, config.max_connections_per_address)
     deadlines = Deadlines.of(config)
     runner = Runner(build_app(config, services, local_socket), table, deadlines)
-    operators = ConnectionTable(_OPERATORS, _OPERATORS)
-    operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
-    runners = [runner, operations]
-    if local_socket is not None:
-        local = build_local_app(config, services, local_socket)
-        runners.append(Runner(local, ConnectionTable(_OPERATORS, _OPERATORS), deadlines))
-    for each in runners:
-        await each.setup()
+    runners = [runner]
     listeners: list[Listener] = []
     try:
+        await runner.setup()
         sockets = _listen(config.host, config.port, "frontend")
         listener = Listener(sockets, table, runner.protocol, context)
         listeners.append(listener)
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            await web.UnixSite(runners[-1], local_socket).start()
+            local_app = build_local_app(config, services, local_socket)
+            local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), deadlines)
+            runners.append(local)
+            await local.setup()
+            await web.UnixSite(local, local_socket).start()
         if (admin := config.admin) is not None:
+            operators = ConnectionTable(_OPERATORS, _OPERATORS)
+            operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
+            runners.append(operations)
+            await operations.setup()
             sockets = _listen(admin.host, admin.port, "frontend.admin")
             listeners.append(Listener(sockets, operators, operations.protocol, None))
             listeners[-1].start()

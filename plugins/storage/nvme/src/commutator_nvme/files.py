@@ -1,6 +1,6 @@
 """Files of this user alone: opened without following links, closed automatically.
 
-Whoever can write to the folder could otherwise let the tier overwrite another file through a link,
+Another user who can write to the folder could otherwise let the tier overwrite another file through a link,
 or give it blocks that nobody computed.
 """
 
