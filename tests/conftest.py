@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from commutator.trust import secret_of_this_process
 
 pytest_plugins = ["tests.support.seaweed"]
 
@@ -20,6 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def root() -> Path:
     """The repository's root."""
     return ROOT
+
+
+@pytest.fixture(autouse=True, scope="module")
+def of_no_run() -> Iterator[None]:
+    """Modules run in any order in one process: none may leave it in the run of its cluster."""
+    assert secret_of_this_process() is None
+    yield
+    assert secret_of_this_process() is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,14 +12,21 @@ from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from tests.support.server_stores import S3_KEY, S3_SECRET, Stores
 
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator.trust import adopt
 
 MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="session")
-def cluster(root: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(root / "examples" / "quickstart.yaml") as running:
+def quickstart(root: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(root / "examples" / "quickstart.yaml") as running, adopt(None):
         yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(quickstart: LocalCluster) -> Iterator[LocalCluster]:
+    with adopt(quickstart.secret):
+        yield quickstart
 
 
 @pytest.fixture

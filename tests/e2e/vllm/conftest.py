@@ -12,10 +12,11 @@ from tests.support.vllm_server import need_vllm
 
 from commutator.engine.launching import api_key_at
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator.trust import adopt
 
 
 @pytest.fixture(scope="session")
-def cluster(root: Path) -> Iterator[LocalCluster]:
+def two_servers(root: Path) -> Iterator[LocalCluster]:
     """examples/vllm.yaml, with the servers' development endpoints."""
     need_vllm()
     env = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -24,7 +25,14 @@ def cluster(root: Path) -> Iterator[LocalCluster]:
         root / "examples" / "vllm.yaml", arguments=patient, env=env, start_timeout_s=600
     ) as running:
         wait_for_workers(running, 2)
-        yield running
+        with adopt(None):
+            yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(two_servers: LocalCluster) -> Iterator[LocalCluster]:
+    with adopt(two_servers.secret):
+        yield two_servers
 
 
 @pytest.fixture

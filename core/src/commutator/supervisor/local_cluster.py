@@ -56,9 +56,10 @@ class LocalCluster:
             sys.executable, "-m", "commutator", "serve", str(path), "--port", "0",
             "--url-file", str(self._url_path), *arguments,
         ]  # fmt: skip
-        self._secret = secret_of_this_process() or RunSecret.new()
+        self.secret = secret_of_this_process() or RunSecret.new()
+        """The run's, which is this process's own where it belongs to a run already."""
         secret_file = folder / "secret"
-        self._secret.save(secret_file)
+        self.secret.save(secret_file)
         self._env = {**os.environ, SECRET_FILE: str(secret_file), **(env or {})}
         self._membership = ExitStack()
         self._start_timeout_s = start_timeout_s
@@ -73,7 +74,7 @@ class LocalCluster:
             )
         try:
             self._wait_ready()
-            self._membership.enter_context(adopt(self._secret))
+            self._membership.enter_context(adopt(self.secret))
         except BaseException:
             self.__exit__(None, None, None)
             raise
