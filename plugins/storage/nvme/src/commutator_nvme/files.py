@@ -1,7 +1,7 @@
 """Files of this user alone: opened without following links, closed automatically.
 
-Another user who can write to the folder could otherwise let the tier overwrite another file through a link,
-or give it blocks that nobody computed.
+Another user who can write to the folder could otherwise let the tier overwrite another file through
+a link, or give it blocks that nobody computed.
 """
 
 from __future__ import annotations
