@@ -94,11 +94,11 @@ async def another_worker(cluster: LocalCluster, folder: Path) -> AsyncIterator[s
             worker_id=worker_id, model=model, host="127.0.0.1", port=port, state_dir=folder
         ),
     )
-    health = cluster.health()
-    env = {**os.environ, SECRET_FILE: health["secret_file"], **plan.env}
+    cluster.secret.save(folder / "secret")
+    env = {**os.environ, SECRET_FILE: str(folder / "secret"), **plan.env}
     process = await asyncio.create_subprocess_exec(sys.executable, *plan.argv[1:], env=env)
     client = TokenApiClient(plan.address)
-    registry = RegistryClient(health["registry"])
+    registry = RegistryClient(cluster.health()["registry"])
     try:
         async with asyncio.timeout(60):
             while True:

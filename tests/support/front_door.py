@@ -96,6 +96,8 @@ class FakeDispatcher:
     refuse: Exception | None = None
     """Raised by ``dispatch``."""
     is_ready: bool = True
+    addresses: Mapping[str, str | None] = field(factory=lambda: {"fake-0": None})
+    """Where workers answer questions about themselves."""
     longest: int | None = None
     requests: list[GenerateRequest] = field(factory=list)
     callers: list[Caller] = field(factory=list)
@@ -112,7 +114,10 @@ class FakeDispatcher:
         return [MODEL]
 
     def status(self) -> Sequence[WorkerStatus]:
-        return [WorkerStatus("fake-0", MODEL, "fake", "ready", self.open, self.open)]
+        return [
+            WorkerStatus(worker, MODEL, "fake", "ready", self.open, self.open, address)
+            for worker, address in self.addresses.items()
+        ]
 
     def forwards(self, model: str) -> bool:
         return False
@@ -321,6 +326,7 @@ async def front_door(
     """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
     settings = OpenAiConfig(port=0, **config)
     services = make_services(dispatcher, models, settings, gate)
+    services.local_socket = local_socket
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from attrs import asdict
 from click.testing import CliRunner, Result
+from tests.support.front_door import FakeDispatcher, front_door
 
-from commutator.cli import kv as kv_workers
 from commutator.cli.main import main
 from commutator.contract.worker import TierVerification
 from commutator.errors import EngineError, EngineUnavailableError, EngineWithoutTiersError
-from commutator.trust import RunSecret, adopt
+from commutator.frontend import administration
 
 INTACT = TierVerification(
     tier="dram",
@@ -55,25 +57,26 @@ class FakeClient:
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The workers that are there; a test may remove some."""
-    workers = {f"w-{n}": address for n, address in enumerate(ANSWERS)}
-    monkeypatch.setattr(kv_workers, "TokenApiClient", FakeClient)
-    monkeypatch.setattr(
-        kv_workers,
-        "find_workers",
-        lambda door, one, model: {w: a for w, a in workers.items() if one in (None, w)},
-    )
-    return workers
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """The addresses of the workers that are there; a test may remove some."""
+    monkeypatch.setattr(administration, "TokenApiClient", FakeClient)
+    return {f"w-{n}": address for n, address in enumerate(ANSWERS)}
 
 
-def run(*arguments: str) -> Result:
-    with adopt(RunSecret.new()):  # else the command asks a front door for the file with it
-        return CliRunner().invoke(main, ["kv", *arguments])
+async def run(asked: dict[str, str | None], *arguments: str) -> Result:
+    """A command in a thread, as the front door runs in this one."""
+    # Paths of Unix sockets are short, and pytest's folders are not.
+    with tempfile.TemporaryDirectory() as folder:
+        socket = f"{folder}/door.sock"
+        async with front_door(FakeDispatcher(addresses=asked), local_socket=socket) as door:
+            command = ["kv", *arguments, "--url", door.url]
+            return await asyncio.to_thread(CliRunner().invoke, main, command)
 
 
-def test_workers_that_do_not_answer_are_listed_beside_the_answers() -> None:
-    done = run(*EVICT)
+async def test_workers_that_do_not_answer_are_listed_beside_the_answers(
+    asked: dict[str, str | None],
+) -> None:
+    done = await run(asked, *EVICT)
     assert done.stdout == "w-0: removed 7 blocks from dram\n"
     assert "w-1: no answer within 3600 s" in done.stderr
     assert "w-2: this worker has no storage tiers" in done.stderr
@@ -81,10 +84,10 @@ def test_workers_that_do_not_answer_are_listed_beside_the_answers() -> None:
 
 @pytest.mark.parametrize("command", [EVICT, VERIFY])
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_worker_that_did_not_do_it_is_a_failure(
-    command: tuple[str, ...], form: tuple[str, ...]
+async def test_a_worker_that_did_not_do_it_is_a_failure(
+    asked: dict[str, str | None], command: tuple[str, ...], form: tuple[str, ...]
 ) -> None:
-    done = run(*command, *form)
+    done = await run(asked, *command, *form)
     assert done.exit_code == 1, done.output
     assert "w-0" in done.stdout, "what others did is shown nevertheless"
     if form:
@@ -92,20 +95,20 @@ def test_a_worker_that_did_not_do_it_is_a_failure(
 
 
 @pytest.mark.parametrize("command", [EVICT, VERIFY])
-def test_a_worker_without_tiers_has_nothing_to_do(
-    asked: dict[str, str], command: tuple[str, ...]
+async def test_a_worker_without_tiers_has_nothing_to_do(
+    asked: dict[str, str | None], command: tuple[str, ...]
 ) -> None:
     del asked["w-1"]
-    done = run(*command)
+    done = await run(asked, *command)
     assert done.exit_code == 0, done.output
     assert "w-2: this worker has no storage tiers" in done.stderr
 
 
-def test_no_answer_at_all_is_an_error() -> None:
-    done = run("evict", "--all", "--worker", "w-2")
+async def test_no_answer_at_all_is_an_error(asked: dict[str, str | None]) -> None:
+    done = await run(asked, "evict", "--all", "--worker", "w-2")
     assert done.exit_code == 1
     assert "No tiers are configured. Add `tiers:` to your file." in done.output
-    done = run("evict", "--all", "--worker", "w-1")
+    done = await run(asked, "evict", "--all", "--worker", "w-1")
     assert done.exit_code == 1
     assert "w-1: no answer within 3600 s" in done.output
 

@@ -43,7 +43,7 @@ async def test_live_ready_health() -> None:
             "load_peers": 0,
             "indexed_blocks": {MODEL: 3},
             "registry": None,
-            "secret_file": None,
+            "socket": None,
             "warnings": [],
         }
         dispatcher.is_ready = False

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from email.message import Message
 from functools import wraps
 from http import HTTPStatus
-from http.client import HTTPException
-from typing import Any
+from http.client import HTTPConnection, HTTPException
+from typing import Any, Literal
 
 import click
 from attrs import frozen
 
 from commutator.errors import CommutatorError
-from commutator.trust import (
-    SECRET_FILE,
-    RunSecret,
-    SecretFileError,
-    adopt,
-    secret_of_this_process,
-)
 
 __all__ = ["FrontDoor", "front_door_options", "prompt_options"]
 
@@ -36,7 +29,7 @@ class FrontDoor:
     """Without a slash at the end."""
     api_key: str | None = None
     admin_url: str | None = None
-    """Where /health is; None: at ``url``. Without a slash at the end."""
+    """Where /health and /admin are; None: at ``url``. Without a slash at the end."""
 
     def call(
         self, path: str, body: dict[str, Any] | None = None, *, explain: bool = False
@@ -53,11 +46,17 @@ class FrontDoor:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, headers)  # noqa: S310
+        return self._answer(request, path)
+
+    def _answer(
+        self, request: urllib.request.Request, path: str, timeout_s: float = 60.0
+    ) -> tuple[Message, Any]:
+        url = request.full_url
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310
                 return answer.headers, json.loads(answer.read())
         except urllib.error.HTTPError as error:
-            text = f"{url} answered {error.code}: {_message(error)}"
+            text = f"{url} answered {error.code}: {_message(error.read(), error.reason)}"
             hint = self._hint(path, error.code)
             raise CommutatorError(f"{text}\n  {hint}" if hint else text) from error
         except (OSError, HTTPException) as error:
@@ -80,7 +79,7 @@ class FrontDoor:
                 "use the key of a principal that has the permission, or give it to this one under "
                 "`permissions` in the section `auth`"
             )
-        if status == HTTPStatus.NOT_FOUND and path == "/health":
+        if status == HTTPStatus.NOT_FOUND and path.startswith(("/health", "/admin/")):
             return (
                 "if the deployment has `frontend.admin`, set COMMUTATOR_ADMIN_URL, or --admin-url, "
                 "to that address"
@@ -91,25 +90,53 @@ class FrontDoor:
         """The answer of /health."""
         return self.call("/health")[1]
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Make this process one of the deployment's own inside the block, to ask its workers.
+    def administer(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Any:
+        """The JSON answer of a path below /admin: with the key if there is one.
 
-        Raises CommutatorError for a user who may not read the deployment's secret.
+        Without a key the front door is asked on its Unix socket, which only the user reaches who
+        started the deployment.
         """
-        if secret_of_this_process() is not None:
-            yield
-            return
-        path = self.health().get("secret_file")
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        if self.api_key:
+            url = (self.admin_url or self.url) + path
+            headers = {
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {self.api_key}",
+            }
+            request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310
+            return self._answer(request, path, timeout_s)[1]
+        path_of_socket = self.health().get("socket")
+        if path_of_socket is None:
+            raise CommutatorError(f"{self.url} has no Unix socket; set COMMUTATOR_API_KEY")
+        connection = _LocalConnection(path_of_socket, timeout_s)
         try:
-            secret = None if path is None else RunSecret.load(path)
-        except SecretFileError as error:
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+        except (FileNotFoundError, PermissionError) as error:
             raise CommutatorError(
-                f"{error}\n  run this on the deployment's machine as the user who started it, or "
-                f"set {SECRET_FILE} to a file with its secret"
+                f"{path_of_socket}: {error.strerror}\n  run this on the deployment's machine as "
+                "the user who started it, or set COMMUTATOR_API_KEY to a key with the permission "
+                '"admin"'
             ) from error
-        with adopt(secret):
-            yield
+        except (OSError, HTTPException) as error:
+            raise CommutatorError(
+                f"{path_of_socket}: {error}; is `commutator serve` running?"
+            ) from error
+        finally:
+            connection.close()
+        if answer.status != HTTPStatus.OK:
+            raise CommutatorError(
+                f"{path} answered {answer.status}: {_message(text, answer.reason)}"
+            )
+        return json.loads(text)
 
     def workers(self, worker_id: str | None = None) -> list[dict[str, Any]]:
         """The workers, or only ``worker_id``, as /health shows them."""
@@ -136,13 +163,25 @@ class FrontDoor:
         return {"model": model, **content}
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+class _LocalConnection(HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _message(text: bytes, reason: object) -> str:
     """The message of a front door's error; another server may answer in any format."""
-    text = error.read()
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{error.reason}; is that a front door?"
+        return f"{reason}; is that a front door?"
 
 
 def front_door_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlencode
 
 import click
 import msgspec
@@ -16,18 +16,22 @@ from attrs import frozen
 from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
 from commutator.cli.kv_tables import show_contents, show_statistics, show_verified, show_why
 from commutator.cli.options import NumberRange
-from commutator.contract.worker import KvPrompt
-from commutator.engine.client import TokenApiClient
-from commutator.errors import CommutatorError, EngineError, EngineWithoutTiersError
+from commutator.contract.worker import (
+    KvStatistics,
+    PromptExplanation,
+    TierContents,
+    TierVerification,
+)
+from commutator.errors import CommutatorError
 
 __all__ = [
     "Workers",
-    "find_workers",
     "kv",
 ]
 
 AnswerT = TypeVar("AnswerT")
-_TIMEOUT_S = 10.0
+_LONGER_S = 60.0
+"""The front door waits for workers itself; its answer may take this much longer."""
 
 
 @frozen
@@ -41,28 +45,37 @@ class Workers:
 
     def ask(
         self,
-        question: Callable[[TokenApiClient], Awaitable[AnswerT]],
+        method: Literal["GET", "POST"],
+        path: str,
+        answer_type: type[AnswerT],
         show: Callable[[Mapping[str, AnswerT]], None],
         *,
-        model: str | None = None,
+        body: dict[str, Any] | None = None,
+        **query: str | float | None,
     ) -> tuple[Mapping[str, AnswerT], bool]:
         """Print the answers; returns them, and whether every worker with tiers answered.
 
-        Raises CommutatorError when no worker answers.
+        ``query`` goes into the URL, without what is None. Raises CommutatorError when no worker
+        answers.
         """
-        addresses = find_workers(self.door, self.worker_id, model)
-        with self.door.joined():
-            answers, problems = asyncio.run(_ask_all(addresses, question))
+        given = {"worker": self.worker_id, **query}
+        asked = urlencode({name: value for name, value in given.items() if value is not None})
+        patience_s = _LONGER_S + float(query.get("timeout_s") or 0)
+        found = self.door.administer(
+            method, f"{path}?{asked}" if asked else path, body, timeout_s=patience_s
+        )
+        answers = msgspec.convert(found["answers"], dict[str, answer_type])  # type: ignore[valid-type]
+        problems = found["problems"]
         for worker_id, problem in problems.items() if answers else ():
-            click.echo(f"{worker_id}: {problem}", err=True)
-        complete = all(isinstance(error, EngineWithoutTiersError) for error in problems.values())
+            click.echo(f"{worker_id}: {problem['message']}", err=True)
+        complete = all(problem["without_tiers"] for problem in problems.values())
         if not answers:
             if complete:
                 raise CommutatorError("No tiers are configured. Add `tiers:` to your file.")
-            lines = "\n".join(f"  {worker_id}: {error}" for worker_id, error in problems.items())
+            lines = "\n".join(f"  {one}: {problem['message']}" for one, problem in problems.items())
             raise CommutatorError(f"no worker answered the request about its tiers:\n{lines}")
         if self.as_json:
-            click.echo(json.dumps(msgspec.to_builtins(answers), indent=2))
+            click.echo(json.dumps(found["answers"], indent=2))
         else:
             show(answers)
         return answers, complete
@@ -89,7 +102,7 @@ _tier = click.option("--tier", metavar="NAME", help="This tier only, as `kv ls` 
 def kv() -> None:
     """Show and change the KV blocks in storage tiers.
 
-    The commands ask the workers of a running deployment, on the machine where they run.
+    The commands ask the workers of a running deployment, through a front door.
     """
 
 
@@ -97,14 +110,14 @@ def kv() -> None:
 @_common
 def ls(workers: Workers) -> None:
     """Show blocks and bytes by worker and tier."""
-    workers.ask(lambda client: client.kv_contents(timeout_s=_TIMEOUT_S), show_contents)
+    workers.ask("GET", "/admin/tiers", list[TierContents], show_contents)
 
 
 @kv.command(epilog="Example: commutator kv stats --json")
 @_common
 def stats(workers: Workers) -> None:
     """Show the counters of the tiers, with reasons."""
-    workers.ask(lambda client: client.kv_statistics(timeout_s=_TIMEOUT_S), show_statistics)
+    workers.ask("GET", "/admin/tiers/statistics", KvStatistics, show_statistics)
 
 
 @kv.command(
@@ -120,10 +133,13 @@ def why(
     """Show which blocks of PROMPT would be reused, from which tier, and why others would not."""
     body = workers.door.prompt(prompt, model, chat=chat)
     tokenized = workers.door.call("/tokenize", body)[1]
-    question = KvPrompt(token_ids=tokenized["tokens"], cache_salt=cache_salt)
+    question = {"token_ids": tokenized["tokens"], "cache_salt": cache_salt}
     workers.ask(
-        lambda client: client.kv_explain(question, timeout_s=_TIMEOUT_S),
+        "POST",
+        "/admin/tiers/explain",
+        PromptExplanation,
         show_why,
+        body=question,
         model=body["model"],
     )
 
@@ -149,7 +165,7 @@ def evict(tier: str | None, every: bool, workers: Workers) -> None:
             removed = ", ".join(f"{blocks} blocks from {name}" for name, blocks in counts.items())
             click.echo(f"{worker_id}: removed {removed}")
 
-    _, complete = workers.ask(lambda client: client.kv_evict(tier, timeout_s=_TIMEOUT_S), show)
+    _, complete = workers.ask("POST", "/admin/tiers/evict", dict[str, int], show, tier=tier)
     if not complete:
         sys.exit(1)
 
@@ -175,56 +191,14 @@ def verify(tier: str | None, timeout_s: float, workers: Workers) -> None:
     corrupt or could not be read, or when a worker with tiers did not check them.
     """
     answers, complete = workers.ask(
-        lambda client: client.kv_verify(tier, timeout_s=timeout_s), show_verified
+        "POST",
+        "/admin/tiers/verify",
+        list[TierVerification],
+        show_verified,
+        tier=tier,
+        timeout_s=timeout_s,
     )
     checks = [check for checks in answers.values() for check in checks]
     bad = any(check.corrupt or check.unreadable or check.problem for check in checks)
     if bad or not complete:
         sys.exit(1)
-
-
-def find_workers(door: FrontDoor, worker_id: str | None, model: str | None) -> dict[str, str]:
-    """The addresses of the workers of this machine, by worker id; None asks for all.
-
-    Raises CommutatorError when there is none.
-    """
-    known = door.workers(worker_id)
-    reachable = [worker for worker in known if worker["admin_address"] is not None]
-    if not reachable:
-        raise CommutatorError(
-            f"none of the {len(known)} workers of {door.url} can be reached from here; "
-            "run this command on the machine where they run"
-        )
-    found = {
-        worker["worker_id"]: worker["admin_address"]
-        for worker in reachable
-        if model in (None, worker["model"])
-    }
-    if not found:
-        raise CommutatorError(f"no worker on this machine serves {model}")
-    return found
-
-
-async def _ask_all(
-    addresses: Mapping[str, str], question: Callable[[TokenApiClient], Awaitable[AnswerT]]
-) -> tuple[dict[str, AnswerT], dict[str, EngineError]]:
-    """The answers by worker id, and the errors of the other workers."""
-    answers: dict[str, AnswerT] = {}
-    problems: dict[str, EngineError] = {}
-
-    async def ask(address: str) -> AnswerT | EngineError:
-        client = TokenApiClient(address)
-        try:
-            return await question(client)
-        except EngineError as error:
-            return error
-        finally:
-            await client.close()
-
-    found = await asyncio.gather(*map(ask, addresses.values()))
-    for worker_id, answer in zip(addresses, found, strict=True):
-        if isinstance(answer, EngineError):
-            problems[worker_id] = answer
-        else:
-            answers[worker_id] = answer
-    return answers, problems

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.options import NumberRange
-from commutator.contract.worker import EngineLoad, Role
-from commutator.engine.client import TokenApiClient
-from commutator.errors import CommutatorError, RegistryError
+from commutator.contract.worker import Role
+from commutator.errors import CommutatorError
 
 __all__ = ["worker"]
 
@@ -179,32 +178,20 @@ def _running(door: FrontDoor, one: dict[str, Any]) -> int:
     routed = int(one["active_requests_of_all"])
     if one["admin_address"] is None:
         return routed
-    with door.joined():
-        load = asyncio.run(_ask_load(one["admin_address"]))
-    return max(routed, load.running + load.waiting)
+    load = door.administer("GET", f"{_path(one['worker_id'])}/load")
+    return max(routed, int(load["running"]) + int(load["waiting"]))
 
 
-async def _ask_load(address: str) -> EngineLoad:
-    client = TokenApiClient(address)
-    try:
-        return await client.load()
-    finally:
-        await client.close()
+def _path(worker_id: str) -> str:
+    return f"/admin/workers/{quote(worker_id, safe='')}"
 
 
 def _change(door: FrontDoor, worker_id: str, value: bool | Role) -> None:
-    """Set a role or draining in the registry, and wait until the front door shows it."""
+    """Set a role or draining, and wait until the front door shows it."""
     _find(door, worker_id)
-    address = door.health()["registry"]
-    if address is None:
-        raise CommutatorError(f"{door.url} follows no registry, so its workers cannot be changed")
-    try:
-        with door.joined():
-            found = asyncio.run(_set_in_registry(address, worker_id, value))
-    except RegistryError as error:
-        raise CommutatorError(f"{error}\n  run this on the machine of the registry") from error
-    if not found:
-        raise CommutatorError(f"{worker_id} has just left the registry")
+    draining = "drain" if value else "undrain"
+    act = f"role/{value.value}" if isinstance(value, Role) else draining
+    door.administer("POST", f"{_path(worker_id)}/{act}")
     deadline_s = time.monotonic() + _CHANGE_TIMEOUT_S
     while _current(_find(door, worker_id), value) != value:
         if time.monotonic() > deadline_s:
@@ -217,15 +204,3 @@ def _change(door: FrontDoor, worker_id: str, value: bool | Role) -> None:
 def _current(one: dict[str, Any], value: bool | Role) -> bool | Role:
     """The role or draining state that the front door shows."""
     return Role(one["role"]) if isinstance(value, Role) else one["state"] == "draining"
-
-
-async def _set_in_registry(address: str, worker_id: str, value: bool | Role) -> bool:
-    from commutator.registry.client import RegistryClient
-
-    client = RegistryClient(address)
-    try:
-        if isinstance(value, Role):
-            return await client.set_role(worker_id, value)
-        return await client.set_draining(worker_id, value)
-    finally:
-        await client.close()

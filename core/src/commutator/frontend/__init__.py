@@ -2,6 +2,7 @@
 
 from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
+from commutator.frontend.administration import ADMIN_PREFIX, admin_routes, local_user
 from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
 from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
@@ -14,6 +15,7 @@ from commutator.tenants.meter import MeteredRequest
 from commutator.tracing import traced
 
 __all__ = [
+    "ADMIN_PREFIX",
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
     "ByteBudget",
@@ -30,9 +32,11 @@ __all__ = [
     "TimeLimit",
     "TokenUsage",
     "WorkPool",
+    "admin_routes",
     "allowed_priority",
     "check_answers",
     "health_routes",
+    "local_user",
     "longest",
     "require",
     "salted",

@@ -115,7 +115,7 @@ def _health(services: FrontendServices) -> dict[str, object]:
         "load_peers": dispatcher.load_peers(),
         "indexed_blocks": dispatcher.indexed_blocks(),
         "registry": services.registry_address,
-        "secret_file": services.secret_file,
+        "socket": services.local_socket,
         "warnings": [attrs.asdict(warning) for warning in dispatcher.warnings()],
     }
 

@@ -31,7 +31,6 @@ from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimit
 from commutator.tenants.meter import Meter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
-from commutator.trust import SECRET_FILE
 
 __all__ = [
     "REGISTRY",
@@ -64,6 +63,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     dispatcher = Dispatcher(config, loaded.host, on_waiting=limiter.stepped)
     authenticators = loaded.host.authenticators.kinds
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
+    registry = RegistryClient(registry_address)
     counting = _limiter(config, Path(socket_path).stem, registry_address)
     services = FrontendServices(
         config=config.frontend,
@@ -73,14 +73,14 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         gate=gate,
         meter=Meter(counting),
         observer=loaded.host,
+        registry=registry,
         registry_address=registry_address,
-        secret_file=os.environ.get(SECRET_FILE),
+        local_socket=socket_path,
     )
     loaded.host.add_observer("metrics", services.metrics)
     await gate.start()
     await loaded.host.start(config.observers)
     calm_garbage_collector()
-    registry = RegistryClient(registry_address)
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)

@@ -12,6 +12,7 @@ from commutator.auth.rights import longest, may_use
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.observer import Observer
 from commutator.contract.principal import Principal
+from commutator.contract.registry import Registry
 from commutator.errors import RequestError
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
@@ -46,10 +47,12 @@ class FrontendServices:
     """Counts what principals use."""
     observer: Observer = field(factory=Observer)
     """Learns of each request that was answered."""
+    registry: Registry | None = None
+    """Where workers are drained and get other roles; None: nowhere."""
     registry_address: str | None = None
-    """ "HOST:PORT" of the registry for `commutator worker`; None when it has no address."""
-    secret_file: str | None = None
-    """The file with the run's secret, for commands of the user who started it; None without."""
+    """ "HOST:PORT" of the registry, for people; None when it has no address."""
+    local_socket: str | None = None
+    """The Unix socket on which this process answers the run's own user without a key."""
     refused: Mapping[str, int] = field(factory=dict)
     """Connections that the registry's process refused, by service."""
     started_unix_s: int = field(factory=lambda: int(time.time()))

@@ -155,9 +155,6 @@ async def _dismiss(worker: LiveWorker, reason: str) -> None:
     await worker.client.close()
 
 
-_LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
-
-
 @frozen
 class WorkerStatus:
     """One worker in ``/health``."""
@@ -172,7 +169,7 @@ class WorkerStatus:
     active_requests_of_all: int
     """Requests in flight from all front doors that share their load with this one."""
     admin_address: str | None = None
-    """Where `commutator kv` reaches the worker; None if it has no such address on this machine."""
+    """Where the worker answers questions about itself; None if it answers none."""
     role: Role = Role.BOTH
     hands_over: bool = False
     """The worker can hand KV over, so its role can be changed."""
@@ -189,16 +186,10 @@ def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
         _state(worker),
         sum(load.own(rank).active_requests for rank in ranks),
         sum(load.of(rank).active_requests for rank in ranks),
-        _local(worker.client.admin_address),
+        worker.client.admin_address,
         record.role,
         record.info.handover is not None,
     )
-
-
-def _local(address: str | None) -> str | None:
-    """The address if it is on this machine; addresses of other machines are not shown."""
-    host = (address or "").rpartition(":")[0]
-    return address if host in _LOOPBACK else None
 
 
 def _state(worker: LiveWorker) -> str:

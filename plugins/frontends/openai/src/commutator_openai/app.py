@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 import commutator
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices, health_routes
+from commutator.frontend import FrontendServices, admin_routes, health_routes
 from commutator_openai import generate, models
 from commutator_openai.api_keys import StaticKeys
 from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
@@ -22,8 +22,11 @@ from commutator_openai.middleware import (
     FORWARD_HEADERS,
     SERVICES,
     add_headers,
+    administrator,
     authenticate,
+    authenticate_administrator,
     exchange,
+    own_user,
 )
 from commutator_openai.pass_through import ENDPOINTS, MEDIA_HOSTS, engine_only
 from commutator_openai.protocol.openapi import openapi_document
@@ -82,6 +85,8 @@ def build_app(
             *health_routes(services, local_socket, probes_only=config.admin is not None),
         ]
     )
+    if config.admin is None:
+        app.add_routes(admin_routes(services, administrator))
     return app
 
 
@@ -89,9 +94,9 @@ def build_local_app(
     config: OpenAiConfig, services: FrontendServices, local_socket: str
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
-    app = build_operations_app(services, local_socket)
+    app = _operations(services, local_socket)
     _configure(app, config, services)
-    app.add_routes(_api_routes())
+    app.add_routes([*_api_routes(), *admin_routes(services, own_user)])
     return app
 
 
@@ -117,7 +122,17 @@ def _api_routes() -> list[web.RouteDef]:
 def build_operations_app(
     services: FrontendServices, local_socket: str | None = None
 ) -> web.Application:
-    """/live, /ready, /health and /metrics for an address that only operators reach."""
+    """/live, /ready, /health and /metrics for an address that only operators reach.
+
+    What changes the deployment needs a key here, too.
+    """
+    app = _operations(services, local_socket)
+    app.middlewares.append(authenticate_administrator)
+    app.add_routes(admin_routes(services, administrator))
+    return app
+
+
+def _operations(services: FrontendServices, local_socket: str | None) -> web.Application:
     app = web.Application(middlewares=[exchange])
     app.on_response_prepare.append(add_headers)
     app[SERVICES] = services

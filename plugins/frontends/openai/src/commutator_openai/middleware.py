@@ -19,13 +19,15 @@ from attrs import define, field
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
-from commutator.errors import RateLimitError, RequestError
+from commutator.errors import PermissionDeniedError, RateLimitError, RequestError
 from commutator.frontend import (
+    ADMIN_PREFIX,
     OPERATIONS_PATHS,
     PROBE_PATHS,
     FrontendServices,
     MeteredRequest,
     TimeLimit,
+    local_user,
     require,
 )
 from commutator_openai.protocol.chunks import event
@@ -38,12 +40,15 @@ __all__ = [
     "SERVICES",
     "Exchange",
     "add_headers",
+    "administrator",
     "authenticate",
+    "authenticate_administrator",
     "caller",
     "end_failed",
     "exchange",
     "explain_routing",
     "name_workers",
+    "own_user",
     "request_id_of",
     "time_limit",
 ]
@@ -101,20 +106,51 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
     """Finds the principal, but not for probes, and asks for the permissions of whole paths."""
     known = request[EXCHANGE]
     if request.path not in PROBE_PATHS:
-        sent = Credentials(
-            bearer=_bearer(request.headers.get("Authorization", "")),
-            headers=request.headers,
-            peer=request.remote or None,
-        )
-        known.principal = await known.services.gate.principal(sent)
+        await _identify(request)
         if request.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
             require(known.principal, "metrics")
         if request.method == "POST" and request.headers.get(_EXPLAIN_HEADER) == "1":
             require(known.principal, "explain", _EXPLAIN_HEADER)
-        if request.method == "POST":
+        if request.method == "POST" and not request.path.startswith(ADMIN_PREFIX):
             with known.services.meter.request(known.principal) as known.metered:
                 return await handler(request)
     return await handler(request)
+
+
+@web.middleware
+async def authenticate_administrator(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Finds the principal of a request that may change the deployment; asks nobody else."""
+    if request.path.startswith(ADMIN_PREFIX):
+        await _identify(request)
+    return await handler(request)
+
+
+def administrator(request: web.Request) -> str:
+    """The name of the principal, if it may change the deployment; else PermissionDeniedError."""
+    principal = request[EXCHANGE].principal
+    if principal is ANONYMOUS:
+        raise PermissionDeniedError(
+            "without keys, only the user who started the deployment may do this, on its machine: "
+            'give somebody the permission "admin" in the section `auth`'
+        )
+    require(principal, "admin")
+    return principal.name
+
+
+def own_user(request: web.Request) -> str:
+    """The sender of a request over the Unix socket, which only the run's own user reaches."""
+    return local_user(request) or "unknown"
+
+
+async def _identify(request: web.Request) -> None:
+    known = request[EXCHANGE]
+    known.principal = await known.services.gate.principal(
+        Credentials(
+            bearer=_bearer(request.headers.get("Authorization", "")),
+            headers=request.headers,
+            peer=request.remote or None,
+        )
+    )
 
 
 def _bearer(authorization: str) -> str | None:
@@ -180,7 +216,7 @@ def _record(request: web.Request, known: Exchange, code: int) -> None:
             AnsweredRequest(
                 request_id=known.request_id,
                 principal=principal,
-                peer=request.remote or None,
+                peer=request.remote or local_user(request),
                 method=request.method,
                 path=request.path[:_MAX_PATH],
                 model=known.model,

@@ -39,6 +39,7 @@ _LONGEST_FOLLOWED_S = 60
 """OpenAI's clients ignore a longer ``Retry-After``. A minute's window ends up to a second later: a
 client that comes that much too early is told to wait for the rest."""
 
+_NOT_FOUND = {"model_not_found", "worker_not_found"}
 _CODES = {
     400: "bad_request",
     404: "not_found",
@@ -94,7 +95,7 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             status = web.HTTPForbidden.status_code
             return HttpError(status, str(error), "permission_denied", error.param)
         case RequestError():
-            status = 404 if error.code == "model_not_found" else 400
+            status = 404 if error.code in _NOT_FOUND else 400
             return HttpError(status, str(error), error.code or "invalid_value", error.param)
         case RateLimitError() | OverloadedError() | RegistryError() | RoutingError():
             return _not_now(error)
