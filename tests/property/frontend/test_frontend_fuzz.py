@@ -1,4 +1,4 @@
-"""Senseless bodies: answers keep their shape, nothing breaks, nothing hangs."""
+"""Senseless bodies, with keys and without: answers keep their shape, nothing breaks or hangs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jsonschema
 import pytest
 import requests
 import schemathesis
+from attrs import field, frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from tests.support.front_door import MODEL, FakeDispatcher, answer, front_door
 
 import commutator
+from commutator.auth.gate import Gate
+from commutator.auth.keys import (
+    KeyAuthenticator,
+    KeyConfig,
+    KeyPrincipalConfig,
+    KeysConfig,
+    hash_of,
+    new_key,
+)
 from commutator_openai.protocol.openapi import openapi_document
 
 DOCUMENT = openapi_document(commutator.__version__, [MODEL], needs_key=False)
 SCHEMA = schemathesis.openapi.from_dict(copy.deepcopy(DOCUMENT))
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-EXPECTED = {200, 400, 404, 405, 413, 415, 417, 504}
+EXPECTED = {200, 400, 403, 404, 405, 413, 415, 417, 504}
 FEW_PHASES = [phase for phase in Phase if phase is not Phase.explain]
 
 VALID: dict[str, dict[str, Any]] = {
@@ -61,30 +72,50 @@ JSON = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@frozen
+class Door:
+    """A front door, and what opens it."""
+
+    url: str
+    headers: dict[str, str] = field(factory=dict)
+
+
+@pytest.fixture(scope="module", params=["without keys", "with keys"])
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     """A front door in a thread, whose workers answer at once."""
+    gate, headers = Gate(), {}
+    if request.param == "with keys":
+        key = new_key()
+        principal = KeyPrincipalConfig(name="alice", keys=(KeyConfig(sha256=hash_of(key)),))
+        gate = Gate([("keys", KeyAuthenticator(KeysConfig(kind="keys", principals=(principal,))))])
+        headers = {"Authorization": f"Bearer {key}"}
     dispatcher = FakeDispatcher(answer("An answer, 日本語 😀.", tokens_per_delta=3))
     started, stop = threading.Event(), threading.Event()
     found: list[str] = []
 
     async def serve() -> None:
-        async with front_door(dispatcher) as door:
-            found.append(door.url)
+        async with front_door(dispatcher, gate=gate) as served:
+            found.append(served.url)
             started.set()
             await asyncio.to_thread(stop.wait)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     started.wait(10)
-    yield found[0]
+    yield Door(found[0], headers)
     stop.set()
     thread.join(10)
     assert dispatcher.open == 0, "an engine request was left running"
 
 
-def check(response: requests.Response, path: str) -> None:
-    """The status is one of those meant; the body is what the document says."""
+def check(response: requests.Response, path: str, stranger: requests.Response | None) -> None:
+    """The status is one of those meant; the body is what the document says.
+
+    ``stranger`` is the answer to the same without a key, where one is needed.
+    """
+    if stranger is not None:
+        assert stranger.status_code in {400, 401}, stranger.text  # 400: it is no HTTP
+        validate("ErrorBody", stranger.json())
     assert response.status_code in EXPECTED, response.text
     assert "Traceback" not in response.text
     if response.status_code >= 400:
@@ -118,14 +149,18 @@ def examples(count: int) -> settings:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=str)
 @pytest.mark.parametrize("path", PATHS)
-def test_what_schemathesis_makes_of_the_document(url: str, path: str, mode: GenerationMode) -> None:
+def test_what_schemathesis_makes_of_the_document(
+    door: Door, path: str, mode: GenerationMode
+) -> None:
     operation = SCHEMA[path]["POST"]
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @examples(40)
     def run(case: Case[Any]) -> None:
-        response = case.call(base_url=url, timeout=10)
-        check(requests_response(response), path)
+        response = case.call(base_url=door.url, timeout=10, headers=door.headers)
+        stranger = case.call(base_url=door.url, timeout=10) if door.headers else None
+        refused = None if stranger is None else requests_response(stranger)
+        check(requests_response(response), path, refused)
 
     run()
 
@@ -140,28 +175,30 @@ def requests_response(response: Any) -> requests.Response:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_valid_bodies_with_something_replaced(url: str, path: str) -> None:
+def test_valid_bodies_with_something_replaced(door: Door, path: str) -> None:
     with requests.Session() as session:
 
         @given(data=st.data())
         @examples(60)
         def run(data: st.DataObject) -> None:
             body = mutate(copy.deepcopy(VALID[path]), data)
-            check(session.post(url + path, json=body, timeout=10), path)
+            ask = partial(session.post, door.url + path, json=body, timeout=10)
+            check(ask(headers=door.headers), path, ask() if door.headers else None)
 
         run()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_any_json_and_any_bytes(url: str, path: str) -> None:
+def test_any_json_and_any_bytes(door: Door, path: str) -> None:
     with requests.Session() as session:
 
         @given(body=JSON.map(lambda value: json.dumps(value).encode()) | st.binary())
         @examples(30)
         def run(body: bytes) -> None:
             headers = {"Content-Type": "application/json"}
-            response = session.post(url + path, data=body, headers=headers, timeout=10)
-            check(response, path)
+            ask = partial(session.post, door.url + path, data=body, timeout=10)
+            stranger = ask(headers=headers) if door.headers else None
+            check(ask(headers=headers | door.headers), path, stranger)
 
         run()
 
