@@ -20,6 +20,7 @@ SCENARIOS = {
     "routing": "hashing, events and matching against Dynamo's own index",
     "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",
+    "keys": "chats under load with keys, limits and fairness against the same without",
     "connections": "new connections while 512 clients stream",
     "handover": "KV handed over between two workers, against bare NIXL with the same descriptors",
     "kv_manager": "the KV manager's own time for each block, by number of blocks",

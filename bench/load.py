@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import attrs
 from attrs import frozen
@@ -60,7 +61,7 @@ def run() -> list[Figure]:
     ]
 
 
-def config(front_doors: int) -> dict[str, object]:
+def config(front_doors: int) -> dict[str, Any]:
     return {
         "models": [{"name": MODEL, "source": SOURCE}],
         "engines": [{"kind": "sim", "replicas": WORKERS, "speedup": "unlimited"}],

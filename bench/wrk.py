@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -47,6 +48,8 @@ class ChatLoad:
     tokens: int
     """Of each answer."""
     concurrency: int
+    keys: Sequence[str] = ()
+    """API keys; each request has one of them."""
 
     def run(self, url: str, duration_s: int) -> Measured:
         """Raises RuntimeError when a request failed, NotInstalledError without wrk."""
@@ -75,5 +78,6 @@ class ChatLoad:
             "BENCH_TOKENS": str(self.tokens),
             "BENCH_WORDS": str(self.words),
             "BENCH_PREFIXES": str(self.prefixes),
+            "BENCH_KEYS": " ".join(self.keys),
             "BENCH_VOCABULARY": " ".join(VOCABULARY.split()),
         }
