@@ -29,7 +29,14 @@ import metrics_page  # noqa: E402
 
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OF_EXAMPLES = ("shortest_queue", "prefer_local", "deepest_first", "fair_turns", "kind: csv")
+OF_EXAMPLES = (
+    "shortest_queue",
+    "prefer_local",
+    "deepest_first",
+    "fair_turns",
+    "proxy_user",
+    "kind: csv",
+)
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
 
 

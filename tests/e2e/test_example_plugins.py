@@ -37,6 +37,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
         "prefer_local",
         "deepest_first",
         "fair_turns",
+        "proxy_user",
         "folder_tier",
         "csv_observer",
     ],
@@ -101,6 +102,28 @@ def test_the_third_party_engine_answers(root: Path, tmp_path: Path) -> None:
             model="parrot", prompt="polly wants a cracker", max_tokens=4
         )
         assert answer.choices[0].text.strip().startswith("polly wants")
+
+
+def test_the_third_party_authenticator_lets_people_in(root: Path, tmp_path: Path) -> None:
+    env = {**install(root, "proxy_user", tmp_path / "site"), "PROXY_TOKEN": "of-the-proxy"}
+    config = tmp_path / "cluster.yaml"
+    config.write_text(
+        (root / "examples" / "quickstart.yaml").read_text()
+        + "\nauth: [{kind: proxy_user, token: {env: PROXY_TOKEN}}]\n"
+    )
+    with LocalCluster(config, env=env) as cluster:
+
+        def models(key: str, person: str) -> list[str]:
+            headers = {"X-Forwarded-User": person}
+            with openai.OpenAI(
+                base_url=f"{cluster.url}/v1", api_key=key, default_headers=headers, max_retries=0
+            ) as client:
+                return [model.id for model in client.models.list()]
+
+        assert models("of-the-proxy", "alice") == ["smollm2-135m"]
+        for key, person in (("of-another", "alice"), ("of-the-proxy", "a b")):
+            with pytest.raises(openai.AuthenticationError):
+                models(key, person)
 
 
 def test_the_third_party_observer_writes_its_file(root: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ class TestFairTurns(FairnessContract):
 
     def test_the_team_served_longest_ago_is_next(self) -> None:
         policy = self.make_policy()
-        for principal in ("red/1", "blue/1", "red/2"):
+        for principal in ("red.1", "blue.1", "red.2"):
             policy.admitted(policy.flow(principal))
-        ranks = [policy.rank(policy.flow(name)) for name in ("green/1", "blue/9", "red/1")]
+        ranks = [policy.rank(policy.flow(name)) for name in ("green.1", "blue.9", "red.1")]
         assert ranks == sorted(set(ranks))

@@ -9,7 +9,7 @@ _MOST_TEAMS = 1000
 
 
 class FairTurns(FairnessPolicy):
-    """The team that was served longest ago is next. A principal "team/key" belongs to "team"."""
+    """The team that was served longest ago is next. A principal "team.key" belongs to "team"."""
 
     def __init__(self) -> None:
         self._turns = 0
@@ -17,7 +17,7 @@ class FairTurns(FairnessPolicy):
         """In the order of the turns."""
 
     def flow(self, principal: str | None) -> str | None:
-        return None if principal is None else principal.partition("/")[0]
+        return None if principal is None else principal.partition(".")[0]
 
     def admitted(self, flow: str | None) -> None:
         self._turns += 1
