@@ -16,6 +16,14 @@ from aiohttp import ClientPayloadError
 from attrs import define, field
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, fallback_route, front_door
 
+from commutator.auth.gate import Gate
+from commutator.contract.principal import (
+    Authenticator,
+    Credentials,
+    Limits,
+    Principal,
+    PrincipalConfig,
+)
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest
 from commutator.errors import EngineUnavailableError
 from commutator.frontend import Forward
@@ -33,6 +41,7 @@ class FakeForward:
     worker_id: str = "w-1"
     model: str = "org/model"
     status: int = 201
+    keeps_salts_apart: bool = True
     route: Route = fallback_route("w-1", overlap_blocks=3, best_overlap_blocks=4, blocks=6)
 
     @property
@@ -378,3 +387,46 @@ async def test_what_routing_cannot_use_of_a_body_is_for_the_engine_alone() -> No
     assert [request.priority for request in dispatcher.requests] == [0, 0]
     assert all(type(request.priority) is int for request in dispatcher.requests)
     assert dispatcher.sent[0][1]["session_id"] == ["a"], "the engine has its own opinion"
+
+
+class OneKey(Authenticator):
+    """Everyone is the same principal."""
+
+    async def authenticate(self, credentials: Credentials) -> Principal | None:
+        limits = Limits(answers=2, max_model_len=64)
+        return PrincipalConfig(limits=limits).principal("alice")
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "suffix": "z", "n": 2}),
+        ("/v1/completions", {"prompt": "a", "suffix": "z", "n": 3}),
+        ("/v1/completions", {"prompt": "a", "suffix": "z", "max_tokens": 65}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, "priority": -1}),
+        ("/v1/embeddings", {"input": "a", "priority": -1}),
+        ("/v1/embeddings", {"input": "a", "priority": -1.0}),
+        ("/v1/embeddings", {"input": "a", "priority": "-1"}),
+        ("/v1/embeddings", {"input": "a", "priority": True}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 65}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 65.0}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": "65"}),
+    ],
+)
+async def test_what_passes_through_stays_within_the_rights_however_it_is_written(
+    path: str, more: dict[str, Any]
+) -> None:
+    dispatcher = ForwardingDispatcher()
+    async with front_door(dispatcher, gate=Gate([("one_key", OneKey())])) as door:
+        assert (await door.post(path, more))[0] == 400
+        assert not dispatcher.sent
+        asked = {name: more[name] for name in more.keys() & {"prompt", "messages", "input"}}
+        within: dict[str, Any] = {"suffix": "z"} if "prompt" in more else {"tools": TOOLS}
+        if "input" in more:
+            within = {"priority": 3}
+        body = {"model": MODEL, **asked, **within}
+        async with door.session.post(door.url + path, json=body) as answer:
+            assert answer.status == 201, await answer.text()
+    ((_, sent, _),) = dispatcher.sent
+    assert sent["cache_salt"] == "principal/alice"

@@ -141,7 +141,7 @@ async def pass_through(
     services, exchange = request.app[SERVICES], request[EXCHANGE]
     hosts = request.app[MEDIA_HOSTS]
     await off_loop(request, len(await request.read()), partial(check_media, body, hosts))
-    body = _within_rights(exchange.principal, body)
+    body = _within_rights(exchange.principal, request.path, body)
     token_ids = await _known_tokens(services, exchange.principal, model, body)
     if exchange.principal.limits.max_model_len is not None and request.path in _LENGTHS:
         longest = services.max_model_len(model, exchange.principal)
@@ -153,7 +153,8 @@ async def pass_through(
         sampling=SamplingParams(max_tokens=1),
         cache_salt=salt if isinstance(salt, str) else None,
         priority=allowed_priority(
-            exchange.principal, None if body.get("priority") is None else _priority(body)
+            exchange.principal,
+            None if body.get("priority") is None else _priority(exchange.principal, body),
         ),
     )
     prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
@@ -245,10 +246,15 @@ def _public(line: bytes) -> bytes:
     return prefix + (b" " if prefix else b"") + msgspec.json.encode(said)
 
 
-def _priority(body: Mapping[str, Any]) -> int:
+def _priority(principal: Principal, body: Mapping[str, Any]) -> int:
+    """What is no number is 0, but an error where a range holds: an engine may read it as one."""
     given = body.get("priority")
     # Not isinstance: True is an int, too.
-    return given if type(given) is int and abs(given) <= MAX_INT else 0
+    if type(given) is int and abs(given) <= MAX_INT:
+        return given
+    if principal.priority is not None:
+        raise RequestError("priority: expected an integer", "priority")
+    return 0
 
 
 def _session_id(body: Mapping[str, Any]) -> str | None:
@@ -256,15 +262,18 @@ def _session_id(body: Mapping[str, Any]) -> str | None:
     return next((name for name in given if name and isinstance(name, str)), None)
 
 
-def _within_rights(principal: Principal, body: Mapping[str, Any]) -> dict[str, Any]:
+def _within_rights(principal: Principal, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """The body with the principal's salt. Raises RequestError for what it may not ask for."""
     own, changed = body.get("cache_salt"), dict(body)
     if not isinstance(own, str | None):
         raise RequestError("cache_salt: expected a string", "cache_salt")
     if (salt := salted(principal, own)) is not None:
         changed["cache_salt"] = salt
-    answers = body.get("n")
-    check_answers(principal, answers if type(answers) is int else 1)
+    answers, prompts = body.get("n"), 1
+    match body.get("prompt"):
+        case [str() | list(), *_] as several if path == "/v1/completions":
+            prompts = len(several)
+    check_answers(principal, prompts * (answers if type(answers) is int else 1))
     return changed
 
 
@@ -276,8 +285,10 @@ def _within_length(
     Raises RequestError when it asks for more.
     """
     left = longest - prompt_tokens
-    given = {param: body[param] for param in params if type(body.get(param)) is int}
+    given = {param: body[param] for param in params if body.get(param) is not None}
     for param, asked in (given or {params[0]: 1}).items():
+        if type(asked) is not int:  # an engine may read it as one
+            raise RequestError(f"{param}: expected an integer", param)
         if asked > left:
             raise RequestError(
                 f"{param}: prompt and answer may have {longest} tokens together; the prompt has "
