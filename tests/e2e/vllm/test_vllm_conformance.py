@@ -11,6 +11,7 @@ from tests.support.oracle import SOURCE, greedy
 from tests.support.vllm_server import ask_vllm
 
 from commutator.contract.engine import EngineClient
+from commutator.engine.launching import api_key_at
 from commutator.tokenizer.load import load_text_model
 from commutator_testing.engines import EngineContract
 from commutator_vllm.bodies import COMPLETIONS
@@ -47,10 +48,13 @@ class TestVllm(EngineContract):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         ask_vllm("POST", f"{self.url}/reset_prefix_cache")
-        yield VllmClient(self.url)
+        yield self.client()
 
     def another_client(self, client: EngineClient) -> EngineClient:
-        return VllmClient(self.url)
+        return self.client()
+
+    def client(self) -> VllmClient:
+        return VllmClient(self.url, api_key=api_key_at(self.url))
 
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
         return expected()
@@ -62,9 +66,9 @@ class TestVllmCompletions(TestVllm):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         ask_vllm("POST", f"{self.url}/reset_prefix_cache")
-        yield self.another_client(VllmClient(self.url))
+        yield self.another_client(self.client())
 
     def another_client(self, client: EngineClient) -> EngineClient:
-        other = VllmClient(self.url)
+        other = self.client()
         other.path = COMPLETIONS
         return other
