@@ -48,12 +48,12 @@ class TestVllm(EngineContract):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         ask_vllm("POST", f"{self.url}/reset_prefix_cache")
-        yield self.client()
+        yield self.new_client()
 
     def another_client(self, client: EngineClient) -> EngineClient:
-        return self.client()
+        return self.new_client()
 
-    def client(self) -> VllmClient:
+    def new_client(self) -> VllmClient:
         return VllmClient(self.url, api_key=api_key_at(self.url))
 
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
@@ -66,9 +66,9 @@ class TestVllmCompletions(TestVllm):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
         ask_vllm("POST", f"{self.url}/reset_prefix_cache")
-        yield self.another_client(self.client())
+        yield self.another_client(self.new_client())
 
     def another_client(self, client: EngineClient) -> EngineClient:
-        other = self.client()
+        other = self.new_client()
         other.path = COMPLETIONS
         return other
