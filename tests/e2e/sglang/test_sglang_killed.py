@@ -177,7 +177,7 @@ async def ended(cluster: LocalCluster, worker: str, legs: int) -> None:
     Of one at least it must tell that it ended, not that it had not by the end of a patient wait.
     """
     url = server_urls(cluster, PROGRAM)[worker]
-    told = re.compile(rf"{re.escape(url)}: leg \S+ (.* ms) after its abort")
+    told = re.compile(rf"{re.escape(url)}: disaggregated request \S+ (.* ms) after its abort")
 
     async def all_told() -> bool:
         return len(told.findall(cluster.log())) >= legs
