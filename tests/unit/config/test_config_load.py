@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 from attrs import frozen
 
 import commutator_openai.plugin
@@ -386,3 +389,19 @@ tiers: [{kind: {c: 1}}]
     told = "\n".join(problems(tmp_path, text))
     assert 'engines[0].kind: expected a string, got ["a"]' in told
     assert 'tiers[0].kind: expected a string, got {"c": 1}' in told
+
+
+def test_a_json_file_is_read_as_one(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({**yaml.safe_load(MINIMAL), "engines": [{"kind": "sim"}]}))
+    assert load_config([file], environ={}).config.models
+    for text, expected in (
+        ("{", "Expecting property name"),
+        ('{"log": {}, "log": {}}', 'duplicate key "log"'),
+        ("[]", "the top level must be a mapping"),
+        ('{"log": {"levle": "info"}}', "log.levle: unknown key"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(expected)) as raised:
+            load_config([file], environ={})
+        assert "cluster.json" in str(raised.value)

