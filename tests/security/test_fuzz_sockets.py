@@ -345,6 +345,9 @@ PATHS = st.sampled_from(
     [
         *(b"/v1/chat/completions", b"/v1/completions", b"/v1/models", b"/v1/responses"),
         *(b"/tokenize", b"/detokenize", b"/metrics", b"/health", b"/openapi.json"),
+        *(b"/admin/tiers", b"/admin/tiers/explain", b"/admin/tiers/evict?tier=%00&worker=x"),
+        *(b"/admin/tiers/verify?timeout_s=nan", b"/admin/workers/x/drain"),
+        *(b"/admin/workers/%ff%00/load", b"/admin/workers/x/role/%0a"),
         *(b"/%00", b"/..", b"*"),
     ]
 )
