@@ -88,7 +88,7 @@ async def serve(watched: _Watched) -> None:
         door = await stack.enter_async_context(
             front_door(
                 FakeDispatcher(answer("An answer.")),
-                gate=gate_of(Principal(name=KEY)),
+                gate=gate_of(Principal(name=KEY, permissions=frozenset({"admin"}))),
                 header_timeout_s=1.0,
                 body_timeout_s=1.0,
             )
