@@ -254,9 +254,12 @@ def fallback_route(
     )
 
 
-@define
+@define(repr=False)
 class FrontDoor:
-    """A running server and a client session to it."""
+    """A running server and a client session to it.
+
+    Without a representation: hypothesis would print every request that the dispatcher noted.
+    """
 
     dispatcher: FakeDispatcher
     services: FrontendServices

@@ -58,6 +58,8 @@ class Workers:
         ``query`` goes into the URL, without what is None. Raises CommutatorError when no worker
         answers.
         """
+        if self.worker_id is not None:
+            self.door.workers(self.worker_id)  # names the others when there is none
         given = {"worker": self.worker_id, **query}
         asked = urlencode({name: value for name, value in given.items() if value is not None})
         patience_s = _LONGER_S + float(query.get("timeout_s") or 0)
