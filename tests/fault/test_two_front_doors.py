@@ -88,10 +88,13 @@ def last_message(snapshot: WorkerSnapshot) -> int:
 
 
 async def end(pid: int) -> None:
-    """Kill a process, and wait until the system has closed what it had open."""
+    """Kill a process, and wait until the system has closed what it had open.
+
+    That is once its parent has reaped it: as a zombie, it may have threads that still end.
+    """
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while psutil.pid_exists(pid):
             await asyncio.sleep(0.005)
 
 
