@@ -94,8 +94,10 @@ async def another_worker(cluster: LocalCluster, folder: Path) -> AsyncIterator[s
             worker_id=worker_id, model=model, host="127.0.0.1", port=port, state_dir=folder
         ),
     )
-    cluster.secret.save(folder / "secret")
-    env = {**os.environ, SECRET_FILE: str(folder / "secret"), **plan.env}
+    secret = folder / "secret"
+    if not secret.exists():  # of an earlier one
+        cluster.secret.save(secret)
+    env = {**os.environ, SECRET_FILE: str(secret), **plan.env}
     process = await asyncio.create_subprocess_exec(sys.executable, *plan.argv[1:], env=env)
     client = TokenApiClient(plan.address)
     registry = RegistryClient(cluster.health()["registry"])
