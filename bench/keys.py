@@ -1,6 +1,7 @@
 """What keys, limits and fairness cost: chats under load with all of them, and with none.
 
 Both deployments run at the same time and are measured in turns, so that both meet the same machine.
+The principals share one KV cache, as all clients do without keys: caches apart find less.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def with_keys(plain: dict[str, Any]) -> dict[str, Any]:
         {
             "name": f"p{number}",
             "weight": 1 + number % 3,
+            "cache_salt": "all",
             "limits": LIMITS,
             "keys": [{"sha256": hash_of(key)}],
         }
