@@ -19,17 +19,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from tests.support.front_door import MODEL, FakeDispatcher, answer, front_door
+from tests.support.principals import gate_of, key_of
 
 import commutator
 from commutator.auth.gate import Gate
-from commutator.auth.keys import (
-    KeyAuthenticator,
-    KeyConfig,
-    KeyPrincipalConfig,
-    KeysConfig,
-    hash_of,
-    new_key,
-)
+from commutator.contract.principal import Principal
 from commutator_openai.protocol.openapi import openapi_document
 
 DOCUMENT = openapi_document(commutator.__version__, [MODEL], needs_key=False)
@@ -85,10 +79,8 @@ def door(request: pytest.FixtureRequest) -> Iterator[Door]:
     """A front door in a thread, whose workers answer at once."""
     gate, headers = Gate(), {}
     if request.param == "with keys":
-        key = new_key()
-        principal = KeyPrincipalConfig(name="alice", keys=(KeyConfig(sha256=hash_of(key)),))
-        gate = Gate([("keys", KeyAuthenticator(KeysConfig(kind="keys", principals=(principal,))))])
-        headers = {"Authorization": f"Bearer {key}"}
+        gate = gate_of(Principal(name="alice"))
+        headers = key_of("alice")
     dispatcher = FakeDispatcher(answer("An answer, 日本語 😀.", tokens_per_delta=3))
     started, stop = threading.Event(), threading.Event()
     found: list[str] = []

@@ -15,20 +15,12 @@ import pytest
 from attrs import define, field
 from click.testing import CliRunner
 from tests.support.front_door import FakeDispatcher, FrontDoor, front_door
+from tests.support.principals import gate_of, key_of
 
-from commutator.auth.gate import Gate
-from commutator.auth.keys import (
-    KeyAuthenticator,
-    KeyConfig,
-    KeyPrincipalConfig,
-    KeysConfig,
-    hash_of,
-    new_key,
-)
 from commutator.cli.main import main
 from commutator.contract.frontend import AdminConfig
 from commutator.contract.observer import AnsweredRequest, Observer
-from commutator.contract.principal import Limits, Permission
+from commutator.contract.principal import Limits, Principal
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
 from commutator.frontend import ADMIN_PREFIX, admin_routes
@@ -37,25 +29,13 @@ from commutator.launcher.ports import reserved_port
 pytestmark = pytest.mark.security
 
 ACT = "/admin/workers/fake-0/drain"
-KEYS = {name: new_key() for name in ("root", "watcher", "user")}
-PERMISSIONS: dict[str, tuple[Permission, ...]] = {
-    "root": ("admin",),
-    "watcher": ("metrics", "explain", "pin"),
-    "user": (),
-}
-
-
-def gate() -> Gate:
-    principals = tuple(
-        KeyPrincipalConfig(
-            name=name,
-            keys=(KeyConfig(sha256=hash_of(key)),),
-            permissions=PERMISSIONS[name],
-            limits=Limits(requests_per_minute=1),
-        )
-        for name, key in KEYS.items()
-    )
-    return Gate([("keys", KeyAuthenticator(KeysConfig(kind="keys", principals=principals)))])
+LIMITS = Limits(requests_per_minute=1)
+PRINCIPALS = (
+    Principal(name="root", permissions=frozenset({"admin"}), limits=LIMITS),
+    Principal(name="watcher", permissions=frozenset({"metrics", "explain", "pin"}), limits=LIMITS),
+    Principal(name="user", limits=LIMITS),
+)
+"""Each one's name is its key."""
 
 
 @define
@@ -97,7 +77,7 @@ def socket_path() -> Iterator[str]:
 
 
 async def status(url: str, key: str | None = None, method: str = "POST") -> int:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {} if key is None else key_of(key)
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, url, headers=headers) as answer,
@@ -136,7 +116,7 @@ async def test_with_keys_only_the_permission_admin_opens_any_of_the_paths(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     registry = OneWorker()
-    async with door_of(registry, gate=gate()) as door:
+    async with door_of(registry, gate=gate_of(*PRINCIPALS)) as door:
         routes = [*admin_routes(door.services, lambda _: "")]
         assert len(routes) == 9
         with caplog.at_level(logging.INFO):
@@ -144,12 +124,12 @@ async def test_with_keys_only_the_permission_admin_opens_any_of_the_paths(
                 assert route.path.startswith(ADMIN_PREFIX)
                 url = door.url + route.path.format(id="fake-0", role="both")
                 assert await status(url, None, route.method) == 401
-                assert await status(url, new_key(), route.method) == 401
-                assert await status(url, KEYS["watcher"], route.method) == 403
-                assert await status(url, KEYS["user"], route.method) == 403
+                assert await status(url, "stranger", route.method) == 401
+                assert await status(url, "watcher", route.method) == 403
+                assert await status(url, "user", route.method) == 403
             assert registry.done == []
             for _ in range(3):  # its limit of requests is for what clients generate
-                assert await status(door.url + ACT, KEYS["root"]) == 200
+                assert await status(door.url + ACT, "root") == 200
         assert registry.done == [("fake-0", True)] * 3
         assert "root: workers/fake-0/drain" in caplog.messages
         assert [line for line in caplog.messages if line.startswith("refused: workers/fake-0/dr")]
@@ -161,15 +141,15 @@ async def test_with_keys_only_the_permission_admin_opens_any_of_the_paths(
 async def test_on_the_address_of_operators_acts_need_a_key_too(keys: bool) -> None:
     registry = OneWorker()
     with reserved_port("127.0.0.1", 0) as port:
-        options = {"gate": gate()} if keys else {}
+        options = {"gate": gate_of(*PRINCIPALS)} if keys else {}
         async with door_of(registry, admin=AdminConfig(port=port), **options) as door:
             operators = f"http://127.0.0.1:{port}"
             assert await status(f"{operators}/health", method="GET") == 200
             assert await status(operators + ACT) == (401 if keys else 403)
-            assert await status(operators + ACT, KEYS["watcher"]) == 403
-            assert await status(door.url + ACT, KEYS["root"]) == 404
+            assert await status(operators + ACT, "watcher") == 403
+            assert await status(door.url + ACT, "root") == 404
             assert registry.done == []
-            assert await status(operators + ACT, KEYS["root"]) == (200 if keys else 403)
+            assert await status(operators + ACT, "root") == (200 if keys else 403)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +176,12 @@ async def test_what_cannot_be_done_is_said(
 
 async def test_with_a_key_commands_need_no_file_of_the_machine() -> None:
     registry = OneWorker()
-    async with door_of(registry, gate=gate()) as door:
-        env = {"COMMUTATOR_URL": door.url, "COMMUTATOR_API_KEY": KEYS["root"]}
+    async with door_of(registry, gate=gate_of(*PRINCIPALS)) as door:
+        env = {"COMMUTATOR_URL": door.url, "COMMUTATOR_API_KEY": "root"}
         command = ["kv", "ls"]
         done = await asyncio.to_thread(CliRunner().invoke, main, command, env=env)
         assert "answers no questions" in done.output
-        env["COMMUTATOR_API_KEY"] = KEYS["watcher"]
+        env["COMMUTATOR_API_KEY"] = "watcher"
         done = await asyncio.to_thread(CliRunner().invoke, main, command, env=env)
         assert "answered 403" in done.output
         assert "`permissions` in the section `auth`" in done.output

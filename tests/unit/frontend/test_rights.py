@@ -18,13 +18,11 @@ from tests.support.front_door import (
     answer,
     front_door,
 )
+from tests.support.principals import gate_of, key_of
 
-from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, salted
 from commutator.contract.frontend import AdminConfig
 from commutator.contract.principal import (
-    Authenticator,
-    Credentials,
     Limits,
     Principal,
     PrincipalConfig,
@@ -43,20 +41,13 @@ GUEST = PrincipalConfig(shares_cache_with="alice").principal("guest")
 EVERYONE = (ALICE, BOB, SMALL, SCRAPER, ADMIN, GUEST)
 
 
-class ByName(Authenticator):
-    """Trusts the name that a client gives."""
-
-    async def authenticate(self, credentials: Credentials) -> Principal | None:
-        return next((one for one in EVERYONE if one.name == credentials.bearer), None)
-
-
 @asynccontextmanager
 async def door_for(
     principal: Principal, dispatcher: FakeDispatcher | None = None, **more: Any
 ) -> AsyncIterator[FrontDoor]:
-    gate = Gate([("by_name", ByName())])
+    gate = gate_of(*EVERYONE)
     async with front_door(dispatcher or FakeDispatcher(), gate=gate, **more) as door:
-        door.session.headers["Authorization"] = f"Bearer {principal.name}"
+        door.session.headers.update(key_of(principal.name))
         yield door
 
 

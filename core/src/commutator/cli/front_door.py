@@ -39,14 +39,16 @@ class FrontDoor:
         ``explain`` asks why the worker was chosen.
         """
         url = (self.admin_url if path == "/health" and self.admin_url else self.url) + path
-        headers = {"Content-Type": "application/json"}
+        headers = self._headers()
         if explain:
             headers["X-Commutator-Explain"] = "1"
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, headers)  # noqa: S310
         return self._answer(request, path)
+
+    def _headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **key}
 
     def _answer(
         self, request: urllib.request.Request, path: str, timeout_s: float = 60.0
@@ -106,18 +108,14 @@ class FrontDoor:
         data = json.dumps(body or {}).encode() if method == "POST" else None
         if self.api_key:
             url = (self.admin_url or self.url) + path
-            headers = {
-                "Content-Type": "application/json",
-                "Authorization": f"Bearer {self.api_key}",
-            }
-            request = urllib.request.Request(url, data, headers, method=method)  # noqa: S310
+            request = urllib.request.Request(url, data, self._headers(), method=method)  # noqa: S310
             return self._answer(request, path, timeout_s)[1]
         path_of_socket = self.health().get("socket")
         if path_of_socket is None:
             raise CommutatorError(f"{self.url} has no Unix socket; set COMMUTATOR_API_KEY")
         connection = _LocalConnection(path_of_socket, timeout_s)
         try:
-            connection.request(method, path, data, {"Content-Type": "application/json"})
+            connection.request(method, path, data, self._headers())
             answer = connection.getresponse()
             text = answer.read()
         except (FileNotFoundError, PermissionError) as error:

@@ -66,7 +66,10 @@ class Workers:
         found = self.door.administer(
             method, f"{path}?{asked}" if asked else path, body, timeout_s=patience_s
         )
-        answers = msgspec.convert(found["answers"], dict[str, answer_type])  # type: ignore[valid-type]
+        answers = {
+            worker_id: msgspec.convert(answer, answer_type)
+            for worker_id, answer in found["answers"].items()
+        }
         problems = found["problems"]
         for worker_id, problem in problems.items() if answers else ():
             click.echo(f"{worker_id}: {problem['message']}", err=True)
