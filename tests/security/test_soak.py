@@ -36,6 +36,13 @@ MOST_GROWTH = 0.08
 """Beside the slope: the part by which the last fifth may exceed the first after the warm-up."""
 LEAST_S = 600.0
 MODEL = "smollm2-135m"
+LIMITS = {
+    "requests_per_minute": 120,
+    "tokens_per_minute": 60_000,
+    "tokens_per_day": 10_000_000,
+    "concurrent_requests": 40,
+}
+"""Of each principal: a flood exceeds them."""
 
 pytestmark = [
     pytest.mark.security,
@@ -50,6 +57,7 @@ def config(keys: list[str]) -> dict[str, Any]:
             "name": f"p{number}",
             "weight": 1 + number % 3,
             "permissions": ["explain"],
+            "limits": LIMITS,
             "keys": [{"sha256": hash_of(key)}],
         }
         for number, key in enumerate(keys)
@@ -222,6 +230,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     print(json.dumps(report, indent=2))
     assert soak.statuses[HTTPStatus.OK] > SOAK_S, "the deployment served next to nothing"
     assert soak.statuses[HTTPStatus.UNAUTHORIZED] > 0
+    assert soak.statuses[HTTPStatus.TOO_MANY_REQUESTS] > 0
     assert HTTPStatus.INTERNAL_SERVER_ERROR not in soak.statuses
     assert "Traceback" not in log
     assert grown == []

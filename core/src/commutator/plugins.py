@@ -297,6 +297,8 @@ def _observing(hook: str) -> Callable[..., None]:
 
     @wraps(method)
     def observe(host: PluginHost, *arguments: Any, **named: Any) -> None:
+        if hook not in host._listeners:  # noqa: SLF001
+            return
         host._observe(hook, dict(zip(names, arguments, strict=False)) | named)  # noqa: SLF001
 
     return observe

@@ -15,6 +15,7 @@ from commutator.tenants.ledger import (
     DAY_S,
     UNSTATED_ANSWER_TOKENS,
     WINDOW_S,
+    Account,
     Ledger,
     Moment,
     Refusal,
@@ -67,6 +68,8 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.now_s = 1_000.25
         self.ledger = Ledger()
+        self.copy = Ledger()
+        self.not_copied: set[str] = set()
         self.numbers = itertools.count()
         self.incarnations = itertools.count()
         self.log: list[Charge] = []
@@ -112,6 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def ask(self, door: str, principal: str, tokens: int) -> Any:
         number, limits = next(self.numbers), self.limits
         answer = self.ledger.admit(door, number, principal, limits, tokens, self.now)
+        self.not_copied.add(principal)
         requests = self.charged(principal, "requests", WINDOW_S) + 1
         taken = self.charged(principal, "tokens", WINDOW_S) + tokens
         if isinstance(answer, Refusal):
@@ -159,8 +163,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, one: Running | None, tokens: int | None) -> None:
         assume(one is not None and one in self.live)
         assert one is not None
-        self.ledger.settle(one.door, one.number, tokens, self.now)
-        self.ledger.settle(one.door, one.number, tokens, self.now)  # said twice, counted once
+        principal = self.ledger.settle(one.door, one.number, tokens, self.now)
+        assert principal == one.charge.principal
+        self.not_copied.add(principal)
+        # Said twice, counted once.
+        assert self.ledger.settle(one.door, one.number, tokens, self.now) is None
         self.live.remove(one)
         if tokens is None:
             one.charge.requests = 0
@@ -184,6 +191,16 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.door_opened(door, incarnation, [one.number for one in kept])
         self.live = [one for one in self.live if one.door != door or one in kept]
 
+    @rule()
+    def what_a_copy_got_in_parts_is_the_whole(self) -> None:
+        self.copy.restore(*self.ledger.changes(sorted(self.not_copied), self.now), self.now)
+        self.not_copied.clear()
+        copied, now = Ledger(), self.now
+        copied.restore(*self.copy.accounts(now), now)
+        assert sorted(map(without_zeros, copied.accounts(now)[1])) == sorted(
+            map(without_zeros, self.ledger.accounts(now)[1])
+        )
+
     @invariant()
     def what_remains_is_what_the_log_says(self) -> None:
         if not hasattr(self, "ledger"):
@@ -206,6 +223,12 @@ class LedgerMachine(RuleBasedStateMachine):
                     least = self.charged(principal, what, WINDOW_S)
                     most = self.charged(principal, what, WINDOW_S + 1)
                     assert least <= window.total <= most
+
+
+def without_zeros(account: Account) -> tuple[Any, ...]:
+    requests = [slot for slot in account.requests if slot[1]]
+    tokens = [slot for slot in account.tokens if slot[1]]
+    return account.principal, requests, tokens, account.day_tokens
 
 
 TestLedger = LedgerMachine.TestCase

@@ -283,18 +283,18 @@ def test_the_answers_that_a_request_states() -> None:
     assert stated_answers("/v1/responses", {"n": "x", "max_output_tokens": 9}) == (1, 9)
 
 
-UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+UNITS_S = {"s": 1, "m": 60, "h": 3600}
 
 
 @given(st.floats(0, 90_000))
 def test_a_duration_can_be_read_as_go_reads_it(seconds: float) -> None:
     text = as_duration(seconds)
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", text)
+    parts = re.findall(r"(\d+)(s|m|h)", text)
     assert "".join(number + unit for number, unit in parts) == text
-    total_s = sum(float(number) * UNITS_S[unit] for number, unit in parts)
-    assert total_s == pytest.approx(seconds, abs=0.00051)
+    total_s = sum(int(number) * UNITS_S[unit] for number, unit in parts)
+    assert total_s - 1 < seconds <= total_s
 
 
 def test_durations() -> None:
     shown = [as_duration(s) for s in (0, 0.12, 1.2, 59.9999, 360, 3_607.5)]
-    assert shown == ["0s", "120ms", "1.2s", "1m0s", "6m0s", "1h0m7.5s"]
+    assert shown == ["0s", "1s", "2s", "1m0s", "6m0s", "1h0m8s"]

@@ -88,6 +88,8 @@ class Plan:
     @property
     def prompt_tokens(self) -> int:
         """Each prompt counts once."""
+        if len(self.requests) == 1:
+            return len(self.requests[0].token_ids)
         return sum(len(r.token_ids) for r in self.requests[:: self.answers_per_prompt])
 
 

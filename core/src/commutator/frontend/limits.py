@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 
+from attrs import define
+
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.request import Caller
 from commutator.errors import DeadlineError, OverloadedError
@@ -24,6 +26,7 @@ from commutator.routing.queue import Place, RequestQueue
 __all__ = [
     "ByteBudget",
     "ConcurrencyLimiter",
+    "HeldPlace",
     "TimeLimit",
     "TimeLimits",
 ]
@@ -72,28 +75,37 @@ class ConcurrencyLimiter:
     def waiting(self) -> int:
         return len(self._turns)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every place is taken, and every place of the queue."""
+        return self.running >= self._max_running and self.waiting >= self._queue.max_length
+
     def check(self, caller: Caller) -> None:
         """Raise OverloadedError if a request of ``caller`` would be refused now."""
-        if self.running >= self._max_running and self.waiting >= self._queue.max_length:
+        if self.is_full:
             place = self._queue.place(0, caller.principal, caller.weight)
             if self._queue.replaceable(place) is None:
                 raise self._refusal("the queue is full")
 
-    @asynccontextmanager
-    async def of(self, caller: Caller) -> AsyncIterator[None]:
-        """Hold one of the places for a request of ``caller``.
+    def of(self, caller: Caller) -> HeldPlace:
+        """Hold one of the places for a request of ``caller``, as ``async with limiter.of(caller)``.
 
         Raises OverloadedError when the queue is full, or becomes so by requests of others.
         """
-        place = self._queue.place(0, caller.principal, caller.weight)
+        return HeldPlace(self, self._queue.place(0, caller.principal, caller.weight))
+
+    async def enter(self, place: Place) -> None:
+        """Take ``place``, or wait for it. Raises as ``of`` does."""
         if self.running < self._max_running:
             self._begin(place)
         else:
             await self._wait(place)
-        try:
-            yield
-        finally:
-            self._end(place)
+
+    def leave(self, place: Place) -> None:
+        """Give ``place`` to the next request."""
+        self.running -= 1
+        self._queue.charge(place, -1, 0)
+        self._admit_next()
 
     def stepped(self, change: int) -> None:
         """A running request stepped aside (1) or came back (-1), even if all places are taken."""
@@ -116,17 +128,12 @@ class ConcurrencyLimiter:
             if self._turns.pop(place, None) is not None:
                 self._queue.leave(place)
             elif turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._end(place)  # its turn had come already
+                self.leave(place)  # its turn had come already
             raise
 
     def _begin(self, place: Place) -> None:
         self.running += 1
         self._queue.charge(place, 1, 0)
-
-    def _end(self, place: Place) -> None:
-        self.running -= 1
-        self._queue.charge(place, -1, 0)
-        self._admit_next()
 
     def _admit_next(self) -> None:
         if self.running >= self._max_running or (place := self._queue.first()) is None:
@@ -137,12 +144,31 @@ class ConcurrencyLimiter:
         if not turn.done():
             turn.set_result(None)
         else:  # it was cancelled, and has not resumed yet
-            self._end(place)
+            self.leave(place)
 
     def _refusal(self, problem: str) -> OverloadedError:
         return OverloadedError(
             f"{self.running} requests run and {self.waiting} wait: {problem}; try again soon"
         )
+
+
+@define
+class HeldPlace:
+    """A place of a ``ConcurrencyLimiter``, held inside ``async with``. One is made per request."""
+
+    _limiter: ConcurrencyLimiter
+    _place: Place
+
+    async def __aenter__(self) -> None:
+        await self._limiter.enter(self._place)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._limiter.leave(self._place)
 
 
 class ByteBudget:

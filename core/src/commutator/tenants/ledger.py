@@ -11,6 +11,7 @@ A day is one of UTC. Day totals and windows live in the ledger's process, not on
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
@@ -101,7 +102,7 @@ class Account:
 
     principal: str
     requests: Sequence[tuple[int, int]]
-    """(second of the monotonic clock, requests), ascending; only of this minute."""
+    """(second of the monotonic clock, requests), ascending, of this minute: all from the first."""
     tokens: Sequence[tuple[int, int]]
     """The same of tokens."""
     day_tokens: int
@@ -115,17 +116,31 @@ class SlidingWindow:
     total: int = 0
     _slots: deque[list[int]] = field(factory=deque)
     """[second, amount], in ascending order; only seconds in which something was charged."""
+    _changed_s: float = math.inf
+    """The earliest second that changed since ``changes`` was called."""
 
-    @property
     def slots(self) -> list[tuple[int, int]]:
         """(second, amount) of each second in which something was charged."""
-        return [(second, amount) for second, amount in self._slots]
+        self._changed_s = 0.0
+        return self.changes()
 
-    @classmethod
-    def of(cls, slots: Sequence[tuple[int, int]]) -> SlidingWindow:
-        """The window with these ``slots``."""
-        total = sum(amount for _, amount in slots)
-        return cls(total, deque([second, amount] for second, amount in slots))
+    def changes(self) -> list[tuple[int, int]]:
+        """The slots from the first one on that changed since the last call."""
+        found: list[tuple[int, int]] = []
+        for second, amount in reversed(self._slots):
+            if second < self._changed_s:
+                break
+            found.append((second, amount))
+        self._changed_s = math.inf
+        return found[::-1]
+
+    def replace(self, slots: Sequence[tuple[int, int]]) -> None:
+        """``slots`` stand for all from the first of them on, as another window's ``changes``."""
+        while slots and self._slots and self._slots[-1][0] >= slots[0][0]:
+            self.total -= self._slots.pop()[1]
+        for second, amount in slots:
+            self._slots.append([second, amount])
+            self.total += amount
 
     def advance(self, now_s: float) -> None:
         """Forget what left the window."""
@@ -140,6 +155,7 @@ class SlidingWindow:
         else:
             slots.append([second, amount])
         self.total += amount
+        self._changed_s = min(self._changed_s, second)
 
     def take_back(self, charged_s: float, amount: int) -> None:
         """Undo a part of what was charged at ``charged_s``; nothing if that left the window."""
@@ -149,6 +165,7 @@ class SlidingWindow:
                 if slot[0] == second:
                     slot[1] -= amount
                     self.total -= amount
+                    self._changed_s = min(self._changed_s, second)
                 return
 
     def wait_s(self, now_s: float, excess: int) -> float:
@@ -174,7 +191,13 @@ class _Usage:
     requests: SlidingWindow = field(factory=SlidingWindow)
     tokens: SlidingWindow = field(factory=SlidingWindow)
     running: int = 0
-    touched_s: float = 0.0
+    second: int = -1
+    """Of the monotonic clock; the windows are those of this second."""
+
+    def advance(self, now_s: float) -> None:
+        self.requests.advance(now_s)
+        self.tokens.advance(now_s)
+        self.second = int(now_s)
 
 
 @define
@@ -208,6 +231,7 @@ class Ledger:
         """The one used longest ago first."""
         self._doors: dict[str, _Door] = {}
         self._day = 0
+        self._day_ends_s = float(DAY_S)
         self._day_tokens: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -249,24 +273,16 @@ class Ledger:
         self._charge(account, _Ticket(principal, limits, tokens, now_s, self._day), door, number)
         return self._standing(account, principal, limits, now)
 
-    def charge(
-        self, door: str, number: int, principal: str, limits: Limits, tokens: int, at: Moment
-    ) -> None:
-        """Charge a request that was admitted elsewhere, at ``at``."""
-        account = self._touched(principal, at.monotonic_s)
-        self._turn_day(at)
-        ticket = _Ticket(principal, limits, tokens, at.monotonic_s, self._day)
-        self._charge(account, ticket, door, number)
-
-    def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> None:
+    def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> str | None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing.
 
-        Does nothing for a ticket that is not known, or not any more.
+        Returns its principal. Does nothing, and returns None, for a ticket that is not known, or
+        not any more.
         """
         known = self._doors.get(door)
         ticket = None if known is None else known.tickets.pop(number, None)
         if ticket is None:
-            return
+            return None
         limits, now_s = ticket.limits, now.monotonic_s
         account = self._touched(ticket.principal, now_s)
         account.running -= 1
@@ -282,6 +298,7 @@ class Ledger:
         if limits.tokens_per_day is not None and (ticket.day == self._day or beyond > 0):
             used = self._day_tokens.get(ticket.principal, 0)
             self._day_tokens[ticket.principal] = used + beyond
+        return ticket.principal
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
         """The day, counted since 1970, and everything that was used and still counts."""
@@ -290,25 +307,39 @@ class Ledger:
         found = []
         for name in names:
             account = self._accounts.get(name) or _Usage()
-            account.requests.advance(now.monotonic_s)
-            account.tokens.advance(now.monotonic_s)
+            account.advance(now.monotonic_s)
             used = self._day_tokens.get(name, 0)
             if used or account.requests.total or account.tokens.total:
-                found.append(Account(name, account.requests.slots, account.tokens.slots, used))
+                requests, tokens = account.requests.slots(), account.tokens.slots()
+                found.append(Account(name, requests, tokens, used))
+        return self._day, found
+
+    def changes(self, principals: Iterable[str], now: Moment) -> tuple[int, list[Account]]:
+        """As ``accounts``, of ``principals``, and of this minute only what changed.
+
+        That is since the last call of this or of ``accounts``.
+        """
+        self._turn_day(now)
+        found = []
+        for name in principals:
+            account, used = self._accounts.get(name) or _Usage(), self._day_tokens.get(name, 0)
+            requests, tokens = account.requests.changes(), account.tokens.changes()
+            found.append(Account(name, requests, tokens, used))
         return self._day, found
 
     def restore(self, day: int, accounts: Iterable[Account], now: Moment) -> None:
-        """Begin with what ``accounts`` of another ledger returned on this machine."""
-        self._day = day
+        """Continue with ``accounts`` or ``changes`` of another ledger on this machine."""
+        if day != self._day:
+            self._begin_day(day)
         for one in accounts:
-            requests, tokens = SlidingWindow.of(one.requests), SlidingWindow.of(one.tokens)
-            self._accounts[one.principal] = _Usage(requests, tokens, touched_s=now.monotonic_s)
+            account = self._touched(one.principal, now.monotonic_s)
+            account.requests.replace(one.requests)
+            account.tokens.replace(one.tokens)
+            account.advance(now.monotonic_s)
             if one.day_tokens:
                 self._day_tokens[one.principal] = one.day_tokens
-
-    def tickets(self, door: str) -> list[int]:
-        """Those of the requests that a door still serves."""
-        return list(self._doors[door].tickets)
+            else:
+                self._day_tokens.pop(one.principal, None)
 
     def running(self, principal: str) -> int:
         """Requests of the principal that run now."""
@@ -327,27 +358,31 @@ class Ledger:
         self._doors[door].tickets[number] = ticket
 
     def _touched(self, principal: str, now_s: float) -> _Usage:
-        accounts = self._accounts
+        accounts, second = self._accounts, int(now_s)
+        account = accounts.get(principal)
+        if account is not None and account.second == second:
+            return account
         account = accounts.pop(principal, None) or _Usage()
-        account.requests.advance(now_s)
-        account.tokens.advance(now_s)
-        account.touched_s = now_s
+        account.advance(now_s)
         accounts[principal] = account
         for _ in range(_CHECKED_FOR_IDLENESS):
             name = next(iter(accounts))
             oldest = accounts[name]
-            if now_s - oldest.touched_s <= WINDOW_S + 1:
+            if second - oldest.second <= WINDOW_S + 1:
                 break
             del accounts[name]
             if oldest.running:
-                oldest.touched_s = now_s
+                oldest.advance(now_s)
                 accounts[name] = oldest
         return account
 
     def _turn_day(self, now: Moment) -> None:
-        day = int(now.unix_s // DAY_S)
-        if day > self._day:
-            self._day, self._day_tokens = day, {}
+        if now.unix_s >= self._day_ends_s:
+            self._begin_day(int(now.unix_s // DAY_S))
+
+    def _begin_day(self, day: int) -> None:
+        self._day, self._day_tokens = day, {}
+        self._day_ends_s = (day + 1.0) * DAY_S
 
     def _refused(
         self, account: _Usage, principal: str, limits: Limits, tokens: int, now: Moment
@@ -374,7 +409,7 @@ class Ledger:
         return max(found, key=lambda each: float("inf") if each[1] is None else each[1])
 
     def _day_left_s(self, now: Moment) -> float:
-        return max(0.0, (self._day + 1) * DAY_S - now.unix_s)
+        return max(0.0, self._day_ends_s - now.unix_s)
 
     def _standing(self, account: _Usage, principal: str, limits: Limits, now: Moment) -> Standing:
         now_s = now.monotonic_s

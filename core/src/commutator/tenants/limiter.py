@@ -1,9 +1,9 @@
 """A front door's way to the ledger: its own if it is alone, otherwise that of the supervisor.
 
-A front door that is alone decides without asking anybody, and writes down its decisions at the
-supervisor's ledger a few times a second. Of several, each asks the supervisor's ledger for every
-request of a principal with limits. While that cannot be reached it admits none of them, so that
-limits are never exceeded; requests of other principals are not affected.
+A front door that is alone decides without asking anybody, and copies what changed in its accounts
+to the supervisor's ledger a few times a second. Of several, each asks the supervisor's ledger for
+every request of a principal with limits. While that cannot be reached it admits none of them, so
+that limits are never exceeded; requests of other principals are not affected.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
-import msgspec
 from attrs import define, field
 
 from commutator.backoff import Backoff
@@ -25,14 +24,13 @@ from commutator.contract.principal import Limits
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.client import connect
-from commutator.tenants.ledger import Account, Ledger, Moment, Refusal, Standing
+from commutator.tenants.ledger import Ledger, Moment, Refusal, Standing
 from commutator.tenants.service import (
     SERVICE,
-    Admitted,
-    Entry,
-    Settled,
     now,
+    pack_account,
     pack_limits,
+    unpack_accounts,
     unpack_answer,
 )
 
@@ -46,17 +44,8 @@ log = logging.getLogger(__name__)
 
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
-_JOURNAL_INTERVAL_S = 0.05
-_MAX_JOURNAL = 100_000
-"""Entries kept for a ledger that cannot be reached; then the oldest go."""
+_COPY_INTERVAL_S = 0.05
 _MAX_UNSETTLED = 100_000
-
-_Opened = tuple[
-    Literal["limits"],
-    Literal["opened"],
-    int,
-    list[tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]],
-]
 
 
 class RequestLimiter(ABC):
@@ -100,12 +89,14 @@ class LocalLimiter(RequestLimiter):
         self._ledger = Ledger()
         self._ledger.door_opened(door, "")
         self._numbers = itertools.count(1)
-        self._journal: deque[Entry] | None = None
+        self._changed: set[str] = set()
+        """Principals whose accounts differ from the copy."""
+        self._copied = False
+        """Whether this connection's copy has all accounts."""
         self._link: _Link | None = None
         if address is None:
             self.ready.set()
         else:
-            self._journal = deque(maxlen=_MAX_JOURNAL)
             self._link = _Link(address, door, self._on_frame, lambda: None)
             self._link.on_open = self._opened
 
@@ -114,42 +105,49 @@ class LocalLimiter(RequestLimiter):
     ) -> tuple[int, Standing | Refusal]:
         ticket, at = next(self._numbers), self._clock()
         answer = self._ledger.admit(self._door, ticket, principal, limits, tokens, at)
-        if self._journal is not None and isinstance(answer, Standing):
-            packed = pack_limits(limits)
-            entry = Admitted(ticket, principal, packed, tokens, at.monotonic_s, at.unix_s)
-            self._journal.append(entry)
+        if self._link is not None:
+            self._changed.add(principal)
         return ticket, answer
 
     def settle(self, ticket: int, tokens: int | None) -> None:
-        at = self._clock()
-        self._ledger.settle(self._door, ticket, tokens, at)
-        if self._journal is not None:
-            self._journal.append(Settled(ticket, tokens, at.monotonic_s, at.unix_s))
+        principal = self._ledger.settle(self._door, ticket, tokens, self._clock())
+        if self._link is not None and principal is not None:
+            self._changed.add(principal)
 
     async def run(self) -> None:
         if self._link is None:
             return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._link.run())
-            group.create_task(self._write(self._link))
+            group.create_task(self._copy(self._link))
 
     def _opened(self) -> list[int]:
-        return self._ledger.tickets(self._door)
+        self._copied = False
+        return []
 
     def _on_frame(self, frame: list[Any]) -> None:
-        if not self.ready.is_set():
-            _, _, day, accounts = msgspec.convert(frame, _Opened)
-            known = [Account(*account) for account in accounts]
-            self._ledger.restore(day, known, self._clock())
-            self.ready.set()
+        match frame:
+            case [_, "opened", int(day), list(accounts)]:
+                if not self.ready.is_set():
+                    self._ledger.restore(day, unpack_accounts(accounts), self._clock())
+                    self.ready.set()
+            case _:
+                log.warning("the ledger of limits sent an unknown frame %r", frame[:2])
 
-    async def _write(self, link: _Link) -> None:
-        assert self._journal is not None
+    async def _copy(self, link: _Link) -> None:
+        await self.ready.wait()
         while True:
-            await asyncio.sleep(_JOURNAL_INTERVAL_S)
-            if self._journal and link.connection is not None:
-                link.connection.send([SERVICE, "journal", list(self._journal)])
-                self._journal.clear()
+            await asyncio.sleep(_COPY_INTERVAL_S)
+            if link.connection is None or (self._copied and not self._changed):
+                continue
+            if self._copied:
+                day, accounts = self._ledger.changes(self._changed, self._clock())
+            else:
+                day, accounts = self._ledger.accounts(self._clock())
+            packed = [pack_account(one) for one in accounts]
+            link.connection.send([SERVICE, "changes", day, packed])
+            self._copied = True
+            self._changed.clear()
 
 
 @define

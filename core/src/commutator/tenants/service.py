@@ -5,11 +5,11 @@ door -> ledger                                             ledger -> door
 ["limits", "admit", ticket, principal, Limits, tokens]     ["limits", ticket, Standing, limit | nil,
                                                             seconds to retry | nil]
 ["limits", "settle", ticket, tokens | nil]
-["limits", "journal", [Entry, ...]]
+["limits", "changes", day, [Account, ...]]
 
 A door opens first on each connection. Several doors ask for each request (``admit``) and report its
-end (``settle``); one door alone decides by itself, and writes down here what it decided
-(``journal``), so that a door that takes its place begins where it ended.
+end (``settle``); one door alone decides by itself, and copies here what changed in its accounts
+(``changes``), so that a door that takes its place begins where it ended.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from commutator.tenants.ledger import Account, Ledger, LimitName, Moment, Refusa
 
 __all__ = [
     "SERVICE",
-    "Admitted",
-    "Entry",
     "LedgerService",
-    "Settled",
     "now",
+    "pack_account",
     "pack_limits",
+    "unpack_accounts",
     "unpack_answer",
 ]
 
@@ -40,27 +39,7 @@ SERVICE = "limits"
 _Packed = tuple[int | None, int | None, int | None, int | None]
 
 
-class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
-    """A journal's entry: a request was admitted."""
-
-    ticket: int
-    principal: str
-    limits: _Packed
-    tokens: int
-    monotonic_s: float
-    unix_s: float
-
-
-class Settled(msgspec.Struct, array_like=True, tag="settled"):
-    """A journal's entry: a request ended."""
-
-    ticket: int
-    tokens: int | None
-    monotonic_s: float
-    unix_s: float
-
-
-Entry = Admitted | Settled
+_PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
 
 
 def now() -> Moment:
@@ -86,6 +65,16 @@ def _unpack_limits(packed: Sequence[int | None]) -> Limits:
         tokens_per_day=day,
         concurrent_requests=concurrent,
     )
+
+
+def pack_account(account: Account) -> list[Any]:
+    """For a frame."""
+    return [account.principal, account.requests, account.tokens, account.day_tokens]
+
+
+def unpack_accounts(packed: list[Any]) -> list[Account]:
+    """Accounts out of a frame. Raises ValueError for what ``pack_account`` does not return."""
+    return [Account(*one) for one in msgspec.convert(packed, list[_PackedAccount])]
 
 
 def unpack_answer(
@@ -136,25 +125,16 @@ class _Connection:
                     self._send([SERVICE, ticket, _facts(answer), None, None])
             case [_, "settle", int(ticket), int() | None as tokens] if door:
                 ledger.settle(door, ticket, tokens, self._clock())
-            case [_, "journal", list(entries)] if door:
-                for entry in msgspec.convert(entries, list[Entry]):
-                    self._enter(door, entry)
+            case [_, "changes", int(day), list(accounts)] if door:
+                ledger.restore(day, unpack_accounts(accounts), self._clock())
             case [_, "open", str(name), str(incarnation), list(tickets)]:
                 self._door = name
                 self._service.latest[name] = self
                 ledger.door_opened(name, incarnation, {int(ticket) for ticket in tickets})
                 day, accounts = ledger.accounts(self._clock())
-                self._send([SERVICE, "opened", day, [_packed(one) for one in accounts]])
+                self._send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
             case _:
                 raise ValueError("unknown frame, or a door that has not opened")
-
-    def _enter(self, door: str, entry: Entry) -> None:
-        at = Moment(entry.monotonic_s, entry.unix_s)
-        if isinstance(entry, Settled):
-            self._ledger.settle(door, entry.ticket, entry.tokens, at)
-        else:
-            limits = _unpack_limits(entry.limits)
-            self._ledger.charge(door, entry.ticket, entry.principal, limits, entry.tokens, at)
 
 
 def _facts(standing: Standing) -> list[Any]:
@@ -166,7 +146,3 @@ def _facts(standing: Standing) -> list[Any]:
         standing.remaining_tokens,
         standing.reset_tokens_s,
     ]
-
-
-def _packed(account: Account) -> list[Any]:
-    return [account.principal, account.requests, account.tokens, account.day_tokens]

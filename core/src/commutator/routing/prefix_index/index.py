@@ -202,6 +202,8 @@ class RankBlocks:
     @property
     def most_parts(self) -> int:
         """Our blocks in the engine's largest block whose size is a multiple of ours."""
+        if len(self.block_sizes) == 1 and self.block_size in self.block_sizes:
+            return 1  # as nearly always
         parts = (divmod(size, self.block_size) for size in self.block_sizes)
         return max([1, *(whole for whole, rest in parts if not rest)])
 

@@ -7,8 +7,8 @@ and whether there is room for one more request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -91,8 +91,8 @@ BODY_LIMITS: web.AppKey[BodyLimits] = web.AppKey("body_limits", BodyLimits)
 
 async def read_request(request: web.Request, cls: type[T]) -> T:
     """The body as ``cls``. Raises RequestError, HttpError for 408, 413 and 415, OverloadedError."""
-    async with _body(request) as body:
-        request[EXCHANGE].body = body
+    async with _room_for_body(request):
+        body = await _read(request)
         try:
             return await off_loop(request, len(body), partial(_parse_quickly, body, cls))
         except _WrongSomewhereError:
@@ -102,8 +102,8 @@ async def read_request(request: web.Request, cls: type[T]) -> T:
 
 async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as an unchecked JSON object. Raises as ``read_request`` does."""
-    async with _body(request) as body:
-        request[EXCHANGE].body = body
+    async with _room_for_body(request):
+        body = await _read(request)
         return await off_loop(request, len(body), partial(parse_object, body))
 
 
@@ -112,9 +112,11 @@ async def off_loop(request: web.Request, size: int, work: Callable[[], T]) -> T:
     return work() if size <= _INLINE_BYTES else await request.app[SERVICES].work.run(work)
 
 
-@asynccontextmanager
-async def _body(request: web.Request) -> AsyncIterator[bytes]:
-    """The whole body. A large one holds its share of the budget meanwhile."""
+def _room_for_body(request: web.Request) -> AbstractAsyncContextManager[None]:
+    """Inside, the body may be read: what the headers say of it is within the limits.
+
+    A large body holds its share of the budget.
+    """
     # Browsers send text/plain, and bodies without a type, to any site without asking. Requiring
     # JSON keeps such pages out.
     if not _is_json(request.content_type):
@@ -127,22 +129,30 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
     limits, length = request.app[BODY_LIMITS], request.content_length
     if length is not None and length > limits.max_bytes:
         raise web.HTTPRequestEntityTooLarge(max_size=limits.max_bytes, actual_size=length)
-    request.app[SERVICES].limiter.check(caller(request, user=None, session_id=None))
+    limiter = request[EXCHANGE].services.limiter
+    if limiter.is_full:
+        limiter.check(caller(request, user=None, session_id=None))
     if length is None or "Content-Encoding" in request.headers:
         length = limits.max_bytes
-    if length <= _INLINE_BYTES:
-        yield await _read(request, limits.timeout_s)
-        return
-    async with limits.budget.hold(length):
-        yield await _read(request, limits.timeout_s)
+    return _SMALL if length <= _INLINE_BYTES else limits.budget.hold(length)
 
 
-async def _read(request: web.Request, timeout_s: float) -> bytes:
+_SMALL: AbstractAsyncContextManager[None] = nullcontext()
+
+
+async def _read(request: web.Request) -> bytes:
+    """The whole body, which its exchange gets, too."""
+    body = request[EXCHANGE].body = await _read_in_time(request)
+    return body
+
+
+async def _read_in_time(request: web.Request) -> bytes:
     if request.content.is_eof():
         return await _read_to_end(request)
     connection = request.protocol
     if isinstance(connection, ClientConnection):
         connection.waits_for_client()
+    timeout_s = request.app[BODY_LIMITS].timeout_s
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -19,14 +21,15 @@ __all__ = [
     "stated_answers",
 ]
 
-_PREFIX = "x-ratelimit-"
 RATE_LIMIT_HEADERS = tuple(
-    f"{_PREFIX}{what}-{of}"
+    f"x-ratelimit-{what}-{of}"
     for what in ("limit", "remaining", "reset")
     for of in ("requests", "tokens")
 )
 
 _MAX_ANSWERS = 256
+_DURATIONS = 128
+"""Texts that are kept: nearly all of them are of the last minute."""
 _MAX_TOKENS = 1 << 31
 _WITHOUT_ANSWER = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})
 
@@ -53,24 +56,26 @@ def rate_limit_headers(standing: Standing) -> dict[str, str]:
     """The headers by which OpenAI's clients know their limits, for those that there are."""
     found = {}
     if standing.limit_requests is not None:
-        found[f"{_PREFIX}limit-requests"] = str(standing.limit_requests)
-        found[f"{_PREFIX}remaining-requests"] = str(standing.remaining_requests)
-        found[f"{_PREFIX}reset-requests"] = as_duration(standing.reset_requests_s or 0.0)
+        found["x-ratelimit-limit-requests"] = str(standing.limit_requests)
+        found["x-ratelimit-remaining-requests"] = str(standing.remaining_requests)
+        found["x-ratelimit-reset-requests"] = as_duration(standing.reset_requests_s or 0.0)
     if standing.limit_tokens is not None:
-        found[f"{_PREFIX}limit-tokens"] = str(standing.limit_tokens)
-        found[f"{_PREFIX}remaining-tokens"] = str(standing.remaining_tokens)
-        found[f"{_PREFIX}reset-tokens"] = as_duration(standing.reset_tokens_s or 0.0)
+        found["x-ratelimit-limit-tokens"] = str(standing.limit_tokens)
+        found["x-ratelimit-remaining-tokens"] = str(standing.remaining_tokens)
+        found["x-ratelimit-reset-tokens"] = as_duration(standing.reset_tokens_s or 0.0)
     return found
 
 
 def as_duration(seconds: float) -> str:
-    """As OpenAI writes it: 0s, 120ms, 1.2s, 6m0s, 1h0m7.5s; to a thousandth of a second."""
-    thousandths = round(seconds * 1_000)
-    if 0 < thousandths < 1_000:  # noqa: PLR2004
-        return f"{thousandths}ms"
-    minutes, thousandths = divmod(thousandths, 60_000)
+    """In whole seconds, rounded up, as OpenAI writes it: 0s, 59s, 6m0s, 1h0m7s."""
+    return _whole(math.ceil(seconds))
+
+
+@lru_cache(_DURATIONS)
+def _whole(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    text = f"{thousandths / 1_000:.3f}".rstrip("0").rstrip(".") + "s"
+    text = f"{seconds}s"
     if hours or minutes:
         text = f"{minutes}m{text}"
     return f"{hours}h{text}" if hours else text

@@ -396,7 +396,7 @@ def time_limit(request: web.Request) -> TimeLimit:
 
     Raises RequestError when the header is not a positive number.
     """
-    services = request.app[SERVICES]
+    services = request[EXCHANGE].services
     return services.time_limits.of(_timeout_s(request, services.config.request_timeout_s))
 
 

@@ -67,8 +67,8 @@ async def plan_chat(request: ChatRequest, target: Target) -> Plan:
     _check_stream_options(request)
     salt = salted(target.principal, request.cache_salt)
     prompt = await chat_prompt(target.prompts, request, salt, target.max_model_len)
-    plan = _plan(request, target, [prompt])
-    marks = await _marked_prefixes(target, request, prompt)
+    plan = _plan(request, target, salt, [prompt])
+    marks = await _marked_prefixes(target, request, salt, prompt)
     if not marks:
         return plan
     kept = retention_of(marks)
@@ -98,7 +98,7 @@ async def plan_completion(request: CompletionRequest, target: Target) -> Plan:
     check_answers(target.principal, answers * len(request.prompt))
     salt = salted(target.principal, request.cache_salt)
     prompts = await target.prompts.completion(request.prompt, salt=salt, max_tokens=limit)
-    plan = _plan(request, target, prompts)
+    plan = _plan(request, target, salt, prompts)
     if not request.echo:
         return plan
     texts = [
@@ -115,13 +115,15 @@ async def plan_completion(request: CompletionRequest, target: Target) -> Plan:
     return evolve(plan, echoes=tuple(text for text in texts for _ in range(answers)))
 
 
-def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTokens]) -> Plan:
+def _plan(
+    request: GenerationRequest, target: Target, salt: str | None, prompts: Sequence[PromptTokens]
+) -> Plan:
     answers = request.n or 1
     rules = _choice_rules(request, target.text)
     check_answers(target.principal, answers * len(prompts))
     if request.cache_control is not None:
         require(target.principal, "pin", "cache_control")
-    salt = salted(target.principal, request.cache_salt)
+    retention = retention_of([(request.cache_control, None)])
     priority = allowed_priority(target.principal, request.priority)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
@@ -136,7 +138,7 @@ def _plan(request: GenerationRequest, target: Target, prompts: Sequence[PromptTo
                     sampling=_with_own_seed(sampling, answer),
                     cache_salt=salt,
                     priority=priority,
-                    retention=retention_of([(request.cache_control, None)]),
+                    retention=retention,
                 )
             )
     hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
@@ -193,7 +195,8 @@ async def chat_prompt(
             "continue_final_message: needs add_generation_prompt to be false",
             "continue_final_message",
         )
-    _check_variables(request.chat_template_kwargs or {})
+    if request.chat_template_kwargs:
+        _check_variables(request.chat_template_kwargs)
     special = isinstance(request, TokenizeRequest) and bool(request.add_special_tokens)
     return await prompts.chat(
         [_as_mapping(message) for message in request.messages or ()],
@@ -216,25 +219,24 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
 
 
 async def _marked_prefixes(
-    target: Target, request: ChatRequest, prompt: PromptTokens
+    target: Target, request: ChatRequest, salt: str | None, prompt: PromptTokens
 ) -> list[tuple[CacheControl, int]]:
     """The messages' marks, each with the number of prompt tokens up to the end of its message.
 
     That is as far as the prompt agrees with one that ends there: templates may look ahead.
     """
     marked = [(number, _marks(message)) for number, message in enumerate(request.messages, 1)]
+    marked = [(number, marks) for number, marks in marked if marks]
+    if not marked:
+        return []
     count = sum(len(marks) for _, marks in marked)
     if count > _MAX_MARKS:  # each message with marks is rendered and tokenized once more
         raise RequestError(
             f"messages: expected at most {_MAX_MARKS} cache_control marks, got {count}", "messages"
         )
-    if count:
-        require(target.principal, "pin", "messages")
-    salt = salted(target.principal, request.cache_salt)
+    require(target.principal, "pin", "messages")
     found: list[tuple[CacheControl, int]] = []
     for number, marks in marked:
-        if not marks:
-            continue
         until = evolve(
             request,
             messages=request.messages[:number],
