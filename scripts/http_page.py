@@ -38,7 +38,8 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `X-Request-Timeout-S` | give up after this many seconds, if less than `frontend.request_timeout_s` |
 | `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON; needs the permission `explain` |
 
-Every answer names its worker in `X-Commutator-Worker`.
+Every answer names its worker in `X-Commutator-Worker`, and in `X-Commutator-Ignored` the parameters of the request that had no
+effect, such as `store`. With `frontend.strict: true` these are answered 400 instead.
 
 ## Errors
 
@@ -62,7 +63,8 @@ An error after a stream began is sent as an event with the same `error` object, 
 The front door does not serve tools, JSON schemas, images and `suffix`. Where a model's workers take OpenAI
 requests themselves (`vllm`, `sglang`, `trtllm`), it passes such a request to one of them and returns the answer unchanged.
 The request is routed like every other, by its prefix if the prompt can be rendered here, but no other worker continues
-it when its own is lost. Other models refuse it with 400; it is never ignored.
+it when its own is lost. Other models refuse it with 400; it is never ignored. `logprobs` from an engine that computes none is
+400, too.
 """
 
 

@@ -58,12 +58,6 @@ CHAT = [
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
-    ({"store": True}, "store", "unsupported_parameter"),
-    ({"metadata": {"a": "b"}}, "metadata", "unsupported_parameter"),
-    ({"prediction": {}}, "prediction", "unsupported_parameter"),
-    ({"service_tier": "priority"}, "service_tier", "unsupported_parameter"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
-    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
 ]
 COMPLETION = [

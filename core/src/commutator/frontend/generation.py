@@ -18,7 +18,7 @@ from commutator.contract.request import (
     TokenDelta,
     TokenLogprob,
 )
-from commutator.errors import EngineError
+from commutator.errors import EngineError, RequestError
 from commutator.metrics.frontend import FrontendMetrics, TokenTimes
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
@@ -108,8 +108,11 @@ class TokenUsage:
 class Choice:
     """Assembles one answer. ``push`` until a piece has a finish reason, then no more."""
 
-    def __init__(self, model: TextModel, rules: ChoiceRules) -> None:
+    def __init__(
+        self, model: TextModel, rules: ChoiceRules, *, wants_logprobs: bool = False
+    ) -> None:
         self._rules = rules
+        self._wants_logprobs = wants_logprobs
         self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
         self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
         self._plain = not rules.stop
@@ -121,7 +124,12 @@ class Choice:
         self.cached_tokens = 0
 
     def push(self, delta: TokenDelta) -> Piece:
-        """Raises EngineError when the engine gave the request up."""
+        """Raises EngineError when the engine gave the request up.
+
+        Raises RequestError when it ignores that the request wants logprobs.
+        """
+        if self._wants_logprobs and delta.token_ids and not self.generated_tokens:
+            _require_logprobs(delta)
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if self._plain and delta.finish_reason is None and not delta.logprobs:
@@ -188,6 +196,15 @@ class Choice:
         return self._matcher.matched is not None
 
 
+def _require_logprobs(delta: TokenDelta) -> None:
+    if not delta.logprobs:
+        raise RequestError(
+            "logprobs is not supported, because the engine of this model computes none. Remove it.",
+            "logprobs",
+            "unsupported_parameter",
+        )
+
+
 class _Answer:
     """The pieces of one answer. Not a generator, because asyncio tracks every one of those."""
 
@@ -239,7 +256,14 @@ class Generation:
         self._deadline_s = deadline_s
         self._plan = plan
         self._metrics = metrics
-        self.choices = [Choice(plan.text, plan.rules) for _ in plan.requests]
+        self.choices = [
+            Choice(
+                plan.text,
+                plan.rules,
+                wants_logprobs=request.sampling.top_logprobs is not None,
+            )
+            for request in plan.requests
+        ]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatch] = []
 

@@ -37,6 +37,8 @@ class ParrotEngine(TokenEngine):
     def submit(self, key: int, request: GenerateRequest) -> None:
         if len(request.token_ids) >= MAX_MODEL_LEN:
             raise RequestError(f"prompt of {len(request.token_ids)} tokens is over {MAX_MODEL_LEN}")
+        if request.sampling.top_logprobs is not None:
+            raise RequestError("the parrot knows no probabilities", "logprobs")
         with self._lock:
             self._requests[key], self._said[key] = request, 0
 

@@ -103,6 +103,7 @@ def build_local_app(
 def _configure(app: web.Application, config: OpenAiConfig, services: FrontendServices) -> None:
     app[FORWARD_HEADERS] = config.forward_headers
     app[SERVICES] = services
+    app[generate.STRICT] = config.strict
     app[MEDIA_HOSTS] = frozenset(config.media_hosts)
     app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
 
@@ -144,7 +145,13 @@ _DOCUMENTS = 16
 """Principals with the same models share one description of the API."""
 
 
-_SHOWN = ("X-Request-Id", "X-Commutator-Worker", "X-Commutator-Decision", "Retry-After")
+_SHOWN = (
+    "X-Request-Id",
+    "X-Commutator-Worker",
+    "X-Commutator-Decision",
+    generate.IGNORED_HEADER,
+    "Retry-After",
+)
 _EXPOSED = ", ".join(_SHOWN + RATE_LIMIT_HEADERS)
 _METHODS = "GET, POST, OPTIONS"
 _PREFLIGHT_AGE_S = 600

@@ -117,6 +117,11 @@ class OpenAiConfig(FrontendConfig):
         (),
         validator=_are_hosts,
     )
+    strict: bool = setting(
+        "Answer 400 to parameters that have no effect here, such as `store`, `metadata` and "
+        "`reasoning_effort`, instead of ignoring them and naming them in X-Commutator-Ignored.",
+        False,
+    )
     tls: TlsConfig | None = setting("Serve HTTPS.", None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
@@ -19,7 +19,7 @@ from commutator.frontend import (
     traced,
 )
 from commutator_openai.answers import send_json
-from commutator_openai.body import read_request
+from commutator_openai.body import NOT_SERVED, read_request
 from commutator_openai.metering import admit
 from commutator_openai.middleware import (
     EXCHANGE,
@@ -32,13 +32,22 @@ from commutator_openai.middleware import (
 from commutator_openai.pass_through import pass_through_if
 from commutator_openai.planning import Target, plan_chat, plan_completion
 from commutator_openai.protocol.chunks import ChatShape, CompletionShape, Shape, encode, event
+from commutator_openai.protocol.fields import Hint, hints_given
 from commutator_openai.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 
 __all__ = [
+    "IGNORED_HEADER",
+    "STRICT",
     "EventStream",
     "chat_completions",
     "completions",
 ]
+
+STRICT: web.AppKey[bool] = web.AppKey("strict", bool)
+"""Whether parameters without effect are refused."""
+
+IGNORED_HEADER = "X-Commutator-Ignored"
+"""Names the parameters that had no effect on the answer."""
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
@@ -84,6 +93,10 @@ async def _serve(
             if (answer := await pass_through_if(request, refused)) is not None:
                 return answer
             raise
+        if given := hints_given(body):
+            if (answer := await _pass_on_hints(request, given)) is not None:
+                return answer
+            exchange.headers[IGNORED_HEADER] = ", ".join(given)
         name, text = services.text_model(body.model, exchange.principal)
         exchange.model = name
         exchange.user = _label(body)
@@ -124,6 +137,26 @@ async def _serve(
                         _note_routing(request, exchange, generation)
                     _account(services, exchange, generation)
                 return await send_json(request, data)
+
+
+async def _pass_on_hints(
+    request: web.Request, given: Mapping[str, Hint]
+) -> web.StreamResponse | None:
+    """The answer of an engine that may know the hints; None to ignore them.
+
+    Raises RequestError where they are not to be ignored.
+    """
+    name, hint = next(iter(given.items()))
+    refused = RequestError(
+        f"{name} is not supported, because {hint.why}. Remove it.", name, NOT_SERVED
+    )
+    strict = request.app[STRICT]
+    if strict or any(hint.for_engines for hint in given.values()):
+        if (answer := await pass_through_if(request, refused)) is not None:
+            return answer
+        if strict:
+            raise refused
+    return None
 
 
 async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> bytes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import cattrs
 from attrs import frozen
@@ -20,6 +21,7 @@ __all__ = [
     "MAX_INT",
     "MAX_LABEL",
     "CacheControl",
+    "Hint",
     "Items",
     "Label",
     "Off",
@@ -29,6 +31,7 @@ __all__ = [
     "TokenId",
     "TokenIds",
     "build_request_converter",
+    "hints_given",
     "request_schema",
     "retention_of",
     "special_of",
@@ -75,6 +78,29 @@ class Off(Special):
 
     def schema(self, inner: Any) -> dict[str, Any]:
         return {"enum": list(self.allowed)}
+
+
+@frozen(eq=False)
+class Hint(Special):
+    """A parameter that has no effect here, and whose loss does not make an answer wrong.
+
+    Values that mean "off" are as good as none; others are ignored or refused, as configured.
+    """
+
+    why: str
+    """Completes "NAME is not supported, because ..."."""
+    allowed: tuple[Any, ...] = (None,)
+    for_engines: bool = False
+    """Whether an engine that takes clients' requests unchanged may know it."""
+
+    def is_off(self, value: Any) -> bool:
+        return any(value == off and type(value) is type(off) for off in self.allowed)
+
+    def convert(self, value: Any) -> Any:
+        return value
+
+    def schema(self, inner: Any) -> dict[str, Any]:
+        return {}
 
 
 @frozen(eq=False)
@@ -190,6 +216,22 @@ def special_of(kind: Any) -> Special | None:
     if get_origin(kind) is not Annotated:
         return None
     return next((extra for extra in get_args(kind)[1:] if isinstance(extra, Special)), None)
+
+
+@cache
+def _hints(cls: type[Any]) -> tuple[tuple[str, Hint], ...]:
+    kinds = get_type_hints(cls, include_extras=True)
+    markers = ((name, special_of(kind)) for name, kind in kinds.items())
+    return tuple((name, marker) for name, marker in markers if isinstance(marker, Hint))
+
+
+def hints_given(body: Any) -> dict[str, Hint]:
+    """The hints that a request sets to more than "off", by name."""
+    return {
+        name: hint
+        for name, hint in _hints(body.__class__)
+        if (value := getattr(body, name)) is not None and not hint.is_off(value)
+    }
 
 
 def build_request_converter(*, detailed: bool) -> cattrs.Converter:

@@ -10,6 +10,7 @@ from commutator import Bounds, Fraction, NonNegativeInt, PositiveInt, setting
 from commutator_openai.protocol.fields import (
     MAX_INT,
     CacheControl,
+    Hint,
     Items,
     Label,
     Off,
@@ -117,8 +118,8 @@ class GenerationRequest:
         "By token id, what is added to its logit.", None
     )
     user: Name | None = setting("A label for the log line of this request.", None)
-    service_tier: Annotated[Any, Off("there is one tier", (None, "auto", "default"))] = setting(
-        "Processing tier.", None
+    service_tier: Annotated[Any, Hint("there is one tier", (None, "auto", "default"))] = setting(
+        "Ignored: there is one tier.", None
     )
 
     top_k: Annotated[int, Bounds(minimum=-1, maximum=MAX_INT)] | None = setting(
@@ -223,19 +224,20 @@ class ChatRequest(GenerationRequest):
     modalities: Annotated[Any, Off(_NO_AUDIO, (None, ["text"]))] = setting("Kinds of answer.", None)
     audio: Annotated[Any, Off(_NO_AUDIO)] = setting("Options of an audio answer.", None)
     reasoning_effort: Annotated[
-        Any, Off("the effort cannot be steered; try chat_template_kwargs", (None, "none"))
-    ] = setting("How much to reason.", None)
-    verbosity: Annotated[Any, Off("it cannot be steered", (None, "medium"))] = setting(
-        "How long to answer.", None
+        Any,
+        Hint("the effort cannot be steered here", (None, "none"), for_engines=True),
+    ] = setting("For engines that know it; others ignore it. Try `chat_template_kwargs`.", None)
+    verbosity: Annotated[
+        Any, Hint("the length cannot be steered here", (None, "medium"), for_engines=True)
+    ] = setting("For engines that know it; others ignore it.", None)
+    prediction: Annotated[Any, Hint("predicted outputs are not used")] = setting(
+        "Ignored: a predicted answer only saves time.", None
     )
-    prediction: Annotated[Any, Off("predicted outputs are not built")] = setting(
-        "A predicted answer.", None
+    store: Annotated[Any, Hint("nothing is stored", (None, False))] = setting(
+        "Ignored: nothing is stored.", None
     )
-    store: Annotated[Any, Off("nothing is stored", (None, False))] = setting(
-        "Keep the answer on the server.", None
-    )
-    metadata: Annotated[Any, Off("nothing is stored", (None, {}))] = setting(
-        "Labels of a stored answer.", None
+    metadata: Annotated[Any, Hint("nothing is stored", (None, {}))] = setting(
+        "Ignored: nothing is stored.", None
     )
     web_search_options: Annotated[Any, Off("there is no web search")] = setting(
         "Options of a web search.", None
