@@ -107,7 +107,7 @@ def test_every_command_that_a_help_lists_has_its_own() -> None:
     listed = [
         f"{command} {name}"
         for command, text in helps.items()
-        for name in re.findall(r"^  (\w+) ", text.partition("\nCommands:\n")[2], re.MULTILINE)
+        for name in re.findall(r"^  ([\w-]+) ", text.partition("\nCommands:\n")[2], re.MULTILINE)
     ]
     assert len(listed) > len(COMMANDS), "those of groups are among them"
     assert sorted(["commutator", *listed]) == sorted(helps)

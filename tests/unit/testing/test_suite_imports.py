@@ -24,4 +24,4 @@ def test_a_missing_package_is_named_with_what_to_install() -> None:
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert "RouterContract needs hypothesis: pip install commutator-testing" in last
+    assert "RouterContract needs hypothesis: pip install 'commutator[testing]'" in last

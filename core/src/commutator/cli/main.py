@@ -19,6 +19,7 @@ GROUP = "commutator.commands"
 """Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "init": ("commutator.cli.scaffold.init:init", "Write a configuration to start from."),
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
@@ -29,6 +30,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Make an API key for a principal."),
+    "new-plugin": (
+        "commutator.cli.scaffold.new_plugin:new_plugin",
+        "Make a package for a plugin of your own.",
+    ),
     "demo": (
         "commutator.cli.demo:demo",
         "Start a deployment, hold a conversation, show what happened.",

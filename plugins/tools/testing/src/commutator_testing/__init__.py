@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("commutator"):
             raise
+        extras = "nixl,testing" if error.name == "nixl" else "testing"
         raise ModuleNotFoundError(
-            f"{name} needs {error.name}: pip install commutator-testing, which brings it",
+            f"{name} needs {error.name}: pip install 'commutator[{extras}]', which brings it",
             name=error.name,
         ) from error

@@ -24,6 +24,8 @@ class AuthenticatorContract:
     that it accepts.
     """
 
+    documented_in = "Authenticator in docs/reference/contract.md and docs/how-to/authenticate.md"
+
     def test_valid_credentials_have_one_principal(
         self, authenticator: Authenticator, valid: Credentials
     ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion, MeasuredSpeeds, WorkerLoad
+from commutator_testing.profile import examples
 
 __all__ = [
     "DisaggContract",
@@ -49,13 +50,17 @@ _questions = st.builds(
 
 _settings = settings(
     deadline=None,
-    max_examples=50,
+    max_examples=examples(50),
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
 
 class DisaggContract:
     """What every disaggregation policy must do. ``make_policy`` returns a fresh policy."""
+
+    documented_in = (
+        "DisaggPolicy in docs/reference/contract.md and docs/explanation/disaggregation.md"
+    )
 
     def make_policy(self) -> DisaggPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")

@@ -122,6 +122,8 @@ class EngineContract(ABC):
     Hand-overs are tested for an engine whose ``EngineInfo.handover`` is set.
     """
 
+    documented_in = "EngineClient in docs/reference/contract.md and docs/how-to/write-an-engine.md"
+
     tokenized_prompt: Sequence[int] = tuple(range(100, 148))
     """A prompt of several KV blocks that the engine's model accepts."""
     takes_cache_salts = True
@@ -313,6 +315,16 @@ class EngineContract(ABC):
             # Greedy takes the likeliest token, so it leads its own alternatives.
             assert entry.logprob == pytest.approx(entry.top[0][1], abs=1e-4)
             assert [p for _, p in entry.top] == sorted((p for _, p in entry.top), reverse=True)
+
+    async def test_logprobs_are_never_silently_left_out(self, client: EngineClient) -> None:
+        """An engine that computes none raises RequestError for a request that wants them."""
+        request = make_request("a", self.tokenized_prompt, evolve(GREEDY, top_logprobs=1))
+        try:
+            deltas = await collect(client, request)
+        except RequestError:
+            assert "logprobs" not in self.capabilities
+        else:
+            assert [e.token_id for delta in deltas for e in delta.logprobs] == tokens(deltas)
 
     async def test_a_repeated_prompt_is_found_in_the_cache(self, client: EngineClient) -> None:
         self._needs("prefix_cache")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commutator import BlockKey, EvictionPolicy, RetentionHints
+from commutator_testing.profile import examples
 
 __all__ = [
     "EvictionContract",
@@ -47,12 +49,16 @@ _histories = st.lists(_steps, max_size=80)
 
 # One inherited test runs for many policies.
 _settings = settings(
-    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.differing_executors]
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.differing_executors],
 )
 
 
 class EvictionContract:
     """What every eviction policy must do."""
+
+    documented_in = "EvictionPolicy in docs/reference/contract.md and docs/how-to/write-a-tier.md"
 
     def make_policy(self, capacity_blocks: int) -> EvictionPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")
@@ -114,6 +120,27 @@ class EvictionContract:
             policy.removed(victim, evicted=True)
             policy.added(*tree_block(total + 1 + number), 0.0)
         assert looked <= 100 * 50, f"{looked / 100:.0f} of {total} blocks were visited for one"
+
+    def test_an_eviction_costs_hardly_more_in_a_larger_tier(self) -> None:
+        """O(1) or O(log n): a policy that sorts or scans its blocks is too slow for large tiers."""
+        small_s, large_s = self._eviction_s(1_000), self._eviction_s(32_000)
+        assert large_s < 8 * small_s + 20e-6, (
+            f"one eviction takes {large_s * 1e6:.0f} us with 32,000 blocks, {small_s * 1e6:.0f} us "
+            "with 1,000"
+        )
+
+    def _eviction_s(self, blocks: int) -> float:
+        """Processor time of the quickest of 50 evictions: other load does not change it."""
+        policy, quickest_s = self.make_policy(blocks), float("inf")
+        for number in range(1, blocks + 1):
+            policy.added(*tree_block(number), 0.0)
+        for number in range(blocks + 1, blocks + 51):
+            begun_s = time.thread_time()
+            (victim,) = policy.victims(1, lambda _: True, 0.0)
+            policy.removed(victim, evicted=True)
+            quickest_s = min(quickest_s, time.thread_time() - begun_s)
+            policy.added(*tree_block(number), 0.0)
+        return quickest_s
 
     def _replay(self, policy: EvictionPolicy, history: History) -> list[list[BlockKey]]:
         """All victims that the policy chose; asserts that each choice was allowed."""

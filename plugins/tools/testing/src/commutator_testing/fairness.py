@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commutator.fairness import FairnessPolicy
+from commutator_testing.profile import examples
 
 __all__ = [
     "FairnessContract",
@@ -31,12 +32,16 @@ _histories = st.lists(_steps, max_size=60)
 
 # One inherited test runs for many policies.
 _settings = settings(
-    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.differing_executors]
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.differing_executors],
 )
 
 
 class FairnessContract:
     """What every fairness policy must do. ``make_policy`` returns a fresh policy."""
+
+    documented_in = "FairnessPolicy in docs/reference/contract.md"
 
     def make_policy(self) -> FairnessPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")

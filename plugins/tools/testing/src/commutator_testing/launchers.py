@@ -52,6 +52,8 @@ class PrintedLines(list[tuple[str, str, str]]):
 class LauncherContract:
     """What every launcher must do."""
 
+    documented_in = "Launcher in docs/reference/contract.md"
+
     def make_launcher(self, context: LauncherContext) -> Launcher:
         """A launcher that is not open yet."""
         raise NotImplementedError("return a fresh instance of the launcher under test")

@@ -24,6 +24,8 @@ __all__ = ["ObserverContract"]
 class ObserverContract:
     """What every observer must do. A fixture ``observer`` returns one that is not started."""
 
+    documented_in = "Observer in docs/reference/contract.md and docs/reference/hooks.md"
+
     def test_it_watches_a_deployment_from_start_to_stop(self, observer: Observer) -> None:
         """No hook raises, whatever happens; nothing is awaited between start and stop."""
         self.observe_everything(observer)

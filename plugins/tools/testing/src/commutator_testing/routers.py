@@ -20,6 +20,7 @@ from commutator import (
     WorkerLoad,
     WorkerRecord,
 )
+from commutator_testing.profile import examples
 
 __all__ = [
     "RouterContract",
@@ -98,13 +99,17 @@ _extreme_histories = st.lists(st.tuples(_requests, _extreme_pools), min_size=1, 
 # One inherited test runs for many policies, and histories are large values to draw.
 _settings = settings(
     deadline=None,
-    max_examples=30,
+    max_examples=examples(30),
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
 
 
 class RouterContract:
     """What every routing policy must do. ``make_policy`` returns a fresh policy each time."""
+
+    documented_in = (
+        "RoutingPolicy in docs/reference/contract.md and docs/tutorial/first-routing-policy.md"
+    )
 
     def make_policy(self) -> RoutingPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from commutator import KEY_BYTES, BlockKey, Memory, Slot, StorageTier, StoredBlock
 from commutator.contract.block import cache_level
 from commutator.errors import TierError
+from commutator_testing.profile import THOROUGH, examples
 from commutator_testing.tier_user import TierAgents, TierUser, slot_geometry
 
 __all__ = ["TierContract", "TierMachine", "TierUser"]
@@ -39,6 +40,8 @@ _keys = st.sampled_from(_KEYS)
 class TierContract:
     """What every storage tier must do. ``make_tier`` returns a fresh, unopened tier."""
 
+    documented_in = "StorageTier in docs/reference/contract.md and docs/how-to/write-a-tier.md"
+
     durable = False
     """Whether committed blocks survive the process."""
     named = False
@@ -46,10 +49,10 @@ class TierContract:
     they can be read once they are written, and a crash before ``commit`` loses nothing."""
     block_bytes = 8192
     block_tokens = 4
-    max_examples = 20
+    max_examples = examples(20)
     """How many histories the stateful test draws, each of up to ``steps`` steps."""
     steps = 25
-    shrink = False
+    shrink = THOROUGH
     """Look for the shortest history that fails, for up to five minutes; else report the first."""
 
     def make_tier(self, folder: Path) -> StorageTier:
@@ -312,7 +315,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(key=_keys)
     def get(self, key: BlockKey) -> None:
-        assert self._user.get(key) == self._model.get(key)
+        assert self._user.get(key) == self._model.get(key), "the bytes of a committed block changed"
 
     @precondition(lambda self: self._model)
     @rule(data=st.data())
@@ -328,7 +331,10 @@ class TierMachine(RuleBasedStateMachine):
     def read_and_unpin(self, data: st.DataObject) -> None:
         reader = self._readers.pop(data.draw(st.integers(0, len(self._readers) - 1)))
         if not reader.rewritten:
-            assert self._user.read(reader.stored) == reader.block, "overwritten while pinned"
+            assert self._user.read(reader.stored) == reader.block, (
+                "a block's bytes changed while a reader had it pinned: they must stay until unpin, "
+                "also when the block is evicted"
+            )
         self._user.tier.unpin(reader.stored.slot)
 
     @rule(keys=st.lists(_keys, min_size=1, max_size=3))
@@ -363,15 +369,20 @@ class TierMachine(RuleBasedStateMachine):
         for key, stored in zip(_KEYS, self._user.find(*_KEYS), strict=True):
             if stored is not None and key in self._loose:
                 self._model[key] = self._loose.pop(key)
-                assert self._user.get(key) == self._model[key]
-            assert (stored is not None) == (key in self._model)
-            assert stored is None or stored.key == key
+                assert self._user.get(key) == self._model[key], "the bytes found are others"
+            if key in self._model:
+                assert stored is not None, "lookup: a committed block is not found"
+            else:
+                assert stored is None, "lookup: a block is found that is not committed"
+            assert stored is None or stored.key == key, "lookup: the block of another key is found"
         if not self._user.tier.shared:
-            assert {stored.key for stored in self._user.tier.committed()} == set(self._model)
+            kept = {stored.key for stored in self._user.tier.committed()}
+            assert kept == set(self._model), "committed(): not the blocks that are committed"
             statistics = self._user.tier.statistics()
-            assert statistics.committed == len(self._model)
-            assert statistics.reserved == len(self._begun)
-            assert statistics.pinned == len({reader.stored.slot for reader in self._readers})
+            assert statistics.committed == len(self._model), "statistics().committed is wrong"
+            assert statistics.reserved == len(self._begun), "statistics().reserved is wrong"
+            pinned = len({reader.stored.slot for reader in self._readers})
+            assert statistics.pinned == pinned, "statistics().pinned is wrong"
 
     def _begin_anew(self) -> None:
         """Uncommitted blocks are lost; in a tier that is not durable, all blocks are."""
@@ -389,7 +400,7 @@ class TierMachine(RuleBasedStateMachine):
         if not self._user.tier.shared:
             assert found == set(self._model), "a committed block is lost"
         for key, block in self._model.items():
-            assert self._user.get(key) == block
+            assert self._user.get(key) == block, "a block has other bytes after a restart"
 
     def _reserve(self, key: BlockKey) -> Slot | None:
         (slot,) = self._user.tier.reserve([key])
@@ -401,7 +412,7 @@ class TierMachine(RuleBasedStateMachine):
         in_use |= {stored.slot for stored in self._user.tier.committed()}
         if len(in_use) < self._user.tier.statistics().capacity:
             assert slot is not None, "there is room, but no slot was given"
-        assert slot not in in_use
+        assert slot not in in_use, "reserve: gave away a slot that is in use"
         return slot
 
     def _write(self, slot: Slot, key: BlockKey, block: bytes) -> StoredBlock:

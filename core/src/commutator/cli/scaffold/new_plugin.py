@@ -1,0 +1,189 @@
+"""``commutator new-plugin``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+from string import Template
+
+import click
+from attrs import frozen
+
+from commutator.contract import CONTRACT_VERSION
+from commutator.errors import CommutatorError
+
+__all__ = ["KINDS", "PluginKind", "new_plugin", "plugin_files"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@frozen
+class PluginKind:
+    """One kind of plugin that ``new-plugin`` can begin."""
+
+    title: str
+    """What such a plugin is, with its article."""
+    summary: str
+    """What the generated plugin does, in one sentence without its full stop."""
+    page: str
+    """The page of the documentation that says how to go on."""
+    change: str
+    """What to change first."""
+    extras: str = ""
+    """Extras of ``commutator`` that it needs, separated by commas."""
+    modules: tuple[str, ...] = ()
+    """Further modules of the package, beside ``__init__``."""
+
+
+KINDS: Mapping[str, PluginKind] = {
+    "engine": PluginKind(
+        title="an engine",
+        summary="An engine for Commutator that echoes its prompt",
+        page="docs/how-to/write-an-engine.md",
+        change="the connector; the engine itself is in __main__.py",
+        modules=("main",),
+    ),
+    "router": PluginKind(
+        title="a routing policy",
+        summary="A routing policy for Commutator that weighs load against cached blocks",
+        page="docs/tutorial/first-routing-policy.md",
+        change="the policy: begin with pick()",
+    ),
+    "tier": PluginKind(
+        title="a storage tier",
+        summary="A storage tier for Commutator that stores KV blocks in memory",
+        page="docs/how-to/write-a-tier.md",
+        change="the tier: begin with open_slots() and place()",
+        extras="nixl",
+    ),
+    "eviction": PluginKind(
+        title="an eviction policy",
+        summary="An eviction policy for Commutator: the least recently used block goes first",
+        page="docs/how-to/write-a-tier.md",
+        change="the policy: begin with victims()",
+    ),
+    "observer": PluginKind(
+        title="an observer",
+        summary="An observer for Commutator that logs slow and failed requests",
+        page="docs/reference/hooks.md",
+        change="the observer: override the methods of what you want to watch",
+    ),
+}
+"""By the name that the command takes, which is also that of the catalog of plugins."""
+
+
+@click.command("new-plugin", epilog="Example: commutator new-plugin router sticky_sessions")
+@click.argument("kind", type=click.Choice(list(KINDS)), metavar=f"{'|'.join(KINDS)}")
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to make the package; by default a folder NAME here.",
+)
+def new_plugin(kind: str, name: str, folder: Path | None) -> None:
+    """Make a Python package for a plugin of your own.
+
+    It works at once: it has an entry point, options, tests on the conformance suite of its kind,
+    and a cluster.yaml that uses it. NAME is its `kind` in a configuration.
+    """
+    name = name.replace("-", "_")
+    _check_name(kind, name)
+    folder = Path(name) if folder is None else folder
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CommutatorError(f"{folder} is not empty; remove it, or choose another --folder")
+    try:
+        for path, text in plugin_files(kind, name):
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommutatorError(f"{error.filename} cannot be written: {error.strerror}") from error
+    _say_what_next(kind, name, folder)
+
+
+def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
+    """Path and text of every file of the package ``commutator_NAME``; ``kind`` is in ``KINDS``."""
+    about = KINDS[kind]
+    package = f"commutator_{name}"
+    values = {
+        "name": name,
+        "Name": "".join(part.capitalize() for part in name.split("_")),
+        "package": package,
+        "distribution": package.replace("_", "-"),
+        "summary": about.summary,
+        "page": about.page,
+        "requirement": _requirement(about.extras),
+        "test_requirement": _requirement("testing"),
+    }
+
+    def filled(template: str) -> str:
+        file = files(__package__) / "templates" / f"{template}.template"
+        return Template(file.read_text(encoding="utf-8")).substitute(values)
+
+    yield "pyproject.toml", filled("pyproject.toml")
+    yield "README.md", filled("README.md")
+    yield "cluster.yaml", filled(f"{kind}/cluster.yaml")
+    yield f"src/{package}/__init__.py", filled(f"{kind}/plugin.py")
+    for module in about.modules:
+        yield f"src/{package}/__{module}__.py", filled(f"{kind}/{module}.py")
+    yield f"src/{package}/py.typed", ""
+    yield "tests/conftest.py", filled("conftest.py")
+    yield f"tests/test_{name}.py", filled(f"{kind}/test_plugin.py")
+
+
+def _requirement(extras: str) -> str:
+    """The requirement for this contract version, which the next one breaks."""
+    major, minor = CONTRACT_VERSION
+    bracketed = f"[{extras}]" if extras else ""
+    return f"commutator{bracketed}>={major}.{minor},<{major}.{minor + 1}"
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raises click.BadParameter for a name that is invalid or taken."""
+    from commutator.plugins import load_plugins
+
+    if not _NAME.fullmatch(name) or iskeyword(name):
+        raise click.BadParameter(
+            f'"{name}" cannot name a Python package; use up to 40 lower-case letters, digits and '
+            'underscores, such as "my_policy"',
+            param_hint="NAME",
+        )
+    for plugin in load_plugins().installed:
+        if plugin.name == name or any(
+            (offered.seam, offered.name) == (kind, name) for offered in plugin.kinds
+        ):
+            raise click.BadParameter(
+                f'"{name}" is already a plugin of {plugin.distribution}; choose another name',
+                param_hint="NAME",
+            )
+    if find_spec(f"commutator_{name}") is not None:
+        raise click.BadParameter(
+            f"the package commutator_{name} is already installed; choose another name",
+            param_hint="NAME",
+        )
+
+
+def _say_what_next(kind: str, name: str, folder: Path) -> None:
+    about = KINDS[kind]
+    rows = [
+        (f"src/commutator_{name}/__init__.py", about.change),
+        (f"tests/test_{name}.py", "the conformance suite, and a test of your own"),
+        ("cluster.yaml", "a deployment that uses it"),
+    ]
+    width = max(len(path) for path, _ in rows)
+    click.echo(f"Made {about.title} in {folder}/:")
+    for path, what in rows:
+        click.echo(f"  {path:<{width}}  {what}")
+    click.secho("Next:", bold=True)
+    for command in (
+        f"cd {folder}",
+        "pip install -e '.[test]' && pytest",
+        "commutator config check cluster.yaml",
+        "commutator serve cluster.yaml",
+    ):
+        click.echo(f"  {command}")
+    click.echo(f"How to go on: {about.page} in Commutator's repository")

@@ -1,0 +1,90 @@
+"""A plugin of every kind from `commutator new-plugin`, outside the checkout: tested and served."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from commutator.cli.scaffold.new_plugin import KINDS
+from commutator.supervisor.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+
+def command(folder: Path, *arguments: str, site: Path | None = None) -> str:
+    """Run a module of Python in ``folder``; returns what it printed. Fails if it fails."""
+    env = {**os.environ, "PYTHONPATH": "" if site is None else str(site)}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package my_KIND for each kind, all installed in its folder ``site``."""
+    home = tmp_path_factory.mktemp("home")
+    for kind in KINDS:
+        command(home, "commutator", "new-plugin", kind, f"my_{kind}")
+    command(
+        home, "pip", "install", "-q", "--no-deps", "--no-build-isolation",
+        "--disable-pip-version-check", "--target", "site", *(f"./my_{kind}" for kind in KINDS),
+    )  # fmt: skip
+    return home
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_tests_pass_and_its_configuration_is_valid(home: Path, kind: str) -> None:
+    folder, site = home / f"my_{kind}", home / "site"
+    told = command(folder, "pytest", "-q", "-p", "no:cacheprovider", site=site)
+    assert " passed" in told
+    told = command(folder, "commutator", "config", "check", "cluster.yaml", site=site)
+    assert told == "cluster.yaml: ok\n"
+
+
+def test_all_of_them_serve_together(home: Path) -> None:
+    parts = {
+        kind: yaml.safe_load((home / f"my_{kind}" / "cluster.yaml").read_text()) for kind in KINDS
+    }
+    (tier,), (evicting,) = parts["tier"]["tiers"], parts["eviction"]["tiers"]
+    echo, model = parts["engine"]["models"], parts["tier"]["models"]
+    config = home / "all.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "models": [*echo, *model],
+                "engines": [
+                    {"kind": "my_engine", "model": echo[0]["name"]},
+                    {"kind": "reference", "model": model[0]["name"]},
+                ],
+                "router": parts["router"]["router"],
+                "observers": parts["observer"]["observers"],
+                "tiers": [
+                    {**tier, "capacity": "64MiB"},
+                    {**evicting, "capacity": "64MiB"},
+                ],
+            }
+        )
+    )
+    with (
+        LocalCluster(config, env={"PYTHONPATH": str(home / "site")}) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
+    ):
+        answers = {
+            name: client.completions.create(
+                model=name, prompt="The capital of France is", max_tokens=5, temperature=0
+            )
+            .choices[0]
+            .text
+            for name in (echo[0]["name"], model[0]["name"])
+        }
+    assert answers[echo[0]["name"]].strip() == "The capital of France is"
+    assert "Paris" in answers[model[0]["name"]]

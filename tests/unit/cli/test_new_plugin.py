@@ -1,0 +1,86 @@
+"""`commutator new-plugin`: what it writes, says and refuses. That it works is in tests/e2e."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from commutator.cli.main import main
+from commutator.cli.scaffold.new_plugin import KINDS, plugin_files
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["new-plugin", *arguments])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_is_valid(kind: str, root: Path, tmp_path: Path) -> None:
+    for path, text in plugin_files(kind, "my_own"):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = ["--select", "ANN,B,E,F,I,N,PT,RET,SIM,UP"]
+    style = ["--isolated", "--line-length", "100"]
+    for command in (["check", *rules, *style], ["format", "--check", *style]):
+        done = subprocess.run(
+            [*ruff, *command, "."], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert yaml.safe_load((tmp_path / "cluster.yaml").read_text())
+    assert (root / KINDS[kind].page).is_file()
+
+
+def test_it_says_what_it_made_and_what_next(tmp_path: Path) -> None:
+    folder = tmp_path / "plugin"
+    done = run("router", "my-own", "--folder", str(folder))
+    assert done.exit_code == 0, done.output
+    made = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert made == {
+        "README.md",
+        "cluster.yaml",
+        "pyproject.toml",
+        "src/commutator_my_own/__init__.py",
+        "src/commutator_my_own/py.typed",
+        "tests/conftest.py",
+        "tests/test_my_own.py",
+    }
+    assert f"Made a routing policy in {folder}/:" in done.output
+    assert "pip install -e '.[test]' && pytest" in done.output
+
+
+def test_it_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    done = run("router", "my_own", "--folder", str(tmp_path))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert f"{tmp_path} is not empty; remove it, or choose another --folder" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Mine", '"Mine" cannot name a Python package; use up to 40 lower-case letters'),
+        ("class", '"class" cannot name a Python package'),
+        ("../x", "cannot name a Python package"),
+        ("round_robin", '"round_robin" is already a plugin of commutator-round-robin'),
+        ("least_loaded", '"least_loaded" is already a plugin of commutator-'),
+        ("testing", "the package commutator_testing is already installed; choose another name"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+    done = run("router", name, "--folder", str(tmp_path / "plugin"))
+    assert done.exit_code == 2
+    assert problem in " ".join(done.stderr.split())
+    assert not (tmp_path / "plugin").exists()
+
+
+def test_an_unknown_kind_names_the_known_ones() -> None:
+    done = run("rooter", "my_own")
+    assert done.exit_code == 2
+    assert all(kind in done.stderr for kind in KINDS)
