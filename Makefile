@@ -94,7 +94,8 @@ $(VENV)/.base: constraints.txt
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.base $(SERVED)
-	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(SERVED)))
+	$(PIP) install --no-build-isolation -c constraints.txt -e "./core[fastokens]" \
+		$(addprefix -e ./,$(filter-out core/,$(dir $(SERVED))))
 	@touch $@
 
 $(VENV)/.tiers: $(VENV)/.serve $(TIERS)

@@ -18,6 +18,7 @@ from bench.result import Figure, save
 SCENARIOS = {
     "decode": "the reference engine against transformers, same weights",
     "routing": "hashing, events and matching against Dynamo's own index",
+    "tokenization": "prompts of seven kinds to tokens, against the library tokenizers",
     "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",
     "keys": "chats under load with keys, limits and fairness against the same without",

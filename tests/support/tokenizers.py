@@ -20,9 +20,20 @@ from tokenizers import (
     trainers,
 )
 
+from commutator.tokenizer.encoder import Encoder, FastTokenizer
 from commutator.tokenizer.load import load_text_model
 
-__all__ = ["LLAMA3", "O200K", "QWEN2", "REAL", "SPECIAL", "tokenizers_by_name", "trained"]
+__all__ = [
+    "LLAMA3",
+    "O200K",
+    "QWEN2",
+    "REAL",
+    "SPECIAL",
+    "encoder",
+    "fast_tokenizer",
+    "tokenizers_by_name",
+    "trained",
+]
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -129,6 +140,8 @@ def _made() -> Iterator[tuple[str, Tokenizer]]:
             bpe(), _split(QWEN2), normalizers.NFC(), added=(AddedToken("fox", normalized=True),)
         ),
     )
+    accented = (AddedToken("f\u00f6x", normalized=True),)
+    yield "normalized accent", trained(bpe(), _split(QWEN2), normalizers.NFC(), added=accented)
     yield "prefix space", trained(bpe(), _byte_level(add_prefix_space=True))
     yield "no regex", trained(bpe(), _byte_level(use_regex=False))
     yield "lower case", trained(bpe(), _byte_level(), normalizers.Lowercase())
@@ -149,3 +162,14 @@ def _made() -> Iterator[tuple[str, Tokenizer]]:
 def tokenizers_by_name() -> Mapping[str, Tokenizer]:
     """Each kind by its name."""
     return dict(_made())
+
+
+@cache
+def fast_tokenizer(kind: str) -> FastTokenizer:
+    """The fast double of one kind."""
+    return FastTokenizer.of(tokenizers_by_name()[kind])
+
+
+def encoder(kind: str) -> Encoder:
+    """One of one kind, as a front door has it."""
+    return Encoder(tokenizers_by_name()[kind], fast_tokenizer(kind))

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.tokenizers import REAL, SPECIAL, tokenizers_by_name
+from tests.support.tokenizers import REAL, SPECIAL, encoder, tokenizers_by_name
 
 from commutator.routing.prefix_index.hashing import sequence_hashes
-from commutator.tokenizer import prompt_cache as prefix_cache
-from commutator.tokenizer.cut_points import WordTokens
-from commutator.tokenizer.prompt_cache import BlockHashing, PromptTokenCache, cut_points_of
+from commutator.tokenizer import prompt_cache
+from commutator.tokenizer.cut_points import cut_points_of
+from commutator.tokenizer.encoder import random_texts
+from commutator.tokenizer.prompt_cache import BlockHashing, PromptTokenCache
 
 TOKENIZERS = tokenizers_by_name()
 CUTS = {kind: cut_points_of(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
@@ -43,11 +44,8 @@ kinds = pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.fixture(autouse=True, scope="module")
 def short_chunks() -> Iterator[None]:
     """Chunks of a few characters, so that short texts are cut everywhere."""
-    known = {id(tokenizer): CUTS[kind] for kind, tokenizer in TOKENIZERS.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_cache, "chunk_end", lambda start: start + 1)
-        # A cache for each example, but not its cuts: large vocabularies take half a second.
-        patch.setattr(prefix_cache, "cut_points_of", lambda tokenizer: known[id(tokenizer)])
+        patch.setattr(prompt_cache, "chunk_end", lambda start: start + 1)
         yield
 
 
@@ -73,21 +71,6 @@ def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
         assert left + right == whole, (text[:at], text[at:])
 
 
-@pytest.mark.parametrize("kind", [kind for kind, cuts in CUTS.items() if cuts.before_spaces])
-@settings(max_examples=40)
-@given(first=texts, second=texts, max_bytes=st.sampled_from([0, 4_000, 1 << 20]))
-@example(first="fox of the fox", second="of the fox isn't<|im_end|>", max_bytes=1 << 20)
-@example(first="<|im_start|>fox <|im_end|> of", second="<|im_end<|im_end|>|>", max_bytes=1 << 20)
-def test_words_have_the_tokens_of_their_text(
-    kind: str, first: str, second: str, max_bytes: int
-) -> None:
-    tokenizer = TOKENIZERS[kind]
-    known = WordTokens(tokenizer, CUTS[kind], max_bytes)
-    for text in (first, second, first + second, first):
-        assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
-        assert known.size_bytes <= max_bytes
-
-
 @kinds
 @settings(max_examples=40)
 @given(
@@ -100,7 +83,7 @@ def test_a_cache_answers_like_the_tokenizer(
     kind: str, stem: str, endings: list[str], special: list[bool], max_bytes: int
 ) -> None:
     tokenizer = TOKENIZERS[kind]
-    cache = PromptTokenCache(tokenizer, max_bytes, hashing=_hashing())
+    cache = PromptTokenCache(encoder(kind), CUTS[kind], max_bytes, hashing=_hashing())
     for ending, around in zip(endings, special, strict=False):
         for text in (stem, stem + ending):
             plain = tokenizer.encode(text, add_special_tokens=around).ids
@@ -108,3 +91,26 @@ def test_a_cache_answers_like_the_tokenizer(
             assert prompt.token_ids == plain
             assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE)
             assert cache.size_bytes <= max_bytes
+
+
+def _as_tokenizers_gives(kind: str, count: int) -> None:
+    """Random texts, by the fast encoder whole, and through a cache that cuts them everywhere."""
+    tokenizer, fast = TOKENIZERS[kind], encoder(kind)
+    was_fast = fast.is_fast
+    cache = PromptTokenCache(fast, CUTS[kind], 1 << 20)
+    for text in random_texts(tokenizer, count, seed=count):
+        ids = tokenizer.encode(text).ids
+        assert fast.encode([text], add_special_tokens=True) == [ids], text
+        assert cache.encode(text, add_special_tokens=True).token_ids == ids, text
+    assert fast.is_fast == was_fast
+
+
+@kinds
+def test_random_texts_have_their_tokens(kind: str) -> None:
+    _as_tokenizers_gives(kind, 500)
+
+
+@pytest.mark.long
+@kinds
+def test_a_hundred_thousand_random_texts_have_their_tokens(kind: str) -> None:
+    _as_tokenizers_gives(kind, 100_000)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from tests.support.tokenizers import REAL, tokenizers_by_name
+from bench.texts import KINDS
+from tests.support.tokenizers import REAL, encoder, tokenizers_by_name
+from tokenizers import Tokenizer
 
-from commutator.tokenizer.prompt_cache import PromptTokenCache, cut_points_of
+from commutator.tokenizer import prompt_cache
+from commutator.tokenizer.cut_points import cut_points_of
+from commutator.tokenizer.encoder import Encoder, FastEncode, FastTokenizer
+from commutator.tokenizer.prompt_cache import PromptTokenCache
 
 TOKENIZERS = tokenizers_by_name()
 SMOLLM2 = TOKENIZERS["smollm2"]
 DOCUMENT = "A pasted document has many words and is read again and again. " * 60
 
 
+def a_cache(max_bytes: int = 1 << 20, kind: str = "smollm2", **options: Any) -> PromptTokenCache:
+    return PromptTokenCache(encoder(kind), cut_points_of(TOKENIZERS[kind]), max_bytes, **options)
+
+
 @pytest.mark.parametrize(
     "kind", ["smollm2", "gpt2", "digits", "llama3", "qwen2", "o200k", "deepseek v4"]
 )
 def test_usual_tokenizers_are_cut_between_words(kind: str) -> None:
-    assert cut_points_of(TOKENIZERS[kind]).before_spaces
+    cuts = cut_points_of(TOKENIZERS[kind])
+    assert cuts.problem is None
+    assert cuts.next_cut("some words", 1) == len("some")
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("added phrase", "'of the'"),
+        ("normalized accent", "'f\u00f6x'"),
         ("prefix space", "space before every text"),
         ("no regex", "word pattern"),
         ("lower case", "normalizer"),
@@ -34,8 +48,6 @@ def test_usual_tokenizers_are_cut_between_words(kind: str) -> None:
 )
 def test_others_are_cut_before_special_tokens_only(kind: str, reason: str) -> None:
     cuts = cut_points_of(TOKENIZERS[kind])
-    assert cuts.any
-    assert not cuts.before_spaces
     assert reason in (cuts.problem or "")
     assert cuts.next_cut("some words<|im_end|> and more", 1) == len("some words")
 
@@ -46,7 +58,7 @@ def test_those_of_published_models_are_cut_before_their_special_tokens(kind: str
     cuts = cut_points_of(TOKENIZERS[kind])
     assert cuts.next_cut(f"some words{special} and more", 5) == len("some words")
     text = f"{DOCUMENT}{special}What is it?"
-    cache = PromptTokenCache(TOKENIZERS[kind], 1 << 20)
+    cache = a_cache(kind=kind)
     plain = TOKENIZERS[kind].encode(text).ids
     assert cache.encode(text, add_special_tokens=True).token_ids == plain
     again = cache.encode(text + " And why?", add_special_tokens=True)
@@ -57,25 +69,25 @@ def test_those_of_published_models_are_cut_before_their_special_tokens(kind: str
 @pytest.mark.parametrize(("kind", "reason"), [("unigram", "Unigram"), ("mask", "<mask>")])
 def test_what_cannot_be_proven_is_off(kind: str, reason: str) -> None:
     cuts = cut_points_of(TOKENIZERS[kind])
-    assert not cuts.any
+    assert cuts.pattern is None
     assert reason in (cuts.problem or "")
 
 
 def test_special_tokens_that_others_overlap_are_no_place_to_cut() -> None:
     cuts = cut_points_of(TOKENIZERS["added words"])  # "<s" is a token beside "<s>"
-    assert cuts.next_cut("1.<s>", 1) is None
-    assert cuts.next_cut("1.<|im_end|>", 1) == 2
+    assert cuts.next_cut("..<s>", 1) is None
+    assert cuts.next_cut("..<|im_end|>", 1) == 2
 
 
 def test_special_tokens_read_as_text_switch_it_off() -> None:
     tokenizer = type(SMOLLM2).from_str(SMOLLM2.to_str())
     tokenizer.encode_special_tokens = True
-    assert not cut_points_of(tokenizer).any
+    assert cut_points_of(tokenizer).pattern is None
 
 
 def test_a_document_with_a_new_question_is_not_tokenized_again() -> None:
     hits: list[int] = []
-    cache = PromptTokenCache(SMOLLM2, 1 << 20, on_hit=hits.append)
+    cache = a_cache(on_hit=hits.append)
     first = cache.encode(DOCUMENT + "What is it?", add_special_tokens=True)
     second = cache.encode(DOCUMENT + "Who reads it?", add_special_tokens=True)
     assert first.hit_tokens == 0
@@ -86,7 +98,7 @@ def test_a_document_with_a_new_question_is_not_tokenized_again() -> None:
 
 
 def test_the_least_recently_used_document_goes_first() -> None:
-    cache = PromptTokenCache(SMOLLM2, 120_000)
+    cache = a_cache(40_000)
     documents = [f"Number {number}. {DOCUMENT}" for number in "abc"]
     for document in (documents[0], documents[1], documents[0], documents[2]):
         cache.encode(document, add_special_tokens=True)
@@ -96,11 +108,11 @@ def test_the_least_recently_used_document_goes_first() -> None:
     assert known[0] > 3_000
     assert known[2] > 3_000
     assert known[1] < known[0]
-    assert cache.size_bytes <= 120_000
+    assert cache.size_bytes <= 40_000
 
 
 def test_threads_may_share_it() -> None:
-    cache = PromptTokenCache(SMOLLM2, 20_000)
+    cache = a_cache(20_000)
     texts = [f"{DOCUMENT[: 400 * (n % 9)]} {n % 5} {DOCUMENT}" for n in range(60)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda text: cache.encode(text, add_special_tokens=True), texts))
@@ -109,14 +121,61 @@ def test_threads_may_share_it() -> None:
     assert 0 < cache.size_bytes <= 20_000
 
 
-def test_words_that_are_known_are_not_tokenized_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PromptTokenCache(SMOLLM2, 1 << 20)
-    cache.encode("the question of the day<|im_end|>", add_special_tokens=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shared_beginning_is_found_in_any_text(kind: str) -> None:
+    chance = random.Random(kind)
+    begin, *ends = (KINDS[kind](chance) for _ in range(3))
+    cache = a_cache()
+    cache.encode(begin + ends[0][:400], add_special_tokens=True)
+    again = cache.encode(begin + ends[1][:400], add_special_tokens=True)
+    assert again.token_ids == SMOLLM2.encode(begin + ends[1][:400]).ids
+    found = cache.look_up(begin, add_special_tokens=True)
+    assert found.known_characters > 0.85 * len(begin)
+    assert again.hit_tokens > 0.85 * len(SMOLLM2.encode(begin).ids)
 
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("tokenized again")
 
-    monkeypatch.setattr("commutator.tokenizer.cut_points.WordTokens._learn", refuse)
-    text = "the day of the question<|im_end|>"
-    again = cache.encode(text, add_special_tokens=False)
-    assert SMOLLM2.decode(again.token_ids, skip_special_tokens=False) == text
+def _lying_about(word: str) -> Callable[[Tokenizer], FastEncode]:
+    """A fast encoder that is wrong, but only about texts with this word."""
+
+    def made(tokenizer: Tokenizer) -> FastEncode:
+        def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+            return [
+                [0] if word in text else one.ids for text, one in zip(texts, encodings, strict=True)
+            ]
+
+        return encode
+
+    return made
+
+
+def test_a_sample_that_differs_ends_fast_tokenization(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prompt_cache, "_CHECK_EVERY", 3)
+    differences: list[int] = []
+    fast = FastTokenizer.of(SMOLLM2, _lying_about("xyzzy"))
+    liar = Encoder(SMOLLM2, fast, name="m", on_difference=lambda: differences.append(1))
+    cache = PromptTokenCache(liar, cut_points_of(SMOLLM2), 1 << 20)
+    prompts = [f"{DOCUMENT} xyzzy {number}" for number in range(4)]
+    found = [cache.encode(prompt, add_special_tokens=True) for prompt in prompts]
+    exact = [SMOLLM2.encode(prompt).ids for prompt in prompts]
+    right = [one.token_ids == its for one, its in zip(found, exact, strict=True)]
+    assert right == [False, False, True, True]  # the third is the sample
+    assert not liar.is_fast
+    assert cache.size_bytes == 0
+    assert differences == [1]
+    assert "model m" in caplog.text
+    assert "xyzzy" not in caplog.text  # what clients write is not logged
+
+
+def test_a_sample_is_tokenized_whole_where_it_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = a_cache()
+    cache.encode(DOCUMENT, add_special_tokens=True)
+    monkeypatch.setattr(prompt_cache, "_CHECK_EVERY", 1)
+    found = cache.look_up(DOCUMENT, add_special_tokens=True)
+    assert found.known_characters > 3_000
+    assert found.missing_characters == len(DOCUMENT)
+    assert cache.complete(found).token_ids == SMOLLM2.encode(DOCUMENT).ids

@@ -83,8 +83,7 @@ class FrontendConfig:
     )
     prompt_cache_bytes: NonNegativeInt = setting(
         "Bytes of a tokenizer cache in each front-door process, for each model: tokens of prompt "
-        "prefixes, and in a further eighth tokens of words, so that a shared prefix is tokenized "
-        "once; 0 turns the cache off.",
+        "prefixes, so that a shared prefix is tokenized once; 0 turns the cache off.",
         64 << 20,
     )
 

@@ -10,6 +10,7 @@ from commutator.errors import RequestError
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics
 from commutator.routing.prefix_index.hashing import sequence_hashes
+from commutator.tokenizer.encoder import Encoder
 from commutator.tokenizer.prompt_cache import (
     BlockHashing,
     FoundPrefix,
@@ -64,19 +65,27 @@ class Preprocessor:
                 return sequence_hashes(token_ids, size, cache_salt=salt, known=known)
 
             hashing = BlockHashing(size, hashes)
-        self._cache = cache = PromptTokenCache(
+        cuts = model.cut_points
+        encoder = Encoder(
             model.tokenizer,
+            model.fast_tokenizer,
+            name=name,
+            on_difference=metrics.tokenizer_differences.labels(name).inc,
+        )
+        self._cache = PromptTokenCache(
+            encoder,
+            cuts,
             max_bytes,
             hashing=hashing,
             on_hit=metrics.prompt_cache_hits.labels(name).inc,
         )
-        if max_bytes and cache.cuts.problem:
-            where = "only before special tokens" if cache.cuts.any else "nowhere"
+        if max_bytes and cuts.problem:
+            where = "only before special tokens" if cuts.pattern else "nowhere"
             log.info(
                 "model %s: its prompt cache can split prompts %s: its tokenizer: %s",
                 name,
                 where,
-                cache.cuts.problem,
+                cuts.problem,
             )
 
     @property

@@ -152,6 +152,13 @@ class FrontendMetrics(Observer):
             ("model",),
             registry=registry,
         )
+        self.tokenizer_differences = prometheus_client.Counter(
+            "commutator_tokenizer_differences",
+            "Times that fastokens or the prompt cache was found to give other tokens than "
+            "tokenizers, which has tokenized the model's prompts alone since.",
+            ("model",),
+            registry=registry,
+        )
         self._output_tokens = counter("commutator_output_tokens", "Tokens generated.")
         self._input_lengths = histogram(
             "commutator_input_sequence_tokens",

@@ -6,20 +6,22 @@ A tokenizer works in stages, and a cut is exact when no stage looks across it:
    when no added token can lie across it.
 2. What lies between them is normalized, split into words and looked up, each piece on its own. So
    a cut right before an added token is exact if that token can overlap with no other one.
-3. Inside such a piece a cut is exact where the words are split anyway. All word patterns listed
-   here take a letter only into a run that a space ends, or that the end of the text ends in the
-   same way, and none looks back. So they split before a space that follows a letter, and neither
-   side sees the difference. NFC leaves both sides alone too: nothing composes with a space.
+3. Inside such a piece a cut is exact where the words are split anyway. The word patterns listed
+   here do not look back, and none has a word in which a space follows what is no space, a sign
+   follows a letter or a digit, or a letter and a digit stand side by side; and what ends before
+   such a place ends there in the same way when nothing follows. NFC leaves both sides alone too:
+   nothing composes with a space, sign or digit before it.
 
 Whatever is not known to behave so switches the cuts off, with the reason.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from attrs import frozen
@@ -27,7 +29,7 @@ from tokenizers import Tokenizer
 
 __all__ = [
     "CutPoints",
-    "WordTokens",
+    "cut_points_of",
     "find_cut_points",
 ]
 
@@ -43,7 +45,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _MARK = r"[^\r\n\p{L}\p{N}]?"
 
 
-_CASED = rf"{_MARK}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_MARK}{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+def _cased(end: str) -> str:
+    return rf"{_MARK}{_UPPER}*{_LOWER}+{end}|{_MARK}{_UPPER}+{_LOWER}*{end}"
 
 
 _WORD_PATTERNS = frozenset(
@@ -55,8 +58,15 @@ _WORD_PATTERNS = frozenset(
             rf"{_CONTRACTION}|{_MARK}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_OTHERS}"
             for digits in (r"\p{N}{1,3}", r"\p{N}")
         ),
+        # Qwen 3.5
+        (
+            rf"{_CONTRACTION}|{_MARK}[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_OTHERS}"
+        ),
         # GPT-4o, gpt-oss, Llama 4
-        rf"{_CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}",
+        rf"{_cased(_CONTRACTION + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}",
+        # Mistral's Tekken
+        rf"{_cased('')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_OTHERS}",
         # DeepSeek 3 and 4, which write line ends as they are
         (
             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
@@ -69,22 +79,32 @@ _WORD_PATTERNS = frozenset(
 )
 
 
-# They take neither spaces nor the letters below. DeepSeek has both of them before its words.
+# They split digits and the letters below off. DeepSeek has both of them before its words.
 _OTHER_PATTERNS = frozenset({r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"})
 
 
-# Letters since Unicode 5.0, which NFC leaves as they are.
+# Letters since Unicode 5.0, which NFC leaves as they are: Latin, Greek, Cyrillic, Chinese, kana,
+# Korean.
 _LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0388-\u038a\u038e-\u03a1\u03a3-\u03f5"
 
 
-_LETTERS += "\u0400-\u0481\u048a-\u0513"
+_LETTERS += "\u0400-\u0481\u048a-\u0513\u4e00-\u9fa5\u3041-\u3094\u30a1-\u30fa\uac00-\ud7a3"
 
 
-# The space stands first, so that it is what the text is searched for.
-_SPACE_BETWEEN_LETTERS = re.compile(f" (?<=[{_LETTERS}] )(?=[{_LETTERS}])")
+_LETTER_OR_DIGIT = re.compile(f"[0-9{_LETTERS}]")
 
 
-_SPACE_AFTER_LETTER = re.compile(f"[{_LETTERS}] ")
+# Not the apostrophe, with which words go on.
+_SIGNS = '\n!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~'
+
+
+_SIGNS += (
+    "\u2026\u201c\u201d\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011"
+    "\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+)
+
+
+_LETTER_BY_DIGIT = re.compile("[A-Za-z][0-9]|[0-9][A-Za-z]")
 
 
 # Each of these treats one piece of text without regard to where it stood.
@@ -107,10 +127,8 @@ _MODELS = {"BPE", "WordLevel", "WordPiece"}
 class CutPoints:
     """Where texts of one tokenizer may be cut, and what it puts around a whole text."""
 
-    before_tokens: re.Pattern[str] | None = None
-    """Added tokens before which a cut is exact."""
-    before_spaces: bool = False
-    """Whether a cut before a space between two letters is exact."""
+    pattern: re.Pattern[str] | None = None
+    """A cut is exact before each of its matches; None: nowhere."""
     first_ids: tuple[int, ...] = ()
     """Special tokens at the start of a text, when they are asked for."""
     last_ids: tuple[int, ...] = ()
@@ -118,44 +136,24 @@ class CutPoints:
     problem: str | None = None
     """Why a text may not be cut at all, or only before some added tokens."""
 
-    @property
-    def any(self) -> bool:
-        """Whether there is any place where a text may be cut."""
-        return self.before_spaces or self.before_tokens is not None
-
     def next_cut(self, text: str, at_least: int) -> int | None:
-        """The first known cut from ``at_least`` on; it depends on nothing behind it but one word.
+        """The first known cut from ``at_least`` on; None when there is none.
 
-        None when there is none.
+        It depends on the text before it, and on one character or added token behind it.
         """
-        end = len(text)
-        space = _SPACE_BETWEEN_LETTERS.search(text, at_least) if self.before_spaces else None
-        if space is not None:
-            end = space.start()
-        if self.before_tokens is not None:
-            token = self.before_tokens.search(text, at_least, end)
-            if token is not None:
-                return token.start()
-        return None if space is None else end
-
-    def words(self, text: str) -> list[str]:
-        """``text`` cut at every known cut; see ``before_spaces``, which must hold."""
-        words: list[str] = []
-        start = 0
-        for token in self.before_tokens.finditer(text) if self.before_tokens else ():
-            words += _cut_before_spaces(text[start : token.start()])
-            start = token.start()
-        return words + _cut_before_spaces(text[start:])
-
-    def certain_at(self, text: str, cut: int) -> int:
-        """A text that equals ``text`` up to here has its cut at ``cut`` too."""
-        token = None if self.before_tokens is None else self.before_tokens.match(text, cut)
-        return cut + len(" a") if token is None else token.end()
+        found = self.pattern.search(text, at_least) if self.pattern else None
+        return None if found is None else found.start()
 
 
-def _cut_before_spaces(text: str) -> list[str]:
-    first, *others = _SPACE_BETWEEN_LETTERS.split(text)
-    return [first, *[" " + word for word in others]]
+def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
+    """Where texts of this tokenizer may be cut."""
+    if tokenizer.encode_special_tokens:
+        return CutPoints(problem="it reads special tokens as plain text")
+    try:
+        description = json.loads(tokenizer.to_str())
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
+        return CutPoints(problem=f"it cannot be described: {error}")
+    return find_cut_points(description)
 
 
 def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:
@@ -170,16 +168,41 @@ def find_cut_points(tokenizer: Mapping[str, Any]) -> CutPoints:
         return CutPoints(problem=problem)
     contents = [token["content"] for token in added]
     # Without a normalizer, what is to be found in normalized text is found in raw text.
-    raw = [token["content"] for token in added if not (normalizers and token["normalized"])]
-    alone = sorted(_overlapping_none(raw, contents), key=len, reverse=True)
-    problem = _why_not_before_spaces(normalizers, pre_tokenizers, contents)
+    normalized = [token["content"] for token in added if normalizers and token["normalized"]]
+    raw = [content for content in contents if content not in normalized]
+    parts = _before_tokens(_overlapping_none(raw, contents))
+    problem = _why_not_between_words(normalizers, pre_tokenizers, normalized)
+    if problem is None:
+        parts = _between_words(contents) + parts
     return CutPoints(
-        before_tokens=re.compile("|".join(map(re.escape, alone))) if alone else None,
-        before_spaces=problem is None,
+        pattern=re.compile("|".join(parts)) if parts else None,
         first_ids=around[0],
         last_ids=around[1],
         problem=problem,
     )
+
+
+def _before_tokens(tokens: Iterable[str]) -> list[str]:
+    """Patterns of the tokens, by first characters, so that few are tried at most places."""
+    rests = defaultdict(list)
+    for token in tokens:
+        rests[token[0]].append(re.escape(token[1:]))
+    return [f"{re.escape(first)}(?:{'|'.join(ends)})" for first, ends in rests.items()]
+
+
+def _between_words(contents: Iterable[str]) -> list[str]:
+    """Patterns of places where words end, except those that lie inside of an added token."""
+    forms = [form for one in contents for form in (one, unicodedata.normalize("NFC", one))]
+    pairs = {one[at : at + 2] for one in forms for at in range(len(one) - 1)}
+    taken = {pair[1] for pair in pairs if _LETTER_OR_DIGIT.match(pair)}
+    signs = "".join(re.escape(sign) for sign in _SIGNS if sign not in taken)
+    # What is looked for stands first: only where it is found does the rest have to be tried.
+    parts = [rf"[{signs}](?<=[0-9{_LETTERS}](?s:.))"] if signs else []
+    if not any(re.fullmatch(r"\S ", pair) for pair in pairs):
+        parts.insert(0, r" (?<=\S )")
+    if not any(map(_LETTER_BY_DIGIT.fullmatch, pairs)):
+        parts += ["[0-9](?<=[A-Za-z][0-9])", "[A-Za-z](?<=[0-9][A-Za-z])"]
+    return parts
 
 
 def _steps(stage: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
@@ -213,10 +236,10 @@ def _why_not(
     return None
 
 
-def _why_not_before_spaces(
+def _why_not_between_words(
     normalizers: Iterable[Mapping[str, Any]],
     pre_tokenizers: Iterable[Mapping[str, Any]],
-    contents: Iterable[str],
+    normalized: Iterable[str],
 ) -> str | None:
     if any(step["type"] != "NFC" for step in normalizers):
         return "its normalizer may change spaces or letters"
@@ -224,10 +247,9 @@ def _why_not_before_spaces(
         return "its pre-tokenizer puts a space before every text"
     if not _splits_words(pre_tokenizers):
         return "its pre-tokenizer has no word pattern known here"
-    for content in contents:
-        # Tokens that are to be found in normalized text are normalized themselves.
-        if any(map(_SPACE_AFTER_LETTER.search, (content, unicodedata.normalize("NFC", content)))):
-            return f"its added token {content!r} may lie across a space"
+    for content in normalized:
+        if not content.isascii():  # else it is not known what becomes it
+            return f"its added token {content!r} is looked for in normalized text"
     return None
 
 
@@ -235,7 +257,7 @@ def _splits_words(pre_tokenizers: Iterable[Mapping[str, Any]]) -> bool:
     for step in pre_tokenizers:
         pattern = _isolated(step)
         if step["type"] == "Digits" or pattern in _OTHER_PATTERNS:
-            continue  # leaves letters and spaces together, and splits nothing else apart
+            continue  # keeps apart what the cuts are between, or leaves it
         if step["type"] == "ByteLevel":
             return bool(step.get("use_regex", True))
         return pattern in _WORD_PATTERNS
@@ -280,52 +302,3 @@ def _around(stage: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int
         elif after <= 1:
             ids[after].extend(templates[0]["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
     return (tuple(ids[0]), tuple(ids[1])) if after == 1 else None
-
-
-_LONGEST_WORD = 32
-
-
-# An entry with such a word in the widest letters and a token for each; most take half of it.
-_ENTRY_BYTES = 800
-
-
-class WordTokens:
-    """Tokens by word. Only for tokenizers whose texts may be cut before spaces.
-
-    Added tokens, such as those between messages, begin words of their own. A known word costs a
-    twentieth of what it costs to tokenize it, an unknown one twice as much. Threads may share it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, cuts: CutPoints, max_bytes: int) -> None:
-        """``cuts`` are the tokenizer's. When ``max_bytes`` are full it begins anew."""
-        self._tokenizer = tokenizer
-        self._cuts = cuts
-        self._max_entries = max_bytes // _ENTRY_BYTES
-        self._known: dict[str, list[int]] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return _ENTRY_BYTES * len(self._known)
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of ``text``, without special ones around it."""
-        words = self._cuts.words(text)
-        try:
-            return list(chain.from_iterable(map(self._known.__getitem__, words)))
-        except KeyError:
-            return list(chain.from_iterable(self._learn(words)))
-
-    def _learn(self, words: list[str]) -> list[list[int]]:
-        known = self._known  # another thread may begin anew meanwhile
-        missing = list({word: None for word in words if word not in known})
-        encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
-        learnt: dict[str, list[int]] = {}
-        for word, encoding in zip(missing, encodings, strict=True):
-            learnt[word] = encoding.ids
-        tokens = [learnt[word] if word in learnt else known[word] for word in words]
-        short = {word: ids for word, ids in learnt.items() if len(word) <= _LONGEST_WORD}
-        if len(known) + len(short) > self._max_entries:
-            self._known = {}
-        if len(short) <= self._max_entries:
-            self._known.update(short)
-        return tokens

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import sys
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from attrs import define, field, frozen
-from tokenizers import Tokenizer
+from attrs import field, frozen
 
-from commutator.tokenizer.cut_points import CutPoints, WordTokens, find_cut_points
+from commutator.tokenizer.cut_points import CutPoints
+from commutator.tokenizer.encoder import Encoder
 
 __all__ = [
     "BlockHashing",
     "FoundPrefix",
     "PromptTokenCache",
     "PromptTokens",
-    "cut_points_of",
 ]
 
-_SHORTEST_CHUNK, _LONGEST_CHUNK = 100, 250
+_SHORTEST_CHUNK = 200
+_CHUNK_PART = 8
 
+# An entry of the cache without its contents.
+_CHUNK_BYTES = 400
 
-# A list entry and the int that it refers to; an entry of the cache without its contents.
-_INT_BYTES = 40
-
-
-_NODE_BYTES = 600
-
-
-# Of the memory, the part for single words.
-_FOR_WORDS = 1 / 8
-
-
-# What is missing of a prompt is mostly its last words, and they are mostly known. A document that
-# was never seen has too many others.
-_BY_WORD_CHARACTERS = 1_000
+# One prompt in so many is also tokenized as a whole, by tokenizers itself.
+_CHECK_EVERY = 1_000
 
 
 @frozen
@@ -62,28 +53,21 @@ class PromptTokens:
     """The number of tokens that were cached."""
 
 
-@define(eq=False)
-class _Node:
-    """A chunk of text behind all the chunks before it."""
+@frozen(eq=False)
+class _Chunk:
+    """A part of a text, behind all the chunks before it. Equal only to itself."""
 
-    before: _Node | None
-    """None: this is a root, which is before every first chunk."""
-    chunk: str
-    ahead: str
-    """What the text has right behind, as far as the cut between depends on it."""
-    token_ids: list[int]
-    hashes: list[int]
-    """Of the blocks that end in this chunk."""
-    behind: dict[str, _Node] = field(factory=dict)
-    """By their chunks."""
-    latest: _Node | None = None
-    """The last one of those that came: in a shared text it is the one that comes again."""
+    key: tuple[object, str]
+    """What is before it, a chunk or what the first chunk's prompts share; and its text."""
+    # Arrays take a tenth of the memory that lists take.
+    token_ids: array[int]
+    hashes: array[int]
+    """Of the blocks that end in it."""
 
     @property
     def size_bytes(self) -> int:
-        entries = len(self.token_ids) + len(self.hashes)
-        texts = sys.getsizeof(self.chunk) + sys.getsizeof(self.ahead)
-        return _NODE_BYTES + texts + _INT_BYTES * entries
+        contents = (self.key[1], self.token_ids, self.hashes)
+        return _CHUNK_BYTES + sum(map(sys.getsizeof, contents))
 
 
 @frozen(eq=False)
@@ -95,34 +79,25 @@ class FoundPrefix:
     """Only prompts of the same salt are looked at."""
     special: bool
     """Whether special tokens are put around the text."""
-    nodes: list[_Node]
-    """The root and the known chunks; empty when nothing is kept."""
-    known_characters: int
+    is_sample: bool
+    """Whether its tokens are compared with those that ``tokenizers`` gives."""
+    chunks: list[_Chunk] = field(factory=list)
+    """The known ones."""
+    known_characters: int = 0
 
     @property
     def missing_characters(self) -> int:
         """How much is still to be tokenized."""
-        return len(self.text) - self.known_characters
+        return len(self.text) - (0 if self.is_sample else self.known_characters)
 
 
 def chunk_end(start: int) -> int:
     """A chunk from ``start`` ends at the first exact cut from here on.
 
-    What follows the last known chunk is tokenized again, so chunks are short; each known one costs
-    a look-up, so further on in the text, where there are many before, they are longer.
+    What follows the last known chunk is tokenized again, and each known one costs a look-up. So
+    chunks grow with what is before them.
     """
-    return start + min(_SHORTEST_CHUNK + start // 20, _LONGEST_CHUNK)
-
-
-def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
-    """Where texts of this tokenizer may be cut."""
-    if tokenizer.encode_special_tokens:
-        return CutPoints(problem="it reads special tokens as plain text")
-    try:
-        description = json.loads(tokenizer.to_str())
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-        return CutPoints(problem=f"it cannot be described: {error}")
-    return find_cut_points(description)
+    return start + max(_SHORTEST_CHUNK, start // _CHUNK_PART)
 
 
 class PromptTokenCache:
@@ -132,37 +107,40 @@ class PromptTokenCache:
     the ones before it. Each salt has chunks of its own, so that the time a prompt takes tells
     nothing about prompts of other salts. The least recently used go first; a chunk never before
     those after it.
+
+    One prompt in 1,000 is compared with what ``tokenizers`` makes of the whole text. If they ever
+    differ, that prompt gets the right tokens, and neither the cache nor the fast encoder is used
+    again.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        encoder: Encoder,
+        cuts: CutPoints,
         max_bytes: int,
         *,
         hashing: BlockHashing | None = None,
         on_hit: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """With ``max_bytes`` 0 nothing is kept. ``on_hit`` is told each prompt's known tokens."""
-        self._tokenizer = tokenizer
-        self._max_bytes = max_bytes - int(max_bytes * _FOR_WORDS)
+        """``cuts`` are those of the encoder's tokenizer. With ``max_bytes`` 0 nothing is kept.
+
+        ``on_hit`` is told each prompt's known tokens.
+        """
+        self._encoder = encoder
+        self._cuts = cuts if max_bytes > 0 else CutPoints(problem="it has no room for anything")
+        self._max_bytes = max_bytes
         self._hashing = hashing
         self._on_hit = on_hit
-        off = CutPoints(problem="it has no room for anything")
-        self.cuts = cut_points_of(tokenizer) if max_bytes > 0 else off
-        self._words = WordTokens(tokenizer, self.cuts, int(max_bytes * _FOR_WORDS))
-        self._prefix_bytes = 0
-        # Prompts that begin with special tokens have other blocks than those that do not.
-        self._roots = {special: _Node(None, "", "", [], []) for special in (False, True)}
-        # Each has the roots of the salts as what is behind it.
-        self._salts = {special: _Node(None, "", "", [], []) for special in (False, True)}
-        self._used: OrderedDict[_Node, None] = OrderedDict()
-        """Least recently first; without ``_roots`` and ``_salts``."""
+        self._prompts = itertools.count(1)
+        self._chunks: OrderedDict[tuple[object, str], _Chunk] = OrderedDict()
+        """Least recently used first."""
+        self._size_bytes = 0
         self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
         """What it takes, at most the given ``max_bytes``."""
-        return self._prefix_bytes + self._words.size_bytes
+        return self._size_bytes
 
     def encode(
         self, text: str, salt: str | None = None, *, add_special_tokens: bool
@@ -174,127 +152,122 @@ class PromptTokenCache:
         self, text: str, salt: str | None = None, *, add_special_tokens: bool
     ) -> FoundPrefix:
         """What is known of the prompt; quick."""
-        if not self.cuts.any:
-            return FoundPrefix(text, salt, add_special_tokens, [], 0)
+        can_differ = self._encoder.is_fast or self._cuts.pattern is not None
+        is_sample = can_differ and next(self._prompts) % _CHECK_EVERY == 0
+        chunks: list[_Chunk] = []
         start = 0
-        with self._lock:
-            node = self._root(salt, add_special_tokens)
-            nodes = [node]
-            while True:
-                known = node.latest
-                if (
-                    known is None
-                    or not text.startswith(known.chunk, start)
-                    or not text.startswith(known.ahead, start + len(known.chunk))
-                ):
-                    cut = self.cuts.next_cut(text, chunk_end(start))
-                    known = None if cut is None else node.behind.get(text[start:cut])
-                    if known is None:
-                        break
-                    node.latest = known
-                nodes.append(known)
-                start += len(known.chunk)
-                node = known
-        return FoundPrefix(text, salt, add_special_tokens, nodes, start)
+        before: object = _root(salt, add_special_tokens)
+        next_cut, known = self._cuts.next_cut, self._chunks
+        while (cut := next_cut(text, chunk_end(start))) is not None:
+            chunk = known.get((before, text[start:cut]))
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            start, before = cut, chunk
+        return FoundPrefix(text, salt, add_special_tokens, is_sample, chunks, start)
 
     def complete(self, found: FoundPrefix) -> PromptTokens:
         """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile."""
-        if not self.cuts.any:
-            return self._plain(found)
-        token_ids: list[int] = []
-        hashes: list[int] = []
-        if found.special:
-            token_ids.extend(self.cuts.first_ids)
-        hit_tokens = -len(token_ids)
-        for node in found.nodes:
-            token_ids += node.token_ids
-            hashes += node.hashes
-        hit_tokens += len(token_ids)
+        if self._cuts.pattern is None:
+            (token_ids,) = self._encoder.encode([found.text], add_special_tokens=found.special)
+            prompt = self._whole(found, token_ids)
+        else:
+            prompt = self._completed(found)
+        if found.is_sample:
+            (exact,) = self._encoder.encode_exactly([found.text], add_special_tokens=found.special)
+            if exact != prompt.token_ids:
+                self._give_way(prompt.token_ids, exact)
+                return self._whole(found, exact)
+        return prompt
+
+    def _completed(self, found: FoundPrefix) -> PromptTokens:
+        cuts, hashing = self._cuts, self._hashing
+        known = array("I", cuts.first_ids if found.special else ())
+        known_hashes = array("Q")
+        hit_tokens = -len(known)
+        for chunk in found.chunks:
+            known += chunk.token_ids
+            known_hashes += chunk.hashes
+        token_ids, hashes = known.tolist(), known_hashes.tolist()
         known_tokens = len(token_ids)
-        chunks = self._chunks(found.text, found.known_characters)
-        parts = self._tokenized(chunks, found.missing_characters)
+        hit_tokens += known_tokens
+        texts = self._cut(found.text, found.known_characters)
+        parts = self._encoder.encode(texts, add_special_tokens=False)
         for part in parts:
             token_ids += part
         if found.special:
-            token_ids.extend(self.cuts.last_ids)
-        if self._hashing is not None:
-            hashes = self._hashing.hashes(token_ids, hashes, found.salt)
-        self._keep(found, known_tokens, chunks[:-1], parts, hashes)
+            token_ids += cuts.last_ids
+        if hashing is not None:
+            hashes = hashing.hashes(token_ids, hashes, found.salt)
+        self._keep(found, known_tokens, texts[:-1], parts, hashes)
         self._on_hit(hit_tokens)
-        return PromptTokens(token_ids, hashes if self._hashing else None, hit_tokens)
+        return PromptTokens(token_ids, hashes if hashing else None, hit_tokens)
 
-    def _tokenized(self, chunks: list[str], characters: int) -> list[list[int]]:
-        if self.cuts.before_spaces and characters <= _BY_WORD_CHARACTERS:
-            return [self._words.encode(chunk) for chunk in chunks]
-        encodings = self._tokenizer.encode_batch_fast(chunks, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def _plain(self, found: FoundPrefix) -> PromptTokens:
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [found.text], add_special_tokens=found.special
-        )
-        token_ids: list[int] = encoding.ids
+    def _whole(self, found: FoundPrefix, token_ids: list[int]) -> PromptTokens:
         hashes = None if self._hashing is None else self._hashing.hashes(token_ids, (), found.salt)
         return PromptTokens(token_ids, hashes, 0)
 
-    def _root(self, salt: str | None, special: bool) -> _Node:
-        special = special and bool(self.cuts.first_ids)
-        if salt is None:
-            return self._roots[special]
-        salts = self._salts[special]
-        root = salts.behind.get(salt)
-        if root is None:
-            root = salts.behind[salt] = _Node(salts, salt, "", [], [])
-            self._used[root] = None
-            self._prefix_bytes += root.size_bytes
-        return root
-
-    def _chunks(self, text: str, start: int) -> list[str]:
-        """``text`` from ``start`` on; the last one ends with the text, not at a cut."""
-        chunks = []
-        while (cut := self.cuts.next_cut(text, chunk_end(start))) is not None:
-            chunks.append(text[start:cut])
+    def _cut(self, text: str, start: int) -> list[str]:
+        """``text`` from ``start`` on; the last part ends with the text, not at a cut."""
+        parts = []
+        while (cut := self._cuts.next_cut(text, chunk_end(start))) is not None:
+            parts.append(text[start:cut])
             start = cut
-        chunks.append(text[start:])
-        return chunks
+        parts.append(text[start:])
+        return parts
 
     def _keep(
         self,
         found: FoundPrefix,
         known_tokens: int,
-        chunks: Sequence[str],
+        texts: Sequence[str],
         parts: Sequence[list[int]],
         hashes: Sequence[int],
     ) -> None:
-        path = list(found.nodes)
+        path = list(found.chunks)
+        before: object = path[-1] if path else _root(found.salt, found.special)
         block_size = self._hashing.block_size if self._hashing else sys.maxsize
-        tokens, at = known_tokens, found.known_characters
+        tokens = known_tokens
         with self._lock:
-            for chunk, part in zip(chunks, parts, strict=False):
+            if self._cuts.pattern is None:
+                return  # another thread has found that the cache is wrong
+            for text, part in zip(texts, parts, strict=False):
                 blocks, tokens = tokens // block_size, tokens + len(part)
-                at += len(chunk)
-                before = path[-1]
-                node = before.behind.get(chunk)
-                if node is None:
-                    ahead = found.text[at : self.cuts.certain_at(found.text, at)]
-                    ended = list(hashes[blocks : tokens // block_size])
-                    node = before.behind[chunk] = _Node(before, chunk, ahead, part, ended)
-                    before.latest = node
-                    self._used[node] = None
-                    self._prefix_bytes += node.size_bytes
-                path.append(node)
+                chunk = self._chunks.get((before, text))
+                if chunk is None:  # no other thread was quicker
+                    ended = array("Q", hashes[blocks : tokens // block_size])
+                    chunk = _Chunk((before, text), array("I", part), ended)
+                path.append(chunk)
+                before = chunk
             # Backwards, so that what stands first in a prompt is the last to be dropped.
-            for node in reversed(path):
-                if node in self._used:  # another thread may have dropped it
-                    self._used.move_to_end(node)
-            while self._prefix_bytes > self._max_bytes:
-                self._drop_oldest()
+            for chunk in reversed(path):
+                if chunk.key not in self._chunks:  # it is new, or was dropped meanwhile
+                    self._chunks[chunk.key] = chunk
+                    self._size_bytes += chunk.size_bytes
+                self._chunks.move_to_end(chunk.key)
+            while self._size_bytes > self._max_bytes:
+                _, oldest = self._chunks.popitem(last=False)
+                self._size_bytes -= oldest.size_bytes
 
-    def _drop_oldest(self) -> None:
-        oldest, _ = self._used.popitem(last=False)
-        self._prefix_bytes -= oldest.size_bytes
-        before = oldest.before
-        assert before is not None
-        del before.behind[oldest.chunk]
-        if before.latest is oldest:
-            before.latest = None
+    def _give_way(self, found: list[int], exact: list[int]) -> None:
+        at = next(
+            (
+                place
+                for place, pair in enumerate(zip(found, exact, strict=False))
+                if len({*pair}) > 1
+            ),
+            min(len(found), len(exact)),
+        )
+        with self._lock:
+            self._cuts = CutPoints(problem="it gave other tokens than tokenizers")
+            self._chunks.clear()
+            self._size_bytes = 0
+        self._encoder.give_way(
+            f"a prompt of {len(exact)} tokens had others from number {at} on: {found[at : at + 3]} "
+            f"instead of {exact[at : at + 3]}"
+        )
+
+
+def _root(salt: str | None, special: bool) -> tuple[str | None, bool]:
+    """What is before the first chunk: prompts with special tokens around have other blocks."""
+    return salt, special

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from commutator.errors import RequestError
 from commutator.tokenizer.chat_template import ChatTemplate
+from commutator.tokenizer.cut_points import CutPoints, cut_points_of
 from commutator.tokenizer.detokenizer import Detokenizer, token_bytes
+from commutator.tokenizer.encoder import FastTokenizer
 
 __all__ = [
     "TextModel",
@@ -52,6 +55,16 @@ class TextModel:
     def use_chat_template(self, source: str) -> None:
         """Replace the model's own template. Raises ConfigError when its syntax is wrong."""
         self._chat_template = ChatTemplate(source, self._special_tokens)
+
+    @cached_property
+    def fast_tokenizer(self) -> FastTokenizer:
+        """What front doors tokenize with; made when it is first asked for."""
+        return FastTokenizer.of(self.tokenizer)
+
+    @cached_property
+    def cut_points(self) -> CutPoints:
+        """Where texts may be cut; found when it is first asked for."""
+        return cut_points_of(self.tokenizer)
 
     @property
     def longest_token_bytes(self) -> int:
