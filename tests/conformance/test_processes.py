@@ -24,24 +24,27 @@ async def memory() -> AsyncIterator[Registry]:
     await registry.close()
 
 
-@asynccontextmanager
-async def over_tcp() -> AsyncIterator[Registry]:
-    async with memory() as inner:
-        server = RegistryServer(inner)
-        client = RegistryClient(await server.start())
-        yield client
-        await client.close()
-        await server.stop()
-
-
 class TestMemory(RegistryContract):
     def open_registry(self) -> AbstractAsyncContextManager[Registry]:
         return memory()
 
 
 class TestOverTcp(RegistryContract):
-    def open_registry(self) -> AbstractAsyncContextManager[Registry]:
-        return over_tcp()
+    @asynccontextmanager
+    async def open_registry(self) -> AsyncIterator[Registry]:
+        async with memory() as inner:
+            self.server = RegistryServer(inner)
+            self.address = await self.server.start()
+            client = RegistryClient(self.address)
+            yield client
+            await client.close()
+            await self.server.stop()
+
+    @asynccontextmanager
+    async def cut_off(self) -> AsyncIterator[None]:
+        await self.server.stop()
+        yield
+        await self.server.start(port=int(self.address.rpartition(":")[2]))
 
 
 class TestProcess(LauncherContract):

@@ -21,6 +21,7 @@
     │       └── TransferCancelledError   cancelled; NIXL may still access the memory
     ├── TierError              a storage tier cannot be used
     ├── RegistryError          the registry of workers cannot be reached
+    │   └── NameTakenError     another live worker has the worker id
     └── DeadlineError          the request's time limit passed
 
 Messages say what happened, where, and what to do next.
@@ -40,6 +41,7 @@ __all__ = [
     "EngineOverloadedError",
     "EngineUnavailableError",
     "EngineWithoutTiersError",
+    "NameTakenError",
     "OverloadedError",
     "PermissionDeniedError",
     "PluginError",
@@ -186,6 +188,21 @@ class TierError(CommutatorError):
 
 class RegistryError(CommutatorError):
     """The registry of workers cannot be reached."""
+
+
+class NameTakenError(RegistryError):
+    """Another live instance has the worker id.
+
+    ``holder`` says which: "host h1, at 127.0.0.1:4100".
+    """
+
+    def __init__(self, worker_id: str, holder: str) -> None:
+        super().__init__(
+            f"worker id {worker_id} belongs to another live worker ({holder}); give each "
+            "deployment that shares a registry a runtime.host_name of its own"
+        )
+        self.worker_id = worker_id
+        self.holder = holder
 
 
 class DeadlineError(CommutatorError):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from commutator.backoff import Backoff
 from commutator.contract.registry import Change, WorkerDown, WorkerUp
 from commutator.contract.worker import EngineInfo, Role, WorkerRecord
-from commutator.registry.client import difference
+from commutator.registry.changes import difference
 from commutator.registry.memory import (
     Deregister,
     Event,
@@ -27,7 +27,7 @@ IDS = st.sampled_from(["a-0", "a-1", "b-0"])
 TTLS = st.sampled_from([1.0, 2.0, 5.0])
 
 
-def record(worker_id: str, port: int = 1) -> WorkerRecord:
+def record(worker_id: str, port: int = 1, instance: str = "i") -> WorkerRecord:
     info = EngineInfo(
         kind="fake", version="1", model="m", max_model_len=1, block_size=1, kv_capacity_blocks=1
     )
@@ -37,6 +37,7 @@ def record(worker_id: str, port: int = 1) -> WorkerRecord:
         kind="fake",
         model="m",
         address=f"127.0.0.1:{port}",
+        instance=instance,
         info=info,
     )
 
@@ -75,12 +76,16 @@ class Leases(RuleBasedStateMachine):
     def lapse(self) -> None:
         self.model = {i: m for i, m in self.model.items() if m[2] > self.now}
 
-    @rule(worker_id=IDS, port=st.integers(1, 2), ttl_s=TTLS)
-    def register(self, worker_id: str, port: int, ttl_s: float) -> None:
+    @rule(worker_id=IDS, port=st.integers(1, 2), instance=st.sampled_from("ij"), ttl_s=TTLS)
+    def register(self, worker_id: str, port: int, instance: str, ttl_s: float) -> None:
         self.lapse()
-        assert self.apply(Register(record(worker_id, port), ttl_s))
-        self.model = {i: m for i, m in self.model.items() if m[0].worker_id != worker_id}
-        self.model[self.table.last_id] = (record(worker_id, port), ttl_s, self.now + ttl_s)
+        new = record(worker_id, port, instance)
+        held = [m[0] for m in self.model.values() if m[0].worker_id == worker_id]
+        free = all(one.instance == instance for one in held)
+        assert self.apply(Register(new, ttl_s)) == free, "a name has one instance at a time"
+        if free:
+            self.model = {i: m for i, m in self.model.items() if m[0].worker_id != worker_id}
+            self.model[self.table.last_id] = (new, ttl_s, self.now + ttl_s)
 
     @rule(lease_id=st.integers(1, 8))
     def keep_alive(self, lease_id: int) -> None:
@@ -151,7 +156,9 @@ def test_the_difference_turns_one_view_into_the_other(a: dict[str, int], b: dict
         if isinstance(change, WorkerDown):
             del view[change.worker_id]
         else:
-            assert view.get(change.record.worker_id) != change.record, "nothing changed"
+            known = view.get(change.record.worker_id)
+            assert known != change.record, "nothing changed"
+            assert known is None or known.address == change.record.address, "not the same process"
             view[change.record.worker_id] = change.record
     assert sorted(view.values(), key=repr) == sorted(present, key=repr)
 

@@ -43,6 +43,7 @@ async def test_live_ready_health() -> None:
             "load_peers": 0,
             "indexed_blocks": {MODEL: 3},
             "registry": None,
+            "registry_age_s": None,
             "socket": None,
             "warnings": [],
         }

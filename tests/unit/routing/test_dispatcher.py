@@ -338,3 +338,24 @@ async def test_overload_does_not_take_a_worker_out() -> None:
         with pytest.raises(EngineOverloadedError):
             await setup.run("a")
     assert setup.dispatcher.ready()
+
+
+async def test_another_instance_at_a_known_address_is_connected_anew() -> None:
+    """Ports are used again: what was known of the process before does not hold for this one."""
+    setup = Setup()
+    await setup.up("w-0")
+    connections = setup.connector._seed
+    again = WorkerRecord(
+        worker_id="w-0",
+        engine="e",
+        kind="fake",
+        model="m",
+        address="w-0",
+        info=info(),
+        instance="restarted",
+    )
+    await setup.dispatcher.membership.worker_up(again)
+    assert setup.connector._seed == connections + 1
+    await setup.dispatcher.membership.worker_up(again)
+    assert setup.connector._seed == connections + 1
+    assert await setup.run("1") == "w-0"

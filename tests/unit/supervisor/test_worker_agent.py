@@ -17,8 +17,13 @@ from commutator.contract.engine import (
     ModelConfig,
 )
 from commutator.contract.registry import Change, WorkerDown, WorkerUp
-from commutator.contract.worker import KvTransferInfo, Role
-from commutator.errors import ConfigError, EngineUnavailableError
+from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
+from commutator.errors import (
+    ConfigError,
+    EngineUnavailableError,
+    NameTakenError,
+    RegistryError,
+)
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
@@ -29,6 +34,15 @@ class CountingRegistry(MemoryRegistry):
     def __init__(self) -> None:
         super().__init__()
         self.renewals = 0
+        self.refusal: RegistryError | None = None
+        """What every registration raises."""
+        self.refused = 0
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        if self.refusal is not None:
+            self.refused += 1
+            raise self.refusal
+        return await super().register(record, ttl_s)
 
     async def keep_alive(self, lease_id: int) -> bool:
         self.renewals += 1
@@ -107,7 +121,7 @@ async def test_a_worker_is_announced_renewed_and_withdrawn(watch: Watch) -> None
     assert up.record.address == f"127.0.0.1:{context.port}"
     assert (up.record.worker_id, up.record.engine, up.record.model) == ("fake-0", "fake", "m")
     assert context.state_dir.is_dir()
-    assert watched.agent.ready.is_set()
+    await until(watched.agent.ready.is_set)
     await until(lambda: watched.registry.renewals >= 4)
     assert watched.changes.empty(), "the lease is renewed"
     watched.running.cancel()
@@ -228,3 +242,38 @@ async def test_a_role_needs_an_engine_that_hands_over(watch: Watch) -> None:
     up = await watch(able, role="prefill").next()
     assert isinstance(up, WorkerUp)
     assert up.record.role is Role.PREFILL
+
+
+async def test_a_registry_out_of_reach_stops_no_engine(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine)
+    watched.registry.refusal = RegistryError("out of reach")
+    await until(lambda: watched.registry.refused >= 3)
+    assert not watched.agent.ready.is_set()
+    watched.registry.refusal = None
+    up = await watched.next()
+    assert isinstance(up, WorkerUp)
+    assert up.record.instance
+    assert len(engine.contexts) == 1, "the process was not restarted"
+
+
+async def test_a_name_that_another_worker_has_ends_the_first_start(watch: Watch) -> None:
+    watched = watch(FakeEngine(PROGRAM))
+    watched.registry.refusal = NameTakenError("fake-0", "host h2, at 10.0.0.2:1")
+    with pytest.raises(ConfigError, match=r"belongs to another live worker \(host h2"):
+        await asyncio.wait_for(watched.running, 30)
+
+
+async def test_a_name_that_is_taken_later_is_waited_for(watch: Watch) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine)
+    first = await watched.next()
+    watched.registry.refusal = NameTakenError("fake-0", "host h2, at 10.0.0.2:1")
+    watched.launcher.processes[0].die()
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
+    await until(lambda: watched.registry.refused >= 2)
+    watched.registry.refusal = None
+    again = await watched.next()
+    assert isinstance(first, WorkerUp)
+    assert isinstance(again, WorkerUp)
+    assert again.record.instance != first.record.instance

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from commutator.contract.disagg import DisaggregationConfig, _default_router
 from commutator.contract.engine import EngineConfig, ModelConfig
@@ -50,6 +51,11 @@ class MigrationConfig:
     )
 
 
+def _host_name(_: object, _field: Attribute[Any], value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+        raise ValueError(f"expected letters, digits, '.', '_' and '-', got {value!r}")
+
+
 @frozen(kw_only=True)
 class RuntimeConfig:
     """How processes are started, watched and stopped."""
@@ -71,6 +77,12 @@ class RuntimeConfig:
         "only. UCX lets everyone who reaches it read and write the process's memory, so name only "
         "interfaces of a network that nothing else can reach.",
         None,
+    )
+    host_name: str | None = setting(
+        "This deployment's name among those that share a registry, such as the name of its host: "
+        "its workers are then HOST-ENGINE-0, HOST-ENGINE-1, ... None: ENGINE-0, ENGINE-1, ...",
+        None,
+        validator=_host_name,
     )
     secret: Secret | None = setting(
         "The passphrase from which the processes of this deployment derive the secret that they "

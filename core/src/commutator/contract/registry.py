@@ -11,6 +11,7 @@ from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
 
 __all__ = [
+    "CLAIM_TTLS",
     "LAPSED",
     "Change",
     "Registry",
@@ -18,6 +19,9 @@ __all__ = [
     "WorkerDown",
     "WorkerUp",
 ]
+
+CLAIM_TTLS = 2.0
+"""How many ``ttl_s`` ``Registry.register`` waits for another instance to give the name up."""
 
 LAPSED = "lease expired"
 """The ``WorkerDown.reason`` of a worker whose lease lapsed."""
@@ -64,13 +68,19 @@ class Registry(ABC):
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         """Announce a worker, and return the id of its lease, which no other lease has.
 
-        The lease lapses ``ttl_s`` seconds after this call or the last ``keep_alive``. A live lease
-        of the same worker id ends with the reason "failed": its process was replaced.
+        The lease lapses ``ttl_s`` seconds after this call or the last ``keep_alive``; a registry
+        may round ``ttl_s`` up. The worker id is claimed for ``record.instance``: a live lease of
+        that instance is replaced, and watchers get a ``WorkerUp`` if the record differs, after a
+        ``WorkerDown`` "failed" if the address does. While another instance holds the worker id,
+        this waits, at most ``CLAIM_TTLS`` times ``ttl_s``; then it raises NameTakenError.
         """
 
     @abstractmethod
     async def keep_alive(self, lease_id: int) -> bool:
-        """Renew the lease for its ``ttl_s``. False when it lapsed: register again."""
+        """Renew the lease for its ``ttl_s``. False when it lapsed: register again.
+
+        RegistryError means that nobody knows: the worker goes on serving, and asks again.
+        """
 
     @abstractmethod
     async def deregister(self, lease_id: int, reason: str) -> None:
@@ -95,9 +105,17 @@ class Registry(ABC):
         """Batches of changes, in their order, without end.
 
         The first batch comes at once and holds every live worker as ``WorkerUp``; it is empty when
-        there is none. While the registry cannot be reached, no batch comes; afterwards, one with
-        the differences.
+        there is none. While the registry cannot be reached, no batch comes, and ``view_age_s``
+        grows; afterwards, one with the differences.
         """
+
+    def view_age_s(self) -> float | None:
+        """Seconds since the registry last confirmed that watchers have every change.
+
+        Infinite before the first time. Silence is not "no change": a view is as old as this says.
+        None, as here: the registry does not tell.
+        """
+        return None
 
     @abstractmethod
     async def close(self) -> None:

@@ -160,6 +160,10 @@ class WorkerRecord:
     """Whether it gets no new requests."""
     role: Role = Role.BOTH
     """Which phase of requests it is sent."""
+    instance: str = ""
+    """Random for each start of the worker. The worker id belongs to one instance at a time."""
+    host: str = ""
+    """The name of the host that runs it, as `runtime.host_name`; empty without one."""
 
 
 @frozen(kw_only=True)

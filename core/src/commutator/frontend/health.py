@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -115,9 +116,16 @@ def _health(services: FrontendServices) -> dict[str, object]:
         "load_peers": dispatcher.load_peers(),
         "indexed_blocks": dispatcher.indexed_blocks(),
         "registry": services.registry_address,
+        "registry_age_s": _registry_age_s(services),
         "socket": services.local_socket,
         "warnings": [attrs.asdict(warning) for warning in dispatcher.warnings()],
     }
+
+
+def _registry_age_s(services: FrontendServices) -> float | None:
+    """None also before the first view, as JSON has no infinity."""
+    age_s = None if services.registry is None else services.registry.view_age_s()
+    return None if age_s == math.inf else age_s
 
 
 def _unready() -> web.Response:

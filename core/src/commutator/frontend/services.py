@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -66,6 +67,7 @@ class FrontendServices:
                 running=lambda: limiter.running,
                 queued=lambda: limiter.waiting,
                 load_peers=dispatcher.load_peers,
+                registry_age_s=self._registry_age_s,
                 router_queues=lambda: {name: dispatcher.waiting(name) for name in self.models},
                 prefill_queues=dispatcher.prefill_queues,
                 prompt_cache_bytes=lambda: {
@@ -90,6 +92,10 @@ class FrontendServices:
             )
             for name, text in self.models.items()
         }
+
+    def _registry_age_s(self) -> float:
+        age_s = None if self.registry is None else self.registry.view_age_s()
+        return math.nan if age_s is None else age_s
 
     def models_for(self, principal: Principal) -> list[str]:
         """The names of the models that the principal may use."""

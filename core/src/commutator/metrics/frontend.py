@@ -60,6 +60,8 @@ class Readings:
     queued: Callable[[], int] = lambda: 0
     """Requests that wait for a place in the front door."""
     load_peers: Callable[[], int] = lambda: 0
+    registry_age_s: Callable[[], float] = lambda: 0.0
+    """Seconds since the registry confirmed the view of workers."""
     router_queues: Callable[[], Mapping[str, int]] = dict
     """By model, requests that wait for a worker."""
     prefill_queues: Callable[[], Mapping[str, QueueState]] = dict
@@ -361,6 +363,11 @@ def _collectors(readings: Readings) -> Iterable[Collector]:
         "commutator_router_load_peers",
         "Other front doors whose load this one hears of.",
         readings.load_peers,
+    )
+    yield gauge(
+        "commutator_registry_age_seconds",
+        "How old this front door's view of the workers may be, as the registry tells.",
+        readings.registry_age_s,
     )
     yield gauge_by_model(
         "commutator_prompt_cache_bytes",

@@ -1,7 +1,8 @@
-"""What a registry plugin implements, and the values that a registry carries."""
+"""What a registry plugin implements, the values that it carries, and what every kind needs."""
 
 from commutator.contract.registration import RegistryRegister
 from commutator.contract.registry import (
+    CLAIM_TTLS,
     LAPSED,
     Change,
     Registry,
@@ -10,8 +11,11 @@ from commutator.contract.registry import (
     WorkerUp,
 )
 from commutator.contract.worker import Role, WorkerRecord
+from commutator.registry.changes import description, difference, succession
+from commutator.registry.sealed import seal, unseal
 
 __all__ = [
+    "CLAIM_TTLS",
     "LAPSED",
     "Change",
     "Registry",
@@ -21,4 +25,9 @@ __all__ = [
     "WorkerDown",
     "WorkerRecord",
     "WorkerUp",
+    "description",
+    "difference",
+    "seal",
+    "succession",
+    "unseal",
 ]

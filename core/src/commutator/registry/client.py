@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,36 +15,23 @@ from typing import Any
 import msgspec
 
 from commutator.backoff import Backoff
-from commutator.contract.registry import LAPSED, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.registry import CLAIM_TTLS, Change, Registry, WorkerDown, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
-from commutator.errors import RegistryError
+from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
+from commutator.registry.changes import difference
 from commutator.registry.server import SERVICE
 from commutator.trust import ClientGate, RunSecret
 
 __all__ = [
     "RegistryClient",
     "connect",
-    "difference",
 ]
 
 log = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 5.0
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
-
-
-def difference(known: Mapping[str, WorkerRecord], present: Sequence[WorkerRecord]) -> list[Change]:
-    """The changes that turn the view ``known`` into ``present``."""
-    ids = {record.worker_id for record in present}
-    gone: list[Change] = [
-        WorkerDown(worker_id=worker_id, reason=LAPSED)
-        for worker_id in known
-        if worker_id not in ids
-    ]
-    return gone + [
-        WorkerUp(record=record) for record in present if known.get(record.worker_id) != record
-    ]
 
 
 async def connect(
@@ -72,16 +61,26 @@ async def connect(
 class RegistryClient(Registry):
     """Talks to a ``RegistryServer`` at "host:port"."""
 
-    def __init__(self, address: str, *, secret: RunSecret | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: RunSecret | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """``secret`` is that of the registry's run; by default that of this process."""
         self.address = address
+        self._clock = clock
+        self._told: tuple[float, float | None] = (0.0, math.inf)
+        """When the server last told the age of its view, and that age."""
         self._secret = secret
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asking: FrameProtocol | None = None
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
-        return int(await self._ask("register", record, ttl_s))
+        timeout_s = _ANSWER_TIMEOUT_S + CLAIM_TTLS * ttl_s
+        return int(await self._ask("register", record, ttl_s, timeout_s=timeout_s))
 
     async def keep_alive(self, lease_id: int) -> bool:
         return bool(await self._ask("keep_alive", lease_id))
@@ -103,6 +102,9 @@ class RegistryClient(Registry):
                 async with aclosing(self._watched_frames()) as frames:
                     async for frame in frames:
                         backoff = _RECONNECT
+                        if frame[0] == "age":
+                            self._told = (self._clock(), _age_s(frame))
+                            continue
                         changes = _changes(frame, known)
                         if changes or first:
                             yield changes
@@ -112,6 +114,10 @@ class RegistryClient(Registry):
                 log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
+
+    def view_age_s(self) -> float | None:
+        told_at_s, age_s = self._told
+        return None if age_s is None else age_s + self._clock() - told_at_s
 
     async def refused_connections(self) -> Mapping[str, int]:
         """Connections that the registry's process refused, by service. Raises RegistryError."""
@@ -139,7 +145,7 @@ class RegistryClient(Registry):
         finally:
             connection.close()
 
-    async def _ask(self, *question: Any) -> Any:
+    async def _ask(self, *question: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         if self._asking is None:
             self._asking = await connect(self.address, self._on_answer, self._on_lost, self._secret)
         number = next(self._numbers)
@@ -147,7 +153,7 @@ class RegistryClient(Registry):
         self._questions[number] = answer
         self._asking.send([question[0], number, *question[1:]])
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError as error:
             raise RegistryError(f"registry at {self.address}: no answer") from error
@@ -159,8 +165,16 @@ class RegistryClient(Registry):
             case ["answer", int(number), value]:
                 if (answer := self._questions.get(number)) is not None and not answer.done():
                     answer.set_result(value)
+            case ["failed", int(number), str(message)]:
+                self._fail(number, RegistryError(message))
+            case ["taken", int(number), str(worker_id), str(holder)]:
+                self._fail(number, NameTakenError(worker_id, holder))
             case _:
                 log.warning("registry at %s sent an unknown frame %s", self.address, kind_of(frame))
+
+    def _fail(self, number: int, error: RegistryError) -> None:
+        if (answer := self._questions.get(number)) is not None and not answer.done():
+            answer.set_exception(error)
 
     def _on_lost(self) -> None:
         self._asking = None
@@ -170,6 +184,14 @@ class RegistryClient(Registry):
 
     def _lost(self) -> RegistryError:
         return RegistryError(f"registry at {self.address}: connection lost")
+
+
+def _age_s(frame: list[Any]) -> float | None:
+    match frame:
+        case ["age", None | float() as age_s]:
+            return age_s
+        case _:
+            raise RegistryError("the registry sent a wrong frame 'age'")
 
 
 def _changes(frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:

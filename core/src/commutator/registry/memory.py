@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from attrs import evolve, field, frozen
 
-from commutator.contract.registry import LAPSED, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.registry import (
+    CLAIM_TTLS,
+    LAPSED,
+    Change,
+    Registry,
+    WorkerDown,
+    WorkerUp,
+)
 from commutator.contract.worker import Role, WorkerRecord
+from commutator.errors import NameTakenError
+from commutator.registry.changes import description, succession
 
 __all__ = [
     "Deregister",
@@ -40,7 +50,10 @@ class KeepAlive:
 
 @frozen
 class Register:
-    """Begin a lease. It replaces a live lease of the same worker id."""
+    """Begin a lease, in place of a live one of the same worker id and instance, if any.
+
+    Does nothing while another instance has a live lease of the worker id.
+    """
 
     record: WorkerRecord
     ttl_s: float
@@ -80,7 +93,13 @@ class MemoryRegistry(Registry):
         self._timer: asyncio.TimerHandle | None = None
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
-        self._step(Register(record, ttl_s))
+        try:
+            async with asyncio.timeout(CLAIM_TTLS * ttl_s), aclosing(self.watch()) as batches:
+                while not self._step(Register(record, ttl_s)):
+                    await anext(batches)
+        except TimeoutError:
+            held = (one for one in self._table.records() if one.worker_id == record.worker_id)
+            raise NameTakenError(record.worker_id, description(next(held, record))) from None
         return self._table.last_id
 
     async def keep_alive(self, lease_id: int) -> bool:
@@ -95,7 +114,10 @@ class MemoryRegistry(Registry):
     async def set_role(self, worker_id: str, role: Role) -> bool:
         return self._step(SetRole(worker_id, role))
 
-    async def watch(self) -> AsyncIterator[Sequence[Change]]:
+    def view_age_s(self) -> float | None:
+        return 0.0
+
+    async def watch(self) -> AsyncGenerator[Sequence[Change], None]:
         queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
         self._step(Tick())
         queue.put_nowait([WorkerUp(record=record) for record in self._table.records()])
@@ -152,7 +174,10 @@ class LeaseTable:
 
 
 def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[Change], bool]:
-    """The new table, the changes for watchers in order, and whether lease or worker exists."""
+    """The new table, the changes for watchers in order, and whether the event was carried out.
+
+    It is not where the lease or the worker does not exist, or another instance has the worker id.
+    """
     due = [lease for lease in table.leases.values() if lease.expires_at <= now]
     changes: list[Change] = [
         WorkerDown(worker_id=lease.record.worker_id, reason=LAPSED) for lease in due
@@ -163,13 +188,9 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
         case Register(record, ttl_s):
             role = roles.get(record.worker_id, record.role)
             record = evolve(record, draining=record.worker_id in draining, role=role)
-            same = [i for i, lease in leases.items() if lease.record.worker_id == record.worker_id]
-            changes += [
-                WorkerDown(worker_id=leases.pop(i).record.worker_id, reason="failed") for i in same
-            ]
-            last_id += 1
-            leases[last_id] = Lease(last_id, record, ttl_s, now + ttl_s)
-            changes.append(WorkerUp(record=record))
+            begun = Lease(last_id + 1, record, ttl_s, now + ttl_s)
+            if found := _begin(leases, changes, begun):
+                last_id = begun.lease_id
         case KeepAlive(lease_id) if lease_id in leases:
             lease = leases[lease_id]
             leases[lease_id] = evolve(lease, expires_at=now + lease.ttl_s)
@@ -188,6 +209,18 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
         case _:
             found = False
     return LeaseTable(leases, last_id, draining, roles), changes, found
+
+
+def _begin(leases: dict[int, Lease], changes: list[Change], begun: Lease) -> bool:
+    """Add a lease, in place of its instance's former one. False: another instance has the name."""
+    held = [lease for lease in leases.values() if lease.record.worker_id == begun.record.worker_id]
+    if any(lease.record.instance != begun.record.instance for lease in held):
+        return False
+    for lease in held:
+        del leases[lease.lease_id]
+    changes += succession(held[0].record if held else None, begun.record)
+    leases[begun.lease_id] = begun
+    return True
 
 
 def _rewrite(

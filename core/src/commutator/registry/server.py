@@ -10,6 +10,10 @@ client -> server                              server -> client
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
+                                              ["age", seconds | nil]  each second
+
+What the registry cannot answer is answered by ["failed", number, message], a worker id that belongs
+to another worker by ["taken", number, worker id, who has it].
 
 Front doors also exchange their loads here: the server forwards each message of one to all others
 unchanged. It drops messages for a slow reader, as the next message replaces them.
@@ -30,6 +34,7 @@ import msgspec
 
 from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
+from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
 from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
 
@@ -45,6 +50,7 @@ SERVICE = "registry"
 """The service that both ends of a connection prove themselves for."""
 
 _MAX_UNSENT_BYTES = 64 << 10
+_AGE_EVERY_S = 1.0
 
 Service = Callable[[Callable[[list[Any]], None]], Callable[[list[Any]], None]]
 """What else is served on the port: given how to answer one connection, it returns what takes that
@@ -116,11 +122,26 @@ class _Connection:
                     await self._watch()
                 case _:
                     raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
+        except RegistryError as error:
+            self.frames.send(_refusal(frame[1], error))
         except (ValueError, TypeError) as error:
             log.warning("a registry client sent a wrong %s frame: %s", kind_of(frame), error)
             self.frames.close()
 
     async def _watch(self) -> None:
+        telling = asyncio.create_task(self._tell_age())
+        try:
+            await self._send_changes()
+        finally:
+            telling.cancel()
+
+    async def _tell_age(self) -> None:
+        """Also by these frames the client knows that the connection lives."""
+        while True:
+            self.frames.send(["age", self._server.registry.view_age_s()])
+            await asyncio.sleep(_AGE_EVERY_S)
+
+    async def _send_changes(self) -> None:
         first = True
         async for changes in self._server.registry.watch():
             if first:
@@ -175,6 +196,12 @@ class RegistryServer:
         for connection in list(self.connections):
             connection.frames.close()
             connection.end()
+
+
+def _refusal(number: int, error: RegistryError) -> list[Any]:
+    if isinstance(error, NameTakenError):
+        return ["taken", number, error.worker_id, error.holder]
+    return ["failed", number, str(error)]
 
 
 def _packed(change: Change) -> list[Any]:

@@ -54,7 +54,7 @@ class Membership:
     async def worker_up(self, record: WorkerRecord) -> None:
         """Add a worker that is new in the registry, or apply a change of a known one."""
         known = self._workers.get(record.worker_id)
-        if known is not None and known.record.address == record.address and known.announced:
+        if known is not None and _same_process(known.record, record) and known.announced:
             self._change(known, record)
             return
         config = self._engines.get(record.engine)
@@ -116,6 +116,11 @@ class Membership:
         ]
         for pair in islice(self._compatibility.incompatible([worker, *others]), _LOGGED_PAIRS):
             log.warning("%s", pair)
+
+
+def _same_process(known: WorkerRecord, record: WorkerRecord) -> bool:
+    """A restarted worker may get the address that it had: ports are used again."""
+    return (known.address, known.instance) == (record.address, record.instance)
 
 
 _LONGEST_RETRY_S = 30.0

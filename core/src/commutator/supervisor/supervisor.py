@@ -57,11 +57,14 @@ _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
 def worker_specs(loaded: Loaded) -> list[WorkerSpec]:
-    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ..."""
+    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ...; HOST- before it, if any."""
     models = {model.name: model for model in loaded.config.models}
+    host = loaded.config.runtime.host_name
+    prefix = "" if host is None else f"{host}-"
     return [
         WorkerSpec(
-            worker_id=f"{engine.name}-{replica}",
+            worker_id=f"{prefix}{engine.name}-{replica}",
+            host=host or "",
             config=engine,
             model=models[engine.model or ""],
             connector=loaded.host.engines.kinds[engine.kind].thing,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,7 +26,13 @@ from commutator.contract.launcher import LaunchedProcess, Launcher
 from commutator.contract.registry import Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, Role, WorkerRecord
-from commutator.errors import CommutatorError, ConfigError, EngineError, RegistryError
+from commutator.errors import (
+    CommutatorError,
+    ConfigError,
+    EngineError,
+    NameTakenError,
+    RegistryError,
+)
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 
 __all__ = [
@@ -50,6 +57,8 @@ class WorkerSpec:
     model: ModelConfig
     connector: EngineConnector[Any]
     tiers: tuple[TierConfig, ...] = ()
+    host: str = ""
+    """As ``WorkerRecord.host``."""
 
 
 class WorkerAgent:
@@ -101,7 +110,7 @@ class WorkerAgent:
             client = self._spec.connector.connect(self._spec.config, address)
             info = await while_alive(process, self._wait_until_ready(client, process))
             record = self._record(address, info)
-            await self._register(record)
+            await while_alive(process, self._announce(record))
             self._ever_ready = True
             self.ready.set()
             ready_s = time.monotonic()
@@ -200,6 +209,27 @@ class WorkerAgent:
             if process is not None:
                 await process.stop(_STOP_GRACE_S)
 
+    async def _announce(self, record: WorkerRecord) -> None:
+        """Begin the first lease of a start; a registry that cannot be reached stops no engine.
+
+        Raises ConfigError when a worker has never been announced, because its name is taken.
+        """
+        logged = False
+        while True:
+            try:
+                await self._register(record)
+            except NameTakenError as error:
+                if not self._ever_ready:
+                    raise ConfigError([str(error)]) from error
+                log.error("%s", error)  # noqa: TRY400 - it says what happened
+            except RegistryError as error:
+                level = logging.DEBUG if logged else logging.WARNING
+                log.log(level, "%s is ready, but cannot be announced yet: %s", self.name, error)
+                logged = True
+            else:
+                return
+            await asyncio.sleep(self._lease_s / 3)
+
     async def _register(self, record: WorkerRecord) -> None:
         """Begin a lease. Raises RegistryError."""
         self._lease_id = await self._registry.register(record, self._lease_s)
@@ -240,6 +270,8 @@ class WorkerAgent:
             address=address,
             info=info,
             role=role,
+            instance=secrets.token_hex(8),
+            host=self._spec.host,
         )
 
 

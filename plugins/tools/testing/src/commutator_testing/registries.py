@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 from attrs import evolve
 
 from commutator import EngineInfo, EventSource, WorkerRecord
+from commutator.errors import NameTakenError, RegistryError
 from commutator.registry import LAPSED, Change, Registry, Role, WorkerDown, WorkerUp
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 _LONG_S = 60.0
 
 
-def make_worker(worker_id: str, port: int = 1) -> WorkerRecord:
+def make_worker(worker_id: str, port: int = 1, instance: str = "") -> WorkerRecord:
     """A record with nested values, like those of engines."""
     events = EventSource(endpoint="tcp://127.0.0.1:1", topic="kv")
     info = EngineInfo(
@@ -43,7 +44,34 @@ def make_worker(worker_id: str, port: int = 1) -> WorkerRecord:
         address=f"127.0.0.1:{port}",
         info=info,
         role=Role.DECODE,
+        instance=instance,
+        host="h1" if instance else "",
     )
+
+
+async def _renewed(registry: Registry, lease_id: int, every_s: float) -> None:
+    while await registry.keep_alive(lease_id):  # noqa: ASYNC110
+        await asyncio.sleep(every_s)
+
+
+async def _registered(registry: Registry, record: WorkerRecord) -> bool:
+    try:
+        await registry.register(record, _LONG_S)
+    except RegistryError:
+        return False
+    return True
+
+
+def _age_is_above(registry: Registry, limit_s: float) -> bool:
+    """Of a registry that tells no age it is not asked."""
+    age_s = registry.view_age_s()
+    return age_s is not None and age_s > limit_s
+
+
+async def _until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not true():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.02)
 
 
 class RegistryWatcher:
@@ -87,6 +115,13 @@ class RegistryContract:
         """A context that makes a registry and closes it."""
         raise NotImplementedError("return a context manager with the registry under test")
 
+    def cut_off(self) -> AbstractAsyncContextManager[None] | None:
+        """A context in which the open registry cannot be reached, and after which it can again.
+
+        Leases may lapse or not meanwhile. None, as here: the registry is always within reach.
+        """
+        return None
+
     async def test_watchers_get_what_is_there_and_every_change(self) -> None:
         async with self.open_registry() as registry:
             await registry.register(make_worker("a-0"), _LONG_S)
@@ -101,6 +136,72 @@ class RegistryContract:
                     WorkerDown(worker_id="a-0", reason="failed"),
                     WorkerUp(record=make_worker("a-0", port=2)),
                 ]
+
+    async def test_an_instance_that_registers_again_has_one_lease(self) -> None:
+        async with self.open_registry() as registry:
+            first = await registry.register(make_worker("a-0", instance="i"), _LONG_S)
+            async with watching(registry) as watcher:
+                await watcher.next()
+                second = await registry.register(make_worker("a-0", instance="i"), _LONG_S)
+                assert second != first
+                assert not await registry.keep_alive(first)
+                await registry.deregister(first, "failed")
+                assert await registry.keep_alive(second)
+                await registry.deregister(second, "stopped")
+                assert await watcher.next() == [WorkerDown(worker_id="a-0", reason="stopped")]
+
+    async def test_a_name_belongs_to_the_instance_that_holds_it(self) -> None:
+        async with self.open_registry() as registry:
+            lease = await registry.register(make_worker("a-0", instance="i"), self.lease_s)
+            renewing = asyncio.create_task(_renewed(registry, lease, self.lease_s / 5))
+            try:
+                with pytest.raises(NameTakenError, match=r"a-0 .*host h1"):
+                    await registry.register(make_worker("a-0", 2, instance="j"), self.lease_s)
+                assert not renewing.done()
+            finally:
+                renewing.cancel()
+                await asyncio.gather(renewing, return_exceptions=True)
+
+    async def test_a_name_is_free_once_the_lease_of_its_holder_lapsed(self) -> None:
+        async with self.open_registry() as registry:
+            await registry.register(make_worker("a-0", instance="i"), self.lease_s)
+            async with watching(registry) as watcher:
+                await watcher.next()
+                lease = await registry.register(make_worker("a-0", 2, instance="j"), _LONG_S)
+                changes = await watcher.next()
+                while WorkerUp(record=make_worker("a-0", 2, instance="j")) not in changes:
+                    changes += await watcher.next()
+                assert changes[0] == WorkerDown(worker_id="a-0", reason=LAPSED)
+                assert await registry.keep_alive(lease)
+
+    async def test_the_view_has_an_age_once_it_is_there(self) -> None:
+        async with self.open_registry() as registry, watching(registry) as watcher:
+            await watcher.next()
+            await _until(lambda: not _age_is_above(registry, _LONG_S))
+            assert (registry.view_age_s() or 0.0) >= 0.0
+
+    async def test_out_of_reach_nothing_changes_but_the_age(self) -> None:
+        async with self.open_registry() as registry:
+            cut_off = self.cut_off()
+            if cut_off is None:
+                pytest.skip("the registry is always within reach")
+            lease = await registry.register(make_worker("a-0"), self.lease_s)
+            async with watching(registry) as watcher:
+                await watcher.next()
+                async with cut_off:
+                    with pytest.raises(RegistryError):
+                        await registry.keep_alive(lease)
+                    with pytest.raises(RegistryError):
+                        await registry.set_draining("a-0", True)
+                    if registry.view_age_s() is not None:
+                        await _until(lambda: _age_is_above(registry, self.lease_s + 1.0))
+                    assert watcher.batches.empty(), "silence removes nobody"
+                record = make_worker("a-0", port=2)
+                while not await _registered(registry, record):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                changes: list[Change] = []
+                while WorkerUp(record=record) not in changes:
+                    changes += await watcher.next(timeout_s=30.0)
 
     async def test_the_first_batch_comes_even_without_workers(self) -> None:
         async with self.open_registry() as registry, watching(registry) as watcher:
@@ -137,6 +238,19 @@ class RegistryContract:
                 ]
                 assert await registry.set_draining("a-0", False)
                 assert await watcher.next() == [WorkerUp(record=make_worker("a-0", port=2))]
+
+    async def test_draining_outlives_the_worker(self) -> None:
+        async with self.open_registry() as registry, watching(registry) as watcher:
+            await watcher.next()
+            lease = await registry.register(make_worker("a-0", instance="i"), _LONG_S)
+            await watcher.next()
+            assert await registry.set_draining("a-0", True)
+            await watcher.next()
+            await registry.deregister(lease, "failed")
+            assert await watcher.next() == [WorkerDown(worker_id="a-0", reason="failed")]
+            await registry.register(make_worker("a-0", instance="j"), _LONG_S)
+            drained = evolve(make_worker("a-0", instance="j"), draining=True)
+            assert await watcher.next() == [WorkerUp(record=drained)]
 
     async def test_a_role_stays_when_the_worker_registers_again(self) -> None:
         async with self.open_registry() as registry:
