@@ -23,7 +23,9 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
 TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
-SERVED := $(filter-out $(TIERS) $(TOOLS),$(PROJECTS))
+# For deployments that share a registry: a laptop needs no gRPC.
+SHARED := $(filter plugins/registries/%,$(PROJECTS))
+SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench docs walks clean
 .DELETE_ON_ERROR:
@@ -102,7 +104,7 @@ $(VENV)/.tiers: $(VENV)/.serve $(TIERS)
 	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TIERS)))
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.tiers $(TOOLS) requirements-dev.txt
+$(VENV)/.test: $(VENV)/.tiers $(TOOLS) $(SHARED) requirements-dev.txt
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
-	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TOOLS)))
+	$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -e ./,$(dir $(TOOLS) $(SHARED)))
 	@touch $@

@@ -100,7 +100,8 @@ def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None)
             part = class_of(field)
             if part is not None and issubclass(part, RouteStage):
                 yield from stages(f"kind: {name}, {field.name}", part, made_of)
-            if register.seam == "engine" and (cls := class_of(field)) not in {None, Secret}:
+            nested = register.seam in {"engine", "registry"}
+            if nested and (cls := class_of(field)) not in {None, Secret}:
                 yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)
 

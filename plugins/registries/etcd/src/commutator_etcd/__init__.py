@@ -1,0 +1,1 @@
+"""The registry `etcd`: workers and their leases in an etcd v3 cluster."""

@@ -1,0 +1,231 @@
+"""The registry: leases of workers in etcd, and one watch of them for all watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from attrs import evolve, frozen
+
+from commutator import WorkerRecord
+from commutator.errors import NameTakenError, RegistryError
+from commutator.registry import CLAIM_TTLS, Change, Registry, Role, WorkerUp, description
+from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged, with_lease
+from commutator_etcd.config import EtcdConfig
+from commutator_etcd.follower import Follower, SessionEnd
+from commutator_etcd.lease import LeaseHolder, whole_ttl_s
+from commutator_etcd.view import ClusterView, Desired, Gone, Keys, decoded, encoded
+
+__all__ = ["EtcdRegistry"]
+
+log = logging.getLogger(__name__)
+
+_CLAIM_POLL_S = 0.2
+_GONE_TTL_S = 10
+_RENEW_PAUSE_S = 0.1
+_LIST_PAUSE_S = (0.1, 0.5)
+"""Between the end of a session and the next list; by chance, so that not all list at once."""
+_CONFLICTS = 8
+_RESYNC_JITTER = 0.1
+
+
+@frozen
+class _Held:
+    """A lease that a worker of this process has."""
+
+    worker_id: str
+    instance: str
+    holder: LeaseHolder
+
+
+class EtcdRegistry(Registry):
+    """Workers in etcd, under the cluster's keys."""
+
+    def __init__(self, config: EtcdConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Call it in the event loop that uses it. Raises ConfigError."""
+        if not config.encrypted and config.insecure:
+            log.warning("etcd is reached without TLS, as registry.insecure allows")
+        self._clock = clock
+        self._call_timeout_s = config.call_timeout_s
+        self._client = EtcdClient(config)
+        self._keys = Keys(config.cluster)
+        self._held: dict[int, _Held] = {}
+        self._view = ClusterView(self._keys)
+        jitter = 1 + random.uniform(-_RESYNC_JITTER, _RESYNC_JITTER)  # noqa: S311
+        self._follower = Follower(config.resync_s * jitter)
+        self._following: asyncio.Task[None] | None = None
+        self._listed = False
+        self._watchers: set[asyncio.Queue[Sequence[Change]]] = set()
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        ttl = whole_ttl_s(ttl_s)
+        give_up_s = self._clock() + CLAIM_TTLS * ttl
+        key = self._keys.worker(record.worker_id)
+        while True:
+            stored = await self._client.get(key)
+            present = None if stored is None else decoded(key, stored.value, WorkerRecord)
+            if stored is None or (present is not None and present.instance == record.instance):
+                lease_id = await self._claim(record, stored, ttl)
+                if lease_id is not None:
+                    return lease_id
+            elif self._clock() >= give_up_s:
+                foreign = "of a deployment with another runtime.secret"
+                raise NameTakenError(
+                    record.worker_id, foreign if present is None else description(present)
+                )
+            else:
+                await asyncio.sleep(_CLAIM_POLL_S)
+
+    async def _claim(self, record: WorkerRecord, stored: Stored | None, ttl: int) -> int | None:
+        """Put the record with a lease of its own, unless the key has changed: None."""
+        key = self._keys.worker(record.worker_id)
+        sent_s = self._clock()
+        lease_id = await self._client.grant(ttl)
+        claimed = await self._client.change(
+            [unchanged(key, stored)],
+            [
+                put(key, encoded(key, record), lease_id),
+                delete(self._keys.gone(record.worker_id)),
+            ],
+        )
+        if not claimed:
+            await self._let_lapse(lease_id)
+            return None
+        for former in [i for i, one in self._held.items() if one.worker_id == record.worker_id]:
+            del self._held[former]
+            await self._let_lapse(former)
+        holder = LeaseHolder(ttl, sent_s, self._call_timeout_s)
+        self._held[lease_id] = _Held(record.worker_id, record.instance, holder)
+        return lease_id
+
+    async def _let_lapse(self, lease_id: int) -> None:
+        """End a lease that nothing depends on, now or when it lapses."""
+        with suppress(RegistryError):
+            await self._client.revoke(lease_id)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        while (held := self._held.get(lease_id)) is not None:
+            sent_s = self._clock()
+            patience_s = held.holder.patience_s(sent_s)
+            try:
+                alive = await self._client.renew(lease_id, patience_s or self._call_timeout_s)
+            except RegistryError:
+                if patience_s is None:
+                    raise
+                await asyncio.sleep(_RENEW_PAUSE_S)
+                continue
+            if alive:
+                self._held[lease_id] = evolve(held, holder=held.holder.confirmed(sent_s))
+            else:
+                self._held.pop(lease_id, None)
+            return alive
+        return False
+
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return
+        key, gone = self._keys.worker(held.worker_id), self._keys.gone(held.worker_id)
+        farewell = await self._client.grant(_GONE_TTL_S)
+        value = encoded(gone, Gone(reason=reason, instance=held.instance))
+        # In one transaction, so that watchers get the reason with the departure.
+        await self._client.change(
+            [with_lease(key, lease_id)], [delete(key), put(gone, value, farewell)]
+        )
+        await self._let_lapse(lease_id)
+
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        return await self._set_desired(worker_id, draining=draining)
+
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        return await self._set_desired(worker_id, role=role)
+
+    async def _set_desired(self, worker_id: str, **fields: Any) -> bool:
+        worker, key = self._keys.worker(worker_id), self._keys.desired(worker_id)
+        for _ in range(_CONFLICTS):
+            present = await self._client.get(worker)
+            if present is None or decoded(worker, present.value, WorkerRecord) is None:
+                return False
+            stored = await self._client.get(key)
+            known = None if stored is None else decoded(key, stored.value, Desired)
+            wanted = evolve(known or Desired(), **fields)
+            operation = delete(key) if wanted == Desired() else put(key, encoded(key, wanted))
+            if await self._client.change([unchanged(key, stored)], [operation]):
+                return True
+        raise RegistryError(f"worker {worker_id}: others are changing it, too; try again")
+
+    def view_age_s(self) -> float | None:
+        return self._follower.age_s(self._clock())
+
+    async def watch(self) -> AsyncGenerator[Sequence[Change], None]:
+        queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+        if self._listed:
+            queue.put_nowait([WorkerUp(record=record) for record in self._view.records.values()])
+        self._watchers.add(queue)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._watchers.discard(queue)
+
+    async def close(self) -> None:
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await self._client.close()
+
+    async def _follow(self) -> None:
+        """Session after session, until cancelled. Watchers keep their last view in between."""
+        failed = False
+        while True:
+            revision = self._follower.revision
+            try:
+                await self._session()
+            except SessionEnd as end:
+                if end.fault:
+                    self._client.turn_away()
+                log.log(logging.WARNING if end.fault else logging.DEBUG, "etcd: %s", end)
+            except RegistryError as error:
+                again = failed and self._follower.revision == revision
+                log.log(logging.DEBUG if again else logging.WARNING, "%s", error)
+                failed = True
+            except Exception:
+                log.exception("following etcd failed; listing again")
+            await asyncio.sleep(random.uniform(*_LIST_PAUSE_S))  # noqa: S311
+
+    async def _session(self) -> None:
+        """List, then watch from there on. Raises SessionEnd or RegistryError, sooner or later."""
+        asked_s = self._clock()
+        listing = await self._client.list(self._keys.prefix)
+        changes = self._view.apply(self._follower.listed(listing, asked_s, self._clock()))
+        self._publish(changes, first=not self._listed)
+        self._listed = True
+        async with self._client.watch(self._keys.prefix, listing.revision + 1) as watch:
+            reading = asyncio.ensure_future(watch.read())
+            try:
+                while True:
+                    if self._follower.tick(self._clock()):
+                        await watch.ask_progress()
+                    wait_s = max(0.0, self._follower.due_s() - self._clock())
+                    await asyncio.wait({reading}, timeout=wait_s)
+                    if reading.done():
+                        message = reading.result()
+                        reading = asyncio.ensure_future(watch.read())
+                        delta = self._follower.received(message, self._clock())
+                        self._publish(self._view.apply(delta), first=False)
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    def _publish(self, changes: Sequence[Change], *, first: bool) -> None:
+        if changes or first:
+            for queue in self._watchers:
+                queue.put_nowait(changes)

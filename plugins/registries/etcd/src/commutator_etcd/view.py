@@ -1,0 +1,160 @@
+"""The keys of a cluster in etcd, their values, and the workers that they add up to. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+from attrs import evolve, frozen
+
+from commutator import WorkerRecord
+from commutator.registry import (
+    LAPSED,
+    Change,
+    Role,
+    WorkerDown,
+    seal,
+    succession,
+    unseal,
+)
+from commutator_etcd.follower import Delta
+
+__all__ = ["ClusterView", "Desired", "Gone", "Keys", "decoded", "encoded"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True)
+class Desired:
+    """What operators want of a worker; it outlives the worker's lease."""
+
+    draining: bool = False
+    role: Role | None = None
+    """None: as the worker registers."""
+
+    def applied_to(self, record: WorkerRecord) -> WorkerRecord:
+        """The record as watchers get it."""
+        role = record.role if self.role is None else self.role
+        return evolve(record, draining=self.draining, role=role)
+
+
+@frozen(kw_only=True)
+class Gone:
+    """Why an instance of a worker left; deleted together with its record, or soon after."""
+
+    reason: str
+    instance: str
+
+
+@frozen
+class Keys:
+    """The keys of one cluster."""
+
+    cluster: str
+
+    @property
+    def prefix(self) -> bytes:
+        """What all of them begin with."""
+        return f"/commutator/{self.cluster}/v1/".encode()
+
+    def worker(self, worker_id: str) -> bytes:
+        """Holds the worker's record while its lease lives."""
+        return self.prefix + b"workers/" + worker_id.encode()
+
+    def desired(self, worker_id: str) -> bytes:
+        """Holds ``Desired``, without a lease."""
+        return self.prefix + b"desired/" + worker_id.encode()
+
+    def gone(self, worker_id: str) -> bytes:
+        """Holds ``Gone`` for some seconds."""
+        return self.prefix + b"gone/" + worker_id.encode()
+
+    def parts(self, key: bytes) -> tuple[bytes, str]:
+        """("workers", worker id), or the like; ("", "") for a key that is not one of these."""
+        kind, _, name = key.removeprefix(self.prefix).partition(b"/")
+        return (kind, name.decode(errors="replace")) if name else (b"", "")
+
+
+def encoded(key: bytes, value: object) -> bytes:
+    """The bytes to store under ``key``: JSON, sealed with the run's secret."""
+    return seal(key, msgspec.json.encode(value))
+
+
+def decoded(key: bytes, stored: bytes, cls: type[T]) -> T | None:
+    """The value; None when no process of this run wrote it."""
+    body = unseal(key, stored)
+    if body is None:
+        return None
+    try:
+        return msgspec.json.decode(body, type=cls)
+    except msgspec.DecodeError as error:  # another version's, with the same secret
+        log.error("%s in etcd is ignored: %s", key.decode(errors="replace"), error)  # noqa: TRY400
+        return None
+
+
+class ClusterView:
+    """Turns changes of keys into changes of workers."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.records: dict[str, WorkerRecord] = {}
+        """The live workers, as watchers know them."""
+        self._keys = keys
+        self._registered: dict[str, WorkerRecord] = {}
+        self._desired: dict[str, Desired] = {}
+        self._gone: dict[str, Gone] = {}
+
+    def apply(self, delta: Delta) -> list[Change]:
+        """Take the new values of keys; returns the changes of workers, departures first."""
+        touched: dict[str, None] = {}
+        for key, stored in delta.items():
+            match self._keys.parts(key):
+                case b"workers", worker_id:
+                    _put(self._registered, worker_id, self._read(key, stored, WorkerRecord))
+                    touched[worker_id] = None
+                case b"desired", worker_id:
+                    _put(self._desired, worker_id, self._read(key, stored, Desired))
+                    touched[worker_id] = None
+                case b"gone", worker_id:
+                    _put(self._gone, worker_id, self._read(key, stored, Gone))
+        return self._changes(touched)
+
+    def _read(self, key: bytes, stored: bytes | None, cls: type[T]) -> T | None:
+        if stored is None:
+            return None
+        value = decoded(key, stored, cls)
+        if value is None:
+            log.warning(
+                "etcd: %s is ignored: no process with this deployment's runtime.secret wrote it; "
+                "deployments of one cluster need the same secret",
+                key.decode(errors="replace"),
+            )
+        return value
+
+    def _changes(self, worker_ids: Iterable[str]) -> list[Change]:
+        down: list[Change] = []
+        up: list[Change] = []
+        for worker_id in worker_ids:
+            known = self.records.pop(worker_id, None)
+            registered = self._registered.get(worker_id)
+            if registered is not None:
+                record = self._desired.get(worker_id, Desired()).applied_to(registered)
+                self.records[worker_id] = record
+                up += succession(known, record)
+            elif known is not None:
+                down.append(WorkerDown(worker_id=worker_id, reason=self._reason(known)))
+        return down + up
+
+    def _reason(self, known: WorkerRecord) -> str:
+        gone = self._gone.get(known.worker_id)
+        return gone.reason if gone is not None and gone.instance == known.instance else LAPSED
+
+
+def _put(mapping: dict[str, T], name: str, value: T | None) -> None:
+    if value is None:
+        mapping.pop(name, None)
+    else:
+        mapping[name] = value

@@ -1,0 +1,102 @@
+"""What keys in etcd mean for watchers, and which options make sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commutator.contract.registry import WorkerDown, WorkerUp
+from commutator.contract.worker import Role
+from commutator.errors import ConfigError
+from commutator.trust import RunSecret, adopt
+from commutator_etcd.config import EtcdConfig, EtcdTls
+from commutator_etcd.view import ClusterView, Desired, Gone, Keys, encoded
+from commutator_testing.registries import make_worker
+
+KEYS = Keys("c")
+WORKER, DESIRED, GONE = KEYS.worker("a-0"), KEYS.desired("a-0"), KEYS.gone("a-0")
+RECORD = make_worker("a-0", instance="i")
+
+
+def up(view: ClusterView, record: Any = RECORD) -> list[Any]:
+    return list(view.apply({WORKER: encoded(WORKER, record)}))
+
+
+def test_the_reason_counts_for_the_instance_that_gave_it() -> None:
+    view = ClusterView(KEYS)
+    assert up(view) == [WorkerUp(record=RECORD)]
+    gone = encoded(GONE, Gone(reason="stopped", instance="i"))
+    assert view.apply({WORKER: None, GONE: gone}) == [WorkerDown(worker_id="a-0", reason="stopped")]
+    up(view, make_worker("a-0", instance="j"))
+    assert view.apply({WORKER: None}) == [WorkerDown(worker_id="a-0", reason="lease expired")]
+
+
+def test_another_instance_at_the_same_address_is_another_process() -> None:
+    view = ClusterView(KEYS)
+    up(view)
+    again = make_worker("a-0", instance="j")
+    assert up(view, again) == [WorkerDown(worker_id="a-0", reason="failed"), WorkerUp(record=again)]
+    assert up(view, again) == [], "nothing changed"
+
+
+def test_what_is_desired_comes_before_and_outlives_the_worker() -> None:
+    view = ClusterView(KEYS)
+    wanted = encoded(DESIRED, Desired(draining=True, role=Role.PREFILL))
+    assert view.apply({DESIRED: wanted}) == []
+    (change,) = up(view)
+    assert (change.record.draining, change.record.role) == (True, Role.PREFILL)
+    (change,) = view.apply({DESIRED: None})
+    assert change == WorkerUp(record=RECORD)
+
+
+def test_keys_that_others_put_there_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    view = ClusterView(KEYS)
+    assert view.apply({KEYS.prefix + b"news/1": b"?", KEYS.prefix + b"workers": b"?"}) == []
+    assert caplog.text == ""
+    with adopt(RunSecret.new()):
+        foreign = encoded(WORKER, RECORD)
+    assert view.apply({WORKER: foreign}) == []
+    assert "runtime.secret" in caplog.text
+    malformed = encoded(WORKER, {"worker_id": 7})
+    assert view.apply({WORKER: malformed}) == []
+    assert "worker_id" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"endpoints": ()}, "at least one"),
+        ({"endpoints": ("localhost:2379",)}, "expected http://HOST:PORT"),
+        ({"endpoints": ("http://localhost",)}, "expected http://HOST:PORT"),
+        ({"endpoints": ("http://localhost:port",)}, "expected http://HOST:PORT"),
+        ({"endpoints": ("http://localhost:1", "https://localhost:1")}, "either http or https"),
+        ({"endpoints": ("https://localhost:1",)}, "need `tls`"),
+        ({"tls": EtcdTls(ca_file="ca.pem")}, "needs https"),
+        ({"endpoints": ("http://10.0.0.1:2379",)}, "10.0.0.1:2379 is on another host"),
+        ({"cluster": "a/b"}, "expected letters"),
+    ],
+)
+def test_options_that_make_no_sense(options: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        EtcdConfig(kind="etcd", **options)
+
+
+def test_plain_text_between_hosts_must_be_asked_for() -> None:
+    config = EtcdConfig(kind="etcd", endpoints=("http://10.0.0.1:2379",), insecure=True)
+    assert not config.encrypted
+    assert EtcdConfig(kind="etcd", endpoints=("http://[::1]:2379",)).call_timeout_s > 0
+
+
+def test_certificates_come_in_pairs() -> None:
+    with pytest.raises(ValueError, match="cert_file and key_file"):
+        EtcdTls(ca_file="ca.pem", cert_file="cert.pem")
+
+
+async def test_a_certificate_that_cannot_be_read_is_an_error_of_the_configuration() -> None:
+    from commutator_etcd.registry import EtcdRegistry
+
+    tls = EtcdTls(ca_file="/no/such/ca.pem")
+    config = EtcdConfig(kind="etcd", endpoints=("https://127.0.0.1:1",), tls=tls)
+    with pytest.raises(ConfigError, match=r"registry\.tls\.ca_file: /no/such/ca\.pem: No such"):
+        EtcdRegistry(config)
