@@ -130,6 +130,30 @@ async def test_who_does_not_know_the_secret_announces_and_drains_nobody(
                 await mine.register(make_worker("taken"), 1.0)
 
 
+async def test_a_lease_that_etcd_ends_too_early_costs_nothing(etcd: EtcdServer) -> None:
+    """A leader that was stopped and wakes up ends leases that were renewed meanwhile."""
+    cluster = fresh_cluster()
+    async with (
+        opened(etcd, cluster) as holder,
+        opened(etcd, cluster) as other,
+        watching(holder) as own,
+        watching(other) as watcher,
+    ):
+        assert (await own.next(), await watcher.next()) == ([], [])
+        lease = await holder.register(make_worker("a-0", instance="i"), 60.0)
+        up = [WorkerUp(record=make_worker("a-0", instance="i"))]
+        assert (await own.next(), await watcher.next()) == (up, up)
+        await other._client.revoke(lease)
+        async with asyncio.timeout(10.0):
+            while holder._held[lease].lease == lease:
+                await asyncio.sleep(0.01)
+        assert await holder.keep_alive(lease)
+        await holder.register(make_worker("b-0"), 60.0)
+        assert await watcher.next() == [WorkerUp(record=make_worker("b-0"))]
+        await holder.deregister(lease, "stopped")
+        assert await watcher.next() == [WorkerDown(worker_id="a-0", reason="stopped")]
+
+
 async def test_a_compaction_while_nobody_watches_loses_no_delete(etcd: EtcdServer) -> None:
     cluster = fresh_cluster()
     async with opened(etcd, cluster, resync_s=3600.0) as registry:
@@ -156,8 +180,12 @@ async def test_a_key_that_is_deleted_by_hand_is_announced_by_the_next_list(
 ) -> None:
     """The view is what etcd holds, also when a watch was not told: lists are compared."""
     cluster = fresh_cluster()
-    async with opened(etcd, cluster, resync_s=0.5) as registry, raw_kv(etcd) as kv:
-        await registry.register(make_worker("a-0"), 60.0)
+    async with (
+        opened(etcd, cluster) as holder,
+        opened(etcd, cluster, resync_s=0.5) as registry,
+        raw_kv(etcd) as kv,
+    ):
+        await holder.register(make_worker("a-0"), 60.0)
         async with watching(registry) as watcher:
             await watcher.next()
             registry._follower.received = (  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from tests.support.streams import stream
 
 from commutator.cli.main import main
 from commutator.supervisor.local_cluster import LocalCluster
-from commutator.trust import RunSecret, adopt
+from commutator.trust import adopt
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +31,16 @@ def deployment(server: EtcdServer, cluster: str, host: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def same_run() -> Iterator[None]:
-    """What `runtime.secret` does: every deployment of the test has the same secret."""
-    with adopt(RunSecret.new()):
-        yield
+@pytest.fixture(scope="module")
+def name() -> str:
+    return fresh_cluster()
+
+
+@pytest.fixture(scope="module")
+def one(etcd: EtcdServer, name: str) -> Iterator[LocalCluster]:
+    """While it runs, this process is of its run, and so are deployments that it starts."""
+    with LocalCluster(deployment(etcd, name, "h1")) as running:
+        yield running
 
 
 def states(cluster: LocalCluster) -> dict[str, str]:
@@ -62,59 +67,54 @@ def command(*arguments: str) -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_two_deployments_share_their_workers(etcd: EtcdServer, same_run: None) -> None:
-    name = fresh_cluster()
+def test_two_deployments_share_their_workers(
+    etcd: EtcdServer, name: str, one: LocalCluster
+) -> None:
     both = {"h1-w-0": "ready", "h2-w-0": "ready"}
-    with LocalCluster(deployment(etcd, name, "h1")) as one:
-        with LocalCluster(deployment(etcd, name, "h2")) as two:
-            until(lambda: states(one) == states(two) == both)
-            assert asyncio.run(answering_workers(one.url, 8)) == set(both)
-            assert asyncio.run(answering_workers(two.url, 8)) == set(both)
-            # Over the other deployment's front door, and seen by both.
-            command("drain", "h2-w-0", "--url", one.url, "--wait", "20")
-            until(lambda: states(two)["h2-w-0"] == "draining")
-            assert asyncio.run(answering_workers(two.url, 4)) == {"h1-w-0"}
-        until(lambda: states(one) == {"h1-w-0": "ready"})
-        with LocalCluster(deployment(etcd, name, "h2")) as two:
-            until(lambda: states(one).get("h2-w-0") == "draining")
-            assert states(two)["h2-w-0"] == "draining", "it outlives the worker"
-            command("undrain", "h2-w-0", "--url", two.url)
-            until(lambda: states(one) == both)
+    with LocalCluster(deployment(etcd, name, "h2")) as two:
+        until(lambda: states(one) == states(two) == both)
+        assert asyncio.run(answering_workers(one.url, 8)) == set(both)
+        assert asyncio.run(answering_workers(two.url, 8)) == set(both)
+        # Over the other deployment's front door, and seen by both.
+        command("drain", "h2-w-0", "--url", one.url, "--wait", "20")
+        until(lambda: states(two)["h2-w-0"] == "draining")
+        assert asyncio.run(answering_workers(two.url, 4)) == {"h1-w-0"}
+    until(lambda: states(one) == {"h1-w-0": "ready"})
+    with LocalCluster(deployment(etcd, name, "h2")) as two:
+        until(lambda: states(one).get("h2-w-0") == "draining")
+        assert states(two)["h2-w-0"] == "draining", "it outlives the worker"
+        command("undrain", "h2-w-0", "--url", two.url)
+        until(lambda: states(one) == both)
 
 
-def test_etcd_may_go_away(etcd: EtcdServer) -> None:
-    with LocalCluster(deployment(etcd, fresh_cluster(), "h1")) as cluster:
-        assert cluster.health()["registry_age_s"] < 60.0
-        etcd.pause()
-        try:
-            until(lambda: cluster.health()["registry_age_s"] > 4.0)
-            assert states(cluster) == {"h1-w-0": "ready"}, "silence removes nobody"
-            assert asyncio.run(answering_workers(cluster.url, 2)) == {"h1-w-0"}
-            with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as page:
-                assert b"commutator_registry_age_seconds" in page.read()
-        finally:
-            etcd.resume()
-        until(lambda: cluster.health()["registry_age_s"] < 3.0)
-        until(lambda: states(cluster) == {"h1-w-0": "ready"})
-        started = cluster.log().count("token API on")
-        assert started == 1, "no engine was restarted"
+def test_etcd_may_go_away(etcd: EtcdServer, one: LocalCluster) -> None:
+    until(lambda: states(one) == {"h1-w-0": "ready"})
+    etcd.pause()
+    try:
+        until(lambda: one.health()["registry_age_s"] > 4.0)
+        assert states(one) == {"h1-w-0": "ready"}, "silence removes nobody"
+        assert asyncio.run(answering_workers(one.url, 2)) == {"h1-w-0"}
+        with urllib.request.urlopen(f"{one.url}/metrics", timeout=5) as page:
+            assert b"commutator_registry_age_seconds" in page.read()
+    finally:
+        etcd.resume()
+    until(lambda: one.health()["registry_age_s"] < 3.0)
+    until(lambda: states(one) == {"h1-w-0": "ready"})
+    assert one.log().count("token API on") == 1, "no engine was restarted"
 
 
-def test_a_name_that_another_deployment_has(etcd: EtcdServer, same_run: None) -> None:
-    name = fresh_cluster()
-    with LocalCluster(deployment(etcd, name, "h1")):
-        refused = LocalCluster(deployment(etcd, name, "h1"))
-        with pytest.raises(RuntimeError, match="h1-w-0 belongs to another live worker"):
-            refused.__enter__()
+@pytest.mark.long
+def test_a_name_that_another_deployment_has(etcd: EtcdServer, name: str, one: LocalCluster) -> None:
+    refused = LocalCluster(deployment(etcd, name, "h1"))
+    with pytest.raises(RuntimeError, match="h1-w-0 belongs to another live worker"):
+        refused.__enter__()
+    assert states(one) == {"h1-w-0": "ready"}
 
 
-def test_a_deployment_with_another_secret_is_not_believed(etcd: EtcdServer) -> None:
-    name = fresh_cluster()
-    with (
-        LocalCluster(deployment(etcd, name, "h1")) as one,
-        adopt(None),
-        LocalCluster(deployment(etcd, name, "h2")) as two,
-    ):
-        one.wait_for_log("workers/h2-w-0 is ignored")
+def test_a_deployment_with_another_secret_is_not_believed(
+    etcd: EtcdServer, name: str, one: LocalCluster
+) -> None:
+    with adopt(None), LocalCluster(deployment(etcd, name, "h3")) as stranger:
+        one.wait_for_log("workers/h3-w-0 is ignored")
         assert states(one) == {"h1-w-0": "ready"}
-        assert states(two) == {"h2-w-0": "ready"}
+        assert states(stranger) == {"h3-w-0": "ready"}

@@ -107,6 +107,9 @@ class EtcdServer:
     def pause(self, member: int = 0) -> None:
         """Stop a member: its connections stay, but nothing answers."""
         self._signal(member, signal.SIGSTOP)
+        process = self._processes[member]
+        assert process is not None
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # its threads do not stop all at once
 
     def resume(self, member: int = 0) -> None:
         self._signal(member, signal.SIGCONT)
@@ -115,7 +118,7 @@ class EtcdServer:
         """Start a single member anew with the data of a snapshot, and its revisions."""
         subprocess.run(
             [
-                Path(etcd_program()).with_name("etcdutl"), "snapshot", "restore", saved,
+                Path(etcd_program()).with_name("etcdctl"), "snapshot", "restore", saved,
                 "--name", "m0", "--data-dir", self._folder / "m0",
                 "--initial-cluster", f"m0={self._peers[0]}",
                 "--initial-advertise-peer-urls", self._peers[0],

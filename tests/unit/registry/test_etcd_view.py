@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -19,17 +20,42 @@ WORKER, DESIRED, GONE = KEYS.worker("a-0"), KEYS.desired("a-0"), KEYS.gone("a-0"
 RECORD = make_worker("a-0", instance="i")
 
 
-def up(view: ClusterView, record: Any = RECORD) -> list[Any]:
-    return list(view.apply({WORKER: encoded(WORKER, record)}))
+def up(view: ClusterView, record: Any = RECORD, now_s: float = 0.0) -> list[Any]:
+    return list(view.apply({WORKER: encoded(WORKER, record)}, now_s))
 
 
 def test_the_reason_counts_for_the_instance_that_gave_it() -> None:
     view = ClusterView(KEYS)
     assert up(view) == [WorkerUp(record=RECORD)]
     gone = encoded(GONE, Gone(reason="stopped", instance="i"))
-    assert view.apply({WORKER: None, GONE: gone}) == [WorkerDown(worker_id="a-0", reason="stopped")]
+    left = [WorkerDown(worker_id="a-0", reason="stopped")]
+    assert view.apply({WORKER: None, GONE: gone}, 0.0) == left
+    assert view.due_s() == inf
     up(view, make_worker("a-0", instance="j"))
-    assert view.apply({WORKER: None}) == [WorkerDown(worker_id="a-0", reason="lease expired")]
+    assert view.apply({WORKER: None}, 5.0) == []
+    assert view.overdue(5.9) == []
+    assert view.due_s() == 6.0
+    assert view.overdue(6.0) == [WorkerDown(worker_id="a-0", reason="lease expired")]
+    assert (view.due_s(), view.records) == (inf, {})
+
+
+def test_a_key_that_comes_back_at_once_was_never_away() -> None:
+    view = ClusterView(KEYS)
+    up(view)
+    assert view.apply({WORKER: None}, 1.0) == []
+    assert list(view.missing()) == ["a-0"]
+    assert up(view, now_s=1.5) == []
+    assert view.overdue(9.0) == []
+    assert list(view.records) == ["a-0"]
+
+
+def test_who_takes_a_name_that_lapsed_did_not_make_its_holder_fail() -> None:
+    view = ClusterView(KEYS)
+    up(view)
+    view.apply({WORKER: None}, 1.0)
+    other = make_worker("a-0", port=2, instance="j")
+    lapsed = WorkerDown(worker_id="a-0", reason="lease expired")
+    assert up(view, other, now_s=1.5) == [lapsed, WorkerUp(record=other)]
 
 
 def test_another_instance_at_the_same_address_is_another_process() -> None:
@@ -43,23 +69,23 @@ def test_another_instance_at_the_same_address_is_another_process() -> None:
 def test_what_is_desired_comes_before_and_outlives_the_worker() -> None:
     view = ClusterView(KEYS)
     wanted = encoded(DESIRED, Desired(draining=True, role=Role.PREFILL))
-    assert view.apply({DESIRED: wanted}) == []
+    assert view.apply({DESIRED: wanted}, 0.0) == []
     (change,) = up(view)
     assert (change.record.draining, change.record.role) == (True, Role.PREFILL)
-    (change,) = view.apply({DESIRED: None})
+    (change,) = view.apply({DESIRED: None}, 0.0)
     assert change == WorkerUp(record=RECORD)
 
 
 def test_keys_that_others_put_there_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     view = ClusterView(KEYS)
-    assert view.apply({KEYS.prefix + b"news/1": b"?", KEYS.prefix + b"workers": b"?"}) == []
+    assert view.apply({KEYS.prefix + b"news/1": b"?", KEYS.prefix + b"workers": b"?"}, 0.0) == []
     assert caplog.text == ""
     with adopt(RunSecret.new()):
         foreign = encoded(WORKER, RECORD)
-    assert view.apply({WORKER: foreign}) == []
+    assert view.apply({WORKER: foreign}, 0.0) == []
     assert "runtime.secret" in caplog.text
     malformed = encoded(WORKER, {"worker_id": 7})
-    assert view.apply({WORKER: malformed}) == []
+    assert view.apply({WORKER: malformed}, 0.0) == []
     assert "worker_id" in caplog.text
 
 

@@ -36,10 +36,10 @@ _RESYNC_JITTER = 0.1
 
 @frozen
 class _Held:
-    """A lease that a worker of this process has."""
+    """A worker of this process, and the lease that it has in etcd."""
 
-    worker_id: str
-    instance: str
+    record: WorkerRecord
+    lease: int
     holder: LeaseHolder
 
 
@@ -55,6 +55,8 @@ class EtcdRegistry(Registry):
         self._client = EtcdClient(config)
         self._keys = Keys(config.cluster)
         self._held: dict[int, _Held] = {}
+        """By the id that ``register`` returned."""
+        self._restoring: dict[int, asyncio.Task[None]] = {}
         self._view = ClusterView(self._keys)
         jitter = 1 + random.uniform(-_RESYNC_JITTER, _RESYNC_JITTER)  # noqa: S311
         self._follower = Follower(config.resync_s * jitter)
@@ -96,12 +98,44 @@ class EtcdRegistry(Registry):
         if not claimed:
             await self._let_lapse(lease_id)
             return None
-        for former in [i for i, one in self._held.items() if one.worker_id == record.worker_id]:
-            del self._held[former]
-            await self._let_lapse(former)
+        for former in self._held_by(record.worker_id):
+            await self._let_lapse(self._held.pop(former).lease)
         holder = LeaseHolder(ttl, sent_s, self._call_timeout_s)
-        self._held[lease_id] = _Held(record.worker_id, record.instance, holder)
+        self._held[lease_id] = _Held(record, lease_id, holder)
         return lease_id
+
+    def _held_by(self, worker_id: str) -> list[int]:
+        return [i for i, held in self._held.items() if held.record.worker_id == worker_id]
+
+    def _restore_missing(self) -> None:
+        """Put back the keys of workers of this process whose leases certainly live."""
+        now_s = self._clock()
+        for worker_id in self._view.missing():
+            for lease_id in self._held_by(worker_id):
+                alive = self._held[lease_id].holder.deadline_s > now_s
+                if alive and lease_id not in self._restoring:
+                    restoring = self._restore(lease_id, self._held[lease_id])
+                    self._restoring[lease_id] = asyncio.create_task(restoring)
+
+    async def _restore(self, lease_id: int, held: _Held) -> None:
+        """Put a key back under a new lease; what fails is left to the next renewal."""
+        key, sent_s = self._keys.worker(held.record.worker_id), self._clock()
+        try:
+            lease = await self._client.grant(int(held.holder.ttl_s))
+            value = encoded(key, held.record)
+            put_back = await self._client.change([unchanged(key, None)], [put(key, value, lease)])
+            if put_back and self._held.get(lease_id) == held:
+                holder = held.holder.confirmed(sent_s)
+                self._held[lease_id] = evolve(held, lease=lease, holder=holder)
+                log.warning(
+                    "etcd ended a lease that was renewed; %s is back", held.record.worker_id
+                )
+            else:
+                await self._let_lapse(lease)
+        except RegistryError as error:
+            log.debug("%s", error)
+        finally:
+            self._restoring.pop(lease_id, None)
 
     async def _let_lapse(self, lease_id: int) -> None:
         """End a lease that nothing depends on, now or when it lapses."""
@@ -113,16 +147,18 @@ class EtcdRegistry(Registry):
             sent_s = self._clock()
             patience_s = held.holder.patience_s(sent_s)
             try:
-                alive = await self._client.renew(lease_id, patience_s or self._call_timeout_s)
+                alive = await self._client.renew(held.lease, patience_s or self._call_timeout_s)
             except RegistryError:
                 if patience_s is None:
                     raise
                 await asyncio.sleep(_RENEW_PAUSE_S)
                 continue
+            if self._held.get(lease_id) != held:  # renewed or put back meanwhile
+                continue
             if alive:
                 self._held[lease_id] = evolve(held, holder=held.holder.confirmed(sent_s))
             else:
-                self._held.pop(lease_id, None)
+                del self._held[lease_id]
             return alive
         return False
 
@@ -130,14 +166,15 @@ class EtcdRegistry(Registry):
         held = self._held.pop(lease_id, None)
         if held is None:
             return
-        key, gone = self._keys.worker(held.worker_id), self._keys.gone(held.worker_id)
+        worker_id = held.record.worker_id
+        key, gone = self._keys.worker(worker_id), self._keys.gone(worker_id)
         farewell = await self._client.grant(_GONE_TTL_S)
-        value = encoded(gone, Gone(reason=reason, instance=held.instance))
+        value = encoded(gone, Gone(reason=reason, instance=held.record.instance))
         # In one transaction, so that watchers get the reason with the departure.
         await self._client.change(
-            [with_lease(key, lease_id)], [delete(key), put(gone, value, farewell)]
+            [with_lease(key, held.lease)], [delete(key), put(gone, value, farewell)]
         )
-        await self._let_lapse(lease_id)
+        await self._let_lapse(held.lease)
 
     async def set_draining(self, worker_id: str, draining: bool) -> bool:
         return await self._set_desired(worker_id, draining=draining)
@@ -176,10 +213,11 @@ class EtcdRegistry(Registry):
             self._watchers.discard(queue)
 
     async def close(self) -> None:
-        following, self._following = self._following, None
-        if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+        tasks = [*self._restoring.values(), *filter(None, [self._following])]
+        self._following = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
     async def _follow(self) -> None:
@@ -205,7 +243,8 @@ class EtcdRegistry(Registry):
         """List, then watch from there on. Raises SessionEnd or RegistryError, sooner or later."""
         asked_s = self._clock()
         listing = await self._client.list(self._keys.prefix)
-        changes = self._view.apply(self._follower.listed(listing, asked_s, self._clock()))
+        now_s = self._clock()
+        changes = self._view.apply(self._follower.listed(listing, asked_s, now_s), now_s)
         self._publish(changes, first=not self._listed)
         self._listed = True
         async with self._client.watch(self._keys.prefix, listing.revision + 1) as watch:
@@ -214,13 +253,16 @@ class EtcdRegistry(Registry):
                 while True:
                     if self._follower.tick(self._clock()):
                         await watch.ask_progress()
-                    wait_s = max(0.0, self._follower.due_s() - self._clock())
-                    await asyncio.wait({reading}, timeout=wait_s)
+                    self._restore_missing()
+                    self._publish(self._view.overdue(self._clock()), first=False)
+                    due_s = min(self._follower.due_s(), self._view.due_s())
+                    await asyncio.wait({reading}, timeout=max(0.0, due_s - self._clock()))
                     if reading.done():
                         message = reading.result()
                         reading = asyncio.ensure_future(watch.read())
-                        delta = self._follower.received(message, self._clock())
-                        self._publish(self._view.apply(delta), first=False)
+                        now_s = self._clock()
+                        delta = self._follower.received(message, now_s)
+                        self._publish(self._view.apply(delta, now_s), first=False)
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)

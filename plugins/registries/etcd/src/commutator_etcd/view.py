@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from math import inf
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ __all__ = ["ClusterView", "Desired", "Gone", "Keys", "decoded", "encoded"]
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_GRACE_S = 1.0
 
 
 @frozen(kw_only=True)
@@ -97,7 +100,12 @@ def decoded(key: bytes, stored: bytes, cls: type[T]) -> T | None:
 
 
 class ClusterView:
-    """Turns changes of keys into changes of workers."""
+    """Turns changes of keys into changes of workers. Times are seconds of one monotonic clock.
+
+    A worker whose key went without a reason is removed only after ``_GRACE_S``: when a leader that
+    was stopped for a while wakes up, it may end all leases that were renewed meanwhile (etcd#15247
+    says in which versions); their holders put the keys back well within that time.
+    """
 
     def __init__(self, keys: Keys) -> None:
         self.records: dict[str, WorkerRecord] = {}
@@ -106,8 +114,25 @@ class ClusterView:
         self._registered: dict[str, WorkerRecord] = {}
         self._desired: dict[str, Desired] = {}
         self._gone: dict[str, Gone] = {}
+        self._missing: dict[str, float] = {}
+        """Until when the keys of workers may come back, by worker id."""
 
-    def apply(self, delta: Delta) -> list[Change]:
+    def missing(self) -> Iterable[str]:
+        """The workers whose keys went without a reason, and may come back."""
+        return self._missing.keys()
+
+    def due_s(self) -> float:
+        """When ``overdue`` has something to tell; infinite: never."""
+        return min(self._missing.values(), default=inf)
+
+    def overdue(self, now_s: float) -> list[Change]:
+        """The workers that did not come back."""
+        gone = [worker_id for worker_id, until_s in self._missing.items() if until_s <= now_s]
+        for worker_id in gone:
+            del self._missing[worker_id], self.records[worker_id]
+        return [WorkerDown(worker_id=worker_id, reason=LAPSED) for worker_id in gone]
+
+    def apply(self, delta: Delta, now_s: float) -> list[Change]:
         """Take the new values of keys; returns the changes of workers, departures first."""
         touched: dict[str, None] = {}
         for key, stored in delta.items():
@@ -120,7 +145,7 @@ class ClusterView:
                     touched[worker_id] = None
                 case b"gone", worker_id:
                     _put(self._gone, worker_id, self._read(key, stored, Gone))
-        return self._changes(touched)
+        return self._changes(touched, now_s)
 
     def _read(self, key: bytes, stored: bytes | None, cls: type[T]) -> T | None:
         if stored is None:
@@ -134,23 +159,36 @@ class ClusterView:
             )
         return value
 
-    def _changes(self, worker_ids: Iterable[str]) -> list[Change]:
+    def _changes(self, worker_ids: Iterable[str], now_s: float) -> list[Change]:
         down: list[Change] = []
         up: list[Change] = []
         for worker_id in worker_ids:
-            known = self.records.pop(worker_id, None)
+            known = self.records.get(worker_id)
             registered = self._registered.get(worker_id)
             if registered is not None:
                 record = self._desired.get(worker_id, Desired()).applied_to(registered)
                 self.records[worker_id] = record
-                up += succession(known, record)
+                changes = succession(known, record)
+                if self._missing.pop(worker_id, None) is not None:
+                    changes = [_lapsed(change) for change in changes]
+                up += changes
             elif known is not None:
-                down.append(WorkerDown(worker_id=worker_id, reason=self._reason(known)))
+                reason = self._reason(known)
+                if reason is None:
+                    self._missing.setdefault(worker_id, now_s + _GRACE_S)
+                else:
+                    self._missing.pop(worker_id, None)
+                    del self.records[worker_id]
+                    down.append(WorkerDown(worker_id=worker_id, reason=reason))
         return down + up
 
-    def _reason(self, known: WorkerRecord) -> str:
+    def _reason(self, known: WorkerRecord) -> str | None:
         gone = self._gone.get(known.worker_id)
-        return gone.reason if gone is not None and gone.instance == known.instance else LAPSED
+        return gone.reason if gone is not None and gone.instance == known.instance else None
+
+
+def _lapsed(change: Change) -> Change:
+    return evolve(change, reason=LAPSED) if isinstance(change, WorkerDown) else change
 
 
 def _put(mapping: dict[str, T], name: str, value: T | None) -> None:
