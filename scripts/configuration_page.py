@@ -13,6 +13,7 @@ import attrs
 from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
 from commutator.contract.frontend import FrontendConfig
+from commutator.contract.planner import PlannerConfig
 from commutator.contract.routing import RouterConfig, RouteStage
 from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
@@ -49,6 +50,7 @@ def page() -> str:
             )
             parts += inner(field.name, RouterConfig)
             parts += kinds(host.fairness, "router.busy.fairness, ")
+        parts += planners(host) if field.name == "planner" else ()
         if field.name == "tiers":
             parts.append("Of every kind; a kind may be there more than once:\n")
             parts.append(table(TierConfig))
@@ -70,10 +72,20 @@ def page() -> str:
         elif field.name in seam:
             base = TierConfig if field.name == "tiers" else None
             parts += kinds(seam[field.name], base=base, made_of=host.stages)
-        elif (cls := class_of(field)) is not None:
+        elif field.name != "planner" and (cls := class_of(field)) is not None:
             parts.append(table(cls))
             parts += inner(field.name, cls)
     return "\n".join(parts)
+
+
+def planners(host: Any) -> Iterator[str]:
+    """Planners, and the forecasters and constraints that each may have."""
+    yield "Of every kind:\n"
+    yield table(PlannerConfig)
+    yield from inner("planner", PlannerConfig)
+    yield from kinds(host.planners, base=PlannerConfig)
+    yield from kinds(host.forecasters, "planner.forecaster, ")
+    yield from kinds(host.constraints, "planner.constraints[], ")
 
 
 def class_of(field: Any) -> Any:

@@ -21,7 +21,7 @@ so. See [the hooks](hooks.md) for when core calls a plugin, and the
 [configuration](configuration.md) for the options of each kind.
 """
 MODULES = [*sorted((SOURCE / "contract").glob("*.py")), SOURCE / "hookspecs.py"]
-FACES = ("auth", "fairness", "registry", "launcher", "kv", "kv_events", "nixl", "schema")
+FACES = ("auth", "fairness", "planner", "registry", "launcher", "kv", "kv_events", "nixl", "schema")
 """The modules that export names of the contract which ``commutator`` itself does not."""
 VALUES = ast.Assign | ast.AnnAssign
 

@@ -36,6 +36,7 @@ OF_EXAMPLES = (
     "fair_turns",
     "proxy_user",
     "kind: csv",
+    "kind: hpa",
 )
 EXAMPLES = sorted(ROOT.glob("examples/*.yaml"))
 

@@ -40,6 +40,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
         "proxy_user",
         "folder_tier",
         "csv_observer",
+        "hpa",
     ],
 )
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:

@@ -9,7 +9,9 @@ contract version arguments may be added here, never removed or reordered.
                                            fairness_register, tier_register,
                                            eviction_register, observer_register,
                                            authenticator_register, frontend_register,
-                                           registry_register, launcher_register
+                                           registry_register, launcher_register,
+                                           planner_register, forecast_register,
+                                           constraint_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
                                            disagg_decided, kv_handed_over, request_first_token,
@@ -31,13 +33,16 @@ from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.registration import (
     AuthenticatorRegister,
+    ConstraintRegister,
     DisaggRegister,
     EngineRegister,
     EvictionRegister,
     FairnessRegister,
+    ForecastRegister,
     FrontendRegister,
     LauncherRegister,
     ObserverRegister,
+    PlannerRegister,
     RegistryRegister,
     RouterRegister,
     StageRegister,
@@ -177,6 +182,35 @@ def frontend_register(register: FrontendRegister) -> None:
     ``register(kind, config_class, frontend, stability="alpha")``: ``config_class`` subclasses
     ``FrontendConfig``; ``frontend`` is an instance of ``Frontend``. Import server libraries inside
     its methods, not here. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def planner_register(register: PlannerRegister) -> None:
+    """Called once at start, in every process. Offer planners: how many workers demand needs.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``PlannerConfig``; ``factory(config)`` makes one ``PlannerPolicy``. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def forecast_register(register: ForecastRegister) -> None:
+    """Called once at start, in every process. Offer forecasters: how far demand may grow.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``ForecasterConfig``; ``factory(config)`` makes the ``Forecaster`` of a planner. Collect-all;
+    must not block.
+    """
+
+
+@_hookspec
+def constraint_register(register: ConstraintRegister) -> None:
+    """Called once at start, in every process. Offer constraints: floors and ceilings of plans.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``ConstraintConfig``; ``factory(config)`` makes one ``PlanConstraint`` for each entry of
+    `constraints`. Collect-all; must not block.
     """
 
 

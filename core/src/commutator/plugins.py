@@ -28,6 +28,14 @@ from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
+from commutator.contract.planner import (
+    ConstraintConfig,
+    Forecaster,
+    ForecasterConfig,
+    PlanConstraint,
+    PlannerConfig,
+    PlannerPolicy,
+)
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.registration import (
     Catalog,
@@ -150,6 +158,15 @@ class PluginHost(Observer):
         self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher]] = Catalog(
             "launcher", LauncherConfig, _must_be_factory
         )
+        self.planners: Catalog[Callable[[Any], PlannerPolicy]] = Catalog(
+            "planner", PlannerConfig, _must_be_factory
+        )
+        self.forecasters: Catalog[Callable[[Any], Forecaster[Any]]] = Catalog(
+            "forecaster", ForecasterConfig, _must_be_factory
+        )
+        self.constraints: Catalog[Callable[[Any], PlanConstraint]] = Catalog(
+            "constraint", ConstraintConfig, _must_be_factory
+        )
         self._catalogs: dict[str, Catalog[Any]] = {
             "engine_register": self.engines,
             "router_register": self.routers,
@@ -163,6 +180,9 @@ class PluginHost(Observer):
             "frontend_register": self.frontends,
             "registry_register": self.registries,
             "launcher_register": self.launchers,
+            "planner_register": self.planners,
+            "forecast_register": self.forecasters,
+            "constraint_register": self.constraints,
         }
         """By the hook that fills it."""
         self.installed: list[Installed] = []

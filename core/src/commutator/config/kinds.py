@@ -18,6 +18,7 @@ from commutator.contract.fairness import FairnessConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.planner import ConstraintConfig, ForecasterConfig, PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.registry import RegistryConfig
@@ -71,6 +72,9 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     FrontendConfig: lambda host: host.frontends,
     RegistryConfig: lambda host: host.registries,
     LauncherConfig: lambda host: host.launchers,
+    PlannerConfig: lambda host: host.planners,
+    ForecasterConfig: lambda host: host.forecasters,
+    ConstraintConfig: lambda host: host.constraints,
     Filter: lambda host: host.stages,
     Scorer: lambda host: host.stages,
     Picker: lambda host: host.stages,

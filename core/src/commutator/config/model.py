@@ -12,6 +12,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.planner import PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import RouterConfig
@@ -155,6 +156,11 @@ class Config:
     )
     launcher: LauncherConfig = setting(
         "What starts the processes.", factory=lambda: LauncherConfig(kind="process")
+    )
+    planner: PlannerConfig | None = setting(
+        "How many workers there are, planned in `commutator replay --plan`; live planning is not "
+        "built yet, so `commutator serve` refuses this section.",
+        None,
     )
     log: LogConfig = setting("Logging.", factory=LogConfig)
     tracing: TracingConfig | None = setting("OpenTelemetry; off by default.", None)

@@ -14,6 +14,14 @@ from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
 from commutator.contract.observer import Observer, ObserverConfig
+from commutator.contract.planner import (
+    ConstraintConfig,
+    Forecaster,
+    ForecasterConfig,
+    PlanConstraint,
+    PlannerConfig,
+    PlannerPolicy,
+)
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
 from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
@@ -23,15 +31,18 @@ from commutator.errors import PluginError
 __all__ = [
     "AuthenticatorRegister",
     "Catalog",
+    "ConstraintRegister",
     "DisaggRegister",
     "EngineRegister",
     "EvictionRegister",
     "FairnessRegister",
+    "ForecastRegister",
     "FrontendRegister",
     "Kind",
     "LauncherRegister",
     "ObserverRegister",
     "Origin",
+    "PlannerRegister",
     "Register",
     "RegistryRegister",
     "RouterRegister",
@@ -63,7 +74,8 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "frontend", "registry" or "launcher"."""
+    "fairness", "observer", "authenticator", "frontend", "registry", "launcher", "planner",
+    "forecaster" or "constraint"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -191,5 +203,11 @@ RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""
 LauncherRegister = Register[LauncherConfig, Callable[[Any, LauncherContext], Launcher]]
 """Offers a launcher by ``factory(config, context)``, called once for a run of a deployment."""
+PlannerRegister = Register[PlannerConfig, Callable[[Any], PlannerPolicy]]
+"""Offers a planner by ``factory(config)``, called once for a deployment or a replay."""
+ForecastRegister = Register[ForecasterConfig, Callable[[Any], Forecaster[Any]]]
+"""Offers a forecaster by ``factory(config)``, called once for a planner."""
+ConstraintRegister = Register[ConstraintConfig, Callable[[Any], PlanConstraint]]
+"""Offers a constraint by ``factory(config)``, called once for each `constraints` entry."""
 FrontendRegister = Register[FrontendConfig, Frontend[Any, Any]]
 """Offers a front door by a ``Frontend``: an instance, one for all front-door processes."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from attrs import asdict
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,11 +19,13 @@ from commutator.cli.options import NumberRange, set_option
 from commutator.config.load import Loaded, load_config
 from commutator.config.tree import DEFAULT, find
 from commutator.errors import CommutatorError
+from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, read_trace, with_chats
 
 __all__ = [
+    "by_planner",
     "by_policy",
     "by_rate",
     "replay",
@@ -68,6 +71,14 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     help="Several disaggregation policies, separated by commas; `aggregated` means the same "
     "workers without roles.",
 )
+@click.option(
+    "--plan", is_flag=True, help="Let the file's `planner` start and stop workers as it goes."
+)
+@click.option(
+    "--compare-planners",
+    help="Several planners, separated by commas, one row each: kinds, `fixed:N`, `fixed` (the "
+    "smallest constant fleet, in hindsight), `clairvoyant` (the file's own, knowing the trace).",
+)
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
 @click.option(
@@ -110,12 +121,16 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     help="Write a picture: SVG, PNG or PDF, as FILE ends.",
 )
 @set_option
+@click.pass_context
 def replay(
+    ctx: click.Context,
     trace: Path,
     file: Path,
     policy: str | None,
     compare: str | None,
     disagg: str | None,
+    plan: bool,
+    compare_planners: str | None,
     workers: int | None,
     requests: int | None,
     chats: float,
@@ -133,6 +148,8 @@ def replay(
         raise click.UsageError("give one of --policy, --compare and --disagg")
     if rates and speed != 1.0:
         raise click.UsageError("give --speed or --rates, not both")
+    if plan or compare_planners is not None:
+        _check_planned(ctx)
     loaded = load_config([file], sets=sets)
     replays = Replays(
         loaded,
@@ -142,7 +159,21 @@ def replay(
         workers=workers,
         seed=seed,
     )
+    if plan or compare_planners is not None:
+        planned = PlannedReplays(replays)
+        written = planned.config.kind if compare_planners is None else compare_planners
+        planners = planned.names(written, "--compare-planners")
+        for warning in replay_warnings(loaded):
+            click.secho(f"warning: {warning}", fg="yellow", err=True)
+        asked = read_trace(trace, requests)
+        mixed = with_chats(asked, chats, seed) if chats else asked
+        show_plans([planned.run(name, mixed) for name in planners], plot, as_json=as_json)
+        return
     names = policies(replays, policy, compare, disagg)
+    if loaded.config.planner is not None:
+        click.secho(
+            "warning: planner: without --plan the fleet stays as it is", fg="yellow", err=True
+        )
     for warning in replay_warnings(loaded):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     recorded = read_trace(trace, requests)
@@ -158,6 +189,26 @@ def replay(
     else:
         reports = run([one.sped_up(speed) for one in mixed])
         show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
+
+
+def _check_planned(ctx: click.Context) -> None:
+    """Raises UsageError for options that cannot be combined with a planner."""
+    given = {
+        name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    if {"plan", "compare_planners"} <= given:
+        raise click.UsageError("give --plan or --compare-planners, not both")
+    if given & {"policy", "compare", "disagg"}:
+        raise click.UsageError(
+            "a planner runs under the file's own policies: leave --policy, --compare, --disagg out"
+        )
+    if given & {"speed", "rates"}:
+        raise click.UsageError(
+            "--speed and --rates compress the trace, and the start-up of a worker does not shrink "
+            "with it: leave them out, or use more or less of the trace"
+        )
+    if given & {"target_ttft", "target_itl"}:
+        raise click.UsageError("a planner has its own targets: --set planner.targets.ttft_s=...")
 
 
 def policies(
@@ -196,6 +247,49 @@ def show_sweep(
         Console().print(by_rate(sweep))
     if plot is not None:
         plots().draw_sweep(sweep, plot)
+
+
+def show_plans(reports: Sequence[PlanReport], plot: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"planners": [asdict(one) for one in reports]}))
+    else:
+        if len(reports) == 1:
+            for change in reports[0].changes:
+                click.echo(
+                    f"{_clock(change.time_s)} {change.after - change.before:+d} {change.role}: "
+                    f"{change.reason}"
+                )
+        for one in reports:
+            for text, number in one.warnings.items():
+                click.secho(f"{one.planner}: {text} ({number} times)", fg="yellow", err=True)
+        Console().print(by_planner(reports))
+    if plot is not None:
+        plots().draw_plans(reports, plot)
+
+
+def _clock(time_s: float) -> str:
+    minutes, seconds = divmod(round(time_s), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def by_planner(reports: Sequence[PlanReport]) -> Table:
+    """A row for each planner."""
+    made = _table("Requests within the targets, and what the workers cost")
+    made.add_column("planner", no_wrap=True)
+    for column in ("both", "TTFT", "ITL", "TTFT p99", "worker-hours", "most", "flips"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for one in reports:
+        made.add_row(
+            Text(one.planner),
+            f"{one.attained:.1%}",
+            f"{one.attained_ttft:.1%}",
+            f"{one.attained_itl:.1%}",
+            f"{one.ttft_p99_s:.2f} s",
+            f"{one.worker_hours:.2f}",
+            str(one.most_workers),
+            str(one.flips),
+        )
+    return made
 
 
 def plots() -> Any:

@@ -58,7 +58,7 @@ class VirtualFleet:
         tell: Callable[[str, VirtualEvent], None],
     ) -> None:
         """``tell`` is called with a worker's id and each event; it may submit and set alarms."""
-        self._engines = engines
+        self._engines = dict(engines)
         self._tell = tell
         self._handovers: dict[int, _Handover] = {}
         self._taking_part: Counter[str] = Counter()
@@ -76,6 +76,26 @@ class VirtualFleet:
         self._taking_part.update((prefill_id, decode_id))
         self.submit(decode_id, key, evolve(request, pulls=True))
         self.submit(prefill_id, key, evolve(request, output_tokens=1, exports=True))
+
+    def add(self, worker_id: str, engine: VirtualEngine) -> None:
+        """A worker comes, and its time begins now."""
+        engine.advance(self.now_ns)
+        self._engines[worker_id] = engine
+
+    def is_idle(self, worker_id: str) -> bool:
+        """Whether the worker takes part in no hand-over, nor holds blocks for one."""
+        return worker_id not in self._taking_part and all(
+            handover.prefill_id != worker_id for handover in self._handovers.values()
+        )
+
+    def remove(self, worker_id: str) -> None:
+        """A worker goes, which must be idle and have no requests. Not during a step of time."""
+        del self._engines[worker_id]
+
+    def catch_up(self) -> None:
+        """Advance every worker to now."""
+        for worker_id in list(self._engines):
+            self._advance(worker_id, self.now_ns)
 
     def alarm(self, time_ns: int, call: Callable[[], None]) -> None:
         """Call ``call`` at that time, after every worker in a hand-over has been advanced to it."""

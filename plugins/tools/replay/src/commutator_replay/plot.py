@@ -10,10 +10,12 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from commutator_replay.planners import PlanReport
 from commutator_replay.report import Report
 
 __all__ = [
     "draw",
+    "draw_plans",
     "draw_sweep",
 ]
 
@@ -78,6 +80,38 @@ def draw_sweep(sweep: Mapping[float, Sequence[Report]], path: Path) -> None:
     right.yaxis.set_minor_formatter("")
     for axes in (left, right):
         axes.set_xlabel("requests/s")
+    _save(figure, path)
+
+
+def draw_plans(reports: Sequence[PlanReport], path: Path) -> None:
+    """Write demand over time, and the workers of each planner beside what they need."""
+    figure, axes = plt.subplots(
+        len(reports) + 1,
+        1,
+        figsize=(10, 2 + 1.8 * len(reports)),
+        sharex=True,
+        squeeze=False,
+        constrained_layout=True,
+    )
+    first, *others = (row[0] for row in axes)
+    minutes = [sample.time_s / 60 for sample in reports[0].samples]
+    offered = [sample.requests_per_s for sample in reports[0].samples]
+    first.plot(minutes, offered, color=_OTHER, linewidth=0.8)
+    first.set_ylabel("requests/s")
+    for report, one in zip(reports, others, strict=True):
+        times = [sample.time_s / 60 for sample in report.samples]
+        needs = [sample.need for sample in report.samples]
+        ready = [sample.ready for sample in report.samples]
+        one.step(times, needs, where="post", color=_SECOND, linewidth=0.8, label="needed")
+        one.step(times, ready, where="post", color=_CHOSEN, label="ready")
+        one.set_ylabel("workers")
+        one.set_title(
+            f"{report.planner}: {report.attained:.1%} in {report.worker_hours:.1f} worker-hours",
+            loc="left",
+            fontsize="medium",
+        )
+        one.legend(frameon=False)
+    axes[-1][0].set_xlabel("minutes")
     _save(figure, path)
 
 

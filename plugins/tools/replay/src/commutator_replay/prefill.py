@@ -7,13 +7,21 @@ from collections.abc import Sequence
 
 from attrs import define, frozen
 
-from commutator import DisaggAnswer, DisaggPolicy, DisaggQuestion, RequestSummary, RoutingPolicy
+from commutator import (
+    DisaggAnswer,
+    DisaggPolicy,
+    DisaggQuestion,
+    RequestSummary,
+    RoutingPolicy,
+    WorkerLoad,
+)
 from commutator.contract.routing import BusyConfig
 from commutator.routing.disagg.speeds import SpeedMeter
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import ModelRouter, Route
+from commutator.routing.workers import LiveWorker
 from commutator_replay.fleet import VirtualWorker
 
 __all__ = [
@@ -21,6 +29,9 @@ __all__ = [
     "ReplayDisagg",
     "RunningPrefill",
 ]
+
+
+_ONE_IDLE = {"worker": WorkerLoad()}
 
 
 @frozen
@@ -75,6 +86,28 @@ class PrefillSide:
         self._waiting: dict[Place, _Waiting] = {}
 
     @property
+    def has_workers(self) -> bool:
+        """Whether there is a worker to prefill at."""
+        return bool(self._workers)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens in the queue."""
+        return sum(one.summary.prompt_tokens for one in self._waiting.values())
+
+    def add(self, worker: LiveWorker) -> None:
+        """A worker takes prompts from now on."""
+        self._workers.append(worker)
+
+    def drain(self, worker: LiveWorker) -> None:
+        """A worker takes no more prompts."""
+        self._workers.remove(worker)
+
+    def forget(self, worker_id: str) -> None:
+        """A worker is gone."""
+        self._pool.policy.forget(worker_id)
+
+    @property
     def max_queue_s(self) -> float:
         """Longest time that a prompt may wait."""
         return self._disagg.busy.max_queue_s
@@ -82,15 +115,18 @@ class PrefillSide:
     def decide(
         self, summary: RequestSummary, hashes: Sequence[int], decode: Route, now_ns: int
     ) -> DisaggAnswer:
-        """Whether the request, whose decode worker is chosen, is prefilled elsewhere."""
+        """Whether the request, whose decode worker is chosen, is prefilled elsewhere.
+
+        Without a prefill worker, as if there were an idle one: that is the demand for it.
+        """
         candidates = self._pool.candidates(hashes, self._workers)
         first = self._queue.first()
         question = DisaggQuestion(
             prompt_tokens=summary.prompt_tokens,
             cached_tokens=decode.overlap_tokens,
             decode_load=decode.candidate.load,
-            prefill_loads={candidate.worker_id: candidate.load for candidate in candidates},
-            prefill_cached_tokens=max(one.overlap.blocks for one in candidates)
+            prefill_loads={one.worker_id: one.load for one in candidates} or _ONE_IDLE,
+            prefill_cached_tokens=max((one.overlap.blocks for one in candidates), default=0)
             * self._info.block_size,
             queued_prefills=len(self._queue),
             queue_age_s=(now_ns - self._waiting[first].since_ns) / 1e9 if first else 0.0,
@@ -102,7 +138,9 @@ class PrefillSide:
     def place(
         self, summary: RequestSummary, hashes: Sequence[int], now_ns: int
     ) -> RunningPrefill | None:
-        """Send a prompt to a worker; None while all are busy."""
+        """Send a prompt to a worker; None while all are busy, or there is none."""
+        if not self._workers:
+            return None
         route = self._pool.route_to_free(summary, hashes, self._workers, self._disagg.busy)
         if route is None:
             return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -29,6 +29,7 @@ from commutator_replay.virtual import (
     VirtualEvent,
     VirtualRequest,
 )
+from commutator_replay.workforce import Planning, RoutedWorkers, Span, Tick, Workforce
 
 __all__ = [
     "DoesNotFitError",
@@ -70,6 +71,7 @@ class _Replay:
         workers: Sequence[VirtualWorker],
         policy: RoutingPolicy,
         disagg: ReplayDisagg | None,
+        planning: Planning | None,
         seed: int,
     ) -> None:
         self._fleet = VirtualFleet({w.worker_id: w.engine for w in workers}, self._apply)
@@ -88,10 +90,37 @@ class _Replay:
         self._flights: dict[int, _Flight] = {}
         self._prefills: dict[int, RunningPrefill] = {}
         """Prompts at prefill workers, by the request's key."""
+        self._held: deque[tuple[int, TraceRequest, int]] = deque()
+        """Requests that wait for the first worker, each with its key and time of arrival."""
+        self._trace_is_over = False
+        self._serving = Role.BOTH if any(w.role is Role.BOTH for w in workers) else Role.DECODE
+        self._begun = False
+        self._workforce: Workforce | None = None
+        if planning is not None:
+            routed = RoutedWorkers(
+                add=self._add,
+                drain=self._drain,
+                forget=self._forget,
+                cached_blocks=self._cached_blocks,
+                waiting_tokens=self._waiting_tokens,
+                is_over=self._is_over,
+            )
+            self._workforce = Workforce(planning, workers, self._fleet, self._load, routed)
         self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
 
     def arrive(self, key: int, traced: TraceRequest, now_ns: int) -> None:
         self._fleet.pass_time(now_ns)
+        if self._workforce is not None and not self._begun:
+            self._begun = True
+            self._workforce.begin()
+        if self._decoders:
+            self._serve(key, traced, now_ns, counts=True)
+            return
+        self._held.append((key, traced, now_ns))
+        if self._workforce is not None:
+            self._workforce.arrived(self._serving, traced.input_length, traced.input_length)
+
+    def _serve(self, key: int, traced: TraceRequest, arrived_ns: int, *, counts: bool) -> None:
         hashes, tokens = traced.blocks(self._block_size), traced.input_length
         summary = RequestSummary(
             request_id=str(key),
@@ -102,11 +131,58 @@ class _Replay:
         route = self._pool.route(summary, hashes, self._decoders)
         if self.outcome.tokens_given_up is not None:
             self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
-        self._begin(key, traced, summary, hashes, route)
+        self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
 
     def finish(self) -> None:
         """Let every request end."""
+        self._trace_is_over = True
         self._fleet.pass_time(None)
+        if self._workforce is not None:
+            self._workforce.end(round(self.outcome.duration_s * 1e9))
+            self.outcome.spans = self._workforce.spans
+            self.outcome.ticks = self._workforce.ticks
+
+    # ------------------------------------------------------- workers come and go
+
+    def _add(self, worker: VirtualWorker) -> None:
+        if worker.role is Role.PREFILL:
+            assert self._prefill is not None
+            self._prefill.add(worker.live)
+            self._place_waiting(self._prefill, self._fleet.now_ns)
+            return
+        self._decoders.append(worker.live)
+        while self._held:
+            key, traced, arrived_ns = self._held.popleft()
+            self._serve(key, traced, arrived_ns, counts=False)
+
+    def _drain(self, worker: VirtualWorker) -> None:
+        if worker.role is Role.PREFILL:
+            assert self._prefill is not None
+            self._prefill.drain(worker.live)
+        else:
+            self._decoders.remove(worker.live)
+
+    def _forget(self, worker: VirtualWorker) -> None:
+        self._index.remove_worker(worker.worker_id)
+        if worker.role is Role.PREFILL:
+            assert self._prefill is not None
+            self._prefill.forget(worker.worker_id)
+        else:
+            self._pool.policy.forget(worker.worker_id)
+
+    def _cached_blocks(self) -> Mapping[str, int]:
+        return {name: sum(sizes) for name, sizes in self._index.blocks_by_worker().items()}
+
+    def _waiting_tokens(self) -> Mapping[Role, int]:
+        waiting = {self._serving: sum(traced.input_length for _, traced, _ in self._held)}
+        if self._prefill is not None:
+            waiting[Role.PREFILL] = self._prefill.waiting_tokens
+        return waiting
+
+    def _is_over(self) -> bool:
+        return self._trace_is_over and not self._flights and not self._held
+
+    # ------------------------------------------------------------------ requests
 
     def _begin(
         self,
@@ -115,24 +191,34 @@ class _Replay:
         summary: RequestSummary,
         hashes: Sequence[int],
         route: Route,
+        arrived_ns: int,
+        *,
+        counts: bool,
     ) -> None:
         side, now_ns = self._prefill, self._fleet.now_ns
         answer = side.decide(summary, hashes, route, now_ns) if side is not None else None
-        separate = answer is not None and answer.separate
+        wanted = answer is not None and answer.separate
+        separate = wanted and side is not None and side.has_workers
         if answer is not None:
-            self.outcome.decisions[answer.separate, answer.reason] += 1
+            reason = answer.reason if separate or not wanted else "no prefill worker"
+            self.outcome.decisions[separate, reason] += 1
         worker_id, tokens = route.candidate.worker_id, summary.prompt_tokens
         ticket = self._load.dispatch(worker_id, tokens, self._block_size, route.overlap_tokens)
         self._flights[key] = _Flight(
             worker_id=worker_id,
             traced=traced,
             request=VirtualRequest(tokens, max(1, summary.max_tokens), hashes),
-            arrived_ns=now_ns,
+            arrived_ns=arrived_ns,
             ticket=ticket,
             ahead_tokens=route.candidate.load.active_prefill_tokens,
             uncached_tokens=ticket.prefill_tokens,
             separate=separate,
         )
+        if self._workforce is not None and counts:
+            here = 0 if separate else ticket.prefill_tokens
+            self._workforce.arrived(self._serving, here, tokens)
+            if wanted:
+                self._workforce.arrived(Role.PREFILL, ticket.prefill_tokens, tokens)
         if side is None or not separate:
             self._submit(key)
             return
@@ -220,12 +306,21 @@ class _Replay:
     def _prefill_ends(self, event: RequestDone) -> None:
         side = self._prefill
         assert side is not None
-        side.ended(self._prefills.pop(event.key), event.time_ns)
-        while (placed := side.next_placed(event.time_ns)) is not None:
+        prefill = self._prefills.pop(event.key)
+        side.ended(prefill, event.time_ns)
+        if self._workforce is not None:
+            self._workforce.served(prefill.ticket.worker_id, event.time_ns)
+        self._place_waiting(side, event.time_ns)
+
+    def _place_waiting(self, side: PrefillSide, now_ns: int) -> None:
+        while (placed := side.next_placed(now_ns)) is not None:
             self._hand_over(*placed)
 
     def _finish(self, flight: _Flight, now_ns: int) -> None:
         self._load.release(flight.ticket)
+        if self._workforce is not None:
+            self._workforce.served(flight.worker_id, now_ns)
+            self._workforce.answered(flight.request.output_tokens)
         self.outcome.duration_s = max(self.outcome.duration_s, now_ns / 1e9)
         self.outcome.handed_over_tokens += flight.handed_over_tokens
         self.outcome.finished.append(
@@ -257,9 +352,13 @@ def replay(
     policy: RoutingPolicy,
     disagg: ReplayDisagg | None = None,
     *,
+    planning: Planning | None = None,
     seed: int = 0,
 ) -> Outcome:
     """Replay ``trace`` over fresh ``workers``.
+
+    With ``planning``, these are the first ones, at least one of each role; a planner starts and
+    drains others.
 
     With ``disagg``, prompts may be computed by the workers of the role prefill. Deterministic:
     equal arguments give equal outcomes. Raises ValueError when the engines' blocks are not of one
@@ -272,7 +371,7 @@ def replay(
             f"the trace's blocks have {TRACE_BLOCK_TOKENS} tokens and the engines' {found}: "
             f"set block_size: {TRACE_BLOCK_TOKENS}, or the same part of it everywhere"
         )
-    running = _Replay(workers, policy, disagg, seed)
+    running = _Replay(workers, policy, disagg, planning, seed)
     for key, request in enumerate(trace):
         running.arrive(key, request, round(request.timestamp * 1e6))
     running.finish()
@@ -314,3 +413,7 @@ class Outcome:
     """Requests to be disaggregated that no prefill worker took in time."""
     handed_over_tokens: int = 0
     duration_s: float = 0.0
+    spans: list[Span] = field(factory=list)
+    """The lives of the workers; empty without a planner."""
+    ticks: list[Tick] = field(factory=list)
+    """The plans; empty without a planner."""

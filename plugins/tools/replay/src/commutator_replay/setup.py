@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -16,10 +17,11 @@ from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator_replay.fleet import VirtualWorker
 from commutator_replay.prefill import ReplayDisagg
-from commutator_replay.replay import DoesNotFitError, replay
+from commutator_replay.replay import DoesNotFitError, Outcome, replay
 from commutator_replay.report import Report, report
 from commutator_replay.trace import TraceRequest
-from commutator_replay.virtual import virtual_engine_factory
+from commutator_replay.virtual import VirtualEngine, virtual_engine_factory
+from commutator_replay.workforce import Planning
 
 __all__ = [
     "AGGREGATED",
@@ -83,36 +85,62 @@ class Replays:
     def _run(
         self, name: str, trace: Sequence[TraceRequest], router: str, disagg: str | None
     ) -> Report:
+        outcome = self._outcome(trace, router, disagg)
+        return report(name, outcome, self.targets.ttft_s, self.targets.itl_s)
+
+    def planned(
+        self, trace: Sequence[TraceRequest], planning: Planning, fleet: Sequence[VirtualWorker]
+    ) -> Outcome:
+        """Run with a planner, which begins with ``fleet``, and the file's own policies."""
+        disagg = self.config.disaggregation
+        kind = None if disagg is None else disagg.kind
+        return self._outcome(trace, self.config.router.kind, kind, planning, fleet)
+
+    def _outcome(
+        self,
+        trace: Sequence[TraceRequest],
+        router: str,
+        disagg: str | None,
+        planning: Planning | None = None,
+        fleet: Sequence[VirtualWorker] | None = None,
+    ) -> Outcome:
         policy = self._router(self.config.router, router)
         disaggregation = None if disagg is None else self._disagg(disagg)
         try:
-            fleet = self._fleet(roles=disaggregation is not None)
-            outcome = replay(trace, fleet, policy, disaggregation, seed=self.seed)
+            if fleet is None:
+                fleet = self.fleet(roles=disaggregation is not None)
+            return replay(trace, fleet, policy, disaggregation, planning=planning, seed=self.seed)
         except DoesNotFitError as error:
             where = f"line {error.request.line}" if error.request.line else "--chats"
             todo = f"give the workers of {self.file} more KV memory, or leave the request out"
             raise ConfigError([f"{where}: {error}; {todo}"], self.trace_file) from error
         except ValueError as error:  # the engines' sizes do not fit the trace
             raise ConfigError([f"engines: {error}"], self.file) from error
-        return report(name, outcome, self.targets.ttft_s, self.targets.itl_s)
 
-    def _fleet(self, *, roles: bool) -> list[VirtualWorker]:
+    def fleet(self, *, roles: bool) -> list[VirtualWorker]:
+        """The file's workers; without ``roles``, all are of the role both."""
+        makers = self.makers(roles=roles)
+        return [
+            VirtualWorker.make(f"worker-{number:03}", make(), role)
+            for number, (role, make) in enumerate(makers)
+        ]
+
+    def makers(self, *, roles: bool) -> list[tuple[Role, Callable[[], VirtualEngine]]]:
+        """The role of each of the file's workers, and what makes one."""
         engines = self.config.engines
         entries = [entry for entry in engines if entry.model == engines[0].model]
         if self.workers is not None and len(entries) > 1:
             problem = f"the file has {len(entries)} entries; --set engines[N].replicas of one"
             raise ConfigError([problem], "--workers")
-        fleet: list[VirtualWorker] = []
+        made: list[tuple[Role, Callable[[], VirtualEngine]]] = []
         for number, entry in enumerate(entries):
             role = Role(entry.role) if roles else Role.BOTH
             make_engine = virtual_engine_factory(entry.kind)
             if make_engine is None:
                 problem = f'"{entry.kind}" has no model in virtual time; use sim'
                 raise ConfigError([f"engines[{number}].kind: {problem}"], self.file)
-            for _ in range(self.workers or entry.replicas):
-                engine = make_engine(entry)
-                fleet.append(VirtualWorker.make(f"worker-{len(fleet):03}", engine, role))
-        return fleet
+            made += [(role, partial(make_engine, entry))] * (self.workers or entry.replicas)
+        return made
 
     def _disagg(self, name: str) -> ReplayDisagg:
         kind, config = self._disagg_kind(name, "disaggregation"), self.config.disaggregation

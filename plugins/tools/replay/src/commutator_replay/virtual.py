@@ -14,6 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from commutator.contract.block import CacheLevel
+from commutator.contract.planner import EnginePerformance
 
 __all__ = [
     "BlocksGone",
@@ -129,6 +130,11 @@ class VirtualEngine(ABC):
 
         Without it, the methods below are not called, and no request exports or pulls.
         """
+        return None
+
+    @property
+    def performance(self) -> EnginePerformance | None:
+        """How fast it is; None when it cannot tell, and so cannot be planned."""
         return None
 
     def next_event_ns(self) -> int | None:

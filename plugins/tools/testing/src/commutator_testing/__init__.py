@@ -2,7 +2,8 @@
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`,
-`ObserverContract`, `AuthenticatorContract`), supply a factory or fixture, and run pytest. Suites
+`ObserverContract`, `AuthenticatorContract`, `PlannerContract`, `ForecasterContract`,
+`ConstraintContract`), supply a factory or fixture, and run pytest. Suites
 set their own pytest marks, so they need no configuration. Each name is imported at its first use:
 the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
 """
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     )
     from commutator_testing.launchers import LauncherContract
     from commutator_testing.observers import ObserverContract
+    from commutator_testing.planners import (
+        ConstraintContract,
+        ForecasterContract,
+        PlannerContract,
+    )
     from commutator_testing.registries import RegistryContract
     from commutator_testing.routers import RouterContract, check_decision, make_candidate
     from commutator_testing.tier_user import TierUser
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuthenticatorContract",
+    "ConstraintContract",
     "DisaggContract",
     "EngineContract",
     "EvictionContract",
@@ -45,10 +52,12 @@ __all__ = [
     "FaultyClient",
     "FaultyIo",
     "FaultyTier",
+    "ForecasterContract",
     "IoFaults",
     "LauncherContract",
     "LocalCluster",
     "ObserverContract",
+    "PlannerContract",
     "RegistryContract",
     "RouterContract",
     "TierContract",
@@ -81,6 +90,11 @@ _HOMES = {
     ),
     "commutator_testing.launchers": ("LauncherContract",),
     "commutator_testing.observers": ("ObserverContract",),
+    "commutator_testing.planners": (
+        "ConstraintContract",
+        "ForecasterContract",
+        "PlannerContract",
+    ),
     "commutator_testing.registries": ("RegistryContract",),
     "commutator_testing.routers": ("RouterContract", "check_decision", "make_candidate"),
     "commutator_testing.tier_user": ("TierUser",),

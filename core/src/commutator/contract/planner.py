@@ -1,0 +1,437 @@
+"""Planners: how many workers of each role a deployment needs. Nothing here does I/O."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, Generic, TypeVar
+
+from attrs import Attribute, field, frozen
+
+from commutator.contract.settings import (
+    Bounds,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    Seconds,
+    setting,
+)
+from commutator.contract.worker import Role
+
+__all__ = [
+    "ActionKind",
+    "Arrivals",
+    "ConstraintConfig",
+    "Demand",
+    "EnginePerformance",
+    "Forecaster",
+    "ForecasterConfig",
+    "Limit",
+    "Observation",
+    "Plan",
+    "PlanAction",
+    "PlanConstraint",
+    "PlannedWorker",
+    "PlannerBounds",
+    "PlannerBudget",
+    "PlannerConfig",
+    "PlannerPolicy",
+    "PlannerTargets",
+    "Proposal",
+    "RolePlan",
+    "Situation",
+    "WorkerPhase",
+    "length_bucket",
+]
+
+StateT = TypeVar("StateT")
+
+_BUCKETS_PER_DOUBLING = 4
+
+
+def length_bucket(tokens: int) -> int:
+    """The bucket of a prompt, as the largest length in it.
+
+    Buckets end at 0, 1, and each power of the fourth root of 2, rounded up to whole tokens.
+    """
+    if tokens < 1:
+        return 0
+    step = math.ceil(math.log2(tokens) * _BUCKETS_PER_DOUBLING - 1e-9)
+    return math.ceil(2 ** (step / _BUCKETS_PER_DOUBLING) - 1e-9)
+
+
+# ------------------------------------------------------------------- configuration
+
+
+@frozen(kw_only=True)
+class PlannerTargets:
+    """The latencies that the fleet is sized to."""
+
+    ttft_s: PositiveSeconds = setting("Time to the first token.", 0.5)
+    itl_s: PositiveSeconds = setting("Mean time between the tokens of an answer.", 0.05)
+    attainment: Annotated[float, Bounds(above=0, maximum=0.999)] = setting(
+        "The fraction of requests that should meet each target.", 0.95
+    )
+
+
+def _low_to_high(_instance: Any, field: Attribute[Any], bounds: tuple[int, ...]) -> None:
+    expected = 2
+    if len(bounds) != expected or bounds[0] > bounds[1]:
+        shown = ", ".join(map(str, bounds))
+        raise ValueError(
+            f"{field.name}: expected the fewest and the most workers, such as [1, 8], got [{shown}]"
+        )
+
+
+@frozen(kw_only=True)
+class PlannerBounds:
+    """The fewest and the most workers of each role, as [FEWEST, MOST]."""
+
+    both: tuple[NonNegativeInt, ...] = setting(
+        "Workers of whole requests; by default [1, 64].", (1, 64), validator=_low_to_high
+    )
+    decode: tuple[NonNegativeInt, ...] = setting(
+        "Workers of the role decode; by default [1, 64].", (1, 64), validator=_low_to_high
+    )
+    prefill: tuple[NonNegativeInt, ...] = setting(
+        "Workers of the role prefill; by default [0, 64]. Without one, decode workers prefill.",
+        (0, 64),
+        validator=_low_to_high,
+    )
+
+    def of(self, role: Role) -> tuple[int, int]:
+        """The fewest and the most workers of a role."""
+        fewest, most = getattr(self, role.value)
+        return fewest, most
+
+
+@frozen(kw_only=True)
+class PlannerBudget:
+    """What a plan may cost."""
+
+    workers: PositiveInt | None = setting(
+        "The most workers of all roles together; unlimited by default.", None
+    )
+
+
+@frozen(kw_only=True)
+class ForecasterConfig:
+    """Options of every forecaster; each forecaster plugin adds its own."""
+
+    kind: str = setting("The forecaster plugin.")
+
+
+@frozen(kw_only=True)
+class ConstraintConfig:
+    """Options of every constraint; each constraint plugin adds its own."""
+
+    kind: str = setting("The constraint plugin.")
+
+
+@frozen(kw_only=True)
+class PlannerConfig:
+    """Options of every planner; each planner plugin adds its own."""
+
+    kind: str = setting("The planner plugin.")
+    targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
+    bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
+    budget: PlannerBudget = setting("What a plan may cost.", factory=PlannerBudget)
+    interval_s: PositiveSeconds = setting("Seconds between two plans.", 5.0)
+    start_up_s: PositiveSeconds = setting(
+        "Seconds from the launch of a worker until it is ready. Replayed workers start in this "
+        "time; the planner assumes it until it has seen workers start.",
+        120.0,
+    )
+    hold_s: Seconds = setting(
+        "The fleet shrinks to the largest need of this many seconds, or of the start-up time if "
+        "that is longer.",
+        180.0,
+    )
+    max_flips_per_hour: NonNegativeInt = setting(
+        "Changes of direction, from growing to shrinking or back, in an hour. The fleet shrinks "
+        "only if it could grow again within this number.",
+        6,
+    )
+    idle_penalty_s: Seconds = setting(
+        "A role whose bounds begin at 0 is stopped after the start-up time plus this many seconds "
+        "without requests.",
+        300.0,
+    )
+    forecaster: ForecasterConfig | None = setting(
+        "How much demand may grow until a worker started now is ready; by default not at all. The "
+        "planner `slo` has the kind `growth` by default; null turns it off.",
+        None,
+    )
+    constraints: tuple[ConstraintConfig, ...] = setting(
+        "Further floors and ceilings, applied in this order, before bounds and budget.", ()
+    )
+
+
+# --------------------------------------------------------------------- observation
+
+
+@frozen(kw_only=True)
+class EnginePerformance:
+    """How fast one worker is.
+
+    A forward step takes ``step_s + step_request_s * n`` with n decoding requests, and
+    ``1 / prefill_tokens_per_s`` more for each prompt token that it computes.
+    """
+
+    prefill_tokens_per_s: float
+    """Prompt tokens computed a second, above 0."""
+    step_s: float
+    """Seconds of a step with decoding requests, beside their own; 0 or more."""
+    step_request_s: float
+    """Seconds that each decoding request adds to a step; 0 or more."""
+    max_running: int
+    """Requests in one batch, at least 1."""
+    max_step_tokens: int
+    """Tokens computed in one step, prompts in chunks and decoding requests together."""
+    kv_tokens: int
+    """Tokens that the KV memory holds."""
+
+    def work_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """Seconds of a full worker that a request costs: its prompt and its part of steps."""
+        return prompt_tokens / self.prefill_tokens_per_s + output_tokens * self.step_request_s
+
+
+@frozen(kw_only=True)
+class Arrivals:
+    """Requests that arrived for a role in a window.
+
+    They count on arrival, whatever became of them, so that a fleet that is too small cannot hide
+    its demand.
+    """
+
+    requests: int = 0
+    """Their number."""
+    prompt_tokens: int = 0
+    """Prompt tokens of all that no cache is expected to hold, and that this role computes."""
+    context_tokens: int = 0
+    """Prompt tokens of all, wherever they are computed: what KV memory has to hold."""
+    prompt_lengths: Mapping[int, int] = field(factory=dict)
+    """Number of requests by ``length_bucket`` of these tokens."""
+    gaps_squared_s2: float = 0.0
+    """Sum of the squared seconds between each request and the one before it."""
+
+
+class WorkerPhase(StrEnum):
+    """Where a worker is in its life."""
+
+    STARTING = "starting"
+    """Launched, and not ready."""
+    READY = "ready"
+    """Gets requests."""
+    DRAINING = "draining"
+    """Gets no more requests; it exits after its last one."""
+
+
+@frozen(kw_only=True)
+class PlannedWorker:
+    """One worker as a planner sees it."""
+
+    worker_id: str
+    """Unique in the fleet."""
+    role: Role
+    """What it is used for."""
+    phase: WorkerPhase
+    """Where it is in its life."""
+    age_s: float
+    """Seconds since its launch."""
+    active_requests: int = 0
+    """Requests in flight at it."""
+    active_prefill_tokens: int = 0
+    """Prompt tokens that it has still to compute."""
+    cached_blocks: int = 0
+    """KV blocks that it caches."""
+
+
+@frozen(kw_only=True)
+class Observation:
+    """What is known at one time. What is not known is None, never 0."""
+
+    time_s: float
+    """Seconds on any clock that does not go back."""
+    window_s: float
+    """Seconds since the observation before; 0 in the first one."""
+    arrivals: Mapping[Role, Arrivals] | None
+    """What arrived in the window, by role."""
+    workers: Sequence[PlannedWorker] | None
+    """Every worker that has been launched and has not exited."""
+    output_tokens: float | None = None
+    """Mean tokens of the answers that ended in the window."""
+    started_s: Sequence[float] = ()
+    """The start-up times of the workers that became ready in the window, in seconds."""
+    waiting_tokens: Mapping[Role, int] = field(factory=dict)
+    """Prompt tokens of requests that wait for a worker of a role."""
+
+
+# ------------------------------------------------------------------------ decisions
+
+
+@frozen(kw_only=True)
+class Demand:
+    """What a role has to serve."""
+
+    requests_per_s: float
+    """Arrivals of the last minute."""
+    prompt_lengths: Mapping[int, float]
+    """Weight of requests by the prompt tokens that this role computes, in ``length_bucket``; 0
+    where another role computes all."""
+    context_tokens: float
+    """Mean tokens of a prompt, cached ones included."""
+    output_tokens: float
+    """Mean tokens of an answer; 0 for the role prefill."""
+    gap_variation: float
+    """Squared coefficient of variation of the gaps between arrivals; 1 for a Poisson process."""
+    growth: float
+    """The forecast: the factor by which demand may grow until a worker started now is ready."""
+    backlog_tokens: int
+    """Prompt tokens that have arrived and are not computed."""
+    active_requests: int
+    """Requests in flight."""
+
+
+@frozen(kw_only=True)
+class Situation:
+    """What policies and constraints are told. Equal situations must get equal answers."""
+
+    time_s: float
+    """As in the observation."""
+    targets: PlannerTargets
+    """The latencies to reach."""
+    lead_s: float
+    """Seconds until a worker started now is ready."""
+    demands: Mapping[Role, Demand]
+    """By role, for each role of the fleet."""
+    performance: Mapping[Role, EnginePerformance]
+    """How fast a worker of each role is."""
+    supply: Mapping[Role, int]
+    """Workers of each role that are ready or will be."""
+
+
+@frozen(kw_only=True)
+class Proposal:
+    """The number of workers that a role needs."""
+
+    workers: int
+    """0 or more; bounds, budget and holds come later."""
+    reason: str
+    """Why, in one line, for people."""
+    warning: str | None = None
+    """What no number of workers can help, such as a target below the time of one prompt."""
+
+
+class PlannerPolicy(ABC):
+    """Says how many workers the demand needs, from the situation alone.
+
+    The same number must answer "may the fleet shrink?" and "must it grow?", so that it does not
+    flap: the holds that make shrinking slow are not the policy's.
+    """
+
+    @abstractmethod
+    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+        """A proposal for each role in ``situation.demands``."""
+
+
+class Forecaster(ABC, Generic[StateT]):
+    """Learns how demand grows. Its state goes in and out and is never changed in place.
+
+    A level is the demand of one role over the last minute in seconds of work per second: the number
+    of workers that it would keep busy.
+    """
+
+    @abstractmethod
+    def begin(self) -> StateT:
+        """The state before the first level."""
+
+    @abstractmethod
+    def update(self, state: StateT, time_s: float, level: float, lead_s: float) -> StateT:
+        """The state after the level at ``time_s``, which is later than that of the call before.
+
+        ``lead_s`` is as in ``Situation``.
+        """
+
+    @abstractmethod
+    def growth(self, state: StateT, lead_s: float) -> float:
+        """The factor by which the level may grow within the next ``lead_s`` seconds; above 0."""
+
+
+@frozen(kw_only=True)
+class Limit:
+    """A floor and a ceiling for the workers of a role."""
+
+    floor: int = 0
+    """The fewest workers."""
+    ceiling: int | None = None
+    """The most workers; None: no limit. Where it is below the floor, the ceiling holds."""
+    reason: str
+    """Why, in a few words, for people."""
+
+
+class PlanConstraint(ABC):
+    """Limits what policies propose. Keeps nothing between calls."""
+
+    @abstractmethod
+    def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
+        """Limits for some of the roles, given the workers that are ``wanted`` so far."""
+
+
+class ActionKind(StrEnum):
+    """What is done to a fleet, cheapest first."""
+
+    UNDRAIN = "undrain"
+    """Give a draining worker requests again."""
+    CANCEL = "cancel"
+    """End a worker that is not ready yet."""
+    LAUNCH = "launch"
+    """Start a worker."""
+    DRAIN = "drain"
+    """Give a worker no more requests and end it after the last one."""
+
+
+@frozen(kw_only=True)
+class PlanAction:
+    """One step from the fleet as it is to the plan."""
+
+    kind: ActionKind
+    """What to do."""
+    role: Role
+    """The role of the worker."""
+    worker_id: str | None
+    """The worker; None for a launch."""
+
+
+@frozen(kw_only=True)
+class RolePlan:
+    """The plan for one role, with what led to it."""
+
+    desired: int
+    """Workers that should be ready."""
+    proposed: int | None
+    """What the policy proposed; None where the last plan was kept."""
+    ready: int
+    """Workers that get requests."""
+    starting: int
+    """Workers that are expected to become ready."""
+    draining: int
+    """Workers that still answer their last requests."""
+    reason: str
+    """Why, in one line, for people: the policy's reason, then each limit and hold."""
+
+
+@frozen(kw_only=True)
+class Plan:
+    """One decision."""
+
+    time_s: float
+    """The time of its observation."""
+    roles: Mapping[Role, RolePlan]
+    """By role."""
+    actions: Sequence[PlanAction] = ()
+    """What to do now."""
+    warnings: Sequence[str] = ()
+    """What went wrong, and what no plan can help."""

@@ -1,0 +1,551 @@
+"""From observations to plans: observe, forecast, propose, constrain, hold, act. Pure.
+
+State goes in and out, time comes with the observation: a replay and a deployment run the same code,
+and equal observations give equal plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from commutator.contract.planner import (
+    ActionKind,
+    Arrivals,
+    Demand,
+    EnginePerformance,
+    Forecaster,
+    Observation,
+    Plan,
+    PlanAction,
+    PlanConstraint,
+    PlannedWorker,
+    PlannerConfig,
+    PlannerPolicy,
+    Proposal,
+    RolePlan,
+    Situation,
+    WorkerPhase,
+)
+from commutator.contract.worker import Role
+
+__all__ = [
+    "Planner",
+    "PlannerState",
+    "RoleState",
+    "no_growth",
+]
+
+_LEVEL_S = 60.0
+"""Demand is averaged over this time."""
+_SHAPE_S = 600.0
+"""Older prompt lengths and gaps count by this exponential time constant."""
+_FORGOTTEN = 1e-6
+"""A weight that counts no more."""
+_FEWEST_GAPS = 20
+"""Below this number of arrivals, gaps are taken for those of a Poisson process."""
+_MOST_VARIATION = 20.0
+_START_UPS = 32
+"""Start-up times that are remembered."""
+_START_UP_QUANTILE = 0.9
+_OVERDUE = 3.0
+"""A launch that takes this many times the usual start-up time is given up."""
+_CAUTION = 3.0
+"""To shrink, demand counts with this many standard deviations of its number of arrivals more."""
+_HOUR_S = 3600.0
+_FLIPS_BACK = 2
+"""Shrinking may cost two changes of direction: this one, and the one of growing again."""
+
+
+@frozen
+class _Window:
+    time_s: float
+    span_s: float
+    requests: int
+    work_s: float
+
+
+@frozen(kw_only=True)
+class RoleState:
+    """What is remembered of one role."""
+
+    forecast: Any
+    windows: tuple[_Window, ...] = ()
+    """Those of the last minute."""
+    lengths: Mapping[int, float] = field(factory=dict)
+    context_tokens: float = 0.0
+    """Of ``gaps`` prompts together."""
+    gaps: float = 0.0
+    gaps_s: float = 0.0
+    gaps_squared_s2: float = 0.0
+    needs: tuple[tuple[float, int], ...] = ()
+    """Cautious needs with their times, each followed by smaller ones only."""
+    desired: int | None = None
+    """Of the last plan."""
+    active_s: float | None = None
+    """When there was last a request."""
+    growing: bool | None = None
+    """The direction of the last change; None before the first one."""
+    flips: tuple[float, ...] = ()
+    """The times of the changes of direction of the last hour."""
+
+
+@frozen(kw_only=True)
+class PlannerState:
+    """Everything that a planner remembers; never changed in place."""
+
+    roles: Mapping[Role, RoleState]
+    begun_s: float | None = None
+    """The time of the first observation."""
+    output_tokens: float = 0.0
+    start_ups: tuple[float, ...] = ()
+    """The latest start-up times, in seconds."""
+
+
+class _NoGrowth(Forecaster[None]):
+    def begin(self) -> None:
+        return None
+
+    def update(self, state: None, time_s: float, level: float, lead_s: float) -> None:
+        return None
+
+    def growth(self, state: None, lead_s: float) -> float:
+        return 1.0
+
+
+def no_growth() -> Forecaster[Any]:
+    """The forecaster of a planner without one: demand stays as it is."""
+    return _NoGrowth()
+
+
+class Planner:
+    """Runs a policy, a forecaster and constraints under the options that all planners share."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        performance: Mapping[Role, EnginePerformance],
+        policy: PlannerPolicy,
+        forecaster: Forecaster[Any],
+        constraints: Sequence[PlanConstraint] = (),
+    ) -> None:
+        """``performance``: of a worker of each role that the fleet may have."""
+        self._config = config
+        self._performance = performance
+        self._policy = policy
+        self._forecaster = forecaster
+        self._constraints = constraints
+
+    def begin(self) -> PlannerState:
+        """The state before the first observation."""
+        return PlannerState(
+            roles={role: RoleState(forecast=self._forecaster.begin()) for role in self._performance}
+        )
+
+    def plan(self, state: PlannerState, seen: Observation) -> tuple[PlannerState, Plan]:
+        """The plan for an observation, which is later than the one before, and the next state.
+
+        Where arrivals or workers are not known, the last plan stays.
+        """
+        state = self._learn(state, seen)
+        start_up_s = self._start_up_s(state)
+        situation = self._situation(state, seen, start_up_s)
+        warnings: list[str] = []
+        proposals: Mapping[Role, Proposal] = {}
+        cautious: Mapping[Role, Proposal] = {}
+        if seen.arrivals is None or seen.workers is None:
+            warnings.append("arrivals or workers are not known: the last plan stays")
+        else:
+            try:
+                proposals = self._policy.propose(situation)
+                cautious = self._policy.propose(self._cautiously(state, situation))
+                warnings += [one.warning for one in proposals.values() if one.warning]
+                cautious = {role: cautious[role] for role in situation.demands}
+                proposals = {role: proposals[role] for role in situation.demands}
+            except Exception as error:  # noqa: BLE001 - a policy's failure must not stop planning
+                problem = f"{type(error).__name__}: {error}"
+                warnings.append(f"the policy failed, the last plan stays: {problem}")
+                proposals, cautious = {}, {}
+        notes: dict[Role, list[str]] = {role: [] for role in self._performance}
+        if proposals:
+            counts = self._limited(_counts(proposals), situation, notes, warnings)
+            silent: dict[Role, list[str]] = {role: [] for role in self._performance}
+            slow = self._limited(_counts(cautious), situation, silent, [])
+            desired: dict[Role, int] = {}
+            roles = dict(state.roles)
+            for role in self._performance:
+                roles[role], desired[role] = self._hold(
+                    state, role, counts[role], slow[role], situation, start_up_s, notes[role]
+                )
+            state = evolve(state, roles=roles)
+        else:
+            desired = {
+                role: situation.supply[role] if one.desired is None else one.desired
+                for role, one in state.roles.items()
+            }
+            for lines in notes.values():
+                lines.append("as before")
+        in_use = [role for role in state.roles if self._in_use(state, role, seen.time_s)]
+        desired = self._within(desired, notes, in_use)
+        state = evolve(
+            state,
+            roles={role: evolve(one, desired=desired[role]) for role, one in state.roles.items()},
+        )
+        actions: list[PlanAction] = []
+        for role in self._performance if seen.workers is not None else ():
+            late, chosen = self._actions(role, desired[role], seen.workers or (), start_up_s)
+            actions += chosen
+            if late:
+                # The next launch may take longer: else a slow start would be given up for ever.
+                state = _remember_start_ups(state, late)
+                warnings.append(
+                    f"{len(late)} {role} not ready after {_OVERDUE:g} times the usual "
+                    f"{start_up_s:.0f} s, given up"
+                )
+        plans = {
+            role: self._role_plan(role, desired[role], proposals.get(role), seen, notes[role])
+            for role in self._performance
+        }
+        return state, Plan(time_s=seen.time_s, roles=plans, actions=actions, warnings=warnings)
+
+    # ------------------------------------------------------------------ observe
+
+    def _learn(self, state: PlannerState, seen: Observation) -> PlannerState:
+        if seen.started_s:
+            state = _remember_start_ups(state, seen.started_s)
+        output_tokens = state.output_tokens
+        if seen.output_tokens is not None:
+            weight = 1.0 if not output_tokens else min(1.0, seen.window_s / _LEVEL_S)
+            output_tokens += weight * (seen.output_tokens - output_tokens)
+        begun_s = seen.time_s if state.begun_s is None else state.begun_s
+        state = evolve(state, output_tokens=output_tokens, begun_s=begun_s)
+        if seen.arrivals is None:
+            return state
+        lead_s = self._lead_s(state)
+        busy = {one.role for one in seen.workers or () if one.active_requests}
+        busy |= {role for role, tokens in seen.waiting_tokens.items() if tokens}
+        return evolve(
+            state,
+            roles={
+                role: self._learn_role(
+                    role,
+                    one,
+                    seen.arrivals.get(role, Arrivals()),
+                    seen,
+                    state,
+                    lead_s,
+                    role in busy,
+                )
+                for role, one in state.roles.items()
+            },
+        )
+
+    def _learn_role(
+        self,
+        role: Role,
+        one: RoleState,
+        arrived: Arrivals,
+        seen: Observation,
+        state: PlannerState,
+        lead_s: float,
+        busy: bool,
+    ) -> RoleState:
+        if busy or arrived.requests:
+            one = evolve(one, active_s=seen.time_s)
+        if seen.window_s <= 0:
+            return one
+        answers = 0.0 if role is Role.PREFILL else state.output_tokens * arrived.requests
+        work_s = self._performance[role].work_s(arrived.prompt_tokens, answers)
+        oldest_s = seen.time_s - _LEVEL_S - 1e-3
+        windows = (
+            *(window for window in one.windows if window.time_s - window.span_s >= oldest_s),
+            _Window(seen.time_s, seen.window_s, arrived.requests, work_s),
+        )
+        forecast, span_s = one.forecast, sum(window.span_s for window in windows)
+        if span_s >= _LEVEL_S / 2:  # the level of less time varies too much by chance
+            level = sum(window.work_s for window in windows) / span_s
+            forecast = self._forecaster.update(forecast, seen.time_s, level, lead_s)
+        kept = math.exp(-seen.window_s / _SHAPE_S)
+        lengths = {
+            tokens: weight * kept for tokens, weight in one.lengths.items() if weight > _FORGOTTEN
+        }
+        for tokens, number in arrived.prompt_lengths.items():
+            lengths[tokens] = lengths.get(tokens, 0.0) + number
+        return evolve(
+            one,
+            windows=windows,
+            lengths=dict(sorted(lengths.items())),
+            context_tokens=one.context_tokens * kept + arrived.context_tokens,
+            gaps=one.gaps * kept + arrived.requests,
+            gaps_s=one.gaps_s * kept + seen.window_s,
+            gaps_squared_s2=one.gaps_squared_s2 * kept + arrived.gaps_squared_s2,
+            forecast=forecast,
+        )
+
+    def _start_up_s(self, state: PlannerState) -> float:
+        """The time in which most workers become ready."""
+        if not state.start_ups:
+            return self._config.start_up_s
+        ordered = sorted(state.start_ups)
+        return ordered[min(len(ordered) - 1, int(_START_UP_QUANTILE * len(ordered)))]
+
+    def _lead_s(self, state: PlannerState) -> float:
+        """Until a worker is ready that the next plan starts."""
+        return self._start_up_s(state) + self._config.interval_s
+
+    # ----------------------------------------------------------------- forecast
+
+    def _situation(self, state: PlannerState, seen: Observation, start_up_s: float) -> Situation:
+        workers = seen.workers or ()
+        backlog: Counter[Role] = Counter(seen.waiting_tokens)
+        active: Counter[Role] = Counter()
+        for worker in workers:
+            if worker.phase is not WorkerPhase.DRAINING:
+                backlog[worker.role] += worker.active_prefill_tokens
+            active[worker.role] += worker.active_requests
+        lead_s = self._lead_s(state)
+        demands = {}
+        for role, one in state.roles.items():
+            span_s = sum(window.span_s for window in one.windows)
+            requests = sum(window.requests for window in one.windows)
+            demands[role] = Demand(
+                requests_per_s=requests / span_s if span_s else 0.0,
+                prompt_lengths=one.lengths,
+                context_tokens=one.context_tokens / one.gaps if one.gaps else 0.0,
+                output_tokens=0.0 if role is Role.PREFILL else state.output_tokens,
+                gap_variation=_gap_variation(one),
+                growth=self._forecaster.growth(one.forecast, lead_s),
+                backlog_tokens=backlog[role],
+                active_requests=active[role],
+            )
+        return Situation(
+            time_s=seen.time_s,
+            targets=self._config.targets,
+            lead_s=lead_s,
+            demands=demands,
+            performance=self._performance,
+            supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
+        )
+
+    def _cautiously(self, state: PlannerState, situation: Situation) -> Situation:
+        """The same with as much more demand as arrivals of the last minute vary by chance."""
+        demands = {}
+        for role, demand in situation.demands.items():
+            requests = sum(window.requests for window in state.roles[role].windows)
+            factor = 1 + _CAUTION / math.sqrt(requests) if requests else 1.0
+            demands[role] = evolve(demand, growth=demand.growth * factor)
+        return evolve(situation, demands=demands)
+
+    # ---------------------------------------------------------------- constrain
+
+    def _limited(
+        self,
+        wanted: Mapping[Role, int],
+        situation: Situation,
+        notes: Mapping[Role, list[str]],
+        warnings: list[str],
+    ) -> dict[Role, int]:
+        """``wanted`` within the constraints, bounds and budget."""
+        counts = dict(wanted)
+        for constraint in self._constraints:
+            try:
+                limits = constraint.limits(counts, situation)
+            except Exception as error:  # noqa: BLE001 - the others still hold
+                problem = f"{type(error).__name__}: {error}"
+                warnings.append(f"{type(constraint).__name__} failed: {problem}")
+                continue
+            for role, limit in limits.items():
+                if role not in counts:
+                    continue
+                allowed = max(counts[role], limit.floor)
+                if limit.ceiling is not None:
+                    allowed = min(allowed, limit.ceiling)
+                if allowed != counts[role]:
+                    notes[role].append(f"{allowed} by {limit.reason}")
+                    counts[role] = allowed
+        return self._within(counts, notes)
+
+    def _within(
+        self,
+        wanted: Mapping[Role, int],
+        notes: Mapping[Role, list[str]],
+        in_use: Collection[Role] = (),
+    ) -> dict[Role, int]:
+        """``wanted`` within bounds and budget, which always hold.
+
+        Roles that are ``in_use`` keep a worker also where their bounds begin at 0.
+        """
+        counts = {}
+        floors = {}
+        for role in self._performance:
+            fewest, most = self._config.bounds.of(role)
+            floor = fewest or min(most, int(role in in_use))
+            counts[role] = min(max(wanted[role], floor), most)
+            floors[role] = floor
+            if counts[role] > wanted[role]:
+                why = "bounds" if fewest else "recent use"
+                notes[role].append(f"{counts[role]} by {why}")
+            elif counts[role] < wanted[role]:
+                notes[role].append(f"{counts[role]} by bounds")
+        most_workers = self._config.budget.workers
+        if most_workers is None or sum(counts.values()) <= most_workers:
+            return counts
+        before = dict(counts)
+        while sum(counts.values()) > most_workers:
+            above = [role for role in counts if counts[role] > floors[role]]
+            # Below the floors only where the floors themselves exceed the budget.
+            able = above or [role for role in counts if counts[role]]
+            # The role that is left the most of what it had gives next, so that shares stay equal.
+            counts[max(able, key=lambda role: (counts[role] / before[role], before[role]))] -= 1
+        for role, count in counts.items():
+            if count < before[role]:
+                notes[role].append(f"{count} by the budget of {most_workers} workers")
+        return counts
+
+    def _in_use(self, state: PlannerState, role: Role, now_s: float) -> bool:
+        """Whether a role that may have no workers keeps one, because requests came of late."""
+        active_s = state.roles[role].active_s
+        if active_s is None:
+            return False
+        return now_s - active_s < self._start_up_s(state) + self._config.idle_penalty_s
+
+    # --------------------------------------------------------------------- hold
+
+    def _hold(
+        self,
+        state: PlannerState,
+        role: Role,
+        need: int,
+        cautious: int,
+        situation: Situation,
+        start_up_s: float,
+        notes: list[str],
+    ) -> tuple[RoleState, int]:
+        """The workers of a role: at once as many as needed, fewer only after some time."""
+        one, now_s = state.roles[role], situation.time_s
+        window_s = max(self._config.hold_s, start_up_s)
+        cautious = max(need, cautious)
+        needs = [past for past in one.needs if past[0] > now_s - window_s]
+        while needs and needs[-1][1] <= cautious:
+            needs.pop()
+        needs.append((now_s, cautious))
+        one = evolve(
+            one,
+            needs=tuple(needs),
+            flips=tuple(time_s for time_s in one.flips if time_s > now_s - _HOUR_S),
+        )
+        current = situation.supply[role] if one.desired is None else one.desired
+        if need >= current:
+            return _changed(one, current, need, now_s), need
+        lowest = needs[0][1]
+        if state.begun_s is None or now_s - state.begun_s < window_s:
+            notes.append(f"held at {current}: less than {window_s:.0f} s of demand are known")
+        elif lowest >= current:
+            notes.append(f"held at {current}: needed in the last {window_s:.0f} s")
+        elif one.growing and len(one.flips) + _FLIPS_BACK > self._config.max_flips_per_hour:
+            notes.append(f"held at {current}: {len(one.flips)} changes of direction in an hour")
+        else:
+            if lowest > need:
+                notes.append(f"{lowest} were needed in the last {window_s:.0f} s")
+            return _changed(one, current, lowest, now_s), lowest
+        return one, current
+
+    # ---------------------------------------------------------------------- act
+
+    def _actions(
+        self, role: Role, desired: int, workers: Sequence[PlannedWorker], start_up_s: float
+    ) -> tuple[list[float], list[PlanAction]]:
+        """The ages of the launches that are given up, and what to do, cheapest first."""
+        mine = [one for one in workers if one.role is role]
+        supply = _supply(mine, role, start_up_s)
+        late = [one for one in mine if one.phase is WorkerPhase.STARTING and one not in supply]
+        actions = [_act(ActionKind.CANCEL, one) for one in late]
+        missing = desired - len(supply)
+        if missing > 0:
+            draining = [one for one in mine if one.phase is WorkerPhase.DRAINING]
+            draining.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
+            actions += [_act(ActionKind.UNDRAIN, one) for one in draining[:missing]]
+            launches = missing - min(missing, len(draining))
+            actions += [
+                PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None)
+                for _ in range(launches)
+            ]
+        elif missing < 0:
+            actions += _removals(supply, -missing)
+        return [one.age_s for one in late], actions
+
+    def _role_plan(
+        self,
+        role: Role,
+        desired: int,
+        proposal: Proposal | None,
+        seen: Observation,
+        notes: Sequence[str],
+    ) -> RolePlan:
+        phases = Counter(one.phase for one in seen.workers or () if one.role is role)
+        reason = [] if proposal is None else [f"need {proposal.workers} ({proposal.reason})"]
+        return RolePlan(
+            desired=desired,
+            proposed=None if proposal is None else proposal.workers,
+            ready=phases[WorkerPhase.READY],
+            starting=phases[WorkerPhase.STARTING],
+            draining=phases[WorkerPhase.DRAINING],
+            reason="; ".join([*reason, *dict.fromkeys(notes)]),
+        )
+
+
+def _counts(proposals: Mapping[Role, Proposal]) -> dict[Role, int]:
+    return {role: max(0, proposal.workers) for role, proposal in proposals.items()}
+
+
+def _gap_variation(one: RoleState) -> float:
+    if one.gaps < _FEWEST_GAPS:
+        return 1.0
+    mean_s = one.gaps_s / one.gaps
+    variation = one.gaps_squared_s2 / one.gaps / mean_s**2 - 1
+    return min(max(0.0, variation), _MOST_VARIATION)
+
+
+def _supply(workers: Sequence[PlannedWorker], role: Role, start_up_s: float) -> list[PlannedWorker]:
+    """The workers that are ready, or are starting and not overdue."""
+    return [
+        one
+        for one in workers
+        if one.role is role
+        and (
+            one.phase is WorkerPhase.READY
+            or (one.phase is WorkerPhase.STARTING and one.age_s <= _OVERDUE * start_up_s)
+        )
+    ]
+
+
+def _removals(supply: Sequence[PlannedWorker], count: int) -> Iterator[PlanAction]:
+    """Cancel the youngest launches; then drain the workers that lose least."""
+    starting = [one for one in supply if one.phase is WorkerPhase.STARTING]
+    starting.sort(key=lambda one: (one.age_s, one.worker_id))
+    ready = [one for one in supply if one.phase is WorkerPhase.READY]
+    ready.sort(key=lambda one: (one.active_requests, one.cached_blocks, one.worker_id))
+    for one in [*starting, *ready][:count]:
+        starts = one.phase is WorkerPhase.STARTING
+        yield _act(ActionKind.CANCEL if starts else ActionKind.DRAIN, one)
+
+
+def _act(kind: ActionKind, worker: PlannedWorker) -> PlanAction:
+    return PlanAction(kind=kind, role=worker.role, worker_id=worker.worker_id)
+
+
+def _changed(one: RoleState, current: int, desired: int, now_s: float) -> RoleState:
+    """``one`` after a change of its workers, with its direction."""
+    if desired == current:
+        return one
+    growing = desired > current
+    turned = one.growing is not None and one.growing is not growing
+    return evolve(one, growing=growing, flips=(*one.flips, now_s) if turned else one.flips)
+
+
+def _remember_start_ups(state: PlannerState, times_s: Sequence[float]) -> PlannerState:
+    return evolve(state, start_ups=(*state.start_ups, *times_s)[-_START_UPS:])

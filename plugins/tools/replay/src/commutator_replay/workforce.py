@@ -1,0 +1,281 @@
+"""The workers of a replay that a planner launches and drains, in virtual time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from attrs import define, field, frozen
+
+from commutator.contract.planner import (
+    ActionKind,
+    Arrivals,
+    Observation,
+    Plan,
+    PlanAction,
+    PlannedWorker,
+    PlannerConfig,
+    WorkerPhase,
+    length_bucket,
+)
+from commutator.contract.worker import Role
+from commutator.planner.pipeline import Planner
+from commutator.routing.load import InFlightLoad
+from commutator_replay.fleet import VirtualFleet, VirtualWorker
+from commutator_replay.virtual import VirtualEngine
+
+__all__ = [
+    "Planning",
+    "RoutedWorkers",
+    "Span",
+    "Tick",
+    "Workforce",
+]
+
+
+@frozen(kw_only=True)
+class Planning:
+    """What plans the workers of a replay, and how they are made."""
+
+    planner: Planner
+    config: PlannerConfig
+    make_engine: Mapping[Role, Callable[[], VirtualEngine]]
+    """Makes a worker of each role that the fleet may have."""
+
+
+@frozen(kw_only=True)
+class RoutedWorkers:
+    """What a replay does when its workers come and go."""
+
+    add: Callable[[VirtualWorker], None]
+    """The worker gets requests from now on."""
+    drain: Callable[[VirtualWorker], None]
+    """It gets no more."""
+    forget: Callable[[VirtualWorker], None]
+    """It is gone, with its cache."""
+    cached_blocks: Callable[[], Mapping[str, int]]
+    """KV blocks that each worker caches, by worker."""
+    waiting_tokens: Callable[[], Mapping[Role, int]]
+    """Prompt tokens of requests that wait for a worker of a role."""
+    is_over: Callable[[], bool]
+    """Whether every request of the trace has been answered."""
+
+
+@frozen
+class Span:
+    """A worker's life, from launch to exit, which is what it costs."""
+
+    role: Role
+    launched_ns: int
+    exited_ns: int
+
+    @property
+    def hours(self) -> float:
+        return (self.exited_ns - self.launched_ns) / 3.6e12
+
+
+@frozen
+class Tick:
+    """One plan, and the workers that there were."""
+
+    plan: Plan
+    offered: float
+    """Requests a second that arrived since the plan before."""
+
+
+@define
+class _Worker:
+    worker_id: str
+    role: Role
+    launched_ns: int
+    phase: WorkerPhase
+    virtual: VirtualWorker | None = None
+    """None until it is ready."""
+    served_ns: int = 0
+    """When its last request ended."""
+
+
+@define
+class _Counted:
+    """The arrivals of a role in the window."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    lengths: dict[int, int] = field(factory=dict)
+    gaps_squared_s2: float = 0.0
+
+    def arrivals(self) -> Arrivals:
+        return Arrivals(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            prompt_lengths=self.lengths,
+            context_tokens=self.context_tokens,
+            gaps_squared_s2=self.gaps_squared_s2,
+        )
+
+
+class Workforce:
+    """Observes a replay, asks its planner, and does what the plan says, at every interval."""
+
+    def __init__(
+        self,
+        planning: Planning,
+        workers: Sequence[VirtualWorker],
+        fleet: VirtualFleet,
+        load: InFlightLoad,
+        routed: RoutedWorkers,
+    ) -> None:
+        """``workers`` are ready at the first request."""
+        self._planning = planning
+        self._fleet = fleet
+        self._load = load
+        self._routed = routed
+        self._state = planning.planner.begin()
+        self._first = workers
+        self._workers: dict[str, _Worker] = {}
+        self._launched = len(workers)
+        self._counted: dict[Role, _Counted] = {}
+        self._last_arrival_ns: dict[Role, int] = {}
+        self._answers = self._answer_tokens = 0
+        self._started_s: list[float] = []
+        self._observed_ns: int | None = None
+        self.spans: list[Span] = []
+        self.ticks: list[Tick] = []
+
+    def begin(self) -> None:
+        """Call it at the first request, before that counts."""
+        now_ns = self._fleet.now_ns
+        for virtual in self._first:
+            self._workers[virtual.worker_id] = _Worker(
+                virtual.worker_id, virtual.role, now_ns, WorkerPhase.READY, virtual, now_ns
+            )
+        self._tick()
+
+    def arrived(self, role: Role, prompt_tokens: int, context_tokens: int) -> None:
+        """A request of ``context_tokens`` has arrived; the role computes ``prompt_tokens``."""
+        counted = self._counted.setdefault(role, _Counted())
+        now_ns = self._fleet.now_ns
+        gap_s = (now_ns - self._last_arrival_ns.get(role, now_ns)) / 1e9
+        self._last_arrival_ns[role] = now_ns
+        bucket = length_bucket(prompt_tokens)
+        counted.requests += 1
+        counted.prompt_tokens += prompt_tokens
+        counted.context_tokens += context_tokens
+        counted.lengths[bucket] = counted.lengths.get(bucket, 0) + 1
+        counted.gaps_squared_s2 += gap_s * gap_s
+
+    def answered(self, output_tokens: int) -> None:
+        """An answer has ended."""
+        self._answers += 1
+        self._answer_tokens += output_tokens
+
+    def served(self, worker_id: str, time_ns: int) -> None:
+        """A request has ended at the worker."""
+        self._workers[worker_id].served_ns = time_ns
+
+    def end(self, time_ns: int) -> None:
+        """Bill the workers that are left."""
+        for worker in list(self._workers.values()):
+            self._exit(worker, time_ns)
+
+    def _tick(self) -> None:
+        now_ns = self._fleet.now_ns
+        self._fleet.catch_up()
+        for worker in list(self._workers.values()):
+            if self._has_drained(worker):
+                self._exit(worker, worker.served_ns)
+        seen = self._observation(now_ns)
+        self._state, plan = self._planning.planner.plan(self._state, seen)
+        requests = sum(counted.requests for counted in self._counted.values())
+        self.ticks.append(Tick(plan, requests / seen.window_s if seen.window_s else 0.0))
+        self._observed_ns = now_ns
+        self._counted = {}
+        self._answers = self._answer_tokens = 0
+        self._started_s = []
+        for action in plan.actions:
+            self._do(action)
+        if not self._routed.is_over():
+            interval_ns = round(self._planning.config.interval_s * 1e9)
+            self._fleet.alarm(now_ns + interval_ns, self._tick)
+
+    def _observation(self, now_ns: int) -> Observation:
+        window_ns = 0 if self._observed_ns is None else now_ns - self._observed_ns
+        cached = self._routed.cached_blocks()
+        return Observation(
+            time_s=now_ns / 1e9,
+            window_s=window_ns / 1e9,
+            arrivals={role: counted.arrivals() for role, counted in self._counted.items()},
+            workers=[
+                self._seen(worker, now_ns, cached.get(worker.worker_id, 0))
+                for worker in self._workers.values()
+            ],
+            output_tokens=self._answer_tokens / self._answers if self._answers else None,
+            started_s=self._started_s,
+            waiting_tokens=self._routed.waiting_tokens(),
+        )
+
+    def _seen(self, worker: _Worker, now_ns: int, cached_blocks: int) -> PlannedWorker:
+        load = self._load.of(worker.worker_id)
+        return PlannedWorker(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            phase=worker.phase,
+            age_s=(now_ns - worker.launched_ns) / 1e9,
+            active_requests=load.active_requests,
+            active_prefill_tokens=load.active_prefill_tokens,
+            cached_blocks=cached_blocks,
+        )
+
+    def _do(self, action: PlanAction) -> None:
+        now_ns = self._fleet.now_ns
+        if action.worker_id is None:
+            self._launch(action.role)
+            return
+        worker = self._workers[action.worker_id]
+        if action.kind is ActionKind.CANCEL:
+            self._exit(worker, now_ns)
+            return
+        assert worker.virtual is not None, "only a worker that was ready is drained"
+        if action.kind is ActionKind.DRAIN:
+            worker.phase = WorkerPhase.DRAINING
+            worker.served_ns = max(worker.served_ns, now_ns)
+            self._routed.drain(worker.virtual)
+        else:
+            worker.phase = WorkerPhase.READY
+            self._routed.add(worker.virtual)
+
+    def _launch(self, role: Role) -> None:
+        worker_id = f"worker-{self._launched:03}"
+        self._launched += 1
+        now_ns = self._fleet.now_ns
+        self._workers[worker_id] = _Worker(worker_id, role, now_ns, WorkerPhase.STARTING)
+        start_up_ns = round(self._planning.config.start_up_s * 1e9)
+        self._fleet.alarm(now_ns + start_up_ns, partial(self._ready, worker_id))
+
+    def _ready(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is None:  # its launch was cancelled
+            return
+        engine = self._planning.make_engine[worker.role]()
+        worker.virtual = VirtualWorker.make(worker_id, engine, worker.role)
+        worker.phase = WorkerPhase.READY
+        worker.served_ns = self._fleet.now_ns
+        self._started_s.append((self._fleet.now_ns - worker.launched_ns) / 1e9)
+        self._fleet.add(worker_id, engine)
+        self._routed.add(worker.virtual)
+
+    def _has_drained(self, worker: _Worker) -> bool:
+        return (
+            worker.phase is WorkerPhase.DRAINING
+            and not self._load.of(worker.worker_id).active_requests
+            and self._fleet.is_idle(worker.worker_id)
+        )
+
+    def _exit(self, worker: _Worker, time_ns: int) -> None:
+        ended_ns = max(time_ns, worker.launched_ns)
+        self.spans.append(Span(worker.role, worker.launched_ns, ended_ns))
+        del self._workers[worker.worker_id]
+        if worker.virtual is not None:
+            self._fleet.remove(worker.worker_id)
+            self._routed.forget(worker.virtual)

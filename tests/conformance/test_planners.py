@@ -1,0 +1,49 @@
+"""Every planner, forecaster and constraint of the project passes the shipped suites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commutator.planner import Forecaster, Limit, PlanConstraint, PlannerPolicy, Role, Situation
+from commutator.planner.pipeline import no_growth
+from commutator_slo import Growth, GrowthConfig, Ratio, RatioConfig, Slo, SloConfig
+from commutator_testing.planners import (
+    PERFORMANCE,
+    ConstraintContract,
+    ForecasterContract,
+    PlannerContract,
+)
+
+
+class TestSlo(PlannerContract):
+    def make_policy(self) -> PlannerPolicy:
+        return Slo(SloConfig(kind="slo"))
+
+
+class TestGrowth(ForecasterContract):
+    def make_forecaster(self) -> Forecaster[Any]:
+        return Growth(GrowthConfig(kind="growth"))
+
+
+class TestNoGrowth(ForecasterContract):
+    def make_forecaster(self) -> Forecaster[Any]:
+        return no_growth()
+
+
+class TestRatio(ConstraintContract):
+    def make_constraint(self) -> PlanConstraint:
+        return Ratio(RatioConfig(kind="ratio", least=0.5, most=2.0))
+
+    def test_prefill_follows_decode(self) -> None:
+        situation = Situation(
+            time_s=0.0,
+            targets=SloConfig(kind="slo").targets,
+            lead_s=1.0,
+            demands={},
+            performance={Role.PREFILL: PERFORMANCE, Role.DECODE: PERFORMANCE},
+            supply={},
+        )
+        limits = self.make_constraint().limits({Role.PREFILL: 9, Role.DECODE: 3}, situation)
+        reason = "the ratio to 3 decode workers"
+        assert limits == {Role.PREFILL: Limit(floor=2, ceiling=6, reason=reason)}
+        assert self.make_constraint().limits({Role.BOTH: 3}, situation) == {}

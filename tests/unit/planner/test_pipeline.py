@@ -1,0 +1,393 @@
+"""Plans over virtual time: holds, launches that never come, bounds and budgets, missing data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.planned_fleet import SIM, FleetModel, arrivals, poisson_arrivals
+
+from commutator.contract.planner import (
+    ActionKind,
+    Arrivals,
+    Limit,
+    Observation,
+    PlanConstraint,
+    PlannedWorker,
+    PlannerBounds,
+    PlannerBudget,
+    PlannerConfig,
+    PlannerPolicy,
+    Proposal,
+    Situation,
+    WorkerPhase,
+)
+from commutator.contract.worker import Role
+from commutator.planner.pipeline import Planner, no_growth
+from commutator_slo.growth import Growth, GrowthConfig
+from commutator_slo.policy import Slo, SloConfig
+
+
+class Wanted(PlannerPolicy):
+    """Proposes what a test sets."""
+
+    def __init__(self, **workers: int) -> None:
+        self.workers = {Role(name): count for name, count in workers.items()}
+
+    def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+        return {role: Proposal(workers=n, reason="test") for role, n in self.workers.items()}
+
+
+def planned(policy: PlannerPolicy, workers: int, **options: Any) -> FleetModel:
+    start_up_s = options.pop("launches", lambda _: 120.0)
+    bounds = PlannerBounds(both=options.pop("both", (1, 64)))
+    config = PlannerConfig(kind="test", bounds=bounds, interval_s=15.0, **options)
+    planner = Planner(config, {Role.BOTH: SIM}, policy, no_growth())
+    return FleetModel(config, planner, workers, start_up_s)
+
+
+def slo(workers: int = 1, **options: Any) -> FleetModel:
+    config = SloConfig(kind="slo", **{"interval_s": 15.0, **options})
+    forecaster = Growth(GrowthConfig(kind="growth"))
+    return FleetModel(config, Planner(config, {Role.BOTH: SIM}, Slo(config), forecaster), workers)
+
+
+# ---------------------------------------------------------------------- launches
+
+
+def test_workers_that_start_count_so_that_none_is_launched_twice() -> None:
+    fleet = planned(Wanted(both=4), workers=2)
+    for _ in range(40):
+        fleet.tick(arrivals(10, 1000, 15))
+    assert fleet.launches == 2
+    assert len(fleet.fleet) == 4
+
+
+def test_a_launch_that_never_comes_is_replaced_and_blocks_nothing() -> None:
+    fleet = planned(
+        Wanted(both=4), workers=2, launches=lambda number: None if number < 2 else 120.0
+    )
+    given_up = 0
+    for _ in range(60):
+        plan = fleet.tick(arrivals(10, 1000, 15))
+        given_up += any("given up" in text for text in plan.warnings)
+    assert given_up == 1, "after three times the usual 120 s"
+    assert (fleet.launches, fleet.cancelled) == (4, 2)
+    assert sum(one.phase is WorkerPhase.READY for one in fleet.fleet.values()) == 4
+
+
+def test_a_slow_start_is_not_given_up_for_ever() -> None:
+    """Each launch that is given up lets the next one take longer."""
+    fleet = planned(Wanted(both=2), workers=1, launches=lambda _: 900.0)
+    for _ in range(300):
+        fleet.tick(arrivals(10, 1000, 15))
+    assert len(fleet.fleet) == 2
+    assert all(one.phase is WorkerPhase.READY for one in fleet.fleet.values())
+
+
+def test_a_worker_that_dies_is_replaced_at_once() -> None:
+    fleet = planned(Wanted(both=3), workers=3)
+    fleet.tick(arrivals(10, 1000, 15))
+    del fleet.fleet["first-1"]
+    plan = fleet.tick(arrivals(10, 1000, 15))
+    assert [action.kind for action in plan.actions] == [ActionKind.LAUNCH]
+
+
+def worker(name: str, phase: WorkerPhase, age_s: float = 100.0, **more: int) -> PlannedWorker:
+    return PlannedWorker(worker_id=name, role=Role.BOTH, phase=phase, age_s=age_s, **more)
+
+
+def first_actions(policy: PlannerPolicy, workers: Sequence[PlannedWorker]) -> list[tuple[str, Any]]:
+    config = PlannerConfig(kind="test", hold_s=0.0, start_up_s=30.0)
+    planner = Planner(config, {Role.BOTH: SIM}, policy, no_growth())
+    state = planner.begin()
+    for time_s in (0.0, 5.0, 100.0):
+        seen = Observation(
+            time_s=time_s, window_s=5.0 if time_s else 0.0, arrivals={}, workers=workers
+        )
+        state, plan = planner.plan(state, seen)
+    return [(action.kind.value, action.worker_id) for action in plan.actions]
+
+
+def test_draining_workers_are_used_again_before_others_are_launched() -> None:
+    workers = [
+        worker("ready", WorkerPhase.READY),
+        worker("empty", WorkerPhase.DRAINING),
+        worker("busy", WorkerPhase.DRAINING, active_requests=5),
+    ]
+    assert first_actions(Wanted(both=2), workers) == [("undrain", "busy")]
+    assert first_actions(Wanted(both=4), workers) == [
+        ("undrain", "busy"),
+        ("undrain", "empty"),
+        ("launch", None),
+    ]
+
+
+def test_launches_are_cancelled_before_workers_are_drained_and_the_emptiest_goes_first() -> None:
+    workers = [
+        worker("cold", WorkerPhase.READY, active_requests=2, cached_blocks=10),
+        worker("warm", WorkerPhase.READY, active_requests=2, cached_blocks=90),
+        worker("busy", WorkerPhase.READY, active_requests=7),
+        worker("older", WorkerPhase.STARTING, 20.0),
+        worker("younger", WorkerPhase.STARTING, 10.0),
+    ]
+    assert first_actions(Wanted(both=4), workers) == [("cancel", "younger")]
+    assert first_actions(Wanted(both=2), workers) == [
+        ("cancel", "younger"),
+        ("cancel", "older"),
+        ("drain", "cold"),
+    ]
+
+
+# ------------------------------------------------------------------------- holds
+
+
+def test_the_fleet_grows_at_once_and_shrinks_after_the_hold() -> None:
+    policy = Wanted(both=2)
+    fleet = planned(policy, workers=2, hold_s=300.0)
+    for _ in range(40):
+        fleet.tick(arrivals(10, 1000, 15))
+    policy.workers[Role.BOTH] = 6
+    assert fleet.tick(arrivals(10, 1000, 15)).roles[Role.BOTH].desired == 6
+    policy.workers[Role.BOTH] = 3
+    for _ in range(20):
+        fleet.tick(arrivals(10, 1000, 15))
+    held = fleet.desired()[-20:]
+    assert held == [6] * 19 + [3], "300 s are 20 plans"
+    assert "needed in the last 300 s" in fleet.plans[-2].roles[Role.BOTH].reason
+
+
+def test_a_planner_that_has_just_begun_does_not_shrink_the_fleet() -> None:
+    fleet = planned(Wanted(both=1), workers=9, hold_s=300.0)
+    for _ in range(21):
+        fleet.tick(arrivals(0, 1000, 15))
+    assert fleet.desired() == [9] * 20 + [1]
+
+
+def test_changes_of_direction_have_a_budget_and_growing_never_waits_for_it() -> None:
+    policy = Wanted(both=1)
+    times = {"hold_s": 0.0, "start_up_s": 15.0, "launches": lambda _: 15.0}
+    fleet = planned(policy, workers=1, max_flips_per_hour=6, **times)
+    for tick in range(960):
+        policy.workers[Role.BOTH] = 5 if tick % 8 < 4 else 1
+        plan = fleet.tick(arrivals(10, 1000, 15))
+        assert plan.roles[Role.BOTH].desired >= policy.workers[Role.BOTH]
+    desired = fleet.desired()
+    turns = [tick for tick, (a, b) in enumerate(pairwise(desired)) if a != b][1:]
+    assert len(turns) > 12, "it does shrink, within four hours"
+    for first in turns:
+        assert sum(first <= turn < first + 240 for turn in turns) <= 6
+
+
+@pytest.mark.parametrize("rate", [1, 40])
+@pytest.mark.parametrize("workers", [1, 7, 30])
+def test_constant_load_gives_a_constant_plan_for_a_day(rate: int, workers: int) -> None:
+    fleet = slo(workers, interval_s=30.0)
+    for _ in range(24 * 120):
+        fleet.tick(arrivals(30 * rate, 1155, 30))
+    desired = fleet.desired()
+    assert len(set(desired[6 * 120 :])) == 1, "once constant load is no longer a surprise"
+    later = [after - before for before, after in pairwise(desired[20:])]
+    assert all(change <= 0 for change in later), "it only shrinks, as the growth assumed shrinks"
+
+
+def test_equal_seeds_give_equal_plans() -> None:
+    def run(seed: int) -> list[Any]:
+        rng, fleet = random.Random(seed), slo(3)
+        for _ in range(200):
+            fleet.tick(poisson_arrivals(rng, 8.0, 1155, 15))
+        return fleet.plans
+
+    assert run(5) == run(5)
+    assert run(5) != run(6)
+
+
+# ----------------------------------------------------------------- bounds, budget
+
+
+@frozen
+class Limited(PlanConstraint):
+    limit: Limit
+
+    def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
+        return dict.fromkeys(wanted, self.limit)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    wanted=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=1, max_size=12),
+    bounds=st.tuples(
+        st.integers(0, 20), st.integers(0, 20), st.integers(1, 20), st.integers(0, 20)
+    ),
+    budget=st.none() | st.integers(40, 100),
+    limit=st.builds(
+        Limit,
+        floor=st.integers(0, 100),
+        ceiling=st.none() | st.integers(0, 100),
+        reason=st.just("test"),
+    ),
+)
+def test_no_plan_leaves_bounds_and_budget(
+    wanted: list[tuple[int, int]],
+    bounds: tuple[int, int, int, int],
+    budget: int | None,
+    limit: Limit,
+) -> None:
+    prefill, decode = (bounds[0], bounds[0] + bounds[1]), (bounds[2], bounds[2] + bounds[3])
+    config = PlannerConfig(
+        kind="test",
+        bounds=PlannerBounds(prefill=prefill, decode=decode),
+        budget=PlannerBudget(workers=budget),
+        hold_s=20.0,
+        start_up_s=5.0,
+    )
+    policy = Wanted(prefill=0, decode=0)
+    roles = {Role.PREFILL: SIM, Role.DECODE: SIM}
+    planner = Planner(config, roles, policy, no_growth(), [Limited(limit)])
+    state = planner.begin()
+    for tick, (p, d) in enumerate(wanted):
+        policy.workers = {Role.PREFILL: p, Role.DECODE: d}
+        seen = Observation(
+            time_s=5.0 * tick, window_s=5.0 if tick else 0.0, arrivals={}, workers=[]
+        )
+        state, plan = planner.plan(state, seen)
+        counts = {role: one.desired for role, one in plan.roles.items()}
+        assert prefill[0] <= counts[Role.PREFILL] <= prefill[1]
+        assert decode[0] <= counts[Role.DECODE] <= decode[1]
+        assert budget is None or sum(counts.values()) <= budget
+
+
+def test_a_budget_cuts_roles_in_proportion_and_says_so() -> None:
+    config = PlannerConfig(kind="test", budget=PlannerBudget(workers=6))
+    roles = {Role.PREFILL: SIM, Role.DECODE: SIM}
+    planner = Planner(config, roles, Wanted(prefill=8, decode=4), no_growth())
+    seen = Observation(time_s=0.0, window_s=0.0, arrivals={}, workers=[])
+    _, plan = planner.plan(planner.begin(), seen)
+    assert {role: one.desired for role, one in plan.roles.items()} == {
+        Role.PREFILL: 4,
+        Role.DECODE: 2,
+    }
+    assert plan.roles[Role.PREFILL].reason == "need 8 (test); 4 by the budget of 6 workers"
+
+
+def test_a_constraint_that_fails_is_reported_and_the_others_hold() -> None:
+    class Broken(PlanConstraint):
+        def limits(self, wanted: Mapping[Role, int], situation: Situation) -> Mapping[Role, Limit]:
+            raise RuntimeError("no meter")
+
+    three = Limited(Limit(ceiling=3, reason="power"))
+    config = PlannerConfig(kind="test")
+    planner = Planner(config, {Role.BOTH: SIM}, Wanted(both=9), no_growth(), [Broken(), three])
+    seen = Observation(time_s=0.0, window_s=0.0, arrivals={}, workers=[])
+    _, plan = planner.plan(planner.begin(), seen)
+    assert plan.roles[Role.BOTH].desired == 3
+    assert any("Broken failed: RuntimeError: no meter" in text for text in plan.warnings)
+
+
+# ------------------------------------------------------------------ idle, unknown
+
+
+def test_an_idle_role_is_stopped_after_a_cold_start_s_worth_of_idling() -> None:
+    """Ski rental: 120 s of start-up and 300 s of penalty make 420 s of waiting."""
+    fleet = planned(Wanted(both=0), workers=1, both=(0, 4), start_up_s=120.0, idle_penalty_s=300.0)
+    for _ in range(40):
+        fleet.tick(arrivals(5, 100, 15))
+    last_s = fleet.now_s
+    while fleet.desired()[-1]:
+        fleet.tick(arrivals(0, 100, 15))
+    assert fleet.now_s - last_s == 420
+    assert fleet.tick(arrivals(1, 100, 15)).roles[Role.BOTH].desired == 1
+
+
+@pytest.mark.parametrize("pause_s", [60, 300, 405, 420, 600, 6000])
+def test_waiting_so_long_costs_at_most_twice_the_best_in_hindsight(pause_s: int) -> None:
+    fleet = planned(Wanted(both=0), workers=1, both=(0, 4), start_up_s=120.0, idle_penalty_s=300.0)
+    for _ in range(40):
+        fleet.tick(arrivals(5, 100, 15))
+    cost_s = 0
+    for _ in range(pause_s // 15):
+        cost_s += 15 * fleet.tick(arrivals(0, 100, 15)).roles[Role.BOTH].desired
+    stopped = fleet.desired()[-1] == 0
+    assert cost_s + 420 * stopped <= 2 * min(pause_s, 420) + 15
+
+
+def test_without_metrics_the_last_plan_stays() -> None:
+    fleet = slo(2)
+    for _ in range(60):
+        fleet.tick(arrivals(15 * 20, 1155, 15))
+    before = fleet.desired()[-1]
+    assert before > 2
+    for _ in range(120):
+        plan = fleet.tick(None)
+        assert plan.roles[Role.BOTH].desired == before
+        assert plan.warnings == ["arrivals or workers are not known: the last plan stays"]
+        assert not plan.actions
+
+
+def test_without_metrics_a_worker_that_dies_is_still_replaced() -> None:
+    fleet = planned(Wanted(both=3), workers=3)
+    fleet.tick(arrivals(10, 1000, 15))
+    del fleet.fleet["first-1"]
+    assert [action.kind for action in fleet.tick(None).actions] == [ActionKind.LAUNCH]
+
+
+def test_a_policy_that_raises_keeps_the_last_plan() -> None:
+    class Fails(Wanted):
+        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+            if situation.time_s > 30:
+                raise ZeroDivisionError("no traffic")
+            return super().propose(situation)
+
+    fleet = planned(Fails(both=5), workers=2)
+    for _ in range(10):
+        plan = fleet.tick(arrivals(0, 1000, 15))
+    assert plan.roles[Role.BOTH].desired == 5
+    assert "the policy failed, the last plan stays: ZeroDivisionError" in plan.warnings[0]
+
+
+def test_start_up_times_are_learned() -> None:
+    lead_s: list[float] = []
+
+    class Watching(Wanted):
+        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+            lead_s.append(situation.lead_s)
+            return super().propose(situation)
+
+    policy = Watching(both=3)
+    fleet = planned(policy, workers=1, launches=lambda _: 45.0)
+    for _ in range(10):
+        fleet.tick(arrivals(5, 1000, 15))
+    assert lead_s[0] == 120 + 15
+    assert lead_s[-1] == 45 + 15
+
+
+def test_burstier_gaps_are_seen() -> None:
+    seen: list[float] = []
+
+    class Watching(Wanted):
+        def propose(self, situation: Situation) -> Mapping[Role, Proposal]:
+            seen.append(situation.demands[Role.BOTH].gap_variation)
+            return super().propose(situation)
+
+    rng, fleet = random.Random(3), planned(Watching(both=1), workers=1)
+    for _ in range(400):
+        fleet.tick(poisson_arrivals(rng, 5.0, 1000, 15))
+    assert seen[-1] == pytest.approx(1.0, abs=0.15)
+    for _ in range(400):
+        even = arrivals(75, 1000, 15)
+        fleet.tick(evolve(even, gaps_squared_s2=even.gaps_squared_s2 * 4))
+    assert seen[-1] == pytest.approx(3.0, abs=0.05)
+
+
+def test_an_arrival_counts_whether_or_not_it_was_served() -> None:
+    """A fleet of one that cannot keep up is given what the demand needs, in one step."""
+    fleet = slo(1)
+    for _ in range(6):
+        fleet.tick(arrivals(15 * 20, 1155, 15) if fleet.plans else Arrivals())
+    assert fleet.desired()[1] >= 5
