@@ -62,13 +62,13 @@ def test_yaml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         data.setdefault("engines", [{"kind": "reference"}])
         file = tmp_path / f"block-{number}.yaml"
         file.write_text(yaml.safe_dump(data))
-        done = CliRunner().invoke(main, ["config", "check", str(file)])
+        done = CliRunner().invoke(main, ["config", "check", "--elsewhere", str(file)])
         assert done.exit_code == 0, f"{name(page)}, block {number + 1}:\n{done.output}"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_examples_are_valid(example: Path) -> None:
-    done = CliRunner().invoke(main, ["config", "check", str(example)])
+    done = CliRunner().invoke(main, ["config", "check", "--elsewhere", str(example)])
     assert done.exit_code == 0, done.output
 
 

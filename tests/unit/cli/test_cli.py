@@ -79,20 +79,30 @@ def test_a_wrong_command_line_is_exit_code_2(arguments: list[str]) -> None:
 
 
 def test_check_says_ok(good: str) -> None:
-    done = run("config", "check", good)
+    done = run("config", "check", good, "--elsewhere")
     assert (done.exit_code, done.output) == (0, f"{good}: ok\n")
 
 
 def test_check_reads_the_files_that_are_here(good: str, tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{% if %}")
-    done = run("config", "check", good, "--set", f"models[0].chat_template={template}")
+    done = run(
+        "config", "check", good, "--elsewhere", "--set", f"models[0].chat_template={template}"
+    )
     assert done.exit_code == 1
     assert done.stderr == (
         "error: files that it names: 1 problem\n"
         f"  models[0].chat_template: {template}: its syntax is wrong in line 1: Expected an "
         "expression, got 'end of statement block'\n"
     )
+
+
+def test_check_refuses_what_serve_would(good: str) -> None:
+    done = run("config", "check", good)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert 'models[0].source: the package "m" is not installed' in done.stderr
+    assert "api_keys[0]: environment variable COMMUTATOR_TEST_KEY is not set" in done.stderr
+    assert run("serve", good, "--port", "0").stderr == done.stderr
 
 
 @pytest.mark.parametrize("command", [["config", "check"], ["config", "show"], ["serve"]])

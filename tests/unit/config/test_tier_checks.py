@@ -21,7 +21,7 @@ def check(folder: Path, *tiers: str) -> Result:
         f"engines: {ENGINES}\n"
         f"tiers: [{', '.join(tiers)}]\n"
     )
-    return CliRunner().invoke(main, ["config", "check", str(file)])
+    return CliRunner().invoke(main, ["config", "check", "--elsewhere", str(file)])
 
 
 def warnings(done: Result) -> list[str]:

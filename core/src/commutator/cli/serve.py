@@ -62,7 +62,7 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
-    from commutator.supervisor.preflight import check_machine
+    from commutator.supervisor.preflight import check_machine, machine_warnings
     from commutator.supervisor.supervisor import Supervisor
 
     raise_descriptor_limit()
@@ -83,7 +83,10 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     with reserved_port(config.frontend.host, config.frontend.port) as port:
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
-        for warning in tier_warnings(config, loaded.host):
+        for warning in (
+            *tier_warnings(config, loaded.host),
+            *machine_warnings(config, loaded.host),
+        ):
             log.warning("%s", warning)
         try:
             return asyncio.run(supervise(port, printer))

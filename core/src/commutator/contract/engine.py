@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
@@ -243,6 +243,25 @@ class EngineConnector(ABC, Generic[ConfigT]):
 
     uses_tiers: bool = False
     """Whether its engines store KV blocks in the configured storage tiers."""
+
+    def problems(
+        self, config: ConfigT, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        """Why this machine cannot run these workers, as "OPTION: what is wrong, what to do".
+
+        Called before any process starts, and by `commutator config check`. It may read files and
+        run programs for a few seconds. Other checks report a ``source`` that names no model.
+        """
+        del config, model, tiers
+        return ()
+
+    def warnings(self, config: ConfigT, model: ModelConfig) -> Iterable[str]:
+        """What these workers will do differently than people may expect, in the same form.
+
+        Called after ``problems`` found none.
+        """
+        del config, model
+        return ()
 
     @abstractmethod
     def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:

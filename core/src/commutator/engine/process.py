@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import msgspec
@@ -19,8 +20,14 @@ from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.tier import TierConfig
 from commutator.engine.server import TokenApiServer, TokenEngine
+from commutator.errors import CommutatorError, ConfigError
 from commutator.kv.tiers.setup import TierSetup, make_tiers
-from commutator.launcher.child import LOG_LEVEL, calm_garbage_collector
+from commutator.launcher.child import (
+    LOG_LEVEL,
+    StartFailure,
+    calm_garbage_collector,
+    report_start_failure,
+)
 from commutator.plugins import installed_plugins
 from commutator.schema.structure import structure
 
@@ -48,6 +55,7 @@ class _Start:
     port: int
     worker_id: str
     tiers: list[TierConfig]
+    state_dir: str
 
 
 @attrs.frozen
@@ -71,6 +79,7 @@ def engine_command(module: str, config: EngineConfig, context: LaunchContext) ->
         "port": context.port,
         "worker_id": context.worker_id,
         "tiers": [attrs.asdict(tier) for tier in context.tiers],
+        "state_dir": str(context.state_dir),
     }
     return LaunchPlan(
         argv=(sys.executable, "-m", module),
@@ -82,7 +91,11 @@ def engine_command(module: str, config: EngineConfig, context: LaunchContext) ->
 def run_engine_process(
     config_class: type[ConfigT], build: Callable[[ConfigT, EngineStart], TokenEngine]
 ) -> None:
-    """Serve one engine until SIGTERM or SIGINT. Call it in the ``__main__`` of an engine plugin."""
+    """Serve one engine until SIGTERM or SIGINT. Call it in the ``__main__`` of an engine plugin.
+
+    ``build`` raises ConfigError when the engine can never start as configured, which ends the
+    deployment if it happens at the first start; after other errors it is started again.
+    """
     level = os.environ.get(LOG_LEVEL, "INFO")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     raw = os.environ.get(_VARIABLE)
@@ -91,8 +104,11 @@ def run_engine_process(
     converter = config_converter(installed_plugins)
     start = structure(converter, msgspec.json.decode(raw), _Start)
     config = structure(converter, start.config, config_class)
-    tiers = make_tiers(start.tiers, installed_plugins(), start.worker_id) if start.tiers else ()
-    engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.host))
+    try:
+        tiers = make_tiers(start.tiers, installed_plugins(), start.worker_id) if start.tiers else ()
+        engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.host))
+    except (CommutatorError, OSError) as error:
+        _give_up(error, Path(start.state_dir))
     calm_garbage_collector()
     try:
         import uvloop
@@ -100,6 +116,21 @@ def run_engine_process(
         asyncio.run(_serve(engine, start.host, start.port))
     else:
         uvloop.run(_serve(engine, start.host, start.port))
+
+
+def _give_up(error: CommutatorError | OSError, folder: Path) -> NoReturn:
+    """End the process; its supervisor logs why, and ends the deployment if no try can succeed."""
+    if isinstance(error, ConfigError):
+        failure = StartFailure(problems=error.problems, is_permanent=True)
+    else:
+        text = " ".join(str(error).split())
+        name = "" if isinstance(error, CommutatorError) else f"{type(error).__name__}: "
+        failure = StartFailure(problems=[f"{name}{text}"], is_permanent=False)
+    try:
+        report_start_failure(folder, failure)
+    except OSError:  # the supervisor is on another machine
+        log.error("cannot start: %s", "; ".join(failure.problems))  # noqa: TRY400
+    sys.exit(os.EX_CONFIG if failure.is_permanent else 1)
 
 
 async def _serve(engine: TokenEngine, host: str, port: int) -> None:

@@ -1,15 +1,23 @@
-"""Set-up of our processes: log level, garbage collector, open files."""
+"""Set-up of our processes: log level, garbage collector, open files; why one could not start."""
 
 from __future__ import annotations
 
 import gc
+import json
 import resource
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+
+from attrs import asdict, frozen
 
 __all__ = [
     "LOG_LEVEL",
+    "StartFailure",
     "calm_garbage_collector",
     "raise_descriptor_limit",
+    "report_start_failure",
+    "take_start_failure",
 ]
 
 LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
@@ -17,6 +25,36 @@ LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
 
 _NEW_OBJECTS = 20_000
 """New objects until the next garbage collection."""
+
+
+_START_FAILURE = "start-failure.json"
+"""A file in the process's own folder."""
+
+
+@frozen(kw_only=True)
+class StartFailure:
+    """Why a process could not start."""
+
+    problems: Sequence[str]
+    """Each in one line."""
+    is_permanent: bool
+    """No further try with the same configuration can succeed."""
+
+
+def report_start_failure(folder: Path, failure: StartFailure) -> None:
+    """Leave ``failure`` for the supervisor in the process's folder. Raises OSError."""
+    (folder / _START_FAILURE).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+
+
+def take_start_failure(folder: Path) -> StartFailure | None:
+    """What a process that has ended left in its folder, once; None if it left nothing."""
+    file = folder / _START_FAILURE
+    try:
+        failure = StartFailure(**json.loads(file.read_text(encoding="utf-8")))
+        file.unlink()
+    except (OSError, ValueError, TypeError):  # nothing there, or not written to the end
+        return None
+    return failure
 
 
 def calm_garbage_collector() -> None:

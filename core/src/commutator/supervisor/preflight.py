@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
+from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.tokenizer.chat_template import ChatTemplate
@@ -19,6 +21,7 @@ from commutator.tracing import DISTRIBUTIONS, missing_package
 __all__ = [
     "check_files",
     "check_machine",
+    "machine_warnings",
 ]
 
 _LONGEST_FOLDER = 64
@@ -29,8 +32,20 @@ def check_machine(config: Config, host: PluginHost) -> None:
     """Raises ConfigError with everything that this machine lacks for ``config``."""
     frontend = host.frontends.kinds[config.frontend.kind].thing
     of_frontend = (f"frontend.{problem}" for problem in frontend.problems(config.frontend))
-    if problems := [*_missing(config), *of_frontend, *_damaged(config)]:
+    problems = [*_missing(config), *of_frontend, *_damaged(config)]
+    if not problems:  # engines look at the models
+        problems += _of_engines(config, host)
+    if problems:
         raise ConfigError(problems, "this machine")
+
+
+def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
+    """A line for each thing that will be other than expected on this machine.
+
+    ``check_machine`` has passed.
+    """
+    for path, engine, connector, model in _engines(config, host):
+        yield from (f"{path}.{warning}" for warning in connector.warnings(engine, model))
 
 
 def check_files(config: Config) -> None:
@@ -40,6 +55,22 @@ def check_files(config: Config) -> None:
     """
     if problems := list(_damaged(config)):
         raise ConfigError(problems, "files that it names")
+
+
+def _engines(
+    config: Config, host: PluginHost
+) -> Iterator[tuple[str, EngineConfig, EngineConnector[Any], ModelConfig]]:
+    """Path, entry, connector and model of each engine."""
+    models = {model.name: model for model in config.models}
+    for index, engine in enumerate(config.engines):
+        connector = host.engines.kinds[engine.kind].thing
+        yield f"engines[{index}]", engine, connector, models[engine.model or ""]
+
+
+def _of_engines(config: Config, host: PluginHost) -> Iterator[str]:
+    for path, engine, connector, model in _engines(config, host):
+        tiers = config.tiers if connector.uses_tiers else ()
+        yield from (f"{path}.{problem}" for problem in connector.problems(engine, model, tiers))
 
 
 def _damaged(config: Config) -> Iterator[str]:

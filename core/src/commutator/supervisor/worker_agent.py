@@ -33,6 +33,7 @@ from commutator.errors import (
     NameTakenError,
     RegistryError,
 )
+from commutator.launcher.child import take_start_failure
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 
 __all__ = [
@@ -83,7 +84,7 @@ class WorkerAgent:
         self._registry = registry
         self._lease_id: int | None = None
         self._launcher = launcher
-        self._state_dir = state_dir
+        self._folder = state_dir / self.name
         self._env = env
         self._ever_ready = False
         self._peers = KvPeers()
@@ -117,9 +118,10 @@ class WorkerAgent:
             log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
             await while_alive(process, self._watch(client, record, process))
             outcome, reason = "failed", "gave no answer for too long"
-        except Exception as error:
+        except Exception as caught:
+            error = self._cause(caught)
             if isinstance(error, ConfigError) and not self._ever_ready:
-                raise
+                raise error from None
             if not isinstance(error, CommutatorError | OSError):
                 log.exception("the connector of %s failed", self.name)
             outcome, reason = "failed", _sentence(error)
@@ -130,18 +132,28 @@ class WorkerAgent:
             await self._clean_up(client, process)
         return Ended(reason, healthy_s)
 
+    def _cause(self, error: Exception) -> Exception:
+        """``error``, or for a process that ended what it gave as the reason."""
+        if not isinstance(error, ProcessEndedError):
+            return error
+        failure = take_start_failure(self._folder)
+        if failure is None:
+            return error
+        if failure.is_permanent and not self._ever_ready:
+            return ConfigError(list(failure.problems), f"worker {self.name}")
+        return EngineError("; ".join(failure.problems))
+
     async def _start_process(self) -> tuple[LaunchedProcess | None, str]:
         """The process (None for an engine that is attached) and the engine's address."""
         spec = self._spec
-        folder = self._state_dir / self.name
-        folder.mkdir(exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         host, port = self._launcher.listen_at()
         context = LaunchContext(
             worker_id=self.name,
             model=spec.model,
             host=host,
             port=port,
-            state_dir=folder,
+            state_dir=self._folder,
             tiers=spec.tiers,
         )
         plan = spec.connector.launch_plan(spec.config, context)

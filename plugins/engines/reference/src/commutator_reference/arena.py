@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commutator import Memory
+from commutator.errors import ConfigError
 from commutator.kv import BlockArena
 from commutator_reference.weights import LlamaConfig
 
@@ -102,5 +103,10 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     # Memory straight from the system: page-aligned, and each page is supplied when first used.
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size_bytes)
+    except (OSError, OverflowError) as error:
+        problem = f"kv_cache_bytes: the system refuses {size_bytes} bytes of memory ({error})"
+        raise ConfigError([f"{problem}; lower it"], "reference engine") from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 from attrs import define, evolve, field
 
@@ -36,7 +35,6 @@ __all__ = [
     "Handover",
     "Pulls",
     "TransferParams",
-    "missing_for_handover",
 ]
 
 TransferParams = PrefillTransferParams | DecodeTransferParams
@@ -45,17 +43,6 @@ TransferParams = PrefillTransferParams | DecodeTransferParams
 _FIRST_PIECE_BYTES = 2 << 20
 """Blocks are published in pieces; the first is small, so that reading begins early."""
 _ABORTED = "the prefill was aborted or has failed"
-
-
-def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
-    """Why this worker cannot hand KV over, and what to do; None if it can."""
-    if not prefix_caching:
-        return "prefix_caching is off, and handed-over blocks arrive in the prefix cache: set it"
-    if not on_cpu:
-        return "its KV is in a GPU's memory, and this engine hands over host memory only: use cpu"
-    if find_spec("nixl") is None and find_spec("nixl_cu12") is None:
-        return "NIXL, which moves all KV, is not installed: pip install 'nixl[cu12]'"
-    return None
 
 
 def _transfer_info(identity: CacheIdentity, arena: KVArena) -> KvTransferInfo:

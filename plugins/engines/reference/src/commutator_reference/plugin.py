@@ -1,6 +1,8 @@
-"""Registers the `reference` engine. Imports nothing heavy."""
+"""Registers the `reference` engine. Modules with heavy imports are loaded when they are used."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from commutator import (
     EngineClient,
@@ -9,6 +11,8 @@ from commutator import (
     HandoverStyle,
     LaunchContext,
     LaunchPlan,
+    ModelConfig,
+    TierConfig,
     hookimpl,
 )
 from commutator.engine import TokenApiClient, engine_command
@@ -22,6 +26,18 @@ class ReferenceConnector(EngineConnector[ReferenceConfig]):
     """Starts `python -m commutator_reference` and speaks the token API to it."""
 
     uses_tiers = True
+
+    def problems(
+        self, config: ReferenceConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        from commutator_reference.preflight import problems
+
+        return problems(config, model, tiers)
+
+    def warnings(self, config: ReferenceConfig, model: ModelConfig) -> Iterable[str]:
+        from commutator_reference.preflight import warnings
+
+        return warnings(config, model)
 
     def launch_plan(self, config: ReferenceConfig, context: LaunchContext) -> LaunchPlan:
         return engine_command("commutator_reference", config, context)

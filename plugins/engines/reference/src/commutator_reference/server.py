@@ -20,8 +20,9 @@ from commutator.tokenizer import load_text_model, locate_model
 from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine
-from commutator_reference.handover import Handover, missing_for_handover
+from commutator_reference.handover import Handover
 from commutator_reference.model import load_model
+from commutator_reference.preflight import missing_for_handover
 from commutator_reference.weights import cache_identity
 
 __all__ = ["ReferenceServer"]

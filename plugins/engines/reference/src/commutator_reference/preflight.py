@@ -1,0 +1,276 @@
+"""What a reference worker needs of its machine, found out before a process is started.
+
+PyTorch is imported only by a program of its own, and only where a GPU is asked for: loading it
+takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from commutator import ModelConfig, TierConfig
+from commutator.errors import ConfigError
+from commutator.tokenizer import locate_model, read_gguf_metadata
+from commutator_reference.config import ReferenceConfig
+
+__all__ = [
+    "ModelSizes",
+    "machine_memory_bytes",
+    "memory_problem",
+    "missing_for_handover",
+    "model_sizes",
+    "problems",
+    "shortened_context",
+    "warnings",
+]
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+_LOOK_FOR_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+_TORCH_TIMEOUT_S = 120
+
+
+@frozen(kw_only=True)
+class ModelSizes:
+    """What decides how much memory a model takes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    context_length: int
+    """Most tokens of prompt and answer together."""
+    least_parameters: int
+    """As if input and output embedding were one."""
+
+    def kv_bytes(self, tokens: int, number_bytes: int) -> int:
+        """Keys and values of ``tokens`` tokens, each number of ``number_bytes`` bytes."""
+        return tokens * self.num_layers * 2 * self.num_kv_heads * self.head_size * number_bytes
+
+
+def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
+    """Why a worker cannot hand KV over, and what to do; None if it can."""
+    if not prefix_caching:
+        return "prefix_caching is off, and handed-over blocks arrive in the prefix cache: set it"
+    if not on_cpu:
+        return "its KV is in a GPU's memory, and this engine hands over host memory only: use cpu"
+    if not _has_nixl():
+        return f"NIXL, which moves all KV, is not installed: {_INSTALL_NIXL}"
+    return None
+
+
+_INSTALL_NIXL = "pip install 'nixl[cu12]'"
+
+
+def _has_nixl() -> bool:
+    return find_spec("nixl") is not None or find_spec("nixl_cu12") is not None
+
+
+def problems(
+    config: ReferenceConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+) -> Iterator[str]:
+    """As ``EngineConnector.problems``."""
+    if find_spec("torch") is None:
+        yield "kind: PyTorch is not installed; pip install torch"
+        return
+    if config.device == "cuda" and not _has_gpu():
+        yield "device: cuda is configured, but PyTorch finds no GPU; set device: cpu"
+        return
+    on_cpu = config.device != "cuda"
+    missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
+    if config.role != "both" and missing is not None:
+        yield f"role: {config.role} needs a hand-over: {missing}"
+    if tiers and not _has_nixl():
+        yield f"kind: NIXL, which moves KV to and from `tiers`, is not installed; {_INSTALL_NIXL}"
+    sizes = model_sizes(model.source)
+    if sizes is None:
+        return
+    number_bytes = _number_bytes(config)
+    least = sizes.kv_bytes(config.block_size, number_bytes)
+    if config.kv_cache_bytes < least:
+        yield (
+            f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold not even one KV block; set it "
+            f"to {_size(_rounded_up(sizes.kv_bytes(_context(sizes, model), number_bytes)))} for "
+            f"the model's {_context(sizes, model):,} tokens"
+        )
+    elif on_cpu and (total_bytes := machine_memory_bytes()) is not None:
+        problem = memory_problem(
+            kv_bytes=config.kv_cache_bytes,
+            weights_bytes=sizes.least_parameters * number_bytes,
+            replicas=config.replicas,
+            total_bytes=total_bytes,
+        )
+        if problem is not None:
+            yield problem
+
+
+def warnings(config: ReferenceConfig, model: ModelConfig) -> Iterator[str]:
+    """As ``EngineConnector.warnings``."""
+    sizes = model_sizes(model.source)
+    if sizes is not None and (text := shortened_context(config, model, sizes)) is not None:
+        yield text
+
+
+def shortened_context(config: ReferenceConfig, model: ModelConfig, sizes: ModelSizes) -> str | None:
+    """The warning that the KV memory holds less than the model's context; None if it does not."""
+    number_bytes, context = _number_bytes(config), _context(sizes, model)
+    block_bytes = sizes.kv_bytes(config.block_size, number_bytes)
+    tokens = config.kv_cache_bytes // block_bytes * config.block_size
+    if tokens >= context:
+        return None
+    blocks = -(-context // config.block_size)
+    return (
+        f"kv_cache_bytes: {_size(config.kv_cache_bytes)} hold {tokens:,} tokens, so longer prompts "
+        f"and answers are refused; the model's {context:,} need "
+        f"{_size(_rounded_up(blocks * block_bytes))}"
+    )
+
+
+def memory_problem(
+    *, kv_bytes: int, weights_bytes: int, replicas: int, total_bytes: int
+) -> str | None:
+    """Why workers of these sizes cannot be in ``total_bytes`` of memory, and what would fit."""
+    if replicas * (kv_bytes + weights_bytes) <= total_bytes:
+        return None
+    each = "" if replicas == 1 else f" for each of {replicas} workers"
+    needs = (
+        f"kv_cache_bytes: {_size(kv_bytes)}{each}, beside at least {_size(weights_bytes)} of "
+        f"weights, is more than this machine's {_size(total_bytes)} of memory"
+    )
+    fits_bytes = total_bytes // replicas - weights_bytes
+    if fits_bytes < _MB:
+        return f"{needs}, which does not even hold the weights; use fewer replicas"
+    return f"{needs}; set it to at most {_size(fits_bytes // _MB * _MB)}"
+
+
+def model_sizes(source: str) -> ModelSizes | None:
+    """The sizes of the model at ``source``; None if there is none, or no Llama model.
+
+    Loading such a model raises an error that says what is wrong with it.
+    """
+    try:
+        path = locate_model(source)
+        file = path if path.is_file() else path / "config.json"
+        return _sizes_in(file, file.stat().st_mtime_ns)
+    except (ConfigError, OSError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+@cache
+def _sizes_in(file: Path, _changed_ns: int) -> ModelSizes:
+    """Read once, although problems and warnings ask for each entry: vocabularies are long."""
+    if file.suffix == ".gguf":
+        return _of_gguf(read_gguf_metadata(file))
+    return _of_config(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> ModelSizes:
+    heads, hidden = metadata["llama.attention.head_count"], metadata["llama.embedding_length"]
+    return _sizes(
+        vocabulary=metadata.get("llama.vocab_size", len(metadata["tokenizer.ggml.tokens"])),
+        hidden=hidden,
+        inner=metadata["llama.feed_forward_length"],
+        layers=metadata["llama.block_count"],
+        heads=heads,
+        kv_heads=metadata.get("llama.attention.head_count_kv", heads),
+        head_size=metadata.get("llama.attention.key_length", hidden // heads),
+        context_length=metadata["llama.context_length"],
+    )
+
+
+def _of_config(raw: Mapping[str, Any]) -> ModelSizes:
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    return _sizes(
+        vocabulary=raw["vocab_size"],
+        hidden=hidden,
+        inner=raw["intermediate_size"],
+        layers=raw["num_hidden_layers"],
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_size=raw.get("head_dim") or hidden // heads,
+        context_length=raw["max_position_embeddings"],
+    )
+
+
+def _sizes(
+    *,
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    context_length: int,
+) -> ModelSizes:
+    attention = hidden * head_size * (2 * heads + 2 * kv_heads)
+    return ModelSizes(
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        context_length=context_length,
+        least_parameters=vocabulary * hidden + layers * (attention + 3 * hidden * inner),
+    )
+
+
+def machine_memory_bytes() -> int | None:
+    """The memory of this machine, or of this container if that is less; None if not known."""
+    found = []
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
+    except (OSError, ValueError, IndexError):
+        pass
+    for file in _CGROUP_LIMITS:
+        try:
+            found.append(int(file.read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return min(found, default=None)
+
+
+@cache
+def _has_gpu() -> bool:
+    done = subprocess.run(  # noqa: S603 - our own program
+        [sys.executable, "-c", _LOOK_FOR_GPU],
+        capture_output=True,
+        check=False,
+        timeout=_TORCH_TIMEOUT_S,
+    )
+    return done.returncode == 0
+
+
+def _context(sizes: ModelSizes, model: ModelConfig) -> int:
+    return min(model.max_model_len or sizes.context_length, sizes.context_length)
+
+
+def _number_bytes(config: ReferenceConfig) -> int:
+    """Bytes of a weight or a number of the KV cache; `auto` on a GPU takes fewer than assumed."""
+    is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and config.device == "cuda")
+    return 2 if is_half else 4
+
+
+_MB = 10**6
+
+
+def _rounded_up(size_bytes: int) -> int:
+    return -(-size_bytes // _MB) * _MB
+
+
+def _size(size_bytes: int) -> str:
+    """In the notation of options, at most as large as it is, such as "1.5GB"."""
+    for factor, unit in ((10**9, "GB"), (_MB, "MB")):
+        if size_bytes >= factor:
+            return f"{size_bytes * 1000 // factor / 1000:g}{unit}"
+    return f"{size_bytes}B"
