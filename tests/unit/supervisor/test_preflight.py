@@ -170,7 +170,9 @@ class PickyEngine(EngineConnector[EngineConfig]):
 
 def picky(source: str = PACKAGE) -> tuple[Config, PluginHost]:
     host = load_plugins()
-    register: Register[Any] = Register(host.engines, Origin(plugin="picky", distribution="picky"))
+    register: Register[Any, Any] = Register(
+        host.engines, Origin(plugin="picky", distribution="picky")
+    )
     register("picky", EngineConfig, PickyEngine())
     config = Config(
         models=(ModelConfig(name="m", source=source),),
