@@ -17,7 +17,6 @@ from commutator.contract.engine import (
     ModelConfig,
 )
 from commutator.contract.registry import Change, WorkerDown, WorkerUp
-<<<<<<< HEAD
 from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
 from commutator.errors import (
     ConfigError,
@@ -25,11 +24,7 @@ from commutator.errors import (
     NameTakenError,
     RegistryError,
 )
-=======
-from commutator.contract.worker import KvTransferInfo, Role
-from commutator.errors import ConfigError, EngineUnavailableError
 from commutator.launcher.child import StartFailure, report_start_failure
->>>>>>> 71d9e26 (config check and serve ask engines about the machine first; a worker that can never start ends serve with its reason)
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
