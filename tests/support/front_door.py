@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -112,6 +112,12 @@ class FakeDispatcher:
 
     def models(self) -> Sequence[str]:
         return [MODEL]
+
+    def statuses(self) -> Iterator[Sequence[WorkerStatus]]:
+        yield self.status()
+
+    def reviewing(self) -> Iterator[Sequence[EventWarning]]:
+        yield self.warnings()
 
     def status(self) -> Sequence[WorkerStatus]:
         return [

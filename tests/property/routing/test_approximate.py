@@ -37,3 +37,18 @@ def test_equals_a_recount(plan: list[tuple[str, list[int], float]], capacity: in
             assert held == set(known)
     blocks.forget("a")
     assert not any(index.holds("a", block) for block in range(1, 13))
+
+
+def test_many_blocks_expire_in_several_steps() -> None:
+    index = PrefixIndex(16)
+    blocks = GuessedBlocks(index, TTL_S)
+    for worker_id in ("a", "b"):
+        blocks.routed(WorkerRank(worker_id), range(50), None, 0.0)
+    left = []
+    while index.statistics().blocks:
+        blocks.expire(TTL_S, most=20)
+        left.append(sum(held[0] for held in index.blocks_by_worker().values()))
+    assert left == [80, 60, 40, 20, 0]
+    blocks.routed(WorkerRank("a"), range(3), None, TTL_S)
+    blocks.expire(2 * TTL_S)
+    assert not index.statistics().blocks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commutator.contract.routing import BusyConfig, WorkerLoad
-from commutator.routing.router import describe_busy, threshold_hit
+from commutator.routing.load import threshold_hit
+from commutator.routing.router import describe_busy
 
 ALL = BusyConfig(
     max_active_requests=4,
@@ -61,11 +62,12 @@ def test_an_idle_worker_is_never_busy() -> None:
 
 
 def test_description() -> None:
-    hits = ["max_active_requests", "active_decode_blocks_threshold", "max_active_requests"]
+    hits = {"max_active_requests": 2, "active_decode_blocks_threshold": 1}
     assert describe_busy(ALL, hits) == (
         "3 workers are busy (2 by max_active_requests=4, 1 by active_decode_blocks_threshold=0.5)"
     )
-    assert describe_busy(ALL, hits[:1]) == "1 worker is busy (1 by max_active_requests=4)"
+    one = {"max_active_requests": 1}
+    assert describe_busy(ALL, one) == "1 worker is busy (1 by max_active_requests=4)"
 
 
 def test_a_queue_option_without_any_threshold_is_refused() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from attrs import evolve
 
 from commutator.contract.routing import (
     Candidate,
@@ -19,6 +20,7 @@ from commutator_balance import BalanceConfig, LeastLoaded, PowerOfTwo
 from commutator_kv_router.policy import KvRouter, KvRouterConfig
 from commutator_pipeline.policy import Pipeline, PipelineConfig
 from commutator_pipeline.stages import DrawPicker, LoadScorer, MaxRequests, PrefixScorer
+from commutator_round_robin import RoundRobin, RoundRobinConfig
 from commutator_session_affinity import SessionAffinity, SessionAffinityConfig
 from commutator_testing.routers import make_candidate
 
@@ -228,3 +230,15 @@ def test_a_filter_that_would_leave_no_worker_is_skipped() -> None:
     )
     busy = [make_candidate(f"w-{i}", WorkerLoad(active_requests=3)) for i in range(2)]
     assert "was skipped" in Pipeline(config).pick(REQUEST, busy, rng()).reason
+
+
+def test_every_rank_of_every_worker_has_its_turn() -> None:
+    """Names of ranks are not in the order of the candidates: "w-1@10" is before "w-1@9"."""
+    ranks: list[Candidate] = []
+    for name in ("w-1", "w-10"):
+        worker = make_candidate(name).worker
+        worker = evolve(worker, info=evolve(worker.info, data_parallel_size=12))
+        ranks += [Candidate(worker=worker, rank=rank) for rank in range(12)]
+    policy = RoundRobin(RoundRobinConfig(kind="round_robin"))
+    picked = [policy.pick(REQUEST, ranks, rng()).worker_id for _ in range(2 * len(ranks))]
+    assert picked == 2 * [candidate.worker_id for candidate in ranks]

@@ -62,8 +62,13 @@ def show(decision: dict[str, Any]) -> None:
         scores = "  ".join(f"{term} {value:.2f}" for term, value in candidate["scores"].items())
         if scores:
             click.echo(f"{'':<19}{scores}")
-    if left_out := decision.get("left_out"):
-        click.echo(f"  and {left_out} more, whose scores are too long for an answer's header")
+    not_scored = decision.get("not_scored", 0)
+    if not_scored:
+        click.echo(f"  and {not_scored} more that were not scored, as none could be better")
+    if (others := decision.get("left_out", 0) - not_scored) > 0:
+        click.echo(f"  and {others} more")
+    for threshold, count in decision.get("too_busy", {}).items():
+        click.echo(f"  and {count} busy by {threshold}")
 
 
 def _cached(candidate: dict[str, Any]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, overload
 
 from attrs import Attribute, field, frozen
 
@@ -23,8 +24,11 @@ from commutator.contract.worker import WorkerRecord
 __all__ = [
     "BusyConfig",
     "Candidate",
+    "CandidatePool",
+    "Cost",
     "Decision",
     "Filter",
+    "LeastCost",
     "Overlap",
     "Picker",
     "RouteRequest",
@@ -146,6 +150,89 @@ def ranks_of(worker_id: str, count: int) -> tuple[tuple[WorkerRank, str], ...]:
     )
 
 
+Cost = Callable[[WorkerLoad, Overlap], float]
+"""What a candidate with this load and overlap costs; pure, and never NaN.
+
+It must not fall when a field of the load grows, nor rise when a field of the overlap grows, or one
+is compared with a candidate that has more in every field. Then a pool need not ask about each
+candidate.
+"""
+
+
+@frozen(kw_only=True)
+class LeastCost:
+    """The candidates of a pool that cost least."""
+
+    cost: float
+    """The least cost."""
+    candidates: Sequence[Candidate]
+    """Every candidate that costs this, in the order of the pool; never empty."""
+    compared: Sequence[Candidate]
+    """Candidates for the explanation of the decision: the whole pool, or a few of the cheapest."""
+    others_cost: float = math.inf
+    """No candidate that is not in ``compared`` costs less than this; infinite if there is none."""
+
+
+class CandidatePool(Sequence[Candidate], ABC):
+    """Candidates that can be asked which of them costs least without a look at each.
+
+    Ordered by worker id. Valid during the call of ``pick`` that got it, and never changed by it.
+    """
+
+    @property
+    @abstractmethod
+    def fewest_requests(self) -> int:
+        """The least ``active_requests`` of any candidate. Raises ValueError if there is none."""
+
+    @abstractmethod
+    def at_most_requests(self, limit: float) -> CandidatePool:
+        """The candidates with at most ``limit`` requests in flight; there may be none."""
+
+    @abstractmethod
+    def least(self, cost: Cost) -> LeastCost:
+        """The candidates that cost least. Raises ValueError if there is no candidate."""
+
+    @abstractmethod
+    def most(self, amount: Callable[[WorkerLoad], float]) -> float:
+        """The greatest amount of any candidate. Raises ValueError if there is no candidate.
+
+        ``amount`` must not fall when a field of the load grows.
+        """
+
+
+class ScannedPool(CandidatePool):
+    """Candidates that are all looked at."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        return self._candidates[index]
+
+    @property
+    def fewest_requests(self) -> int:
+        return min(candidate.load.active_requests for candidate in self._candidates)
+
+    def at_most_requests(self, limit: float) -> ScannedPool:
+        return ScannedPool([one for one in self._candidates if one.load.active_requests <= limit])
+
+    def least(self, cost: Cost) -> LeastCost:
+        costs = [cost(one.load, one.overlap) for one in self._candidates]
+        least = min(costs)
+        tied = [one for one, its in zip(self._candidates, costs, strict=True) if its == least]
+        return LeastCost(cost=least, candidates=tied, compared=self._candidates)
+
+    def most(self, amount: Callable[[WorkerLoad], float]) -> float:
+        return max(amount(candidate.load) for candidate in self._candidates)
+
+
 @frozen(kw_only=True)
 class Decision:
     """The worker that serves a request, and why."""
@@ -158,6 +245,8 @@ class Decision:
     """One sentence, for people."""
     scores: Mapping[str, Mapping[str, float]] = field(factory=dict)
     """For each compared candidate, by its ``worker_id``, the terms of its score by name."""
+    not_scored: int = 0
+    """Candidates without a score, because none of them can be better; ``reason`` says why."""
 
 
 class RoutingPolicy(ABC):
@@ -175,7 +264,20 @@ class RoutingPolicy(ABC):
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
-        """The decision. ``candidates`` is never empty and is ordered by worker id."""
+        """The decision. ``candidates`` is never empty and is ordered by worker id.
+
+        It may be a ``CandidatePool``, which makes a ``Candidate`` only when it is looked at. A
+        policy that looks at each costs time in proportion to the workers; see ``pool``.
+        """
+
+    @staticmethod
+    def pool(candidates: Sequence[Candidate]) -> CandidatePool:
+        """The candidates of ``pick`` as a pool, which finds the one that costs least.
+
+        It finds the same ones as a look at each, in the same order, so that equal chance gives
+        equal decisions.
+        """
+        return candidates if isinstance(candidates, CandidatePool) else ScannedPool(candidates)
 
     def forget(self, worker_id: str) -> None:
         """A worker left routing: drop the state about it. Default: does nothing."""
@@ -227,6 +329,12 @@ class Filter(RouteStage, ABC):
     def keep(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates that stay. A filter that returns none is skipped for this request."""
 
+    def most_requests(self, request: RouteRequest) -> float | None:
+        """With how many requests in flight a candidate stays, if ``keep`` asks nothing else.
+
+        Then ``keep`` need not be called. None, the default: it has to be.
+        """
+
 
 @frozen(kw_only=True)
 class Scorer(RouteStage, ABC):
@@ -238,10 +346,22 @@ class Scorer(RouteStage, ABC):
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
         """A score for each worker id; values outside 0 to 1 are cut."""
 
+    def rating(
+        self, request: RouteRequest, candidates: Sequence[Candidate]
+    ) -> Callable[[WorkerLoad, Overlap], float] | None:
+        """``score`` as a function of a candidate's load and overlap, if it depends on nothing else.
+
+        It must not rise when a field of the load grows, nor fall when one of the overlap does. Then
+        candidates that cannot be the best are not scored. None, the default: ``score`` is called.
+        """
+
 
 @frozen(kw_only=True)
 class Picker(RouteStage, ABC):
     """A stage that chooses a candidate by its weighted sum of scores."""
+
+    takes_best: ClassVar[bool] = False
+    """Whether ``choose`` is ``rng.choice`` of those with the highest total, in their order."""
 
     @abstractmethod
     def choose(self, totals: Mapping[str, float], rng: random.Random) -> str:

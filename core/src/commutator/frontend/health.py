@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import attrs
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from attrs import AttrsInstance
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from commutator.frontend.services import FrontendServices
@@ -85,7 +86,7 @@ def health_routes(
 
     async def health(_: web.Request) -> web.Response:
         """Models, workers and load; always 200, for people and dashboards."""
-        return _json(_health(services))
+        return _json(await _health(services))
 
     async def metrics(request: web.Request) -> web.Response:
         """Prometheus' text format for all front doors, as a client cannot choose one."""
@@ -100,13 +101,13 @@ def health_routes(
     return [web.get(path, handler) for path, handler in handlers.items()]
 
 
-def _health(services: FrontendServices) -> dict[str, object]:
+async def _health(services: FrontendServices) -> dict[str, object]:
     dispatcher, limiter = services.dispatcher, services.limiter
     status = "ready" if dispatcher.ready() else "degraded"
     return {
         "status": "draining" if services.draining else status,
         "models": list(services.models),
-        "workers": [attrs.asdict(worker) for worker in dispatcher.status()],
+        "workers": await _in_slices(dispatcher.statuses()),
         "requests": {"running": limiter.running, "queued": limiter.waiting},
         "waiting_for_a_worker": {name: dispatcher.waiting(name) for name in services.models},
         "prefill_queues": {
@@ -118,7 +119,7 @@ def _health(services: FrontendServices) -> dict[str, object]:
         "registry": services.registry_address,
         "registry_age_s": _registry_age_s(services),
         "socket": services.local_socket,
-        "warnings": [attrs.asdict(warning) for warning in dispatcher.warnings()],
+        "warnings": await _in_slices(dispatcher.reviewing()),
     }
 
 
@@ -126,6 +127,15 @@ def _registry_age_s(services: FrontendServices) -> float | None:
     """None also before the first view, as JSON has no infinity."""
     age_s = None if services.registry is None else services.registry.view_age_s()
     return None if age_s == math.inf else age_s
+
+
+async def _in_slices(slices: Iterable[Sequence[AttrsInstance]]) -> list[msgspec.Raw]:
+    """Everything in ``slices`` as JSON; requests are served after each slice."""
+    found: list[msgspec.Raw] = []
+    for values in slices:
+        found += [msgspec.Raw(msgspec.json.encode(value)) for value in values]
+        await asyncio.sleep(0)
+    return found
 
 
 def _unready() -> web.Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from commutator.config.model import Config
 from commutator.contract.request import (
@@ -39,6 +39,9 @@ from commutator.routing.workers import (
 __all__ = [
     "Dispatcher",
 ]
+
+
+_SLICE_WORKERS = 64
 
 
 class Dispatcher:
@@ -118,9 +121,21 @@ class Dispatcher:
         """Why the prefix index may be wrong about a worker."""
         return [warning for indexer in self.indexers().values() for warning in indexer.warnings()]
 
+    def reviewing(self) -> Iterator[list[EventWarning]]:
+        """``warnings`` in slices, for loops that serve requests between."""
+        for indexer in self.indexers().values():
+            yield from indexer.reviewing()
+
     def status(self) -> list[WorkerStatus]:
         """Every known worker, ordered by id."""
-        return [worker_status(worker, self.load) for worker in self._workers.all()]
+        return [status for found in self.statuses() for status in found]
+
+    def statuses(self) -> Iterator[list[WorkerStatus]]:
+        """``status`` in slices, for loops that serve requests between."""
+        workers = self._workers.all()
+        for begin in range(0, len(workers), _SLICE_WORKERS):
+            some = workers[begin : begin + _SLICE_WORKERS]
+            yield [worker_status(worker, self.load) for worker in some]
 
     def ready(self) -> bool:
         """Whether every model has a routable worker, and one that computes prompts."""

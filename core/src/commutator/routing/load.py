@@ -5,18 +5,22 @@ Does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 from attrs import define, field
 
-from commutator.contract.routing import WorkerLoad
+from commutator.contract.routing import BusyConfig, WorkerLoad
 
 __all__ = [
     "InFlightLoad",
     "Ticket",
+    "threshold_hit",
 ]
 
 _NOTHING = WorkerLoad()
+_MOST_CHANGES = 1 << 16
+"""Workers whose last change is remembered."""
 
 
 @define
@@ -62,8 +66,14 @@ class InFlightLoad:
     """Called whenever a worker's load has fallen."""
     peers: int = 0
     """The number of other front doors that share their load."""
+    changes: int = 0
+    """Counts the changes of any worker's load; see ``changed_since``."""
     _totals: dict[str, _Totals] = field(factory=dict)
     _of_peers: Mapping[str, WorkerLoad] = field(factory=dict)
+    _changed: dict[str, int] = field(factory=dict)
+    """The last change of each worker's load, in their order."""
+    _forgotten: int = 0
+    """Changes up to this one are not remembered."""
 
     def dispatch(
         self, worker_id: str, prompt_tokens: int, block_size: int, cached_tokens: int = 0
@@ -78,7 +88,7 @@ class InFlightLoad:
         totals.requests += 1
         totals.prefill_tokens += prefill_tokens
         totals.blocks += ticket.blocks
-        totals.load = None
+        self._note(worker_id, totals)
         return ticket
 
     def expect(self, ticket: Ticket, prefill_tokens: int) -> None:
@@ -92,7 +102,7 @@ class InFlightLoad:
             ticket.on_served(-less, 0)
         if totals is not None:
             totals.prefill_tokens -= less
-            totals.load = None
+            self._note(ticket.worker_id, totals)
         if less > 0 and self.on_fall is not None:
             self.on_fall()
 
@@ -104,7 +114,7 @@ class InFlightLoad:
             ticket.prefilling = False
             if totals is not None:
                 totals.prefill_tokens -= ticket.prefill_tokens
-                totals.load = None
+                self._note(ticket.worker_id, totals)
             if self.on_fall is not None:
                 self.on_fall()
         ticket.generated_tokens += new_tokens
@@ -112,7 +122,7 @@ class InFlightLoad:
             ticket.on_served(0, new_tokens)
         if totals is not None and (grown := ticket.blocks - before):
             totals.blocks += grown
-            totals.load = None
+            self._note(ticket.worker_id, totals)
 
     def release(self, ticket: Ticket) -> None:
         """Subtract an ended request. Call exactly once for each ticket."""
@@ -121,7 +131,7 @@ class InFlightLoad:
             return  # the worker was forgotten, and its load with it
         totals.requests -= 1
         totals.blocks -= ticket.blocks
-        totals.load = None
+        self._note(ticket.worker_id, totals)
         if ticket.prefilling:
             totals.prefill_tokens -= ticket.prefill_tokens
         if not totals.requests:
@@ -131,10 +141,35 @@ class InFlightLoad:
 
     def set_peers(self, loads: Mapping[str, WorkerLoad], count: int) -> None:
         """Set what ``count`` other front doors together have in flight, by worker."""
-        self._of_peers = loads
+        before, self._of_peers = self._of_peers, loads
         self.peers = count
+        for worker_id in before.keys() | loads.keys():
+            if before.get(worker_id) != loads.get(worker_id):
+                self._note(worker_id, None)
         if self.on_fall is not None:
             self.on_fall()
+
+    def changed_since(self, changes: int) -> Iterable[str] | None:
+        """The workers whose load has changed since there were ``changes``, each once.
+
+        None if that is not known any more: any load may have changed.
+        """
+        if changes < self._forgotten:
+            return None
+        newest = reversed(self._changed.items())
+        return [name for name, _ in takewhile(lambda change: change[1] > changes, newest)]
+
+    def _note(self, worker_id: str, totals: _Totals | None) -> None:
+        """The worker's load has changed."""
+        if totals is not None:
+            totals.load = None
+        self.changes += 1
+        changed = self._changed
+        changed.pop(worker_id, None)
+        changed[worker_id] = self.changes
+        if len(changed) > _MOST_CHANGES:
+            self._forgotten = self.changes
+            changed.clear()
 
     def own(self, worker_id: str) -> WorkerLoad:
         """What this front door has in flight at the worker."""
@@ -158,3 +193,23 @@ class InFlightLoad:
         if not self._of_peers:
             return self.own(worker_id)
         return self.own(worker_id) + self._of_peers.get(worker_id, _NOTHING)
+
+
+def threshold_hit(config: BusyConfig, load: WorkerLoad, kv_capacity_blocks: int) -> str | None:
+    """The option whose threshold this load has reached; None if the worker is not busy.
+
+    ``kv_capacity_blocks`` is the capacity of the worker, or of one data-parallel rank, in the
+    blocks of ``load``; 0 if unknown. A worker with nothing in flight is never busy, so that every
+    request is served eventually.
+    """
+    requests = config.max_active_requests
+    if requests is not None and load.active_requests >= requests:
+        return "max_active_requests"
+    tokens = config.active_prefill_tokens_threshold
+    if tokens is not None and load.active_prefill_tokens > tokens:
+        return "active_prefill_tokens_threshold"
+    part = config.active_decode_blocks_threshold
+    if part is None or kv_capacity_blocks == 0:
+        return None
+    over = load.active_decode_blocks > part * kv_capacity_blocks
+    return "active_decode_blocks_threshold" if over else None

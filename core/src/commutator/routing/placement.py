@@ -219,7 +219,7 @@ class Placer:
         workers = self.candidates()
         if not workers:
             return self._none_ready()
-        hits = [hit for hit in self.router.hits(workers, self._busy) if hit is not None]
+        hits = self.router.hits(workers, self._busy)
         # No worker need be busy: the requests in the queue may be about to be served.
         busy = f"{describe_busy(self._busy, hits)}; " if hits else ""
         return OverloadedError(f"{busy}{problem}", retry_after_s, reason)

@@ -6,11 +6,11 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import (
@@ -20,12 +20,13 @@ from commutator.contract.routing import (
     Overlap,
     RouteRequest,
     RoutingPolicy,
-    WorkerLoad,
     ranks_of,
 )
 from commutator.errors import RoutingError
-from commutator.routing.load import InFlightLoad
+from commutator.routing.load import InFlightLoad, threshold_hit
 from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator.routing.prefix_index.prefix_map import NOTHING_HELD
+from commutator.routing.shortlist.pool import IndexedPool, RankTable
 from commutator.routing.workers import LiveWorker
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "PolicyRunner",
     "Route",
     "describe_busy",
-    "threshold_hit",
 ]
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ _EXPLAINED = 100
 _LOG_EVERY = 1000
 _NOTHING = Overlap()
 _MOST_GONE = 64
+_SCANNED = 32
+"""Up to this number of workers, a look at each is as fast as an index."""
 
 
 @frozen(eq=False)
@@ -56,6 +58,7 @@ class Route:
     candidate: Candidate
     worker: LiveWorker
     candidates: Sequence[Candidate]
+    """Every candidate; of many, those that the policy looked at."""
     sequence_hashes: Sequence[int]
     block_size: int
     routing_s: float
@@ -63,9 +66,16 @@ class Route:
     """Ids of the workers whose overlap is known from KV events, not guessed. None: overlaps were
     not looked up, because the policy does not use them."""
     busy: Sequence[tuple[Candidate, str]] = ()
-    """Busy candidates that were excluded, each with the threshold that it had reached."""
+    """Busy candidates that were excluded, each with the threshold that it had reached; without
+    those of ``too_busy``."""
     waited_s: float = 0.0
     """Seconds that the request waited because every worker was busy."""
+    others: int = 0
+    """Candidates that are not in ``candidates``."""
+    too_busy: Mapping[str, int] = field(factory=dict)
+    """The number of further busy candidates that were excluded, by threshold."""
+    longest_overlap_blocks: int = 0
+    """The longest cached prefix of any worker that is in neither list, in blocks."""
 
     @property
     def overlap_tokens(self) -> int:
@@ -76,7 +86,8 @@ class Route:
     def best_overlap_blocks(self) -> int:
         """The longest cached prefix of any worker, busy ones included, in blocks."""
         everyone = chain(self.candidates, (candidate for candidate, _ in self.busy))
-        return max(candidate.overlap.blocks for candidate in everyone)
+        longest = max(candidate.overlap.blocks for candidate in everyone)
+        return max(longest, self.longest_overlap_blocks)
 
     @property
     def given_up_blocks(self) -> int:
@@ -87,14 +98,17 @@ class Route:
         """The candidates with their overlaps, loads and scores, and why one was chosen; for people.
 
         Overlaps that were not looked up are None. Of more than 100 candidates, the chosen one and
-        the first others are shown, and ``left_out`` says how many are not.
+        the first others are shown, and ``left_out`` says how many are not. Of these the policy did
+        not score ``not_scored``, because none could be better. ``too_busy`` counts excluded workers
+        that are not shown, by threshold.
         """
         unknown = self.exact is None
         chosen = self.decision.worker_id
         shown: list[tuple[Candidate, str | None]] = [(one, None) for one in self.candidates]
         shown += self.busy
-        left_out = max(0, len(shown) - _EXPLAINED)
-        if left_out:
+        hidden = max(0, len(shown) - _EXPLAINED)
+        left_out, not_scored = hidden + self.others, self.decision.not_scored
+        if hidden:
             shown.sort(key=lambda pair: pair[0].worker_id != chosen)
             del shown[_EXPLAINED:]
         return {
@@ -106,6 +120,8 @@ class Route:
             "waited_s": round(self.waited_s, 6),
             "candidates": [self._explain(candidate, hit) for candidate, hit in shown],
             **({"left_out": left_out} if left_out else {}),
+            **({"not_scored": not_scored} if not_scored else {}),
+            **({"too_busy": dict(self.too_busy)} if self.too_busy else {}),
         }
 
     def _explain(self, candidate: Candidate, busy: str | None) -> dict[str, Any]:
@@ -132,10 +148,13 @@ class ModelRouter:
         block_size: int,
         *,
         strict: bool = False,
+        scanned: int = _SCANNED,
     ) -> None:
         """``indexer`` is None when the policy does not use overlaps.
 
-        ``strict``: a policy's failure is a RoutingError; see ``PolicyRunner``.
+        ``strict``: a policy's failure is a RoutingError; see ``PolicyRunner``. Up to ``scanned``
+        workers are given to the policy as a list, and more as a pool with an index; both lead to
+        the same decisions.
         """
         self.policy = policy
         self.indexer = indexer
@@ -145,6 +164,9 @@ class ModelRouter:
         self._runner = PolicyRunner("routing policy", policy, strict=strict)
         self._known: dict[str, Candidate] = {}
         """The last candidate of each rank: most are the same for the next request."""
+        self._scanned = scanned
+        self._tables: dict[bool, RankTable] = {}
+        """The index of all workers, and the one that knows which of them are busy."""
 
     def hashes(self, request: GenerateRequest) -> Sequence[int]:
         """The prompt's sequence hashes; empty when the policy does not use overlaps."""
@@ -153,8 +175,13 @@ class ModelRouter:
     def route(
         self, summary: RequestSummary, hashes: Sequence[int], workers: Sequence[LiveWorker]
     ) -> Route:
-        """Ask the policy about ``workers``, at least one. Raises RoutingError if ``strict``."""
+        """Ask the policy about ``workers``, at least one. Raises RoutingError if ``strict``.
+
+        The members of a tuple of ``workers`` must not change afterwards; see ``_table``.
+        """
         started_s = time.perf_counter()
+        if (table := self._table(workers, None)) is not None:
+            return self._decide_in(table, table.everyone, summary, hashes, started_s)
         return self._decide(summary, hashes, self._pairs(hashes, workers), (), started_s)
 
     def route_to_free(
@@ -166,8 +193,12 @@ class ModelRouter:
     ) -> Route | None:
         """``route`` among the ranks that are not busy; None if every rank is busy."""
         started_s = time.perf_counter()
+        if (table := self._table(workers, busy)) is not None:
+            if not (among := table.free()):
+                return None
+            return self._decide_in(table, among, summary, hashes, started_s)
         # Usually the first rank is free. When none is, the prompt need not be matched.
-        if all(self.hits(workers, busy)):
+        if all(self._hits(workers, busy)):
             return None
         free: list[tuple[Candidate, LiveWorker]] = []
         left_out: list[tuple[Candidate, str]] = []
@@ -185,7 +216,13 @@ class ModelRouter:
         """Every rank of the workers, with its load and its overlap with the prompt."""
         return [candidate for candidate, _ in self._pairs(hashes, workers)]
 
-    def hits(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> Iterator[str | None]:
+    def hits(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> Counter[str]:
+        """The number of busy ranks of the workers, by the threshold that they have reached."""
+        if (table := self._table(workers, busy)) is not None:
+            return table.hits()
+        return Counter(hit for hit in self._hits(workers, busy) if hit is not None)
+
+    def _hits(self, workers: Sequence[LiveWorker], busy: BusyConfig) -> Iterator[str | None]:
         """The threshold that each rank of the workers has reached; None for a rank not busy."""
         for worker in workers:
             info = worker.record.info
@@ -217,15 +254,62 @@ class ModelRouter:
             known.clear()  # most of them are of workers that are gone
         return pairs
 
-    def _decide(
+    def _table(self, workers: Sequence[LiveWorker], busy: BusyConfig | None) -> RankTable | None:
+        """The index of these workers; None: they are to be looked at one by one.
+
+        ``LiveWorkers.routable`` returns the same tuple until a worker changes, so an index serves
+        many requests. A list, such as a selection of workers for one request, gets none: it may
+        change, and making the index takes longer than a look at each.
+        """
+        if len(workers) <= self._scanned or not isinstance(workers, tuple):
+            return None
+        table = self._tables.get(busy is not None)
+        if table is not None and table.serves(workers, busy):
+            return table
+        index = None if self.indexer is None else self.indexer.index
+        table = RankTable(workers, self._load, index, self.block_size, busy)
+        current = {key: one for key, one in self._tables.items() if one.workers is workers}
+        self._tables = current | {busy is not None: table}
+        return table
+
+    def _decide_in(
         self,
+        table: RankTable,
+        among: int,
         summary: RequestSummary,
         hashes: Sequence[int],
-        pairs: Sequence[tuple[Candidate, LiveWorker]],
-        left_out: Sequence[tuple[Candidate, str]],
         started_s: float,
     ) -> Route:
-        request = RouteRequest(
+        """Ask the policy about the ranks ``among`` the table's."""
+        match = NOTHING_HELD
+        if self.indexer is not None and hashes:
+            match = self.indexer.find(hashes)
+        pool = IndexedPool(table, match, among)
+        request = self._request(summary)
+        decision, candidate = self._pick(
+            request,
+            pool,
+            lambda name: None if (at := table.find(name, among)) is None else pool.at(at),
+        )
+        position = table.find(decision.worker_id, among)
+        assert position is not None
+        made = pool.made
+        return Route(
+            decision=decision,
+            candidate=candidate,
+            worker=table.members[position][0],
+            candidates=[made[position] for position in sorted(made)],
+            sequence_hashes=hashes,
+            block_size=self.block_size,
+            routing_s=time.perf_counter() - started_s,
+            exact=None if self.indexer is None else self.indexer.exact,
+            others=len(pool) - len(made),
+            too_busy=table.hits() if among != table.everyone else {},
+            longest_overlap_blocks=match.longest(table.everyone),
+        )
+
+    def _request(self, summary: RequestSummary) -> RouteRequest:
+        return RouteRequest(
             request_id=summary.request_id,
             model=summary.model,
             prompt_tokens=summary.prompt_tokens,
@@ -237,13 +321,26 @@ class ModelRouter:
             headers=summary.headers,
             block_size=self.block_size,
         )
+
+    def _decide(
+        self,
+        summary: RequestSummary,
+        hashes: Sequence[int],
+        pairs: Sequence[tuple[Candidate, LiveWorker]],
+        left_out: Sequence[tuple[Candidate, str]],
+        started_s: float,
+    ) -> Route:
         candidates = [candidate for candidate, _ in pairs]
-        decision, chosen = self._pick(request, candidates)
-        candidate, worker = pairs[chosen]
+        named = {candidate.worker_id: number for number, candidate in enumerate(candidates)}
+        decision, candidate = self._pick(
+            self._request(summary),
+            candidates,
+            lambda name: None if (at := named.get(name)) is None else candidates[at],
+        )
         return Route(
             decision=decision,
             candidate=candidate,
-            worker=worker,
+            worker=pairs[named[decision.worker_id]][1],
             candidates=candidates,
             sequence_hashes=hashes,
             block_size=self.block_size,
@@ -252,16 +349,20 @@ class ModelRouter:
             busy=left_out,
         )
 
-    def _pick(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[Decision, int]:
-        """The decision, and the index of the chosen candidate.
+    def _pick(
+        self,
+        request: RouteRequest,
+        candidates: Sequence[Candidate],
+        named: Callable[[str], Candidate | None],
+    ) -> tuple[Decision, Candidate]:
+        """The decision, and the chosen candidate. ``named`` finds a candidate by its id.
 
         When the policy fails, the candidate with the fewest requests in flight is chosen.
         """
         try:
             decision = self.policy.pick(request, candidates, self._rng)
-            for number, candidate in enumerate(candidates):
-                if candidate.worker_id == decision.worker_id:
-                    return decision, number
+            if (chosen := named(decision.worker_id)) is not None:
+                return decision, chosen
             problem = f"chose {decision.worker_id!r}, which is not a candidate"
             cause = None
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
@@ -300,40 +401,18 @@ class PolicyRunner:
 
 def _fewest_requests(
     candidates: Sequence[Candidate], rng: random.Random, problem: str
-) -> tuple[Decision, int]:
-    fewest = min(candidate.load.active_requests for candidate in candidates)
-    idlest = [i for i, one in enumerate(candidates) if one.load.active_requests == fewest]
-    number = rng.choice(idlest)
-    reason = f"fewest requests ({fewest}), because {problem}"
-    return Decision(worker_id=candidates[number].worker_id, policy=FALLBACK, reason=reason), number
+) -> tuple[Decision, Candidate]:
+    found = RoutingPolicy.pool(candidates).least(lambda load, _: load.active_requests)
+    chosen = rng.choice(found.candidates)
+    reason = f"fewest requests ({found.cost:g}), because {problem}"
+    return Decision(worker_id=chosen.worker_id, policy=FALLBACK, reason=reason), chosen
 
 
-def threshold_hit(config: BusyConfig, load: WorkerLoad, kv_capacity_blocks: int) -> str | None:
-    """The option whose threshold this load has reached; None if the worker is not busy.
-
-    ``kv_capacity_blocks`` is the capacity of the worker, or of one data-parallel rank, in the
-    blocks of ``load``; 0 if unknown. A worker with nothing in flight is never busy, so that every
-    request is served eventually.
-    """
-    requests = config.max_active_requests
-    if requests is not None and load.active_requests >= requests:
-        return "max_active_requests"
-    tokens = config.active_prefill_tokens_threshold
-    if tokens is not None and load.active_prefill_tokens > tokens:
-        return "active_prefill_tokens_threshold"
-    part = config.active_decode_blocks_threshold
-    if part is None or kv_capacity_blocks == 0:
-        return None
-    over = load.active_decode_blocks > part * kv_capacity_blocks
-    return "active_decode_blocks_threshold" if over else None
-
-
-def describe_busy(config: BusyConfig, hits: Sequence[str]) -> str:
+def describe_busy(config: BusyConfig, hits: Mapping[str, int]) -> str:
     """A clause for error messages: how many workers are busy by which threshold; at least one."""
-    parts = [
-        f"{count} by {name}={getattr(config, name):g}" for name, count in Counter(hits).items()
-    ]
-    workers = "1 worker is" if len(hits) == 1 else f"{len(hits)} workers are"
+    parts = [f"{count} by {name}={getattr(config, name):g}" for name, count in hits.items()]
+    count = sum(hits.values())
+    workers = "1 worker is" if count == 1 else f"{count} workers are"
     return f"{workers} busy ({', '.join(parts)})"
 
 

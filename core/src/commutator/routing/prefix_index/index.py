@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add
 
 from attrs import define, evolve, field, frozen
@@ -22,7 +23,7 @@ from commutator.routing.prefix_index.hashing import (
     hash_root,
     local_block_hashes,
 )
-from commutator.routing.prefix_index.prefix_map import PrefixMap, slots_of
+from commutator.routing.prefix_index.prefix_map import PrefixMap, PrefixMatch, slots_of
 
 __all__ = [
     "EngineBlockHash",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _MAX_MEMBER_SETS = 1024
+_SLICE_BLOCKS = 2048
+"""Blocks that one slice of a removal takes out: about a millisecond."""
 
 
 @frozen
@@ -302,10 +305,18 @@ class RankBlocks:
 
     def clear(self) -> None:
         """Remove all blocks from all levels."""
-        for tier in CacheLevel:
-            self._release(tier, self.held[tier].values())
-            self.held[tier].clear()
+        for _ in self.clearing():
+            pass
+
+    def clearing(self) -> Iterator[None]:
+        """``clear`` in slices, one for each step of the iterator. No event may come meanwhile."""
         self.orphans.clear()
+        for tier in CacheLevel:
+            held = self.held[tier]
+            while held:
+                last = [held.popitem()[1] for _ in range(min(len(held), _SLICE_BLOCKS))]
+                self._release(tier, last)
+                yield
 
     def snapshot(self, rank: int) -> RankSnapshot:
         """A copy of everything; ``rank`` is its own number."""
@@ -389,7 +400,13 @@ class PrefixIndex:
         self._map = PrefixMap()
         self._ranks: dict[WorkerRank, RankBlocks] = {}
         self._slots: list[WorkerRank | None] = []
+        self._free: list[int] = []
+        """Slots without a rank and without blocks, as a heap."""
+        self._by_worker: dict[str, dict[int, int]] = {}
+        """The slot of each rank of each worker."""
         self._members: dict[int, tuple[WorkerRank, ...]] = {}
+        self.layout = 0
+        """Changes whenever a slot is taken from its rank."""
 
     def apply(self, worker_id: str, event: KvEvent, rank: int = 0) -> None:
         """Apply one event of a worker."""
@@ -426,27 +443,45 @@ class PrefixIndex:
         """Remove blocks by their sequence hashes, without an event."""
         self._rank(WorkerRank(worker_id, rank)).remove(tier, sequence_hashes)
 
+    def find(self, sequence_hashes: Sequence[int]) -> PrefixMatch:
+        """The overlap of each slot with a prompt; see ``slot_of``."""
+        return self._map.match(sequence_hashes)
+
     def match(self, sequence_hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
         """The overlap of each rank with a prompt; ranks without overlap are left out."""
-        ended, lower = self._map.match(sequence_hashes)
+        found = self._map.match(sequence_hashes)
         result: dict[WorkerRank, Overlap] = {}
-        for slots, blocks in ended:
-            overlap = on_device(blocks)
-            for member in self._members_of(slots):
-                result[member] = overlap
-        for slot, (_, host, disk, external) in lower.items():
-            owner = self._slots[slot]
-            assert owner is not None
-            device = result[owner].device - host - disk - external
-            result[owner] = Overlap(device=device, host=host, disk=disk, external=external)
+        for slots, blocks in found.ended():
+            result |= dict.fromkeys(self._members_of(slots), on_device(blocks))
+        for slot in found.lower:
+            if (owner := self._slots[slot]) is not None:
+                result[owner] = found.overlap(slot)
         return result
+
+    def slot_of(self, member: WorkerRank) -> int:
+        """The rank's number in ``PrefixMatch``, also before its first event.
+
+        It keeps this number until ``layout`` changes.
+        """
+        slots = self._by_worker.setdefault(member.worker_id, {})
+        slot = slots.get(member.rank)
+        if slot is None:
+            if self._free:
+                slot = heapq.heappop(self._free)
+                self._slots[slot] = member
+            else:
+                slot = len(self._slots)
+                self._slots.append(member)
+            slots[member.rank] = slot
+            self._members.clear()
+        return slot
 
     def holds(self, worker_id: str, sequence_hash: int) -> bool:
         """Whether any rank of the worker holds this block in any cache level."""
         holders = self._map.holders(sequence_hash)
         if holders is None:
             return False
-        return any(member.worker_id == worker_id for member in self._members_of(holders.all))
+        return any(holders.all >> slot & 1 for slot in self._by_worker.get(worker_id, {}).values())
 
     def reset_worker(self, worker_id: str, rank: int | None = None) -> None:
         """Remove all blocks of a worker, or of one rank: its engine restarted."""
@@ -456,11 +491,30 @@ class PrefixIndex:
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker. Unknown workers are ignored."""
-        for rank, blocks in self.worker_ranks(worker_id).items():
-            del self._ranks[WorkerRank(worker_id, rank)]
-            blocks.clear()
-            self._slots[blocks.slot] = None
-        self._members.clear()
+        for _ in self.detach(worker_id):
+            pass
+
+    def detach(self, worker_id: str) -> Iterator[None]:
+        """Forget a worker at once, and its blocks in slices, one for each step of the iterator.
+
+        The worker may be added again meanwhile.
+        """
+        slots = self._by_worker.pop(worker_id, {})
+        gone: list[tuple[int, RankBlocks | None]] = []
+        for rank, slot in slots.items():
+            gone.append((slot, self._ranks.pop(WorkerRank(worker_id, rank), None)))
+            self._slots[slot] = None
+        if gone:
+            self._members.clear()
+            self.layout += 1
+        return self._free_slots(gone)
+
+    def _free_slots(self, gone: Sequence[tuple[int, RankBlocks | None]]) -> Iterator[None]:
+        for slot, blocks in gone:
+            if blocks is not None:
+                yield from blocks.clearing()
+            # Only now: until its blocks are gone, the slot's bit is set in their holders.
+            heapq.heappush(self._free, slot)
 
     def ranks(self) -> list[WorkerRank]:
         """Every rank that has sent an event."""
@@ -478,13 +532,11 @@ class PrefixIndex:
             found[member.worker_id] = tuple(map(add, before, blocks.sizes))
         return found
 
-    def worker_ranks(self, worker_id: str) -> dict[int, RankBlocks]:
+    def worker_ranks(self, worker_id: str) -> Mapping[int, RankBlocks]:
         """By rank; empty for a worker that has sent no event."""
-        return {
-            member.rank: blocks
-            for member, blocks in self._ranks.items()
-            if member.worker_id == worker_id
-        }
+        ranks = self._by_worker.get(worker_id, {})
+        found = {rank: self._ranks.get(WorkerRank(worker_id, rank)) for rank in ranks}
+        return {rank: blocks for rank, blocks in found.items() if blocks is not None}
 
     def snapshot(self, worker_id: str) -> list[RankSnapshot]:
         """What each rank of a worker holds; see ``restore``."""
@@ -523,13 +575,8 @@ class PrefixIndex:
     def _rank(self, member: WorkerRank) -> RankBlocks:
         known = self._ranks.get(member)
         if known is None:
-            try:
-                slot = self._slots.index(None)
-                self._slots[slot] = member
-            except ValueError:
-                slot = len(self._slots)
-                self._slots.append(member)
-            known = RankBlocks(slot, self.block_size, self._map, Orphans(self._max_orphans))
+            orphans = Orphans(self._max_orphans)
+            known = RankBlocks(self.slot_of(member), self.block_size, self._map, orphans)
             self._ranks[member] = known
         return known
 

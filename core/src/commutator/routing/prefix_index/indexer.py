@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from urllib.parse import urlsplit
 
 import zmq
@@ -22,6 +24,7 @@ from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.health import Cause, EventHealth, EventWarning
 from commutator.routing.prefix_index.index import PrefixIndex, RankSnapshot
+from commutator.routing.prefix_index.prefix_map import PrefixMatch
 
 __all__ = [
     "GuessedBlocks",
@@ -33,6 +36,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _REVIEW_INTERVAL_S = 5.0
+_SLICE_WORKERS = 64
+_SLICE_BLOCKS = 4096
+"""Guessed blocks that one look-up drops at most: about two milliseconds."""
 _FAILED_AFTER = 3
 """Replays that fail one after another before the endpoint counts as unanswered."""
 _NO_BLOCKS = (0,) * len(CacheLevel)
@@ -175,7 +181,8 @@ class KvIndexer:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
             await asyncio.gather(*(each.close() for each in worker.subscribers))
-            self.index.remove_worker(worker_id)
+        for _ in self.index.detach(worker_id):
+            await asyncio.sleep(0)  # requests come first
         self._guessed.forget(worker_id)
 
     def hashes(self, request: GenerateRequest) -> list[int]:
@@ -191,6 +198,11 @@ class KvIndexer:
         """The overlap of each rank with the prompt."""
         self._guessed.expire(self._clock())
         return self.index.match(hashes)
+
+    def find(self, hashes: Sequence[int]) -> PrefixMatch:
+        """``match`` by the numbers of ``PrefixIndex.slot_of``, without an entry for each rank."""
+        self._guessed.expire(self._clock())
+        return self.index.find(hashes)
 
     def routed(self, record: WorkerRecord, rank: int, hashes: Sequence[int]) -> None:
         """A prompt was sent to a data-parallel rank of the worker."""
@@ -209,25 +221,35 @@ class KvIndexer:
 
     def warnings(self) -> list[EventWarning]:
         """Why the index may be wrong about a worker; each new warning is logged once."""
+        return [warning for found in self.reviewing() for warning in found]
+
+    def reviewing(self) -> Iterator[list[EventWarning]]:
+        """``warnings`` in slices of some workers each, for loops that serve requests between."""
+        worker_ids = list(self._workers)
+        for begin in range(0, len(worker_ids), _SLICE_WORKERS):
+            found: list[EventWarning] = []
+            for worker_id in worker_ids[begin : begin + _SLICE_WORKERS]:
+                if (worker := self._workers.get(worker_id)) is not None:
+                    found += self._review(worker_id, worker)
+            yield found
+
+    def _review(self, worker_id: str, worker: _Worker) -> list[EventWarning]:
         now_s = self._clock()
-        found: list[EventWarning] = []
-        for worker_id, worker in self._workers.items():
-            lost = sum(each.sequence.counters.lost for each in worker.subscribers)
-            ranks = self.index.worker_ranks(worker_id).values()
-            worker.block_size = min(
-                (size for rank in ranks for size in rank.block_sizes), default=worker.block_size
-            )
-            unanswered = [
-                str(each.source.replay_endpoint)
-                for each in worker.subscribers
-                if each.sequence.failed_in_a_row >= _FAILED_AFTER
-            ]
-            worker.health.prompts.review(partial(self.index.holds, worker_id), now_s)
-            size = worker.info.block_size
-            warnings = worker.health.warnings(now_s, size, ranks, lost, unanswered)
-            _log_changes(worker, warnings)
-            found += warnings
-        return found
+        lost = sum(each.sequence.counters.lost for each in worker.subscribers)
+        ranks = self.index.worker_ranks(worker_id).values()
+        worker.block_size = min(
+            (size for rank in ranks for size in rank.block_sizes), default=worker.block_size
+        )
+        unanswered = [
+            str(each.source.replay_endpoint)
+            for each in worker.subscribers
+            if each.sequence.failed_in_a_row >= _FAILED_AFTER
+        ]
+        worker.health.prompts.review(partial(self.index.holds, worker_id), now_s)
+        size = worker.info.block_size
+        warnings = worker.health.warnings(now_s, size, ranks, lost, unanswered)
+        _log_changes(worker, warnings)
+        return warnings
 
     def statistics(self) -> dict[str, WorkerEvents]:
         """Counts of each worker's events, by worker id."""
@@ -324,7 +346,8 @@ class KvIndexer:
     async def _review_regularly(self) -> None:
         while True:
             await asyncio.sleep(_REVIEW_INTERVAL_S)
-            self.warnings()
+            for _ in self.reviewing():
+                await asyncio.sleep(0)  # requests come first
 
 
 class GuessedBlocks:
@@ -339,6 +362,8 @@ class GuessedBlocks:
         self._ttl_s = ttl_s
         self._used_s: dict[WorkerRank, OrderedDict[int, float]] = {}
         """For each rank, the time of last use by sequence hash, least recently used first."""
+        self._due: list[tuple[float, WorkerRank]] = []
+        """A heap with one entry for each rank: its blocks were all used then, or later."""
 
     def routed(
         self,
@@ -348,7 +373,10 @@ class GuessedBlocks:
         now_s: float,
     ) -> None:
         """A prompt with these blocks was sent to ``owner``. None: its capacity is unknown."""
-        used = self._used_s.setdefault(owner, OrderedDict())
+        used = self._used_s.get(owner)
+        if used is None:
+            used = self._used_s[owner] = OrderedDict()
+            heapq.heappush(self._due, (now_s, owner))
         # From the end to the beginning: what prompts share most must be dropped last.
         for block in reversed(sequence_hashes):
             used[block] = now_s
@@ -357,15 +385,27 @@ class GuessedBlocks:
         if capacity_blocks is not None:
             self._drop(owner, max(0, len(used) - capacity_blocks))
 
-    def expire(self, now_s: float) -> None:
-        """Drop blocks that were not used for too long; call it before each look-up."""
-        for owner, used in self._used_s.items():
+    def expire(self, now_s: float, most: int = _SLICE_BLOCKS) -> None:
+        """Drop blocks that were not used for too long; call it before each look-up.
+
+        Drops about ``most`` blocks; the others at the next call.
+        """
+        due, left = self._due, most
+        while due and left and due[0][0] + self._ttl_s <= now_s:
+            _, owner = heapq.heappop(due)
+            used = self._used_s[owner]
             count = 0
-            for last_used_s in used.values():
+            for last_used_s in islice(used.values(), left):
                 if last_used_s + self._ttl_s > now_s:
                     break
                 count += 1
             self._drop(owner, count)
+            left -= count
+            oldest_s = next(iter(used.values()), None)
+            if oldest_s is None:
+                del self._used_s[owner]
+            else:
+                heapq.heappush(due, (oldest_s, owner))
 
     def forget(self, worker_id: str) -> None:
         """Drop all blocks of a worker."""
@@ -373,6 +413,8 @@ class GuessedBlocks:
         for owner in gone:
             del self._used_s[owner]
         if gone:
+            self._due = [entry for entry in self._due if entry[1].worker_id != worker_id]
+            heapq.heapify(self._due)
             self._index.remove_worker(worker_id)
 
     def _drop(self, owner: WorkerRank, count: int) -> None:

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import and_, attrgetter, itemgetter
 from weakref import WeakValueDictionary
 
 from commutator.contract.block import CacheLevel
+from commutator.contract.routing import Overlap, on_device
 
 __all__ = [
+    "NOTHING_HELD",
     "NO_HOLDERS",
-    "Ended",
     "HolderSets",
     "Holders",
     "PrefixMap",
+    "PrefixMatch",
     "slots_of",
 ]
 
 _FEW = 2  # an itemgetter of one key returns no tuple
 
 
-Ended = tuple[int, int]
-"""Slots, as a bit mask, and the length of their prefix in blocks."""
+_NOTHING = Overlap()
+_all_of = attrgetter("all")
+_lower_of = attrgetter("lower")
 
 
 Masks = tuple[int, ...]
@@ -53,12 +57,87 @@ class Holders:
         """Slots that hold the block, but not on the device."""
 
 
+class PrefixMatch:
+    """The longest prefix of one prompt that each slot holds without a gap."""
+
+    __slots__ = ("depths", "lower", "reach")
+
+    def __init__(
+        self,
+        reach: Sequence[int] = (),
+        depths: Sequence[int] = (),
+        lower: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.reach = reach
+        """The slots that hold at least as many blocks of the prompt as ``depths`` says at the same
+        place, as a bit mask; never 0. Each mask is a part of the one before, or equal to it."""
+        self.depths = depths
+        """Numbers of blocks, ascending."""
+        self.lower = lower or {}
+        """For slots with blocks in lower tiers: the number of the prefix's blocks whose fastest
+        tier is each tier below the device."""
+
+    def level(self, slots: int, most: int | None = None) -> int:
+        """The place of the longest prefix of any of ``slots`` in the first ``most`` of ``reach``.
+
+        -1 if none of them holds anything.
+        """
+        reach = self.reach
+        low, high = 0, len(reach) if most is None else most
+        while low < high:
+            middle = (low + high) // 2
+            if reach[middle] & slots:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1
+
+    def longest(self, slots: int) -> int:
+        """The longest prefix of any of ``slots``, in blocks."""
+        level = self.level(slots)
+        return 0 if level < 0 else self.depths[level]
+
+    def overlap(self, slot: int) -> Overlap:
+        """The overlap of one slot."""
+        blocks = self.longest(1 << slot)
+        return self._overlap(slot, blocks) if blocks else _NOTHING
+
+    def ended(self) -> Iterator[tuple[int, int]]:
+        """The slots of each length of a prefix, and that length in blocks; longest first."""
+        longer = 0
+        for slots, blocks in zip(reversed(self.reach), reversed(self.depths), strict=True):
+            if slots != longer:
+                yield slots & ~longer, blocks
+                longer = slots
+
+    def overlaps(self) -> dict[int, Overlap]:
+        """The overlap of each slot that holds anything."""
+        found: dict[int, Overlap] = {}
+        for slots, blocks in self.ended():
+            found |= dict.fromkeys(slots_of(slots), on_device(blocks))
+        for slot in self.lower:
+            found[slot] = self._overlap(slot, found[slot].device)
+        return found
+
+    def _overlap(self, slot: int, blocks: int) -> Overlap:
+        if (below := self.lower.get(slot)) is None:
+            return on_device(blocks)
+        _, host, disk, external = below
+        device = blocks - host - disk - external
+        return Overlap(device=device, host=host, disk=disk, external=external)
+
+
+NOTHING_HELD = PrefixMatch()
+
+
 class PrefixMap:
     """The blocks with at least one holder. A block without holders takes no memory."""
 
     def __init__(self) -> None:
         self._holders: dict[int, Holders] = {}
         self._sets = HolderSets()
+        self._has_lower = False
+        """Whether any block has ever been in a tier below the device."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -74,6 +153,7 @@ class PrefixMap:
     def add(self, slot: int, tier: CacheLevel, hashes: Iterable[int]) -> list[int]:
         """``slot`` holds these blocks in ``tier``; returns those that it held there before."""
         bit = 1 << slot
+        self._has_lower |= tier is not CacheLevel.DEVICE
         known = self._holders
         repeated: list[int] = []
         before: object = self  # a marker for "no block yet", because None is a valid value
@@ -106,48 +186,25 @@ class PrefixMap:
             else:
                 known[sequence_hash] = after
 
-    def match(self, hashes: Sequence[int]) -> tuple[list[Ended], dict[int, list[int]]]:
-        """The longest prefix of ``hashes`` that each slot holds without a gap.
-
-        Slots with the same length share one entry; slots that hold nothing have none. The second
-        result gives, for slots with blocks in lower tiers, the number of the prefix's blocks whose
-        fastest tier is each tier below the device.
-        """
-        ended: list[Ended] = []
-        lower: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(CacheLevel))
-        alive, current, depth = 0, NO_HOLDERS, 0
-        for holders, blocks in self._runs(hashes):
-            if holders is current:
-                depth += blocks
-                continue
-            staying = alive & holders.all if depth else holders.all
-            if gone := alive & ~staying:
-                ended.append((gone, depth))
-            if current.lower or holders.lower:
-                _change_holders(lower, depth, (current, alive), (holders, staying))
-            alive, current = staying, holders
-            if not alive:
-                break
-            depth += blocks
-        if alive:
-            ended.append((alive, depth))
-            if current.lower:
-                _change_holders(lower, depth, (current, alive), (NO_HOLDERS, 0))
-        return ended, lower
-
-    def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[Holders, int]]:
-        """Runs of blocks with the same holders, up to the first block without holders."""
+    def match(self, hashes: Sequence[int]) -> PrefixMatch:
+        """The longest prefix of ``hashes`` that each slot holds without a gap."""
         found = self._known_prefix(hashes)
         if not found:
-            return
-        current, begun = found[0], 0
+            return NOTHING_HELD
+        first = found[0]
+        reach: list[int]
+        depths: Sequence[int]
         # ``count`` is slow where sets differ; comparing the last one first avoids it.
-        if found[-1] is not current or found.count(current) < len(found):
-            for number, holders in enumerate(found):
-                if holders is not current:
-                    yield current, number - begun
-                    current, begun = holders, number
-        yield current, len(found) - begun
+        if found[-1] is first and found.count(first) == len(found):
+            reach, depths = [first.all], (len(found),)
+        else:
+            reach = list(accumulate(map(_all_of, found), and_))
+            if not reach[-1]:
+                del reach[bisect_left(reach, True, key=lambda slots: not slots) :]
+            depths = range(1, len(reach) + 1)
+        if not self._has_lower or not any(map(_lower_of, found)):
+            return PrefixMatch(reach, depths)
+        return PrefixMatch(reach, depths, _lower_blocks(found, reach, depths[-1]))
 
     def _known_prefix(self, hashes: Sequence[int]) -> tuple[Holders, ...]:
         """The holders of each block up to the first block without holders.
@@ -174,6 +231,24 @@ def slots_of(mask: int) -> Iterator[int]:
         bit = mask & -mask
         yield bit.bit_length() - 1
         mask ^= bit
+
+
+def _lower_blocks(
+    found: Sequence[Holders], reach: Sequence[int], blocks: int
+) -> dict[int, list[int]]:
+    """``PrefixMatch.lower`` from the holders of each of the first ``blocks`` blocks."""
+    lower: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(CacheLevel))
+    alive, current = 0, NO_HOLDERS
+    for depth, holders in enumerate(found[:blocks]):
+        if holders is current:
+            continue
+        staying = reach[min(depth, len(reach) - 1)]
+        if current.lower or holders.lower:
+            _change_holders(lower, depth, (current, alive), (holders, staying))
+        alive, current = staying, holders
+    if current.lower:
+        _change_holders(lower, blocks, (current, alive), (NO_HOLDERS, 0))
+    return lower
 
 
 def _change_holders(

@@ -14,6 +14,7 @@ from commutator import (
     RouteRequest,
     RouterRegister,
     RoutingPolicy,
+    WorkerLoad,
     hookimpl,
 )
 
@@ -67,9 +68,8 @@ class PowerOfTwo(RoutingPolicy):
         return lightest("power_of_two", request, two, rng)
 
 
-def work_blocks(request: RouteRequest, candidate: Candidate) -> float:
+def work_blocks(request: RouteRequest, load: WorkerLoad) -> float:
     """Work in flight, in KV blocks: prompts still to be computed, and blocks being decoded."""
-    load = candidate.load
     return load.active_prefill_tokens / request.block_size + load.active_decode_blocks
 
 
@@ -77,13 +77,20 @@ def lightest(
     policy: str, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
 ) -> Decision:
     """The candidate with the least work in flight."""
-    work = {c.worker_id: work_blocks(request, c) for c in candidates}
-    least = min(work.values())
+    found = RoutingPolicy.pool(candidates).least(lambda load, _: work_blocks(request, load))
+    chosen = rng.choice(found.candidates)
+    compared = {c.worker_id: c for c in (*found.compared, chosen)}
+    not_scored, why = len(candidates) - len(compared), ""
+    if not_scored:
+        why = f"; {not_scored} others have at least {found.others_cost:.1f}"
     return Decision(
-        worker_id=rng.choice([worker_id for worker_id, blocks in work.items() if blocks == least]),
+        worker_id=chosen.worker_id,
         policy=policy,
-        reason=f"least work ({least:.1f} blocks) of {len(candidates)} workers compared",
-        scores={worker_id: {"work_blocks": blocks} for worker_id, blocks in work.items()},
+        reason=f"least work ({found.cost:.1f} blocks) of {len(candidates)} workers compared{why}",
+        scores={
+            name: {"work_blocks": work_blocks(request, c.load)} for name, c in compared.items()
+        },
+        not_scored=not_scored,
     )
 
 

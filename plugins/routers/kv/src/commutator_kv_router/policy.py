@@ -1,4 +1,4 @@
-"""The decision: a cost for every worker, and the cheapest one or a draw by temperature."""
+"""The decision: the worker that costs least, or a draw by temperature."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from commutator import (
     Candidate,
     Decision,
     NonNegativeInt,
+    Overlap,
     RouterConfig,
     RouteRequest,
     RoutingPolicy,
+    WorkerLoad,
     setting,
 )
 
@@ -77,27 +79,38 @@ class KvRouter(RoutingPolicy):
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
-        allowed = self._balanced(candidates)
-        scores = {c.worker_id: self._terms(request, c) for c in allowed}
-        costs = {worker_id: terms["cost"] for worker_id, terms in scores.items()}
-        chosen = draw(costs, self._config.router_temperature, rng)
-        winner = dict(zip(scores, allowed, strict=True))[chosen]
+        config, pool = self._config, self.pool(candidates)
+        fewest = pool.fewest_requests
+        most = max(fewest + config.imbalance_requests, fewest * config.imbalance_ratio)
+        allowed = pool.at_most_requests(most)
+        not_scored, why = 0, ""
+        if config.router_temperature == 0:
+            found = allowed.least(lambda load, overlap: self._cost(request, load, overlap)[0])
+            winner = rng.choice(found.candidates)
+            compared = {c.worker_id: c for c in (*found.compared, winner)}
+            if not_scored := len(allowed) - len(compared):
+                why = f"; {not_scored} others cost at least {found.others_cost:.1f}"
+        else:
+            compared = {c.worker_id: c for c in allowed}
+            costs = {
+                name: self._cost(request, c.load, c.overlap)[0] for name, c in compared.items()
+            }
+            winner = compared[draw(costs, config.router_temperature, rng)]
+        scores = {name: self._terms(request, c) for name, c in compared.items()}
+        cost = scores[winner.worker_id]["cost"]
         return Decision(
-            worker_id=chosen,
+            worker_id=winner.worker_id,
             policy="kv",
-            reason=_reason(request, winner, scores[chosen], len(allowed), len(candidates)),
+            reason=_reason(request, winner, cost, len(allowed), len(pool)) + why,
             scores=scores,
+            not_scored=not_scored,
         )
 
-    def _balanced(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates less those that a hot prefix has already overloaded."""
-        requests = [c.load.active_requests for c in candidates]
-        fewest = min(requests)
-        most = max(fewest + self._config.imbalance_requests, fewest * self._config.imbalance_ratio)
-        return [c for c in candidates if c.load.active_requests <= most]
-
-    def _terms(self, request: RouteRequest, candidate: Candidate) -> Terms:
-        config, load, overlap = self._config, candidate.load, candidate.overlap
+    def _cost(
+        self, request: RouteRequest, load: WorkerLoad, overlap: Overlap
+    ) -> tuple[float, float, float]:
+        """The cost, and of it the prefill and the cache credit in blocks."""
+        config = self._config
         raw = (load.active_prefill_tokens + request.prompt_tokens) / request.block_size
         credit = (
             overlap.device
@@ -106,33 +119,32 @@ class KvRouter(RoutingPolicy):
             + config.shared_cache_multiplier * overlap.external
         )
         prefill = raw - credit if raw > credit else 0.0
-        decode = float(load.active_decode_blocks)
         if config.formula == "product":
             cost = max(prefill * request.block_size, 1.0) * (load.active_requests + 1)
         else:
-            cost = config.overlap_score_weight * prefill + decode
+            cost = config.overlap_score_weight * prefill + float(load.active_decode_blocks)
+        return cost, prefill, credit
+
+    def _terms(self, request: RouteRequest, candidate: Candidate) -> Terms:
+        cost, prefill, credit = self._cost(request, candidate.load, candidate.overlap)
         return {
             "cost": cost,
             "prefill_blocks": prefill,
             "cache_credit_blocks": credit,
-            "decode_blocks": decode,
+            "decode_blocks": float(candidate.load.active_decode_blocks),
         }
 
 
 def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str:
-    """Temperature 0: the cheapest, ties by lot. Above: p ~ exp(-(cost - min) / range / T)."""
+    """A random draw with p ~ exp(-(cost - min) / range / temperature)."""
     cheapest = min(costs.values())
-    if temperature == 0:
-        return rng.choice([name for name, cost in costs.items() if cost == cheapest])
     spread = max(costs.values()) - cheapest or 1.0
     # The cheapest has exponent 0, so that the weights never vanish all together.
     weights = [math.exp(-(cost - cheapest) / spread / temperature) for cost in costs.values()]
     return rng.choices(list(costs), weights)[0]
 
 
-def _reason(
-    request: RouteRequest, winner: Candidate, terms: Terms, allowed: int, total: int
-) -> str:
+def _reason(request: RouteRequest, winner: Candidate, cost: float, allowed: int, total: int) -> str:
     left_out = f", {total - allowed} too busy" if allowed < total else ""
     blocks = f"{winner.overlap.blocks} of the prompt's {math.ceil(request.prompt_blocks)} blocks"
-    return f"cheapest of {allowed} workers{left_out} (cost {terms['cost']:.1f}); has {blocks}"
+    return f"cheapest of {allowed} workers{left_out} (cost {cost:.1f}); has {blocks}"

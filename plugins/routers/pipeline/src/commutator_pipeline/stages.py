@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from attrs import frozen
@@ -14,10 +14,13 @@ from commutator import (
     Candidate,
     Filter,
     Fraction,
+    Overlap,
     Picker,
     PositiveInt,
     RouteRequest,
+    RoutingPolicy,
     Scorer,
+    WorkerLoad,
     setting,
 )
 
@@ -30,6 +33,9 @@ __all__ = [
     "PrefixScorer",
 ]
 
+Rating = Callable[[WorkerLoad, Overlap], float]
+"""A score from a candidate's load and overlap."""
+
 
 @frozen(kw_only=True)
 class MaxRequests(Filter):
@@ -39,6 +45,9 @@ class MaxRequests(Filter):
 
     def keep(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         return [c for c in candidates if c.load.active_requests < self.limit]
+
+    def most_requests(self, request: RouteRequest) -> float:
+        return self.limit - 1
 
 
 @frozen(kw_only=True)
@@ -50,12 +59,15 @@ class PrefixScorer(Scorer):
     external: Fraction = setting("The same for a block in shared storage.", 0.5)
 
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        if not request.prompt_tokens:  # a prompt that only the engine can tokenize
-            return {c.worker_id: 0.0 for c in candidates}
-        return {c.worker_id: self._held(c) / request.prompt_blocks for c in candidates}
+        return _scores(self.rating(request, candidates), candidates)
 
-    def _held(self, candidate: Candidate) -> float:
-        overlap = candidate.overlap
+    def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
+        blocks = request.prompt_blocks
+        if not blocks:  # a prompt that only the engine can tokenize
+            return lambda *_: 0.0
+        return lambda _, overlap: self._held(overlap) / blocks
+
+    def _held(self, overlap: Overlap) -> float:
         lower = self.host * overlap.host + self.disk * overlap.disk
         return overlap.device + lower + self.external * overlap.external
 
@@ -65,12 +77,15 @@ class LoadScorer(Scorer):
     """1 for the worker with the least work in KV blocks, 0 for the busiest."""
 
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        work = {
-            c.worker_id: c.load.active_decode_blocks
-            + c.load.active_prefill_tokens / request.block_size
-            for c in candidates
-        }
-        return less_is_better(work)
+        return _scores(self.rating(request, candidates), candidates)
+
+    def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
+        return less_is_better(
+            candidates,
+            lambda load: (
+                load.active_decode_blocks + load.active_prefill_tokens / request.block_size
+            ),
+        )
 
 
 @frozen(kw_only=True)
@@ -78,12 +93,17 @@ class FewestPrefillTokens(Scorer):
     """1 for the worker with the fewest prompt tokens still to compute."""
 
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:
-        return less_is_better({c.worker_id: c.load.active_prefill_tokens for c in candidates})
+        return _scores(self.rating(request, candidates), candidates)
+
+    def rating(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Rating:
+        return less_is_better(candidates, lambda load: load.active_prefill_tokens)
 
 
 @frozen(kw_only=True)
 class BestPicker(Picker):
     """The highest total; ties are broken at random."""
+
+    takes_best = True
 
     def choose(self, totals: Mapping[str, float], rng: random.Random) -> str:
         best = max(totals.values())
@@ -104,8 +124,15 @@ class DrawPicker(Picker):
         return rng.choices(list(totals), weights)[0]
 
 
-def less_is_better(amounts: Mapping[str, float]) -> dict[str, float]:
-    """1 for the least amount, 0 for the most, the rest between in proportion."""
-    least, most = min(amounts.values()), max(amounts.values())
+def less_is_better(
+    candidates: Sequence[Candidate], amount: Callable[[WorkerLoad], float]
+) -> Rating:
+    """1 for the least amount of any candidate, 0 for the most, the rest between in proportion."""
+    pool = RoutingPolicy.pool(candidates)
+    least, most = pool.least(lambda load, _: amount(load)).cost, pool.most(amount)
     spread = (most - least) or 1.0
-    return {name: 1 - (amount - least) / spread for name, amount in amounts.items()}
+    return lambda load, _: 1 - (amount(load) - least) / spread
+
+
+def _scores(rating: Rating, candidates: Sequence[Candidate]) -> dict[str, float]:
+    return {c.worker_id: rating(c.load, c.overlap) for c in candidates}

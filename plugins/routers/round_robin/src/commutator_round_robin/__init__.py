@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from attrs import frozen
@@ -28,20 +29,25 @@ class RoundRobin(RoutingPolicy):
 
     def __init__(self, config: RoundRobinConfig) -> None:
         del config
-        self._last = ""
+        self._last = ("", 0)
 
     def pick(
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
         # Going by id rather than by a counter keeps the turn fair while workers come and go.
-        after = (c for c in candidates if c.worker_id > self._last)
-        chosen = next(after, candidates[0])
-        self._last = chosen.worker_id
+        after = bisect_right(candidates, self._last, key=_place)
+        chosen = candidates[after % len(candidates)]
+        self._last = _place(chosen)
         return Decision(
             worker_id=chosen.worker_id,
             policy="round_robin",
             reason=f"next in turn among {len(candidates)} workers",
         )
+
+
+def _place(candidate: Candidate) -> tuple[str, int]:
+    """What candidates are ordered by; the names of ranks are not in this order."""
+    return candidate.worker.worker_id, candidate.rank
 
 
 @hookimpl

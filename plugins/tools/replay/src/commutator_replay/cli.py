@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     show_default=True,
     help="For goodput: seconds between tokens, at most, on average.",
 )
+@click.option(
+    "--timing",
+    is_flag=True,
+    help="Print on standard error how long each run took, and the routing decisions in it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--plot",
@@ -139,6 +145,7 @@ def replay(
     seed: int,
     target_ttft: float,
     target_itl: float,
+    timing: bool,
     as_json: bool,
     plot: Path | None,
     sets: tuple[str, ...],
@@ -158,6 +165,7 @@ def replay(
         Targets(target_ttft, target_itl),
         workers=workers,
         seed=seed,
+        on_run=partial(click.echo, err=True) if timing else lambda _: None,
     )
     if plan or compare_planners is not None:
         planned = PlannedReplays(replays)

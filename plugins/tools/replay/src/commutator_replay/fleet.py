@@ -62,6 +62,10 @@ class VirtualFleet:
         self._tell = tell
         self._handovers: dict[int, _Handover] = {}
         self._taking_part: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
+        """Requests at each worker."""
+        self._awake: dict[str, None] = {}
+        """Workers for which anything may be left to do."""
         self._alarms: list[tuple[int, int, Callable[[], None]]] = []
         self._serial = count()
         self.now_ns = 0
@@ -69,6 +73,7 @@ class VirtualFleet:
     def submit(self, worker_id: str, key: int, request: VirtualRequest) -> None:
         """Send a request to a worker now. Raises ValueError if it can never serve it."""
         self._catch_up(worker_id).submit(key, request)
+        self._requests[worker_id] += 1
 
     def hand_over(self, prefill_id: str, decode_id: str, key: int, request: VirtualRequest) -> None:
         """Begin prefill and decode of a request now; decode is offered blocks as they come."""
@@ -91,6 +96,7 @@ class VirtualFleet:
     def remove(self, worker_id: str) -> None:
         """A worker goes, which must be idle and have no requests. Not during a step of time."""
         del self._engines[worker_id]
+        self._awake.pop(worker_id, None)
 
     def catch_up(self) -> None:
         """Advance every worker to now."""
@@ -113,8 +119,16 @@ class VirtualFleet:
                 heapq.heappop(self._alarms)[2]()
         if until_ns is not None:
             self.now_ns = until_ns
-        for worker_id in self._engines:
+        # In the fleet's order, so that the outcome does not depend on who was awake when.
+        for worker_id in [one for one in self._engines if one in self._awake]:
             self._advance(worker_id, until_ns)
+            if not self._requests[worker_id] and self._sleeps(worker_id):
+                del self._awake[worker_id]
+
+    def _sleeps(self, worker_id: str) -> bool:
+        """Whether nothing will happen at a worker without requests, such as a store to a tier."""
+        engine = self._engines[worker_id]
+        return engine.token_bytes is not None and engine.next_event_ns() is None
 
     def _next_ns(self) -> int | None:
         """The time of the next event that affects more than one worker, or of the next alarm."""
@@ -136,6 +150,7 @@ class VirtualFleet:
 
     def _catch_up(self, worker_id: str) -> VirtualEngine:
         self._advance(worker_id, self.now_ns)
+        self._awake[worker_id] = None
         return self._engines[worker_id]
 
     def _advance(self, worker_id: str, until_ns: int | None) -> bool:
@@ -149,8 +164,10 @@ class VirtualFleet:
                 case BlocksPulled(key):
                     self._catch_up(self._handovers[key].prefill_id).release(key)
                     self._leave(worker_id, key)
-                case RequestDone(key=key) if self._is_prefill(worker_id, key):
-                    self._leave(worker_id, key)
+                case RequestDone(key=key):
+                    self._requests[worker_id] -= 1
+                    if self._is_prefill(worker_id, key):
+                        self._leave(worker_id, key)
             self._tell(worker_id, event)
         return bool(events)
 

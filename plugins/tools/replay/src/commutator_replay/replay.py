@@ -82,7 +82,8 @@ class _Replay:
         self._index = indexer.index
         known = indexer if policy.uses_overlap else None
         self._pool = ModelRouter(policy, known, self._load, rng, self._block_size, strict=True)
-        self._decoders = [worker.live for worker in workers if worker.role is not Role.PREFILL]
+        decoders = (worker.live for worker in workers if worker.role is not Role.PREFILL)
+        self._decoders = tuple(decoders)
         prefillers = [worker for worker in workers if worker.role is Role.PREFILL]
         self._prefill: PrefillSide | None = None
         if disagg is not None and prefillers:
@@ -129,6 +130,7 @@ class _Replay:
             max_tokens=traced.output_length,
         )
         route = self._pool.route(summary, hashes, self._decoders)
+        self.outcome.routing_s += route.routing_s
         if self.outcome.tokens_given_up is not None:
             self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
         self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
@@ -150,7 +152,7 @@ class _Replay:
             self._prefill.add(worker.live)
             self._place_waiting(self._prefill, self._fleet.now_ns)
             return
-        self._decoders.append(worker.live)
+        self._decoders = (*self._decoders, worker.live)
         while self._held:
             key, traced, arrived_ns = self._held.popleft()
             self._serve(key, traced, arrived_ns, counts=False)
@@ -160,7 +162,7 @@ class _Replay:
             assert self._prefill is not None
             self._prefill.drain(worker.live)
         else:
-            self._decoders.remove(worker.live)
+            self._decoders = tuple(one for one in self._decoders if one is not worker.live)
 
     def _forget(self, worker: VirtualWorker) -> None:
         self._index.remove_worker(worker.worker_id)
@@ -417,3 +419,5 @@ class Outcome:
     """The lives of the workers; empty without a planner."""
     ticks: list[Tick] = field(factory=list)
     """The plans; empty without a planner."""
+    routing_s: float = field(default=0.0, eq=False)
+    """Measured time of all routing decisions, in seconds."""

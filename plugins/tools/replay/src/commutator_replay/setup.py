@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -56,6 +57,8 @@ class Replays:
     workers: int | None = None
     """Instead of the replicas of the file's only entry."""
     seed: int = 0
+    on_run: Callable[[str], None] = lambda _: None
+    """Called after each run with a line that says how long it took."""
 
     @property
     def config(self) -> Config:
@@ -109,19 +112,33 @@ class Replays:
         try:
             if fleet is None:
                 fleet = self.fleet(roles=disaggregation is not None)
-            return replay(trace, fleet, policy, disaggregation, planning=planning, seed=self.seed)
+            started_s = time.perf_counter()
+            outcome = replay(
+                trace, fleet, policy, disaggregation, planning=planning, seed=self.seed
+            )
         except DoesNotFitError as error:
             where = f"line {error.request.line}" if error.request.line else "--chats"
             todo = f"give the workers of {self.file} more KV memory, or leave the request out"
             raise ConfigError([f"{where}: {error}; {todo}"], self.trace_file) from error
         except ValueError as error:  # the engines' sizes do not fit the trace
             raise ConfigError([f"engines: {error}"], self.file) from error
+        self._tell(router, outcome, len(fleet), time.perf_counter() - started_s)
+        return outcome
+
+    def _tell(self, name: str, outcome: Outcome, workers: int, taken_s: float) -> None:
+        requests = max(1, len(outcome.finished))
+        self.on_run(
+            f"{name}: {len(outcome.finished)} requests over {workers} workers in {taken_s:.1f} s; "
+            f"each took {taken_s / requests * 1e3:.3f} ms, and of that the choice of its worker "
+            f"{outcome.routing_s / requests * 1e3:.3f} ms"
+        )
 
     def fleet(self, *, roles: bool) -> list[VirtualWorker]:
         """The file's workers; without ``roles``, all are of the role both."""
         makers = self.makers(roles=roles)
+        digits = max(3, len(str(len(makers) - 1)))  # so that workers are in the order of their ids
         return [
-            VirtualWorker.make(f"worker-{number:03}", make(), role)
+            VirtualWorker.make(f"worker-{number:0{digits}}", make(), role)
             for number, (role, make) in enumerate(makers)
         ]
 

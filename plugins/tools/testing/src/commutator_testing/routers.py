@@ -20,6 +20,7 @@ from commutator import (
     WorkerLoad,
     WorkerRecord,
 )
+from commutator.contract.routing import Cost, LeastCost, ScannedPool
 from commutator_testing.profile import examples
 
 __all__ = [
@@ -104,6 +105,24 @@ _settings = settings(
 )
 
 
+class CheckedPool(ScannedPool):
+    """A pool that asserts of each cost that it rises with loads and falls with overlaps at most."""
+
+    def at_most_requests(self, limit: float) -> CheckedPool:
+        return CheckedPool(list(super().at_most_requests(limit)))
+
+    def least(self, cost: Cost) -> LeastCost:
+        for one in self:
+            its = cost(one.load, one.overlap)
+            for name in ("active_requests", "active_prefill_tokens", "active_decode_blocks"):
+                more = evolve(one.load, **{name: getattr(one.load, name) + 1})
+                assert cost(more, one.overlap) >= its, f"the cost falls when {name} grows"
+            for name in ("device", "host", "disk", "external"):
+                longer = evolve(one.overlap, **{name: getattr(one.overlap, name) + 1})
+                assert cost(one.load, longer) <= its, f"the cost rises with blocks on {name}"
+        return super().least(cost)
+
+
 class RouterContract:
     """What every routing policy must do. ``make_policy`` returns a fresh policy each time."""
 
@@ -114,10 +133,13 @@ class RouterContract:
     def make_policy(self) -> RoutingPolicy:
         raise NotImplementedError("return a fresh instance of the policy under test")
 
-    def _decide(self, history: History, *, news: bool = True) -> list[Decision]:
+    def _decide(
+        self, history: History, *, news: bool = True, pooled: bool = False
+    ) -> list[Decision]:
         """One policy's decisions over a history in which workers come and go.
 
-        Without ``news`` the policy is not informed of workers that leave.
+        Without ``news`` the policy is not informed of workers that leave. ``pooled``: it gets its
+        candidates as a pool, as among many workers.
         """
         policy, rng, known = self.make_policy(), random.Random(7), set[str]()
         decisions = []
@@ -127,7 +149,8 @@ class RouterContract:
             known = set(pool)
             candidates = [make_candidate(name, *state) for name, state in sorted(pool.items())]
             before = copy.copy(candidates)
-            decision = policy.pick(request, candidates, rng)
+            given = CheckedPool(candidates) if pooled else candidates
+            decision = policy.pick(request, given, rng)
             check_decision(decision, candidates)
             assert candidates == before, "a policy must not change its candidates"
             decisions.append(decision)
@@ -142,6 +165,12 @@ class RouterContract:
     @given(_histories)
     def test_equal_history_and_chance_give_equal_decisions(self, history: History) -> None:
         assert self._decide(history) == self._decide(history)
+
+    @_settings
+    @given(_histories)
+    def test_a_pool_leads_to_the_same_decisions(self, history: History) -> None:
+        """A policy that asks its pool for what costs least must keep to the rules of ``Cost``."""
+        assert self._decide(history, pooled=True) == self._decide(history)
 
     @_settings
     @given(_histories)
