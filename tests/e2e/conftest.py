@@ -19,7 +19,7 @@ MODEL = "smollm2-135m"
 
 @pytest.fixture(scope="session")
 def quickstart(root: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(root / "examples" / "quickstart.yaml") as running, adopt(None):
+    with LocalCluster(root / "examples" / "quickstart.yaml", joins=False) as running:
         yield running
 
 

@@ -44,6 +44,9 @@ class OneWorker:
 
     done: list[tuple[str, object]] = field(factory=list)
 
+    def view_age_s(self) -> float:
+        return 0.0
+
     async def set_draining(self, worker_id: str, draining: bool) -> bool:
         self.done.append((worker_id, draining))
         return worker_id == "fake-0"

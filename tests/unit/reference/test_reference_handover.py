@@ -190,7 +190,7 @@ def started(**options: Any) -> ReferenceServer:
 
 def test_a_prefill_worker_without_nixl_is_refused_with_what_to_install() -> None:
     with (
-        patch("commutator_reference.handover.find_spec", return_value=None),
+        patch("commutator_reference.preflight.find_spec", return_value=None),
         pytest.raises(ConfigError, match="pip install"),
     ):
         started(device="cpu")

@@ -28,7 +28,8 @@ __all__ = [
 class LocalCluster:
     """Runs one configuration while its ``with`` block lasts.
 
-    Inside the block this process belongs to the run, so that its clients can talk to the workers.
+    Inside the block this process belongs to the run, so that its clients can talk to the workers;
+    not without ``joins``.
 
     ``config`` is a file, or the configuration itself as a mapping. ``log_path``
     holds everything that the processes print. Raises TimeoutError, with the end of the log, if the
@@ -42,6 +43,7 @@ class LocalCluster:
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         start_timeout_s: float = 120.0,
+        joins: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="commutator-test-")
         folder = Path(self._folder.name)
@@ -62,6 +64,7 @@ class LocalCluster:
         self.secret.save(secret_file)
         self._env = {**os.environ, SECRET_FILE: str(secret_file), **(env or {})}
         self._membership = ExitStack()
+        self._joins = joins
         self._start_timeout_s = start_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -74,7 +77,8 @@ class LocalCluster:
             )
         try:
             self._wait_ready()
-            self._membership.enter_context(adopt(self.secret))
+            if self._joins:
+                self._membership.enter_context(adopt(self.secret))
         except BaseException:
             self.__exit__(None, None, None)
             raise
