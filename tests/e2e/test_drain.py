@@ -83,6 +83,7 @@ async def test_for_two_minutes() -> None:
 
 
 @pytest.mark.proves("reference", "a worker drained: nothing fails", how="real engine on CPU")
+@pytest.mark.long
 async def test_a_real_engine_rests_while_it_is_drained() -> None:
     engine = {"kind": "reference", "name": "r", "replicas": 2, "threads": 1}
     config = {**DEPLOYMENT, "engines": [{**engine, "kv_cache_bytes": 60_000_000}], "frontend": {}}

@@ -85,6 +85,7 @@ async def worker(folder: Path, name: str, **options: Any) -> AsyncIterator[Worke
         await process.wait()
 
 
+@pytest.mark.long
 async def test_greedy_answers_are_those_of_one_worker(tmp_path: Path) -> None:
     encode = load_text_model(SOURCE).encode
     texts = [PROMPTS[0], PROMPTS[3], PROMPTS[28], PROMPTS[40], PARAGRAPH * 25]

@@ -42,6 +42,7 @@ def post(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.proves("trtllm", "prefill and decode apart: the right tokens", how="stand-in")
+@pytest.mark.long
 def test_launched_and_apart() -> None:
     with LocalCluster(DEPLOYMENT, start_timeout_s=300) as cluster:
         wait_for_workers(cluster, 2)

@@ -55,6 +55,7 @@ def test_completions_are_those_of_transformers(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.proves("trtllm", "routing by prefix finds what can be found", how="stand-in")
+@pytest.mark.long
 def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
     """At least 95 % of the whole blocks that the turn before left, as the server counts them."""
     found = ten_turns(client, "m", BLOCK)
@@ -63,6 +64,7 @@ def test_ten_turns_find_what_can_be_found(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.proves("trtllm", "a worker killed: its answers go on elsewhere", how="stand-in")
+@pytest.mark.long
 def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> None:
     """The stream goes on at the other server, and the lost one comes back with its sidecar."""
     asked: dict[str, Any] = {"model": "m", "prompt": STORY, "temperature": 0, "max_tokens": 60}
@@ -80,6 +82,7 @@ def test_killed_while_it_answers(pair: LocalCluster, client: openai.OpenAI) -> N
 
 
 @pytest.mark.proves("trtllm", "a worker drained: nothing fails", how="stand-in")
+@pytest.mark.long
 async def test_drained_under_traffic(pair: LocalCluster) -> None:
     """By its statistics a drained server computes nothing."""
 
