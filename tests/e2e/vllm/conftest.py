@@ -22,11 +22,14 @@ def two_servers(root: Path) -> Iterator[LocalCluster]:
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
     with LocalCluster(
-        root / "examples" / "vllm.yaml", arguments=patient, env=env, start_timeout_s=600
+        root / "examples" / "vllm.yaml",
+        arguments=patient,
+        env=env,
+        start_timeout_s=600,
+        joins=False,
     ) as running:
         wait_for_workers(running, 2)
-        with adopt(None):
-            yield running
+        yield running
 
 
 @pytest.fixture(scope="module")
