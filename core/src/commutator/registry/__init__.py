@@ -11,7 +11,7 @@ from commutator.contract.registry import (
     WorkerUp,
 )
 from commutator.contract.worker import Role, WorkerRecord
-from commutator.registry.changes import description, difference, succession
+from commutator.registry.changes import Watchers, description, difference, succession
 from commutator.registry.sealed import seal, unseal
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "RegistryConfig",
     "RegistryRegister",
     "Role",
+    "Watchers",
     "WorkerDown",
     "WorkerRecord",
     "WorkerUp",

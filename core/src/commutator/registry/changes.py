@@ -1,13 +1,15 @@
-"""The changes between two views of the registry. Pure."""
+"""The changes between two views of a registry, and their way to its watchers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from commutator.contract.registry import LAPSED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import WorkerRecord
 
-__all__ = ["description", "difference", "succession"]
+__all__ = ["Watchers", "description", "difference", "succession"]
 
 
 def description(holder: WorkerRecord) -> str:
@@ -39,3 +41,25 @@ def difference(known: Mapping[str, WorkerRecord], present: Sequence[WorkerRecord
     for record in present:
         changes += succession(known.get(record.worker_id), record)
     return changes
+
+
+class Watchers:
+    """Everyone who watches a registry. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[Sequence[Change]]] = set()
+
+    @contextmanager
+    def queue(self) -> Iterator[asyncio.Queue[Sequence[Change]]]:
+        """A queue of one watcher, which gets every batch that is sent meanwhile."""
+        queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    def send(self, changes: Sequence[Change]) -> None:
+        """Give every watcher a batch of changes."""
+        for queue in self._queues:
+            queue.put_nowait(changes)

@@ -20,7 +20,7 @@ from commutator.contract.registry import (
 )
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError
-from commutator.registry.changes import description, succession
+from commutator.registry.changes import Watchers, description, succession
 
 __all__ = [
     "Deregister",
@@ -89,7 +89,7 @@ class MemoryRegistry(Registry):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._table = LeaseTable()
-        self._watchers: set[asyncio.Queue[Sequence[Change]]] = set()
+        self._watchers = Watchers()
         self._timer: asyncio.TimerHandle | None = None
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
@@ -118,15 +118,11 @@ class MemoryRegistry(Registry):
         return 0.0
 
     async def watch(self) -> AsyncGenerator[Sequence[Change], None]:
-        queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
         self._step(Tick())
-        queue.put_nowait([WorkerUp(record=record) for record in self._table.records()])
-        self._watchers.add(queue)
-        try:
+        with self._watchers.queue() as queue:
+            queue.put_nowait([WorkerUp(record=record) for record in self._table.records()])
             while True:
                 yield await queue.get()
-        finally:
-            self._watchers.discard(queue)
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -135,8 +131,7 @@ class MemoryRegistry(Registry):
     def _step(self, event: Event) -> bool:
         self._table, changes, found = step(self._table, event, self._clock())
         if changes:
-            for queue in self._watchers:
-                queue.put_nowait(changes)
+            self._watchers.send(changes)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -14,7 +14,15 @@ from attrs import evolve, frozen
 
 from commutator import WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
-from commutator.registry import CLAIM_TTLS, Change, Registry, Role, WorkerUp, description
+from commutator.registry import (
+    CLAIM_TTLS,
+    Change,
+    Registry,
+    Role,
+    Watchers,
+    WorkerUp,
+    description,
+)
 from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged, with_lease
 from commutator_etcd.config import EtcdConfig
 from commutator_etcd.follower import Follower, SessionEnd
@@ -62,7 +70,7 @@ class EtcdRegistry(Registry):
         self._follower = Follower(config.resync_s * jitter)
         self._following: asyncio.Task[None] | None = None
         self._listed = False
-        self._watchers: set[asyncio.Queue[Sequence[Change]]] = set()
+        self._watchers = Watchers()
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         ttl = whole_ttl_s(ttl_s)
@@ -200,17 +208,14 @@ class EtcdRegistry(Registry):
         return self._follower.age_s(self._clock())
 
     async def watch(self) -> AsyncGenerator[Sequence[Change], None]:
-        queue: asyncio.Queue[Sequence[Change]] = asyncio.Queue()
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
-        if self._listed:
-            queue.put_nowait([WorkerUp(record=record) for record in self._view.records.values()])
-        self._watchers.add(queue)
-        try:
+        with self._watchers.queue() as queue:
+            if self._listed:
+                present = self._view.records.values()
+                queue.put_nowait([WorkerUp(record=record) for record in present])
             while True:
                 yield await queue.get()
-        finally:
-            self._watchers.discard(queue)
 
     async def close(self) -> None:
         tasks = [*self._restoring.values(), *filter(None, [self._following])]
@@ -269,5 +274,4 @@ class EtcdRegistry(Registry):
 
     def _publish(self, changes: Sequence[Change], *, first: bool) -> None:
         if changes or first:
-            for queue in self._watchers:
-                queue.put_nowait(changes)
+            self._watchers.send(changes)

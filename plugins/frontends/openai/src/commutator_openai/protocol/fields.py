@@ -59,6 +59,11 @@ class Special(ABC):
         """JSON Schema of the field."""
 
 
+def _is_one_of(allowed: tuple[Any, ...], value: Any) -> bool:
+    # True == 1 in Python, so types are compared as well.
+    return any(value == one and type(value) is type(one) for one in allowed)
+
+
 # Markers are compared by identity: annotations are dictionary keys in cattrs.
 @frozen(eq=False)
 class Off(Special):
@@ -71,8 +76,7 @@ class Off(Special):
     allowed: tuple[Any, ...] = (None,)
 
     def convert(self, value: Any) -> Any:
-        # True == 1 in Python, so types are compared as well.
-        if any(value == off and type(value) is type(off) for off in self.allowed):
+        if _is_one_of(self.allowed, value):
             return value
         raise ValueError(f"not supported: {self.why}; leave it out")
 
@@ -94,7 +98,7 @@ class Hint(Special):
     """Whether an engine that takes clients' requests unchanged may know it."""
 
     def is_off(self, value: Any) -> bool:
-        return any(value == off and type(value) is type(off) for off in self.allowed)
+        return _is_one_of(self.allowed, value)
 
     def convert(self, value: Any) -> Any:
         return value
