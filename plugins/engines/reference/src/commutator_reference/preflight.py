@@ -272,5 +272,5 @@ def _size(size_bytes: int) -> str:
     """In the notation of options, at most as large as it is, such as "1.5GB"."""
     for factor, unit in ((10**9, "GB"), (_MB, "MB")):
         if size_bytes >= factor:
-            return f"{size_bytes * 1000 // factor / 1000:g}{unit}"
+            return f"{size_bytes * 1000 // factor / 1000:.15g}{unit}"
     return f"{size_bytes}B"
