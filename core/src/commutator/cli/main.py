@@ -30,6 +30,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Make an API key for a principal."),
+    "certs": (
+        "commutator.cli.certs:certs",
+        "Make and renew the certificates of a cluster's hosts.",
+    ),
     "new-plugin": (
         "commutator.cli.scaffold.new_plugin:new_plugin",
         "Make a package for a plugin of your own.",
