@@ -136,8 +136,10 @@ class ConcurrencyLimiter:
         self._queue.charge(place, 1, 0)
 
     def _admit_next(self) -> None:
-        if self.running >= self._max_running or (place := self._queue.first()) is None:
+        if not self._turns or self.running >= self._max_running:
             return
+        place = self._queue.first()
+        assert place is not None  # each turn belongs to one that waits
         self._queue.leave(place)
         self._begin(place)
         turn = self._turns.pop(place)

@@ -365,9 +365,10 @@ class RequestQueue:
         waiting = [self._flows[name].places for _, _, name in heads[:count]]
         found: list[Place] = []
         for turn in range(count):
-            found += [places[turn] for places in waiting if turn < len(places)]
-            if len(found) >= count:
+            waiting = [places for places in waiting if turn < len(places)]
+            if not waiting or len(found) >= count:
                 break
+            found += [places[turn] for places in waiting]
         return found[:count]
 
     def first(self) -> Place | None:
