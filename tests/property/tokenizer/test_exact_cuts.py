@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +12,7 @@ from tests.support.tokenizers import REAL, SPECIAL, encoder, tokenizers_by_name
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.tokenizer import prompt_cache
 from commutator.tokenizer.cut_points import cut_points_of
-from commutator.tokenizer.encoder import random_texts
+from commutator.tokenizer.encoder import Encoder, FastTokenizer, random_texts
 from commutator.tokenizer.prompt_cache import BlockHashing, PromptTokenCache
 
 TOKENIZERS = tokenizers_by_name()
@@ -91,6 +91,42 @@ def test_a_cache_answers_like_the_tokenizer(
             assert prompt.token_ids == plain
             assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE)
             assert cache.size_bytes <= max_bytes
+
+
+@pytest.mark.security
+@kinds
+@settings(max_examples=40)
+@given(text=texts, most=st.integers(1, 60), max_bytes=st.sampled_from([0, 1 << 20]))
+@example(text="fox \x04 of the fox\x04 of the", most=4, max_bytes=1 << 20)
+def test_in_steps_a_prompt_has_the_tokens_of_the_whole(
+    kind: str, text: str, most: int, max_bytes: int
+) -> None:
+    given: list[Sequence[str]] = []
+    fast = encoder(kind)
+
+    class Watched(Encoder):
+        def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+            given.append(texts)
+            return fast.encode(texts, add_special_tokens=add_special_tokens)
+
+    watched = Watched(TOKENIZERS[kind], FastTokenizer(None))
+    cache = PromptTokenCache(watched, CUTS[kind], max_bytes, hashing=_hashing())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_cache, "_STEP_CHARACTERS", most)
+        steps = cache.completing(cache.look_up(text, add_special_tokens=True))
+        yields = 0
+        while True:
+            try:
+                next(steps)
+                yields += 1
+            except StopIteration as end:
+                prompt = end.value
+                break
+    plain = TOKENIZERS[kind].encode(text).ids
+    assert prompt.token_ids == plain
+    assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE)
+    assert all(len(step) == 1 or sum(map(len, step)) <= most for step in given)
+    assert yields == len(given) - 1
 
 
 def _as_tokenizers_gives(kind: str, count: int) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 from tests.support.front_door import FakeDispatcher, front_door
 
 from commutator.errors import OverloadedError
-from commutator.frontend import ByteBudget, WorkPool
+from commutator.frontend import WORKING_FOR, ByteBudget, WorkPool
+from commutator.tokenizer.encoder import LONGEST_EXACT
 
 pytestmark = pytest.mark.security
 
@@ -79,6 +83,64 @@ async def test_the_queue_of_the_threads_is_bounded_and_forgets_who_went_away() -
     assert await pool.run(lambda: 2) == 2
 
 
+async def test_principals_take_turns_at_the_threads() -> None:
+    pool, go, begun = WorkPool(threads=1), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def hold() -> None:
+        begun.set()
+        assert go.wait(30)
+
+    def of(who: str, work: Callable[[], None]) -> asyncio.Task[None]:
+        context = contextvars.copy_context()
+        context.run(WORKING_FOR.set, who)
+        return asyncio.create_task(pool.run(work), context=context)
+
+    tasks = [of("flood", hold)]
+    await asyncio.to_thread(begun.wait, 30)
+    waiting = ("flood", "flood", "flood", "other", "third", "other")
+    tasks += [of(who, partial(done.append, who)) for who in waiting]
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert done == ["flood", "other", "third", "flood", "other"]
+    assert pool.pending == 0
+
+
+async def test_between_steps_a_thread_does_what_others_wait_for() -> None:
+    pool, done = WorkPool(threads=1), list[str]()
+    begun, go = threading.Event(), threading.Event()
+
+    def steps(name: str) -> Generator[None, None, str]:
+        begun.set()
+        assert go.wait(30)
+        for number in range(3):
+            done.append(f"{name} {number}")
+            yield
+        return name
+
+    long = asyncio.create_task(pool.run_in_steps(steps("long")))
+    await asyncio.to_thread(begun.wait, 30)
+    short = asyncio.create_task(pool.run(lambda: done.append("short")))
+    await asyncio.sleep(0)
+    go.set()
+    assert await long == "long"
+    await short
+    assert done == ["long 0", "short", "long 1", "long 2"]
+
+
+async def test_what_a_step_raises_reaches_its_request_and_ends_the_steps() -> None:
+    def steps() -> Generator[None, None, int]:
+        yield
+        raise ValueError("in a step")
+
+    pool = WorkPool(threads=1)
+    with pytest.raises(ValueError, match="in a step"):
+        await pool.run_in_steps(steps())
+    assert pool.pending == 0
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -112,3 +174,14 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized() -> N
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         status, body = await door.chat(messages=[{"role": "user", "content": "a" * 900_000}])
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_text_that_cannot_be_divided_is_refused_when_it_would_hold_a_thread() -> None:
+    async with front_door(FakeDispatcher(longest=10_000_000)) as door:
+        status, body = await door.complete(prompt="\x04" + "!" * LONGEST_EXACT)
+        assert (status, body["error"]["code"]) == (400, "prompt_not_divisible")
+        assert body["error"]["param"] == "prompt"
+        status, body = await door.chat(
+            messages=[{"role": "user", "content": "\x04" + "!" * LONGEST_EXACT}]
+        )
+        assert (status, body["error"]["code"]) == (400, "prompt_not_divisible")

@@ -10,6 +10,8 @@ import pytest
 from tests.support.tokenizers import encoder, tokenizers_by_name
 from tokenizers import Tokenizer
 
+from commutator.errors import RequestError
+from commutator.tokenizer import encoder as encoder_module
 from commutator.tokenizer.encoder import (
     Encoder,
     FastEncode,
@@ -103,6 +105,40 @@ def test_what_it_cannot_tokenize_is_left_to_tokenizers(
     for text in ("fail", "fail", "on"):
         assert fast.encode([text], add_special_tokens=True) == [exact(SMOLLM2, text)]
     assert fast.is_fast == stays
+
+
+def test_one_text_that_is_left_to_tokenizers_does_not_take_the_others_along() -> None:
+    asked: list[Sequence[str]] = []
+    fast = fastokens_encode(SMOLLM2)
+
+    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+        found = fast(texts, special)
+        asked.append(texts)
+        return found
+
+    texts = ["one", "two \x04 three", "four"]
+    both = Encoder(SMOLLM2, FastTokenizer(encode))
+    expected = [exact(SMOLLM2, text) for text in texts]
+    assert both.encode(texts, add_special_tokens=True) == expected
+    assert asked == [["one"], ["four"]]
+
+
+@pytest.mark.security
+def test_no_text_is_so_long_that_it_would_hold_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "LONGEST_EXACT", 10)
+    monkeypatch.setattr(encoder_module, "LONGEST_FAST", 20)
+    fast = encoder("smollm2")
+    for length, byte, accepted in [(10, "\x04", True), (11, "\x04", False), (20, "!", True)]:
+        text = byte + "!" * (length - 1)
+        if accepted:
+            assert fast.encode([text], add_special_tokens=True) == [exact(SMOLLM2, text)]
+            continue
+        with pytest.raises(RequestError, match="in 11 of its characters") as refused:
+            fast.encode([text], add_special_tokens=True)
+        assert refused.value.code == "prompt_not_divisible"
+    with pytest.raises(RequestError, match="at most 20 at a time"):
+        fast.encode(["!" * 21], add_special_tokens=True)
+    assert fast.is_fast
 
 
 def test_a_text_that_nobody_can_read_is_no_difference() -> None:

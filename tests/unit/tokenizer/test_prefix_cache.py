@@ -179,3 +179,12 @@ def test_a_sample_is_tokenized_whole_where_it_holds_nobody_up(
     assert found.known_characters > 3_000
     assert found.missing_characters == len(DOCUMENT)
     assert cache.complete(found).token_ids == SMOLLM2.encode(DOCUMENT).ids
+
+
+@pytest.mark.security
+def test_long_prompts_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_cache, "_CHECK_EVERY", 1)
+    monkeypatch.setattr(prompt_cache, "_STEP_CHARACTERS", 100)
+    cache = a_cache()
+    samples = [cache.look_up("a" * size, add_special_tokens=True).is_sample for size in (100, 101)]
+    assert samples == [True, False]

@@ -8,7 +8,7 @@ from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_rou
 from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
-from commutator.frontend.work import WorkPool
+from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.routing.forward import Forward
 from commutator.tenants.ledger import Standing
 from commutator.tenants.meter import MeteredRequest
@@ -18,6 +18,7 @@ __all__ = [
     "ADMIN_PREFIX",
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
+    "WORKING_FOR",
     "ByteBudget",
     "ChoiceRules",
     "Forward",

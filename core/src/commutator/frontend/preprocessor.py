@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from commutator.errors import RequestError
@@ -37,7 +37,10 @@ _INLINE_LOOK_UP_CHARACTERS = 400_000
 
 
 class Preprocessor:
-    """Renders and tokenizes one model's prompts. A long prompt is handled in a thread."""
+    """Renders and tokenizes one model's prompts. A long prompt is handled in a thread.
+
+    The thread turns to other work at least about once a second.
+    """
 
     def __init__(
         self,
@@ -194,16 +197,14 @@ class Preprocessor:
                 cache.look_up(text, salt, add_special_tokens=add_special_tokens) for text in texts
             ]
 
-        def complete(found: Sequence[FoundPrefix]) -> list[PromptTokens]:
-            return [cache.complete(one) for one in found]
-
         if sum(map(len, texts)) > _INLINE_LOOK_UP_CHARACTERS:
-            return await self._work.run(lambda: complete(look_up()))
-        found = look_up()
+            found = await self._work.run(look_up)
+        else:
+            found = look_up()
         missing = sum(one.missing_characters for one in found)
         if missing <= _INLINE_CHARACTERS:
-            return complete(found)
-        return await self._work.run(lambda: complete(found))
+            return [cache.complete(one) for one in found]
+        return await self._work.run_in_steps(_completing(cache, found))
 
     def _check_length(self, characters: int, max_tokens: int | None, param: str) -> None:
         """Refuse a text that would have too many tokens even if each were the longest there is."""
@@ -224,6 +225,17 @@ class Preprocessor:
                 f"prompt: expected token ids below {self._model.vocab_size}, got {max(token_ids)}",
                 "prompt",
             )
+
+
+def _completing(
+    cache: PromptTokenCache, found: Sequence[FoundPrefix]
+) -> Generator[None, None, list[PromptTokens]]:
+    prompts: list[PromptTokens] = []
+    for one in found:
+        if prompts:
+            yield
+        prompts.append((yield from cache.completing(one)))
+    return prompts
 
 
 def size_of(value: Any) -> int:

@@ -4,6 +4,9 @@ What counts is what ``tokenizers`` answers: models are trained and engines run w
 which is several times as fast, has to prove itself on random texts when a model is loaded, and then
 on samples of what is served (see ``PromptTokenCache``). The first difference ends its use for good,
 with a warning. A text that it cannot tokenize is left to ``tokenizers``.
+
+Neither can be interrupted: a character takes ``tokenizers`` up to two microseconds, fastokens up to
+half of one. So they are given texts of bounded length only.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from typing import Any
 from attrs import frozen
 from tokenizers import Tokenizer
 
+from commutator.errors import RequestError
+
 __all__ = [
+    "LONGEST_EXACT",
+    "LONGEST_FAST",
     "Encoder",
     "FastEncode",
     "FastTokenizer",
@@ -33,6 +40,11 @@ FastEncode = Callable[[Sequence[str], bool], list[list[int]]]
 
 Raises ValueError for texts that it cannot tokenize, and lets other threads run while it works.
 """
+
+LONGEST_EXACT = 600_000
+"""Characters that ``tokenizers`` gets at a time: about a second of its work at worst."""
+LONGEST_FAST = 2_000_000
+"""The same for fastokens."""
 
 _PROBES = 300
 # fastokens cuts texts of this size into parts, which it tokenizes one by one.
@@ -122,11 +134,21 @@ class Encoder:
         return self._fast is not None
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The token ids of each text."""
+        """The token ids of each text.
+
+        Raises RequestError for a text that is too long for the one that has to tokenize it.
+        """
         if self._fast is not None:
+            _check_lengths(texts, LONGEST_FAST)
             try:
                 return self._fast(texts, add_special_tokens)
             except ValueError as error:
+                if len(texts) > 1:  # one of them
+                    return [
+                        token_ids
+                        for text in texts
+                        for token_ids in self.encode([text], add_special_tokens=add_special_tokens)
+                    ]
                 log.debug("model %s: left to tokenizers: %s", self._name, error)
             except (KeyboardInterrupt, SystemExit):
                 raise
@@ -135,7 +157,8 @@ class Encoder:
         return self.encode_exactly(texts, add_special_tokens=add_special_tokens)
 
     def encode_exactly(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The same, by ``tokenizer`` itself."""
+        """The same, by ``tokenizer`` itself. Raises RequestError for a text that is too long."""
+        _check_lengths(texts, LONGEST_EXACT)
         # Unlike encode(), the batch form gives up the interpreter lock, and it is quicker.
         encodings = self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
@@ -151,6 +174,18 @@ class Encoder:
             "times as long: %s; please report it with the model's tokenizer",
             self._name,
             why,
+        )
+
+
+def _check_lengths(texts: Sequence[str], most: int) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > most:
+        raise RequestError(
+            f"prompt: in {longest} of its characters there is no place where this model's "
+            f"tokenizer is known to split, and it is given at most {most} at a time: send a "
+            "shorter prompt, one with spaces and line ends, or token ids",
+            "prompt",
+            "prompt_not_divisible",
         )
 
 

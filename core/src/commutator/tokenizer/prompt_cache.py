@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from attrs import field, frozen
 
@@ -31,6 +31,10 @@ _HASH_BYTES = 36
 
 # One prompt in so many is also tokenized as a whole, by tokenizers itself.
 _CHECK_EVERY = 1_000
+
+# Characters between two places where a thread may turn to other work. By ``tokenizers`` itself,
+# this takes about half a second at worst.
+_STEP_CHARACTERS = 400_000
 
 
 @frozen
@@ -111,9 +115,9 @@ class PromptTokenCache:
     nothing about prompts of other salts. The least recently used go first; a chunk never before
     those after it.
 
-    One prompt in 1,000 is compared with what ``tokenizers`` makes of the whole text. If they ever
-    differ, that prompt gets the right tokens, and neither the cache nor the fast encoder is used
-    again.
+    One prompt in 1,000, if it is not too long to be tokenized in one step, is compared with what
+    ``tokenizers`` makes of the whole text. If they ever differ, that prompt gets the right tokens,
+    and neither the cache nor the fast encoder is used again.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class PromptTokenCache:
         ``on_hit`` is told each prompt's known tokens.
         """
         self._encoder = encoder
-        self._cuts = cuts if max_bytes > 0 else CutPoints(problem="it has no room for anything")
+        self._cuts = cuts
         self._max_bytes = max_bytes
         self._hashing = hashing
         self._on_hit = on_hit
@@ -148,7 +152,10 @@ class PromptTokenCache:
     def encode(
         self, text: str, salt: str | None = None, *, add_special_tokens: bool
     ) -> PromptTokens:
-        """The prompt's tokens, equal to those without a cache."""
+        """The prompt's tokens, equal to those without a cache.
+
+        Raises RequestError for a text that can neither be divided nor be tokenized quickly.
+        """
         return self.complete(self.look_up(text, salt, add_special_tokens=add_special_tokens))
 
     def look_up(
@@ -156,7 +163,9 @@ class PromptTokenCache:
     ) -> FoundPrefix:
         """What is known of the prompt; quick."""
         can_differ = self._encoder.is_fast or self._cuts.pattern is not None
-        is_sample = can_differ and next(self._prompts) % _CHECK_EVERY == 0
+        is_sample = (
+            can_differ and next(self._prompts) % _CHECK_EVERY == 0 and len(text) <= _STEP_CHARACTERS
+        )
         chunks: list[_Chunk] = []
         start = 0
         before: object = _root(salt, add_special_tokens)
@@ -170,20 +179,34 @@ class PromptTokenCache:
         return FoundPrefix(text, salt, add_special_tokens, is_sample, chunks, start)
 
     def complete(self, found: FoundPrefix) -> PromptTokens:
-        """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile."""
+        """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile.
+
+        Raises RequestError as ``encode`` does.
+        """
+        steps = self.completing(found)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                prompt: PromptTokens = end.value
+                return prompt
+
+    def completing(self, found: FoundPrefix) -> Generator[None, None, PromptTokens]:
+        """The same in steps of about a second at most. Each may run in another thread."""
         if self._cuts.pattern is None:
             (token_ids,) = self._encoder.encode([found.text], add_special_tokens=found.special)
             prompt = self._whole(found, token_ids)
         else:
-            prompt = self._completed(found)
+            prompt = yield from self._completing(found)
         if found.is_sample:
+            yield
             (exact,) = self._encoder.encode_exactly([found.text], add_special_tokens=found.special)
             if exact != prompt.token_ids:
                 self._give_way(prompt.token_ids, exact)
                 return self._whole(found, exact)
         return prompt
 
-    def _completed(self, found: FoundPrefix) -> PromptTokens:
+    def _completing(self, found: FoundPrefix) -> Generator[None, None, PromptTokens]:
         cuts, hashing = self._cuts, self._hashing
         token_ids: list[int] = [*cuts.first_ids] if found.special else []
         hashes: list[int] = []
@@ -194,7 +217,11 @@ class PromptTokenCache:
         known_tokens = len(token_ids)
         hit_tokens += known_tokens
         texts = self._cut(found.text, found.known_characters)
-        parts = self._encoder.encode(texts, add_special_tokens=False)
+        parts: list[list[int]] = []
+        for step in _steps(texts):
+            if parts:
+                yield
+            parts += self._encoder.encode(step, add_special_tokens=False)
         for part in parts:
             token_ids += part
         if found.special:
@@ -231,8 +258,8 @@ class PromptTokenCache:
         block_size = self._hashing.block_size if self._hashing else sys.maxsize
         tokens = known_tokens
         with self._lock:
-            if self._cuts.pattern is None:
-                return  # another thread has found that the cache is wrong
+            if self._cuts.pattern is None or not self._max_bytes:
+                return  # another thread has found that the cache is wrong, or it is turned off
             for text, part in zip(texts, parts, strict=False):
                 blocks, tokens = tokens // block_size, tokens + len(part)
                 chunk = self._chunks.get((before, text))
@@ -269,6 +296,19 @@ class PromptTokenCache:
             f"a prompt of {len(exact)} tokens had others from number {at} on: {found[at : at + 3]} "
             f"instead of {exact[at : at + 3]}"
         )
+
+
+def _steps(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in their order; several together only up to what one step may take."""
+    step: list[str] = []
+    characters = 0
+    for text in texts:
+        if step and characters + len(text) > _STEP_CHARACTERS:
+            yield step
+            step, characters = [], 0
+        step.append(text)
+        characters += len(text)
+    yield step
 
 
 def _root(salt: str | None, special: bool) -> tuple[str | None, bool]:

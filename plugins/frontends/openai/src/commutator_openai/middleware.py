@@ -24,6 +24,7 @@ from commutator.frontend import (
     ADMIN_PREFIX,
     OPERATIONS_PATHS,
     PROBE_PATHS,
+    WORKING_FOR,
     FrontendServices,
     MeteredRequest,
     TimeLimit,
@@ -151,6 +152,7 @@ async def _identify(request: web.Request) -> None:
             peer=request.remote or None,
         )
     )
+    WORKING_FOR.set(known.principal.name)
 
 
 def _bearer(authorization: str) -> str | None:

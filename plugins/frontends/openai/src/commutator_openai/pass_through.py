@@ -313,27 +313,28 @@ async def _known_tokens(
     prompt, most = body.get("prompt"), services.max_model_len(model, ANONYMOUS)
     prompts = services.preprocessors[model]
     try:
-        if isinstance(prompt, str):
-            return (
-                await prompts.encode(
-                    prompt,
-                    add_special_tokens=True,
-                    salt=body.get("cache_salt"),
-                    max_tokens=most,
-                )
-            ).token_ids
-        return await services.work.run(partial(_render, text, body, most))
-    except (RequestError, TypeError, KeyError, AttributeError):
+        special = isinstance(prompt, str)
+        if not isinstance(prompt, str):
+            prompt = await services.work.run(partial(_render, text, body, most))
+        salt = body.get("cache_salt")
+        tokens = await prompts.encode(
+            prompt, add_special_tokens=special, salt=salt, max_tokens=most
+        )
+    except RequestError as error:
+        if limited and error.code == "prompt_not_divisible":
+            raise  # its length would not be counted
         return []
+    except (TypeError, KeyError, AttributeError):
+        return []
+    return tokens.token_ids
 
 
-def _render(text: TextModel, body: Mapping[str, Any], most: int) -> list[int]:
+def _render(text: TextModel, body: Mapping[str, Any], most: int) -> str:
     """Empty also for what is certainly longer than ``most`` tokens: the engine will refuse it."""
     if size_of(body) > most * text.longest_token_bytes:
-        return []
+        return ""
     variables = {"tools": body.get("tools") or None, **(body.get("chat_template_kwargs") or {})}
     messages = body["messages"]
     if not all(isinstance(message["content"], str) for message in messages):
-        return []
-    rendered = text.render_chat(messages, variables=variables)
-    return text.encode(rendered, add_special_tokens=False)
+        return ""
+    return text.render_chat(messages, variables=variables)
