@@ -31,6 +31,8 @@ from commutator.trust.handshake import MAGIC
 pytestmark = pytest.mark.security
 
 CASES = int(os.environ.get("FUZZ_CASES", "200"))
+FEW_CASES = CASES if CASES > 1000 else CASES // 4
+"""Of what is tried at a second and third address in a usual test run."""
 WARM_UP = max(50, CASES // 10)
 MOST_TURN_S = 0.05
 MOST_GROWTH_BYTES = 24 << 20
@@ -91,8 +93,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def connect(address: str, timeout_s: float = ANSWER_S) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    made = socket.create_connection((host, int(port)), timeout=10)
+    """To "host:port", or to the Unix socket of this path."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        made = socket.create_connection((host, int(port)), timeout=10)
+    else:
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(address)
     made.settimeout(timeout_s)
     return made
 
@@ -112,8 +119,9 @@ def run_cases(
     cases: st.SearchStrategy[Any],
     attack: Callable[[Any], None],
     still_serves: Callable[[], None],
+    count: int = CASES,
 ) -> None:
-    """Attack with ``CASES`` cases; assert what this module promises."""
+    """Attack with ``count`` cases; assert what this module promises."""
 
     def many(count: int) -> None:
         @given(cases)
@@ -132,13 +140,13 @@ def run_cases(
     many(WARM_UP)
     still_serves()
     before, log_before = target.report(), target.log_bytes()
-    many(CASES)
+    many(count)
     still_serves()
     after = target.report()
     assert target.errors() == []
     assert after["longest_s"] <= MOST_TURN_S, "a case held the event loop"
     assert after["rss_bytes"] - before["rss_bytes"] <= MOST_GROWTH_BYTES
-    assert target.log_bytes() - log_before <= CASES * 2000, "a case filled the log"
+    assert target.log_bytes() - log_before <= count * 2000, "a case filled the log"
 
 
 LEAVES: st.SearchStrategy[Any] = (
@@ -347,7 +355,10 @@ PATHS = st.sampled_from(
         *(b"/tokenize", b"/detokenize", b"/metrics", b"/health", b"/openapi.json"),
         *(b"/admin/tiers", b"/admin/tiers/explain", b"/admin/tiers/evict?tier=%00&worker=x"),
         *(b"/admin/tiers/verify?timeout_s=nan", b"/admin/workers/x/drain"),
-        *(b"/admin/workers/%ff%00/load", b"/admin/workers/x/role/%0a"),
+        *(b"/admin/workers/%ff%00/load", b"/admin/workers/x/role/%0a", b"/admin/workers/x/load"),
+        *(b"/admin/workers/x/undrain", b"/admin/workers/x/role/prefill", b"/admin/"),
+        *(b"/admin/tiers?model=smol", b"/admin/tiers/statistics?worker=x", b"/admin/tiers/verify"),
+        *(b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/models/smol", b"/live", b"/ready"),
         *(b"/%00", b"/..", b"*"),
     ]
 )
@@ -364,6 +375,8 @@ HEADERS = st.sampled_from(
 BODIES = st.binary(max_size=100) | st.sampled_from(
     [
         *(b"{}", b"[" * 3000, b'{"model": "smol", "prompt": "Hi"}', b"\xff" * 50),
+        *(b'{"token_ids": [1, 2, 3]}', b'{"token_ids": [99999999999999999999]}'),
+        *(b'{"token_ids": [-1], "cache_salt": "\\ud800"}', b'{"token_ids": "x", "lora_name": 1}'),
         b"5\r\nhello\r\n0\r\n\r\n",
     ]
 )
@@ -383,6 +396,7 @@ def http_requests(*headers: bytes) -> st.SearchStrategy[bytes]:
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 OPEN = {b"/openapi.json", b"/live", b"/ready"}
+OPEN_TO_OPERATORS = {b"/live", b"/ready", b"/health", b"/metrics"}
 
 
 def test_http_without_a_key(target: Target) -> None:
@@ -398,8 +412,10 @@ def test_http_without_a_key(target: Target) -> None:
     run_cases(target, http_requests(), attack, lambda: chat(address))
 
 
-def test_http_with_a_key(target: Target) -> None:
-    address = target.addresses["http"]
+@pytest.mark.parametrize("name", ["http", "operators", "local"])
+def test_http_with_a_key(target: Target, name: str) -> None:
+    """Also at the address for operators, and on the Unix socket, which asks for no key."""
+    address = target.addresses[name]
 
     def attack(case: bytes) -> None:
         for status in STATUS.findall(exchange(address, case)):
@@ -409,8 +425,28 @@ def test_http_with_a_key(target: Target) -> None:
         target,
         http_requests(b"Authorization: Bearer " + KEY.encode()),
         attack,
-        lambda: chat(address),
+        lambda: chat(address) if name != "operators" else alive(address),
+        CASES if name == "http" else FEW_CASES,
     )
+
+
+def test_operators_without_a_key(target: Target) -> None:
+    """On their address they read without a key, but nothing under /admin/."""
+    address = target.addresses["operators"]
+
+    def attack(case: bytes) -> None:
+        path = case.split(b" ", 2)[1:2]
+        for status in STATUS.findall(exchange(address, case)):
+            assert not status.startswith(b"5"), case
+            if status.startswith(b"2"):
+                assert path[0].split(b"?")[0] in OPEN_TO_OPERATORS, "a stranger was answered"
+
+    run_cases(target, http_requests(), attack, lambda: alive(address), FEW_CASES)
+
+
+def alive(address: str) -> None:
+    sent = b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert b" 200 " in exchange(address, sent, 10)
 
 
 def chat(address: str) -> None:

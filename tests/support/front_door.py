@@ -335,7 +335,6 @@ async def front_door(
     """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
     settings = OpenAiConfig(port=0, **config)
     services = make_services(dispatcher, models, settings, gate)
-    services.local_socket = local_socket
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(

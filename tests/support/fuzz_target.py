@@ -18,18 +18,21 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.support.front_door import FakeDispatcher, answer, front_door
 from tests.support.principals import gate_of
 
 from commutator.contract.block import BlockStored
+from commutator.contract.frontend import AdminConfig
 from commutator.contract.principal import Principal
 from commutator.contract.tier import RemoteAgent
 from commutator.engine.server import TokenApiServer
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator.kv_events import EventPublisher
+from commutator.launcher.ports import reserved_port
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.trust import RunSecret
@@ -85,14 +88,27 @@ async def serve(watched: _Watched) -> None:
                 block_size=4,
             )
             publisher.publish([block])
-        door = await stack.enter_async_context(
-            front_door(
-                FakeDispatcher(answer("An answer.")),
-                gate=gate_of(Principal(name=KEY, permissions=frozenset({"admin"}))),
-                header_timeout_s=1.0,
-                body_timeout_s=1.0,
+        folder = stack.enter_context(TemporaryDirectory())
+        local, operators = f"{folder}/door.sock", stack.enter_context(reserved_port("127.0.0.1", 0))
+        doors = []
+        each: list[dict[str, Any]] = [
+            {"local_socket": local},
+            {"admin": AdminConfig(port=operators)},  # then the address of clients has no such paths
+        ]
+        for options in each:
+            door = await stack.enter_async_context(
+                front_door(
+                    FakeDispatcher(
+                        answer("An answer."), addresses={"x": f"127.0.0.1:{token_port}"}
+                    ),
+                    gate=gate_of(Principal(name=KEY, permissions=frozenset({"admin"}))),
+                    header_timeout_s=1.0,
+                    body_timeout_s=1.0,
+                    **options,
+                )
             )
-        )
+            door.services.registry = registry.registry
+            doors.append(door)
         addresses = {
             "token": f"127.0.0.1:{token_port}",
             "registry": registry_address,
@@ -102,7 +118,9 @@ async def serve(watched: _Watched) -> None:
             "exporter": exporter_address,
             "events": publisher.source.endpoint,
             "replay": publisher.source.replay_endpoint,
-            "http": f"127.0.0.1:{door.port}",
+            "http": f"127.0.0.1:{doors[0].port}",
+            "operators": f"127.0.0.1:{operators}",
+            "local": local,
         }
         print(json.dumps(addresses), flush=True)
         loop = asyncio.get_running_loop()

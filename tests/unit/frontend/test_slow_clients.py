@@ -50,6 +50,8 @@ async def test_half_a_header_has_a_deadline() -> None:
             status, body = await answer_to(door.port, sent)
             assert status == b"HTTP/1.1 408 Request Timeout"
             assert body["error"]["code"] == "headers_too_slow"
+        page = door.services.metrics.render()
+    assert b'commutator_connections_dropped_total{reason="headers_too_slow"} 3.0' in page
 
 
 @pytest.mark.security
@@ -187,7 +189,8 @@ def test_descriptors_are_left_for_other_things(wanted: int, descriptors: int, mo
 
 
 def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> None:
-    table = ConnectionTable(3, for_probes=1)
+    reasons: list[str] = []
+    table = ConnectionTable(3, for_probes=1, on_drop=reasons.append)
     dropped: list[str] = []
     opened = []
     for name in "abc":
@@ -205,3 +208,6 @@ def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> Non
         table.works(newest)
     assert dropped == ["b", "c"]
     assert table.open == 3
+    assert reasons == ["full"] * 3
+    assert table.drop_oldest()
+    assert reasons[3:] == ["no_descriptors"]

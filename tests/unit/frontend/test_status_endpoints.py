@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
+from commutator.frontend import ADMIN_PREFIX, admin_routes
 from commutator.routing.disagg.prefill_pool import QueueState
 
 
@@ -188,7 +189,14 @@ async def test_openapi_describes_what_is_answered() -> None:
     async with front_door(FakeDispatcher()) as door:
         _, document = await door.get("/openapi.json")
         assert document["openapi"] == "3.1.0"
-        assert set(document["paths"]) == {
+        admin = admin_routes(door.services, lambda _: "root")
+        assert {
+            (path, method)
+            for path, methods in document["paths"].items()
+            if path.startswith(ADMIN_PREFIX)
+            for method in methods
+        } == {(route.path, route.method.lower()) for route in admin}
+        assert {path for path in document["paths"] if not path.startswith(ADMIN_PREFIX)} == {
             *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{id}"),
             *("/tokenize", "/detokenize", "/health", "/live", "/ready", "/metrics"),
             "/openapi.json",

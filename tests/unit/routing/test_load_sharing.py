@@ -62,6 +62,27 @@ async def front_door(name: str, address: str) -> AsyncIterator[InFlightLoad]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_it_ends_when_it_is_cancelled_even_if_its_connection_cannot_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: ReplicaSync) -> None:
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(ReplicaSync, "_announce_stop", fail)
+    async with server() as address:
+        load, other = InFlightLoad(), InFlightLoad()
+        tasks = [
+            asyncio.create_task(ReplicaSync(name, each, address, TIMES).run())
+            for name, each in (("a", load), ("b", other))
+        ]
+        await until(lambda: load.peers == 1)
+        for task in tasks:
+            task.cancel()
+        async with asyncio.timeout(10):
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
+
+
 async def test_each_sees_what_the_others_have_in_flight() -> None:
     async with (
         server() as address,

@@ -86,7 +86,7 @@ def health_routes(
 
     async def health(_: web.Request) -> web.Response:
         """Models, workers and load; always 200, for people and dashboards."""
-        return _json(await _health(services))
+        return _json(await _health(services, local_socket))
 
     async def metrics(request: web.Request) -> web.Response:
         """Prometheus' text format for all front doors, as a client cannot choose one."""
@@ -101,7 +101,7 @@ def health_routes(
     return [web.get(path, handler) for path, handler in handlers.items()]
 
 
-async def _health(services: FrontendServices) -> dict[str, object]:
+async def _health(services: FrontendServices, local_socket: str | None) -> dict[str, object]:
     dispatcher, limiter = services.dispatcher, services.limiter
     status = "ready" if dispatcher.ready() else "degraded"
     return {
@@ -118,7 +118,7 @@ async def _health(services: FrontendServices) -> dict[str, object]:
         "indexed_blocks": dispatcher.indexed_blocks(),
         "registry": services.registry_address,
         "registry_age_s": _registry_age_s(services),
-        "socket": services.local_socket,
+        "socket": local_socket,
         "warnings": await _in_slices(dispatcher.reviewing()),
     }
 

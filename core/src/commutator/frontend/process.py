@@ -75,7 +75,6 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         observer=loaded.host,
         registry=registry,
         registry_address=registry_address,
-        local_socket=socket_path,
     )
     loaded.host.add_observer("metrics", services.metrics)
     await gate.start()

@@ -52,8 +52,6 @@ class FrontendServices:
     """Where workers are drained and get other roles; None: nowhere."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry, for people; None when it has no address."""
-    local_socket: str | None = None
-    """The Unix socket on which this process answers the run's own user without a key."""
     refused: Mapping[str, int] = field(factory=dict)
     """Connections that the registry's process refused, by service."""
     started_unix_s: int = field(factory=lambda: int(time.time()))

@@ -121,6 +121,14 @@ class FrontendMetrics(Observer):
             "Requests answered 429; the reason is the error's code.",
             labels=("model", "reason"),
         )
+        self._dropped = counter(
+            "commutator_connections_dropped",
+            "Connections of clients that the front door closed or did not accept: one that waited "
+            "longest for its client, because the door or its places for probes were full or files "
+            "ran out (full, full_for_probes, no_descriptors); a new one (full_for_address, "
+            "not_accepted); one with slow or long headers (headers_too_slow, headers_too_long).",
+            labels=("reason",),
+        )
         self._router_queue_s = histogram(
             "commutator_router_queue_seconds",
             "How long requests waited that got a worker after waiting.",
@@ -302,6 +310,10 @@ class FrontendMetrics(Observer):
 
     def request_rejected(self, model: str, reason: str) -> None:
         self._rejected.add(1, model, reason)
+
+    def connection_dropped(self, reason: str) -> None:
+        """A client's connection was closed, or not accepted, without an answer to a request."""
+        self._dropped.add(1, reason)
 
     def request_done(self, endpoint: str, model: str, code: int, duration_s: float) -> None:
         self._requests.add(1, endpoint, model, str(code))

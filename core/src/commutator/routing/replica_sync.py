@@ -78,6 +78,11 @@ class ReplicaSync:
                     group.create_task(self._stay_connected())
                     group.create_task(self._tick())
             except Exception:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # A task of the group failed while it ended: the group then raises that alone.
+                    log.exception("load sharing failed while it was ended")
+                    raise asyncio.CancelledError from None
                 log.exception("load sharing failed; trying again")
                 await asyncio.sleep(self._times.silence_s)
             finally:

@@ -71,8 +71,19 @@ class Connection:
 class ConnectionTable:
     """Decides which connections are accepted, and which are closed for them. Opens no socket."""
 
-    def __init__(self, most: int, most_per_address: int = 0, for_probes: int = _FOR_PROBES) -> None:
-        """``most_per_address`` 0 means no limit. ``for_probes`` come on top of ``most``."""
+    def __init__(
+        self,
+        most: int,
+        most_per_address: int = 0,
+        for_probes: int = _FOR_PROBES,
+        on_drop: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``most_per_address`` 0 means no limit. ``for_probes`` come on top of ``most``.
+
+        ``on_drop`` is given the reason of each connection that is closed to make room, or not
+        accepted, or closed for what its client does.
+        """
+        self.on_drop = on_drop
         self._most = most
         self._most_per_address = most_per_address
         self._for_probes = for_probes
@@ -92,15 +103,20 @@ class ConnectionTable:
         May close another one.
         """
         full_for_address = 0 < self._most_per_address <= self._by_address[address]
-        if not full_for_address and (self.open < self._most or self._drop_oldest(self._waiting)):
+        if not full_for_address and (
+            self.open < self._most or self._drop_oldest(self._waiting, "full")
+        ):
             connection = Connection(address)
             self.open += 1
             self._by_address[address] += 1
-        elif self.probes < self._for_probes or self._drop_oldest(self._waiting_probes):
+        elif self.probes < self._for_probes or self._drop_oldest(
+            self._waiting_probes, "full_for_probes"
+        ):
             connection = Connection(address, probes_only=True)
             self.probes += 1
         else:
             self.dropped += 1
+            self.on_drop("full_for_address" if full_for_address else "not_accepted")
             return None
         self.waits(connection)
         return connection
@@ -131,13 +147,14 @@ class ConnectionTable:
 
     def drop_oldest(self) -> bool:
         """Close the connection that has waited longest for its client; False if none waits."""
-        return self._drop_oldest(self._waiting)
+        return self._drop_oldest(self._waiting, "no_descriptors")
 
-    def _drop_oldest(self, waiting: dict[Connection, None]) -> bool:
+    def _drop_oldest(self, waiting: dict[Connection, None], reason: str) -> bool:
         oldest = next(iter(waiting), None)
         if oldest is None:
             return False
         self.dropped += 1
+        self.on_drop(reason)
         self.closed(oldest)
         oldest.close()
         return True

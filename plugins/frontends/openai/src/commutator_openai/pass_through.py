@@ -313,12 +313,13 @@ async def _known_tokens(
     prompt, most = body.get("prompt"), services.max_model_len(model, ANONYMOUS)
     prompts = services.preprocessors[model]
     try:
-        special = isinstance(prompt, str)
-        if not isinstance(prompt, str):
-            prompt = await services.work.run(partial(_render, text, body, most))
-        salt = body.get("cache_salt")
         tokens = await prompts.encode(
-            prompt, add_special_tokens=special, salt=salt, max_tokens=most
+            prompt
+            if isinstance(prompt, str)
+            else await services.work.run(partial(_render, text, body, most)),
+            add_special_tokens=isinstance(prompt, str),
+            salt=body.get("cache_salt"),
+            max_tokens=most,
         )
     except RequestError as error:
         if limited and error.code == "prompt_not_divisible":

@@ -73,7 +73,8 @@ async def open_server(
     most = most_connections(config.max_connections)
     if most < config.max_connections:
         log.warning("at most %d connections, as the limit of open files leaves no more", most)
-    table = ConnectionTable(most, config.max_connections_per_address)
+    dropped = services.metrics.connection_dropped
+    table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
     runner = Runner(build_app(config, services, local_socket), table, deadlines)
     runners = [runner]
@@ -92,7 +93,7 @@ async def open_server(
             await local.setup()
             await web.UnixSite(local, local_socket).start()
         if (admin := config.admin) is not None:
-            operators = ConnectionTable(_OPERATORS, _OPERATORS)
+            operators = ConnectionTable(_OPERATORS, _OPERATORS, on_drop=dropped)
             operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
             runners.append(operations)
             await operations.setup()
@@ -236,7 +237,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
             return  # requests that are read or answered have deadlines of their own
         self._header_bytes += len(data)
         if self._header_bytes > _MAX_HEADER_BYTES:
-            self._refuse(_LONG_HEADERS)
+            self._refuse(_LONG_HEADERS, "headers_too_long")
         elif self._header_timer is None and data:
             self._expect_headers()
 
@@ -273,11 +274,12 @@ class _Protocol(ClientConnection, web.RequestHandler):
 
     def _too_slow(self) -> None:
         self._header_timer = None
-        self._refuse(_SLOW_HEADERS)
+        self._refuse(_SLOW_HEADERS, "headers_too_slow")
 
-    def _refuse(self, answer: bytes) -> None:
+    def _refuse(self, answer: bytes, reason: str) -> None:
         """Answer a client that has sent no complete request, and close."""
         self._headers_came()
+        self._table.on_drop(reason)
         if self.transport is not None:
             self.transport.write(answer)
         # Closing with something unread would reset the connection, and the client never see why.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commutator.contract.worker import Role
 from commutator_openai.protocol import requests, responses
 from commutator_openai.protocol.fields import request_schema
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
@@ -24,6 +25,68 @@ _POST = {
     "/detokenize": ("Tokens to text.", requests.DetokenizeRequest, responses.DetokenizeResponse),
 }
 """Summary, body and answer by path."""
+_WORKER = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+    "description": "A worker id, as /health lists them.",
+}
+_ROLE = {
+    "name": "role",
+    "in": "path",
+    "required": True,
+    "schema": {"enum": [*Role]},
+}
+_TIER = ("tier", {"type": "string"}, "Only this tier.")
+_ASKED = (
+    ("worker", {"type": "string"}, "Ask only this worker."),
+    ("model", {"type": "string"}, "Ask only the workers of this model."),
+)
+_TIMEOUT = ("timeout_s", {"type": "number", "exclusiveMinimum": 0}, "Seconds for each worker.")
+
+
+def _query(*named: tuple[str, dict[str, Any], str]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "query", "schema": schema, "description": meaning}
+        for name, schema, meaning in named
+    ]
+
+
+_ADMIN: Mapping[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "/admin/workers/{id}/drain": (
+        "post",
+        "Send a worker no new requests; it finishes those it has.",
+        [_WORKER],
+    ),
+    "/admin/workers/{id}/undrain": ("post", "Send a worker requests again.", [_WORKER]),
+    "/admin/workers/{id}/role/{role}": ("post", "Give a worker a role.", [_WORKER, _ROLE]),
+    "/admin/workers/{id}/load": ("get", "A worker's requests, as it counts them.", [_WORKER]),
+    "/admin/tiers": ("get", "Blocks and bytes in KV tiers.", _query(*_ASKED)),
+    "/admin/tiers/statistics": ("get", "Counters of KV tiers.", _query(*_ASKED)),
+    "/admin/tiers/explain": (
+        "post",
+        "Which blocks of a prompt would be reused.",
+        _query(*_ASKED),
+    ),
+    "/admin/tiers/evict": ("post", "Remove blocks from KV tiers.", _query(*_ASKED, _TIER)),
+    "/admin/tiers/verify": (
+        "post",
+        "Read and check every block of KV tiers.",
+        _query(*_ASKED, _TIER, _TIMEOUT),
+    ),
+}
+"""Method, summary and parameters by path, for those with the permission `admin`."""
+_KV_PROMPT = {
+    "type": "object",
+    "required": ["token_ids"],
+    "properties": {
+        "token_ids": {"type": "array", "items": {"type": "integer"}},
+        "cache_salt": {"type": ["string", "null"]},
+        "lora_name": {"type": ["string", "null"]},
+    },
+}
+"""The body of /admin/tiers/explain."""
 
 
 def openapi_document(
@@ -31,7 +94,7 @@ def openapi_document(
 ) -> dict[str, Any]:
     """``version`` is Commutator's; ``models`` are the names that requests may give.
 
-    ``operations``: whether /health and /metrics are there.
+    ``operations``: whether /health, /metrics and /admin/ are there.
     """
     model_id = {
         "name": "id",
@@ -52,6 +115,12 @@ def openapi_document(
             "/health": {"get": _get("Models, workers and load.", anything)},
             "/metrics": {"get": _get("Prometheus metrics.", {"type": "string"}, "text/plain")},
         }
+        for path, (method, summary, parameters) in _ADMIN.items():
+            operation = _get(summary, anything) | {"parameters": parameters}
+            if path == "/admin/tiers/explain":
+                body = {"required": True, "content": {"application/json": {"schema": _KV_PROMPT}}}
+                operation["requestBody"] = body
+            protected[path] = {method: operation}
     protected["/openapi.json"] = {"get": _get("This document.", anything)}
     free = {
         "/live": {"get": _get("Whether the process answers.", anything)},
