@@ -251,7 +251,7 @@ class PromptTokenCache:
         known_tokens: int,
         texts: Sequence[str],
         parts: Sequence[list[int]],
-        hashes: Sequence[int],
+        hashes: list[int],
     ) -> None:
         path = list(found.chunks)
         before: object = path[-1] if path else _root(found.salt, found.special)
