@@ -257,6 +257,19 @@ class PluginHost(Observer):
             if getattr(type(observer), hook) is not getattr(Observer, hook):
                 self._listen(hook, _Listener(name, getattr(observer, hook)))
 
+    def remove_observer(self, observer: Observer) -> None:
+        """Call ``observer`` no more. Only for one that was added after ``start``."""
+        self._observers = [one for one in self._observers if one[1] is not observer]
+        for hook in OBSERVING_HOOKS:
+            listeners = self._listeners.get(hook, [])
+            left = [
+                one for one in listeners if getattr(one.function, "__self__", None) is not observer
+            ]
+            if left:
+                self._listeners[hook] = left
+            else:  # a hook without listeners costs nothing
+                self._listeners.pop(hook, None)
+
     async def start(self, configs: Iterable[ObserverConfig] = ()) -> None:
         """Add the observers of a configuration, and start all in the order of adding.
 

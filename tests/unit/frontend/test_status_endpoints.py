@@ -35,6 +35,11 @@ async def test_live_ready_health() -> None:
                     "admin_address": None,
                     "role": "both",
                     "hands_over": False,
+                    "engine": "",
+                    "version": "",
+                    "pid": None,
+                    "host": "",
+                    "block_size": 0,
                 }
             ],
             "requests": {"running": 0, "queued": 0},

@@ -6,6 +6,7 @@ from commutator.frontend.administration import ADMIN_PREFIX, admin_routes, local
 from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
 from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
+from commutator.frontend.live import LIVE_PATH, LiveFeed, live_routes
 from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
 from commutator.frontend.work import WORKING_FOR, WorkPool
@@ -16,6 +17,7 @@ from commutator.tracing import traced
 
 __all__ = [
     "ADMIN_PREFIX",
+    "LIVE_PATH",
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
     "WORKING_FOR",
@@ -25,6 +27,7 @@ __all__ = [
     "FrontendServices",
     "Gate",
     "Generation",
+    "LiveFeed",
     "MeteredRequest",
     "Piece",
     "Plan",
@@ -37,6 +40,7 @@ __all__ = [
     "allowed_priority",
     "check_answers",
     "health_routes",
+    "live_routes",
     "local_user",
     "longest",
     "require",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import prometheus_client
 from attrs import frozen
@@ -33,6 +33,8 @@ from commutator.routing.prefix_index.indexer import WorkerEvents
 from commutator.routing.router import FALLBACK, Route
 
 __all__ = [
+    "ITL_BUCKETS_S",
+    "TTFT_BUCKETS_S",
     "FrontendMetrics",
     "Readings",
     "TokenTimes",
@@ -41,13 +43,13 @@ __all__ = [
 _MAX_PRINCIPALS = 500
 """Each takes a handful of time series, and Prometheus keeps every one that it ever saw."""
 _OTHER = "other"
-_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _LENGTH_BUCKETS = tuple(2**power for power in range(4, 18))
 _RATE_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 _ROUTING_BUCKETS_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
-_HANDOVER_BUCKETS_S = (0.001, 0.0025, *_TTFT_BUCKETS_S)
+_HANDOVER_BUCKETS_S = (0.001, 0.0025, *TTFT_BUCKETS_S)
 _BANDWIDTH_BUCKETS = tuple(float(10**power) for power in range(5, 12))
 
 
@@ -137,12 +139,12 @@ class FrontendMetrics(Observer):
         self._ttft_s = histogram(
             "commutator_time_to_first_token_seconds",
             "From a request's arrival to the first token of each answer.",
-            buckets=_TTFT_BUCKETS_S,
+            buckets=TTFT_BUCKETS_S,
         )
         self._itl_s = histogram(
             "commutator_inter_token_latency_seconds",
             "Between tokens of one answer; for tokens that came together, their mean.",
-            buckets=_ITL_BUCKETS_S,
+            buckets=ITL_BUCKETS_S,
         )
         self._duration_s = histogram(
             "commutator_request_duration_seconds",
@@ -362,9 +364,55 @@ class FrontendMetrics(Observer):
         """For one answer to a request that arrived at ``arrived_s`` (``time.perf_counter``)."""
         return TokenTimes(self._ttft_s, self._itl_s, model, arrived_s)
 
+    def totals(self) -> dict[str, Any]:
+        """What the live view needs, since start: numbers, lists of them, and dicts of either.
+
+        Requests for a served model only, by how they ended: "ok", "refused" (4xx) or "failed".
+        """
+        requests = {"ok": 0.0, "refused": 0.0, "failed": 0.0}
+        for (_, model, code), count in self._requests.sums().items():
+            if model:
+                requests[_ending(code)] += count
+        principals: dict[str, dict[str, float]] = {}
+        for name, counter in (
+            ("requests", self._principal_requests),
+            ("prompt_tokens", self._principal_prompt_tokens),
+            ("cached_tokens", self._principal_cached_tokens),
+            ("output_tokens", self._principal_output_tokens),
+        ):
+            for (principal,), count in counter.sums().items():
+                principals.setdefault(principal, {})[name] = count
+        refusals: dict[str, float] = {}
+        for (principal, _), count in self._principal_refusals.sums().items():
+            refusals[principal] = refusals.get(principal, 0.0) + count
+        for principal, count in refusals.items():
+            principals.setdefault(principal, {})["refused"] = count
+        ttft, ttft_s = self._ttft_s.summed()
+        itl, itl_s = self._itl_s.summed()
+        return {
+            "requests": requests,
+            "prompt_tokens": sum(self._prompt_tokens.sums().values()),
+            "cached_tokens": sum(self._cached_tokens.sums().values()),
+            "output_tokens": sum(self._output_tokens.sums().values()),
+            "migrations": sum(self._migrations.sums().values()),
+            "ttft": {"counts": ttft, "sum_s": ttft_s},
+            "itl": {"counts": itl, "sum_s": itl_s},
+            "principals": principals,
+        }
+
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+_CLIENT_GONE = "499"
+
+
+def _ending(code: str) -> str:
+    """How a request with this status ended. A client that went away had what it wanted."""
+    if code[0] in "23" or code == _CLIENT_GONE:
+        return "ok"
+    return "refused" if code[0] == "4" else "failed"
 
 
 def _collectors(readings: Readings) -> Iterable[Collector]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field
 from prometheus_client import CollectorRegistry
@@ -44,6 +44,10 @@ class Counter(Collector):
         except KeyError:
             self._sums[labels] = amount
             self._created_s[labels] = time.time()
+
+    def sums(self) -> Mapping[Labels, float]:
+        """The sum of each combination of label values since start; changes with later additions."""
+        return self._sums
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(*self._about, labels=self._labels)
@@ -88,6 +92,19 @@ class Histogram(Collector):
             counts = self._counts[labels] = _Counts([0] * (len(self._bounds) + 1))
         counts.by_bucket[bisect_left(self._bounds, value)] += 1
         counts.total += value
+
+    def summed(self) -> tuple[list[int], float]:
+        """Over all label values: observations by bucket, the last beyond all bounds, and their sum.
+
+        The list is as long as ``buckets`` plus 1.
+        """
+        by_bucket, total = [0] * (len(self._bounds) + 1), 0.0
+        for counts in self._counts.values():
+            by_bucket = [
+                one + other for one, other in zip(by_bucket, counts.by_bucket, strict=True)
+            ]
+            total += counts.total
+        return by_bucket, total
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(*self._about, labels=self._labels)

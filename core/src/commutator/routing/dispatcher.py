@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from commutator.config.model import Config
+from commutator.contract.observer import Observer
 from commutator.contract.request import (
     UNKNOWN_CALLER,
     Caller,
     GenerateRequest,
     RequestSummary,
 )
+from commutator.contract.worker import EngineLoad
 from commutator.errors import RoutingError
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
@@ -40,6 +44,7 @@ __all__ = [
     "Dispatcher",
 ]
 
+log = logging.getLogger(__name__)
 
 _SLICE_WORKERS = 64
 
@@ -136,6 +141,33 @@ class Dispatcher:
         for begin in range(0, len(workers), _SLICE_WORKERS):
             some = workers[begin : begin + _SLICE_WORKERS]
             yield [worker_status(worker, self.load) for worker in some]
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Call the hooks of ``observer`` until the function that is returned is called, once."""
+        self._host.add_observer(type(observer).__name__, observer)
+        return partial(self._host.remove_observer, observer)
+
+    async def engine_loads(
+        self, worker_ids: Iterable[str], *, timeout_s: float
+    ) -> dict[str, EngineLoad]:
+        """What these workers count themselves, without those that do not answer in time."""
+
+        async def ask(worker: LiveWorker) -> EngineLoad | None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await worker.client.load()
+            except Exception as error:  # noqa: BLE001 - clients of plugins may raise anything
+                log.debug("worker %s: no load: %r", worker.record.worker_id, error)
+                return None
+
+        known = [self._workers.get(worker_id) for worker_id in worker_ids]
+        workers = [worker for worker in known if worker is not None and worker.connected]
+        found = await asyncio.gather(*map(ask, workers))
+        return {
+            worker.record.worker_id: load
+            for worker, load in zip(workers, found, strict=True)
+            if load is not None
+        }
 
     def ready(self) -> bool:
         """Whether every model has a routable worker, and one that computes prompts."""

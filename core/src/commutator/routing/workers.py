@@ -173,6 +173,16 @@ class WorkerStatus:
     role: Role = Role.BOTH
     hands_over: bool = False
     """The worker can hand KV over, so its role can be changed."""
+    engine: str = ""
+    """The name of its `engines` entry."""
+    version: str = ""
+    """The engine's version, for people."""
+    pid: int | None = None
+    """Process id on its own machine; None when not known."""
+    host: str = ""
+    """The name of the host that runs it; empty without one."""
+    block_size: int = 0
+    """Tokens in one of its KV blocks."""
 
 
 def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
@@ -189,6 +199,11 @@ def worker_status(worker: LiveWorker, load: InFlightLoad) -> WorkerStatus:
         worker.client.admin_address,
         record.role,
         record.info.handover is not None,
+        record.engine,
+        record.info.version,
+        record.info.pid,
+        record.host,
+        record.info.block_size,
     )
 
 

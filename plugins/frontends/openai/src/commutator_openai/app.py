@@ -11,8 +11,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 import commutator
 from commutator.errors import ConfigError
-from commutator.frontend import FrontendServices, admin_routes, health_routes
-from commutator_openai import generate, models
+from commutator.frontend import (
+    FrontendServices,
+    LiveFeed,
+    admin_routes,
+    health_routes,
+    live_routes,
+)
+from commutator_openai import generate, models, ui
 from commutator_openai.api_keys import StaticKeys
 from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
 from commutator_openai.config import OpenAiConfig
@@ -26,6 +32,7 @@ from commutator_openai.middleware import (
     authenticate,
     authenticate_administrator,
     exchange,
+    live_reader,
     own_user,
 )
 from commutator_openai.pass_through import ENDPOINTS, MEDIA_HOSTS, engine_only
@@ -40,11 +47,15 @@ __all__ = [
 
 
 def build_app(
-    config: OpenAiConfig, services: FrontendServices, local_socket: str | None = None
+    config: OpenAiConfig,
+    services: FrontendServices,
+    local_socket: str | None = None,
+    feed: LiveFeed | None = None,
 ) -> web.Application:
     """The application; ``commutator_openai.server`` runs it.
 
-    Raises ConfigError when there is no model or when an API key cannot be read.
+    All applications of a process share ``feed``. Raises ConfigError when there is no model or when
+    an API key cannot be read.
     """
     if not services.models:
         raise ConfigError(["models: there is nothing to serve; add a model"])
@@ -87,16 +98,19 @@ def build_app(
     )
     if config.admin is None:
         app.add_routes(admin_routes(services, administrator))
+        app.add_routes(live_routes(feed or LiveFeed(services, local_socket), live_reader))
+        app.add_routes(ui.routes(chat=True, needs_key=needs_key))
     return app
 
 
 def build_local_app(
-    config: OpenAiConfig, services: FrontendServices, local_socket: str
+    config: OpenAiConfig, services: FrontendServices, local_socket: str, feed: LiveFeed
 ) -> web.Application:
     """Everything, without a key, for the Unix socket that only the run's own user reaches."""
     app = _operations(services, local_socket)
     _configure(app, config, services)
     app.add_routes([*_api_routes(), *admin_routes(services, own_user)])
+    app.add_routes(live_routes(feed, own_user))
     return app
 
 
@@ -121,15 +135,17 @@ def _api_routes() -> list[web.RouteDef]:
 
 
 def build_operations_app(
-    services: FrontendServices, local_socket: str | None = None
+    services: FrontendServices, local_socket: str | None, feed: LiveFeed
 ) -> web.Application:
-    """/live, /ready, /health and /metrics for an address that only operators reach.
+    """/live, /ready, /health, /metrics and /ui for an address that only operators reach.
 
-    What changes the deployment needs a key here, too.
+    What changes the deployment needs a key here, too, and so does the live view.
     """
     app = _operations(services, local_socket)
     app.middlewares.append(authenticate_administrator)
     app.add_routes(admin_routes(services, administrator))
+    app.add_routes(live_routes(feed, live_reader))
+    app.add_routes(ui.routes(chat=False, needs_key=not services.gate.is_open))
     return app
 
 

@@ -10,7 +10,9 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -34,6 +36,7 @@ from commutator.frontend import (
 from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
+from commutator_openai.ui import PAGE_PATHS
 
 __all__ = [
     "EXCHANGE",
@@ -48,6 +51,7 @@ __all__ = [
     "end_failed",
     "exchange",
     "explain_routing",
+    "live_reader",
     "name_workers",
     "own_user",
     "request_id_of",
@@ -66,7 +70,8 @@ _REFUSED = frozenset({403, 429})
 _MAX_PATH = 256
 _MAX_HEADER = 256
 _EXPLAIN_HEADER = "X-Commutator-Explain"
-_NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS
+_NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS | PAGE_PATHS
+_WITHOUT_KEY = PROBE_PATHS | PAGE_PATHS
 
 
 @web.middleware
@@ -104,9 +109,9 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Finds the principal, but not for probes, and asks for the permissions of whole paths."""
+    """Finds the principal, but not for probes and the page's files, and asks for permissions."""
     known = request[EXCHANGE]
-    if request.path not in PROBE_PATHS:
+    if request.path not in _WITHOUT_KEY:
         await _identify(request)
         if request.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
             require(known.principal, "metrics")
@@ -136,6 +141,52 @@ def administrator(request: web.Request) -> str:
         )
     require(principal, "admin")
     return principal.name
+
+
+def live_reader(request: web.Request) -> str:
+    """The name of the principal, if it may see the live view; else PermissionDeniedError.
+
+    Where nobody is asked who they are, only this machine's own browsers and commands may: neither
+    pages of other sites, even under a name that leads to this machine, nor clients of a proxy.
+    """
+    principal = request[EXCHANGE].principal
+    if principal is ANONYMOUS:
+        if not _from_this_machine(request):
+            raise PermissionDeniedError(
+                "without keys, the live view is shown only on the deployment's own machine, under "
+                "localhost or 127.0.0.1: open it there (ssh -L), or give somebody the permission "
+                '"admin" in the section `auth`'
+            )
+        return principal.name
+    require(principal, "admin")
+    return principal.name
+
+
+_THIS_SITE = frozenset({"same-origin", "none"})
+_OF_PROXIES = ("Forwarded", "X-Forwarded-For", "Via")
+
+
+def _from_this_machine(request: web.Request) -> bool:
+    if request.headers.get("Sec-Fetch-Site", "none") not in _THIS_SITE:
+        return False
+    if any(name in request.headers for name in _OF_PROXIES):
+        return False
+    return _is_loopback(request.remote or "") and _is_loopback(_host(request))
+
+
+def _host(request: web.Request) -> str:
+    """The host that the client asked for, without the port."""
+    try:
+        return urlsplit(f"//{request.host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return False
 
 
 def own_user(request: web.Request) -> str:

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from commutator import OpenFrontend
 from commutator.errors import ConfigError
-from commutator.frontend import PROBE_PATHS, FrontendServices
+from commutator.frontend import PROBE_PATHS, FrontendServices, LiveFeed
 from commutator_openai.app import build_app, build_local_app, build_operations_app
 from commutator_openai.body import ClientConnection
 from commutator_openai.config import OpenAiConfig, tls_context
@@ -76,7 +76,8 @@ async def open_server(
     dropped = services.metrics.connection_dropped
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
-    runner = Runner(build_app(config, services, local_socket), table, deadlines)
+    feed = LiveFeed(services, local_socket)
+    runner = Runner(build_app(config, services, local_socket, feed), table, deadlines)
     runners = [runner]
     listeners: list[Listener] = []
     try:
@@ -87,14 +88,15 @@ async def open_server(
         port = int(listener.sockets[0].getsockname()[1])
         listener.start()
         if local_socket is not None:
-            local_app = build_local_app(config, services, local_socket)
+            local_app = build_local_app(config, services, local_socket, feed)
             local = Runner(local_app, ConnectionTable(_OPERATORS, _OPERATORS), deadlines)
             runners.append(local)
             await local.setup()
             await web.UnixSite(local, local_socket).start()
         if (admin := config.admin) is not None:
             operators = ConnectionTable(_OPERATORS, _OPERATORS, on_drop=dropped)
-            operations = Runner(build_operations_app(services, local_socket), operators, deadlines)
+            operations_app = build_operations_app(services, local_socket, feed)
+            operations = Runner(operations_app, operators, deadlines)
             runners.append(operations)
             await operations.setup()
             sockets = _listen(admin.host, admin.port, "frontend.admin")

@@ -1,0 +1,77 @@
+"""The page at /ui: a live view of the run, and a chat to try its models.
+
+These are files without any data of the deployment, so everyone may read them; the page asks
+/admin/live and the API for data, with the key that its user types. Nothing is loaded from
+elsewhere, and no script but ours runs: what workers, models and clients call themselves is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+
+from aiohttp import web
+
+__all__ = ["PAGE_PATHS", "routes"]
+
+_TYPES = {
+    "style.css": "text/css",
+    "app.js": "text/javascript",
+    "view.js": "text/javascript",
+    "chat.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+"""The files beside index.html."""
+
+PAGE_PATHS = frozenset({"/", "/ui", *(f"/ui/{name}" for name in _TYPES)})
+"""Answered without a key."""
+
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-cache",
+}
+
+
+def routes(*, chat: bool, needs_key: bool) -> Iterable[web.RouteDef]:
+    """The page and its files; ``chat``: whether the API is served at the same address."""
+    folder = files(__name__)
+    page = (folder / "index.html").read_bytes()
+    if not chat:
+        page = page.replace(b'data-chat="yes"', b'data-chat="no"')
+    if needs_key:
+        page = page.replace(b'data-key="no"', b'data-key="yes"')
+
+    async def root(request: web.Request) -> web.Response:
+        """Browsers are sent to the page; for others there is nothing here."""
+        if "text/html" not in request.headers.get("Accept", ""):
+            raise web.HTTPNotFound
+        # Relative, so that it also holds behind a proxy that serves this below another path.
+        return web.Response(status=302, headers={"Location": "ui"})
+
+    async def index(_: web.Request) -> web.Response:
+        return _answer(page, "text/html")
+
+    async def file(request: web.Request) -> web.Response:
+        name = request.path.rpartition("/")[2]
+        return _answer(contents[name], _TYPES[name])
+
+    contents = {name: (folder / name).read_bytes() for name in _TYPES}
+    return [
+        web.get("/", root),
+        web.get("/ui", index),
+        *(web.get(f"/ui/{name}", file) for name in _TYPES),
+    ]
+
+
+def _answer(body: bytes, content_type: str) -> web.Response:
+    return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_HEADERS)

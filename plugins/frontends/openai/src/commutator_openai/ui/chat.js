@@ -1,0 +1,145 @@
+// A chat to try a model: streams answers and says who gave them.
+
+import { element, number, percent, time } from "./charts.js";
+
+const get = (id) => document.getElementById(id);
+
+export function startChat(authorization, askForKey) {
+  const conversation = [];
+  let stopping = null, names = [], asked = false;
+
+  function models(found) {
+    if (JSON.stringify(found) === JSON.stringify(names)) return;
+    names = found;
+    const chosen = get("model").value;
+    get("model").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name })));
+    if (names.includes(chosen)) get("model").value = chosen;
+  }
+
+  /** Without the live view, as a key without the permission, the API says which models there are. */
+  async function refresh() {
+    if (document.documentElement.dataset.key === "yes" && !authorization().Authorization) return;
+    const answer = await fetch("v1/models", { headers: authorization(), credentials: "omit" });
+    if (answer.ok) models((await answer.json()).data.map((one) => one.id));
+    else if (answer.status === 401) askForKey("This deployment has keys. The chat needs one; the live view needs one with the permission “admin”.");
+  }
+
+  function say(role, text) {
+    get("chat-empty").hidden = true;
+    const node = element("div", { class: `message ${role}` }, document.createTextNode(text));
+    get("messages").append(node);
+    toEnd();
+    return node;
+  }
+
+  function toEnd() {
+    get("messages").scrollTop = get("messages").scrollHeight;
+  }
+
+  function facts(found) {
+    const list = element("ul", { class: "facts" });
+    const add = (name, value) => list.append(element("li", {}, `${name} `, element("strong", { textContent: value })));
+    if (found.worker) add("worker", found.worker);
+    if (found.usage) {
+      const { prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details } = found.usage;
+      const cached = details?.cached_tokens ?? 0;
+      add("cached", `${number(cached)} of ${number(prompt)} prompt tokens (${percent(cached / Math.max(1, prompt))})`);
+      const spent = found.totalS - found.ttftS;
+      add("answer", `${number(answer)} tokens${answer > 1 && spent > 0 ? `, ${number((answer - 1) / spent)}/s` : ""}`);
+    }
+    if (found.ttftS) add("TTFT", time(found.ttftS));
+    if (found.reason) list.append(element("li", { class: "why", textContent: `Why this worker: ${found.reason}` }));
+    get("messages").append(list);
+    toEnd();
+  }
+
+  async function ask(text) {
+    say("user", text);
+    conversation.push({ role: "user", content: text });
+    const node = say("assistant", "…");
+    const found = { worker: "", reason: "", usage: null, ttftS: 0, totalS: 0 };
+    let answerText = "";
+    stopping = new AbortController();
+    get("send").textContent = "Stop";
+    const began = performance.now();
+    try {
+      const headers = { ...authorization(), "Content-Type": "application/json" };
+      const body = JSON.stringify({
+        model: get("model").value, messages: conversation, stream: true, stream_options: { include_usage: true },
+        max_tokens: Number(get("max-tokens").value) || 256, temperature: Number(get("temperature").value) || 0,
+      });
+      const send = (more) => fetch("v1/chat/completions", { method: "POST", headers: { ...headers, ...more }, body, signal: stopping.signal, credentials: "omit" });
+      let answer = await send({ "X-Commutator-Explain": "1" });
+      if (answer.status === 403) answer = await send({}); // a key without the permission "explain"
+      if (!answer.ok) throw new Error((await answer.json()).error.message);
+      found.worker = answer.headers.get("X-Commutator-Worker") || "";
+      const decision = answer.headers.get("X-Commutator-Decision");
+      if (decision) found.reason = JSON.parse(decision).reason;
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      let rest = "";
+      for (;;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const lines = (rest + value).split("\n");
+        rest = lines.pop();
+        for (const line of lines) {
+          if (!line.startsWith("data: {")) continue;
+          const chunk = JSON.parse(line.slice(6));
+          if (chunk.error) throw new Error(chunk.error.message);
+          if (chunk.usage) found.usage = chunk.usage;
+          const piece = chunk.choices?.[0]?.delta?.content;
+          if (piece) {
+            found.ttftS ||= (performance.now() - began) / 1000;
+            answerText += piece;
+            node.firstChild.data = answerText;
+          }
+        }
+        toEnd();
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        node.classList.add("error");
+        answerText = answerText ? `${answerText}\n${error.message}` : error.message;
+      }
+    }
+    found.totalS = (performance.now() - began) / 1000;
+    node.firstChild.data = answerText || "(no text)";
+    if (node.classList.contains("error")) conversation.pop();
+    else conversation.push({ role: "assistant", content: answerText });
+    facts(found);
+    stopping = null;
+    get("send").textContent = "Send";
+    get("question").focus();
+  }
+
+  get("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (stopping) { stopping.abort(); return; }
+    const text = get("question").value.trim();
+    if (!text) return;
+    get("question").value = "";
+    ask(text);
+  });
+  get("question").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!stopping) get("ask").requestSubmit();
+    }
+  });
+  get("clear").addEventListener("click", () => {
+    if (stopping) stopping.abort();
+    conversation.length = 0;
+    get("messages").replaceChildren(get("chat-empty"));
+    get("chat-empty").hidden = false;
+    get("question").focus();
+  });
+
+  return {
+    models,
+    refresh,
+    opened() {
+      if (!asked) { asked = true; refresh(); }
+      get("question").focus();
+    },
+  };
+}

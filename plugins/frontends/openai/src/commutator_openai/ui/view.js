@@ -1,0 +1,305 @@
+// Renders snapshots of /admin/live. Rows are kept and changed in place, so focus stays where it is.
+
+import { bar, bytes, clock, element, flowDiagram, number, percent, seconds, setText, sparkline, time } from "./charts.js";
+
+const HISTORY = 120, PAGE = 50, GONE_MS = 60000;
+const get = (id) => document.getElementById(id);
+
+export function createView() {
+  const history = {};
+  const gone = new Map(); // workers that left: [row, when]
+  let workers = new Map(), last = null, page = 0, sortBy = "worker_id", ascending = true, paused = false;
+  const seen = new Set();
+  let first = true;
+
+  function note(name, value) {
+    const values = (history[name] ??= []);
+    values.push(value === null || value === undefined ? NaN : value);
+    if (values.length > HISTORY) values.shift();
+    return values;
+  }
+
+  function tile(name, digits, unit, sub, values, more) {
+    const node = get(`tile-${name}`);
+    setText(node.querySelector(".value span"), digits);
+    setText(node.querySelector(".value small"), unit);
+    setText(node.querySelector(".sub"), sub || "\u00a0");
+    const svg = node.querySelector("svg");
+    if (svg) sparkline(svg, values, more);
+  }
+
+  function tiles({ requests, cache }) {
+    const { ttft, itl } = requests;
+    const bad = [];
+    if (requests.failed_per_s) bad.push(`${number(requests.failed_per_s)}/s failed`);
+    if (requests.refused_per_s) bad.push(`${number(requests.refused_per_s)}/s refused`);
+    tile("requests", number(requests.per_s), "/s", bad.join(", ") || "none failed", note("requests", requests.per_s));
+    const waiting = requests.queued + requests.waiting;
+    tile("running", number(requests.running), "", waiting ? `${number(waiting)} waiting` : "none waiting", note("running", requests.running));
+    tile("ttft", ...seconds(ttft.p50_s), ttft.count ? `p95 ${time(ttft.p95_s)}` : "no first token lately", note("ttft", ttft.p50_s), note("ttft95", ttft.p95_s));
+    tile("itl", ...seconds(itl.p50_s), itl.count ? `p95 ${time(itl.p95_s)}` : "no tokens lately", note("itl", itl.p50_s), note("itl95", itl.p95_s));
+    tile("tokens", number(requests.output_tokens_per_s), "tokens/s", `${number(requests.prompt_tokens_per_s)} prompt tokens/s`, note("tokens", requests.output_tokens_per_s));
+    tile("cache", percent(cache.hit_rate), "", "of prompt tokens", []);
+    bar(get("hit-stack"), cache.by_tier.map((one, at) => [`k${Math.min(at, 4)}`, one.hit_rate]));
+    keyed(get("hit-legend"), cache.by_tier, (one) => one.tier, () => element("li"), (node, one, at) => {
+      node.className = `k${Math.min(at, 4)}`;
+      setText(node, `${one.tier} ${percent(one.hit_rate)}`);
+    });
+  }
+
+  // ----------------------------------------------------------------- workers
+
+  const worth = {
+    requests: (one) => one.requests,
+    waiting: (one) => one.load?.waiting ?? -1,
+    kv: (one) => (one.load?.kv_capacity_blocks ? one.load.kv_used_blocks / one.load.kv_capacity_blocks : -1),
+    pid: (one) => one.pid ?? -1,
+  };
+
+  function workerRow() {
+    const cells = {
+      name: element("div", { class: "id" }), more: element("div", { class: "more" }),
+      state: element("span", { class: "dot" }), role: element("span", { class: "badge" }),
+      requests: meter(), waiting: element("span"), kv: meter(), tiers: element("div"), process: element("span", { class: "more" }),
+    };
+    const label = (text, ...nodes) => element("td", text ? { data: { label: text } } : {}, ...nodes);
+    const row = element("tr", {},
+      label("", cells.name, cells.more), label("State", cells.state), label("Role", cells.role),
+      label("In flight", cells.requests.node), label("Queue", cells.waiting), label("KV memory", cells.kv.node),
+      label("Tiers", cells.tiers), label("Process", cells.process));
+    row.cells_ = cells;
+    return row;
+  }
+
+  function meter() {
+    const track = element("div", { class: "bar" }), text = element("span");
+    return { node: element("div", { class: "meter" }, track, text), track, text };
+  }
+
+  function fillWorker(row, one, most) {
+    const cells = row.cells_;
+    row.classList.toggle("gone", one.state === "gone");
+    setText(cells.name, one.worker_id);
+    setText(cells.more, `${one.model} · ${one.kind} ${one.version}`);
+    if (cells.state.dataset.state !== one.state) cells.state.dataset.state = one.state;
+    setText(cells.state, one.state);
+    setText(cells.role, one.role);
+    cells.role.className = `badge ${one.role}`;
+    bar(cells.requests.track, [["k0", one.requests / most]]);
+    setText(cells.requests.text, number(one.requests));
+    setText(cells.waiting, one.load ? number(one.load.waiting) : "–");
+    const capacity = one.load?.kv_capacity_blocks;
+    bar(cells.kv.track, capacity ? [["k0", one.load.kv_used_blocks / capacity], ["k0 faint", one.load.kv_cached_blocks / capacity]] : []);
+    setText(cells.kv.text, capacity ? percent((one.load.kv_used_blocks + one.load.kv_cached_blocks) / capacity) : "–");
+    cells.kv.node.title = capacity ? `${one.load.kv_used_blocks} blocks in use, ${one.load.kv_cached_blocks} cached, of ${capacity}` : "";
+    keyed(cells.tiers, one.tiers, (tier) => tier.name, tierNode, (node, tier, at) => {
+      node.classList.toggle("down", !tier.up);
+      setText(node.children[0], tier.name);
+      node.children[0].title = tier.name;
+      bar(node.children[1], tier.capacity_blocks ? [[`k${Math.min(at + 1, 4)}`, tier.blocks / tier.capacity_blocks]] : []);
+      setText(node.children[2], tier.up ? (tier.capacity_blocks ? percent(tier.blocks / tier.capacity_blocks) : number(tier.blocks)) : "down");
+    });
+    if (!one.tiers.length) setText(cells.tiers, "–");
+    setText(cells.process, [one.pid ? `pid ${one.pid}` : "", one.host].filter(Boolean).join(" on ") || "–");
+  }
+
+  const tierNode = () => element("div", { class: "tier" }, element("span"), element("div", { class: "bar" }), element("span"));
+
+  function showWorkers() {
+    if (!last) return;
+    const words = get("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+    const all = [...workers.values(), ...[...gone.values()].map(([one]) => one)];
+    const found = all.filter((one) => {
+      const text = `${one.worker_id} ${one.model} ${one.role} ${one.state} ${one.kind} ${one.host}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const value = worth[sortBy] ?? ((one) => one[sortBy]);
+    const names = new Intl.Collator(undefined, { numeric: true });
+    found.sort((a, b) => {
+      const [x, y] = [value(a), value(b)];
+      const order = typeof x === "number" ? x - y : names.compare(String(x), String(y));
+      return (ascending ? order : -order) || names.compare(a.worker_id, b.worker_id);
+    });
+    const pages = Math.max(1, Math.ceil(found.length / PAGE));
+    page = Math.min(page, pages - 1);
+    const shown = found.slice(page * PAGE, (page + 1) * PAGE);
+    const most = Math.max(1, ...all.map((one) => one.requests));
+    keyed(get("workers").tBodies[0], shown, (one) => one.worker_id, workerRow, (row, one) => fillWorker(row, one, most));
+    get("workers").hidden = !shown.length;
+    get("workers-empty").hidden = shown.length > 0;
+    setText(get("workers-empty"), words.length ? "No worker matches the filter." : "No worker is up.");
+    get("pager").hidden = pages === 1;
+    setText(get("page-of"), `Page ${page + 1} of ${pages}, ${number(found.length)} workers`);
+    get("previous").disabled = page === 0;
+    get("next").disabled = page === pages - 1;
+    const states = {};
+    for (const one of all) states[one.state] = (states[one.state] || 0) + 1;
+    const text = Object.entries(states).map(([state, count]) => `${count} ${state}`).join(", ");
+    const left = last.workers_left_out ? `, ${last.workers_left_out} more not shown` : "";
+    setText(get("workers-count"), text + left);
+  }
+
+  function takeWorkers(snapshot) {
+    const now = performance.now();
+    const current = new Map(snapshot.workers.map((one) => [one.worker_id, one]));
+    for (const [name, one] of workers) {
+      if (!current.has(name)) gone.set(name, [{ ...one, state: "gone", requests: 0, load: null, tiers: [] }, now]);
+    }
+    for (const [name, [, since]] of gone) {
+      if (current.has(name) || now - since > GONE_MS) gone.delete(name);
+    }
+    workers = current;
+    showWorkers();
+  }
+
+  get("filter").addEventListener("input", () => { page = 0; showWorkers(); });
+  get("previous").addEventListener("click", () => { page -= 1; showWorkers(); });
+  get("next").addEventListener("click", () => { page += 1; showWorkers(); });
+  for (const button of document.querySelectorAll("[data-sort]")) {
+    button.addEventListener("click", () => {
+      const same = sortBy === button.dataset.sort;
+      ascending = same ? !ascending : !(button.dataset.sort in worth);
+      sortBy = button.dataset.sort;
+      for (const head of document.querySelectorAll("th[aria-sort]")) head.removeAttribute("aria-sort");
+      button.closest("th").setAttribute("aria-sort", ascending ? "ascending" : "descending");
+      showWorkers();
+    });
+  }
+
+  // ----------------------------------------------------------------- decisions
+
+  function decisionRow(one) {
+    const cells = [0, 1, 2, 3, 4, 5].map((at) => element("td", { class: at > 1 && at < 5 ? "right" : "" }));
+    cells[1].append(element("div", { class: "id" }), element("div", { class: "more" }));
+    const row = element("tr", { class: first || seen.has(one.request_id) ? "" : "new" }, ...cells);
+    seen.add(one.request_id);
+    return row;
+  }
+
+  function fillDecision(row, one) {
+    const cells = row.children, chain = [...one.migrated_from, one.worker_id];
+    setText(cells[0], clock(one.time_unix_s));
+    const path = one.prefill_worker ? `${one.prefill_worker} ⇒ ${one.worker_id}` : chain.join(" → ");
+    setText(cells[1].children[0], path);
+    const who = one.principal ? ` · ${one.principal}` : "";
+    const disagg = one.disaggregation ? ` · ${one.disaggregation}` : "";
+    setText(cells[1].children[1], `${one.reason}${disagg}${who}`);
+    row.title = `${one.model}, policy ${one.policy}, request ${one.request_id}`;
+    setText(cells[2], number(one.prompt_tokens));
+    setText(cells[3], one.cached_tokens === null ? "–" : percent(one.cached_tokens / Math.max(1, one.prompt_tokens)));
+    setText(cells[4], time(one.ttft_s));
+    setText(cells[5], one.state === "done" ? `${number(one.generated_tokens)} tokens` : one.state);
+    cells[5].title = one.error || "";
+    cells[5].className = one.state;
+  }
+
+  function decisions({ recent, requests }) {
+    setText(get("decisions-count"), requests.routed_per_s ? `${number(requests.routed_per_s)}/s` : "");
+    if (paused) return;
+    keyed(get("decisions").tBodies[0], recent, (one) => one.request_id, decisionRow, fillDecision);
+    if (seen.size > 2000) { seen.clear(); recent.forEach((one) => seen.add(one.request_id)); }
+    first = false;
+    get("decisions").hidden = !recent.length;
+    get("decisions-empty").hidden = recent.length > 0;
+  }
+
+  get("pause").addEventListener("click", () => {
+    paused = !paused;
+    get("pause").setAttribute("aria-pressed", String(paused));
+    setText(get("pause"), paused ? "Resume" : "Pause");
+  });
+
+  // ----------------------------------------------------------------- flows, principals, events
+
+  function flow(snapshot) {
+    const device = { used: 0, capacity: 0 }, tiers = new Map();
+    for (const one of snapshot.workers) {
+      if (one.load?.kv_capacity_blocks) {
+        device.used += one.load.kv_used_blocks + one.load.kv_cached_blocks;
+        device.capacity += one.load.kv_capacity_blocks;
+      }
+      for (const tier of one.tiers) {
+        const sum = tiers.get(tier.name) ?? { blocks: 0, capacity: 0 };
+        sum.blocks += tier.blocks;
+        sum.capacity = tier.capacity_blocks === null || sum.capacity === null ? null : sum.capacity + tier.capacity_blocks;
+        tiers.set(tier.name, sum);
+      }
+    }
+    const nodes = [{ name: "device", part: device.capacity ? device.used / device.capacity : 0, note: device.capacity ? `${percent(device.used / device.capacity)} full` : "" }];
+    for (const [name, sum] of tiers) nodes.push({ name, part: sum.capacity ? sum.blocks / sum.capacity : 0, note: `${number(sum.blocks)} blocks` });
+    const edges = snapshot.flows.map((one) => ({ source: one.source, target: one.target, rate: one.blocks_per_s || 0, label: `${number(one.blocks_per_s)} blocks/s` }));
+    get("flow").hidden = nodes.length < 2;
+    if (nodes.length > 1) flowDiagram(get("flow").querySelector("svg"), get("flow-text"), nodes, edges);
+    const disaggregated = snapshot.workers.some((one) => one.role === "prefill");
+    const nothing = nodes.length < 2 && !snapshot.handovers.length;
+    get("flow-empty").hidden = !nothing;
+    setText(get("flow-empty"), disaggregated ? "No prompt is prefilled elsewhere right now." : "KV stays in the workers' own memory: no storage tiers and no prefill workers are configured.");
+    keyed(get("pairs"), snapshot.handovers.slice(0, 12), (one) => `${one.prefill}\n${one.decode}`, () => element("li", {}, element("span", { class: "id" }), element("span")), (node, one) => {
+      setText(node.children[0], `${one.prefill} ⇒ ${one.decode}`);
+      setText(node.children[1], `${number(one.per_s)}/s · ${bytes(one.bytes_per_s)}/s${one.failed ? ` · ${one.failed} failed` : ""}`);
+    });
+  }
+
+  function principals(snapshot) {
+    get("principals-panel").hidden = !snapshot.principals.length;
+    setText(get("principals-count"), snapshot.principals_left_out ? `${snapshot.principals_left_out} more not shown` : "");
+    keyed(get("principals").tBodies[0], snapshot.principals, (one) => one.name, () => element("tr", {}, ...[0, 1, 2, 3, 4].map(() => element("td"))), (row, one) => {
+      const tokens = one.prompt_tokens_per_s === null ? null : one.prompt_tokens_per_s + one.output_tokens_per_s;
+      [one.name, number(one.requests_per_s), number(tokens), percent(one.hit_rate), number(one.refused_per_s)].forEach((text, at) => setText(row.children[at], text));
+    });
+  }
+
+  function events(snapshot) {
+    const all = [
+      ...snapshot.warnings.map((text) => ({ kind: "warning", text, at: "now" })),
+      ...snapshot.events.map((one) => ({ ...one, at: clock(one.time_unix_s) })),
+    ];
+    keyed(get("events"), all, (one) => `${one.at}\n${one.kind}\n${one.text}`, () => element("li", {}, element("time"), element("span")), (node, one) => {
+      node.className = one.kind === "warning" ? "warning" : "";
+      setText(node.children[0], one.at);
+      setText(node.children[1], `${one.kind}: ${one.text}`);
+    });
+    get("events-empty").hidden = all.length > 0;
+  }
+
+  function about(snapshot) {
+    setText(get("version"), snapshot.version);
+    const doors = snapshot.doors.map((one) => one.door).join(", ");
+    const shown = snapshot.doors_not_shown
+      ? `Shows only ${doors}; ${snapshot.doors_not_shown} other front doors serve this run, too, and do not answer here.`
+      : snapshot.doors.length > 1 ? `Shows the whole run, all ${snapshot.doors.length} front doors: ${doors}.` : "Shows the whole run.";
+    setText(get("foot"), `${shown} Rates are of the last ${Math.max(1, Math.round(snapshot.window_s))} s.`);
+  }
+
+  return {
+    update(snapshot) {
+      last = snapshot;
+      tiles(snapshot);
+      takeWorkers(snapshot);
+      decisions(snapshot);
+      flow(snapshot);
+      principals(snapshot);
+      events(snapshot);
+      about(snapshot);
+    },
+  };
+}
+
+/** Make the children of `parent` those of `items`, in order; nodes of items that stay are kept. */
+function keyed(parent, items, keyOf, make, fill) {
+  const known = (parent.nodes_ ??= new Map());
+  if (!known.size && parent.firstChild) parent.replaceChildren();
+  const wanted = new Set(items.map(keyOf));
+  for (const [key, node] of known) {
+    if (!wanted.has(key)) { node.remove(); known.delete(key); }
+  }
+  let next = parent.firstChild;
+  items.forEach((item, at) => {
+    const key = keyOf(item);
+    let node = known.get(key);
+    if (!node) { node = make(item); known.set(key, node); }
+    if (node === next) next = next.nextSibling;
+    else parent.insertBefore(node, next);
+    fill(node, item, at);
+  });
+}
