@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from email.message import Message
 from functools import wraps
 from http import HTTPStatus
@@ -18,7 +20,15 @@ from attrs import frozen
 
 from commutator.errors import CommutatorError
 
-__all__ = ["FrontDoor", "front_door_options", "prompt_options"]
+__all__ = ["FrontDoor", "LostError", "front_door_options", "prompt_options"]
+
+_LIVE = "/admin/live"
+_SILENT_S = 10.0
+"""A live view comes every second."""
+
+
+class LostError(CommutatorError):
+    """The front door cannot be reached, or went away; it may come back."""
 
 
 @frozen
@@ -136,6 +146,53 @@ class FrontDoor:
             )
         return json.loads(text)
 
+    def live(self) -> Iterator[dict[str, Any]]:
+        """Snapshots of the live view, until the front door ends the stream.
+
+        Raises LostError when it goes away. Without a key the Unix socket is asked, as by
+        ``administer``; where it is not to be reached, the address, which serves its own machine.
+        """
+        local = None if self.api_key else self._local_connection()
+        if local is not None:
+            with closing(local):
+                yield from self._live_locally(local)
+            return
+        url = (self.admin_url or self.url) + _LIVE
+        request = urllib.request.Request(url, None, self._headers())  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=_SILENT_S) as answer:  # noqa: S310
+                yield from _events(answer)
+        except urllib.error.HTTPError as error:
+            text = f"{url} answered {error.code}: {_message(error.read(), error.reason)}"
+            hint = self._hint(_LIVE, error.code)
+            raise CommutatorError(f"{text}\n  {hint}" if hint else text) from error
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise LostError(f"{self.url}: {reason}; is `commutator serve` running?") from error
+
+    def _local_connection(self) -> _LocalConnection | None:
+        """To the front door's Unix socket, if this user reaches it from here."""
+        try:
+            path = self.health().get("socket")
+        except CommutatorError as error:
+            if isinstance(error.__cause__, urllib.error.HTTPError):
+                raise
+            raise LostError(str(error)) from error
+        if path is None or not os.access(path, os.R_OK | os.W_OK):
+            return None
+        return _LocalConnection(path, _SILENT_S)
+
+    def _live_locally(self, connection: _LocalConnection) -> Iterator[dict[str, Any]]:
+        try:
+            connection.request("GET", _LIVE, None, self._headers())
+            answer = connection.getresponse()
+            if answer.status != HTTPStatus.OK:
+                text = _message(answer.read(), answer.reason)
+                raise CommutatorError(f"{_LIVE} answered {answer.status}: {text}")
+            yield from _events(answer)
+        except (OSError, HTTPException) as error:
+            raise LostError(f"{self.url}: {error}") from error
+
     def workers(self, worker_id: str | None = None) -> list[dict[str, Any]]:
         """The workers, or only ``worker_id``, as /health shows them."""
         known: list[dict[str, Any]] = self.health()["workers"]
@@ -172,6 +229,16 @@ class _LocalConnection(HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
+
+
+def _events(answer: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The data of server-sent events that are snapshots; ``answer`` is lines."""
+    event = b""
+    for line in answer:
+        if line.startswith(b"event: "):
+            event = line[7:].strip()
+        elif line.startswith(b"data: ") and event == b"snapshot":
+            yield json.loads(line[6:])
 
 
 def _message(text: bytes, reason: object) -> str:

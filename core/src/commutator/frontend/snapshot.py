@@ -319,7 +319,11 @@ def handovers(counted: Counters, elapsed_s: float, most: int) -> list[dict[str, 
         for decode, found in decodes.items()
         if found["count"] or found["failed"]
     ]
-    return sorted(rows, key=lambda row: -(row["bytes_per_s"] or 0))[:most]
+    return sorted(rows, key=_bytes_per_s, reverse=True)[:most]
+
+
+def _bytes_per_s(row: Mapping[str, Any]) -> float:
+    return row["bytes_per_s"] or 0.0
 
 
 def principals(counted: Counters, elapsed_s: float, most: int) -> tuple[list[dict[str, Any]], int]:

@@ -1,0 +1,318 @@
+"""``commutator top``: the live view of a run in a terminal, over the API of the page at /ui."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from commutator.cli.front_door import FrontDoor, LostError, front_door_options
+
+__all__ = ["History", "top", "view"]
+
+_NONE = "\N{EN DASH}"
+_BARS = "▁▂▃▄▅▆▇█"
+_STATES = {"ready": "green", "degraded": "yellow", "draining": "yellow", "unreachable": "red"}
+_ENDS = {"running": "dim", "done": "green", "failed": "red"}
+_TIER_COLORS = ("blue", "magenta", "cyan")
+_LINES_AROUND = 17
+"""Lines of the screen that neither a worker nor a decision takes."""
+_RETRY_S = 1.0
+
+
+@click.command(epilog="Example: commutator top")
+@front_door_options
+@click.option("--once", is_flag=True, help="Print the state once, and end.")
+def top(door: FrontDoor, once: bool) -> None:
+    """Show workers, rates, routing decisions and KV flow as they change. End with q or Ctrl-C.
+
+    Needs the permission `admin` where the deployment has keys, or its Unix socket.
+    """
+    history, console = History(), Console()
+    if once:
+        snapshots = door.live()
+        history.add(next(snapshots))
+        snapshot = next(snapshots)  # the first has no rates yet
+        history.add(snapshot)
+        console.print(view(snapshot, history, console.height))
+        return
+    with (
+        suppress(KeyboardInterrupt),
+        _keys() as quits,
+        Live(console=console, screen=True, auto_refresh=False) as screen,
+    ):
+        for snapshot, lost in _followed(door.live):
+            if snapshot is not None:
+                history.add(snapshot)
+                screen.update(view(snapshot, history, console.height, lost), refresh=True)
+            if quits():
+                return
+
+
+def _followed(
+    live: Callable[[], Iterator[dict[str, Any]]],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    """Snapshots, each with None, or the last one with why there is no newer one.
+
+    Raises CommutatorError when there has never been one, and when the front door refuses.
+    """
+    last: dict[str, Any] | None = None
+    while True:
+        lost = "the front door ended the stream"
+        try:
+            for found in live():
+                last = found
+                yield found, None
+        except LostError as error:
+            if last is None:
+                raise
+            lost = str(error).partition("\n")[0]
+        yield last, lost
+        sleep(_RETRY_S)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[], bool]]:
+    """Whether q was pressed, without a line end; never, where nobody types."""
+    if not sys.stdin.isatty():
+        yield lambda: False
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield lambda: bool(select.select([sys.stdin], [], [], 0)[0]) and sys.stdin.read(1) == "q"
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+class History:
+    """The last values of what is drawn as a line."""
+
+    def __init__(self, length: int = 24) -> None:
+        self._values: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=length))
+
+    def add(self, snapshot: Mapping[str, Any]) -> None:
+        now = snapshot["requests"]
+        for name in ("per_s", "running", "output_tokens_per_s"):
+            self._values[name].append(now[name] or 0.0)
+        for name in ("ttft", "itl"):
+            self._values[name].append(now[name]["p50_s"] or 0.0)
+        self._values["hits"].append(snapshot["cache"]["hit_rate"] or 0.0)
+
+    def line(self, name: str) -> str:
+        """The values as a line of bars, the highest as high as there are."""
+        values = self._values[name]
+        most = max(values, default=0.0)
+        if not most:
+            return _BARS[0] * len(values)
+        return "".join(_BARS[round(value / most * (len(_BARS) - 1))] for value in values)
+
+
+def view(
+    snapshot: Mapping[str, Any], history: History, height: int, lost: str | None = None
+) -> RenderableType:
+    """The screen for one snapshot. ``lost``: why there is no newer one."""
+    workers = snapshot["workers"]
+    room = max(6, height - _LINES_AROUND - len(_flows(snapshot)))
+    shown = min(len(workers), max(3, room // 2))
+    return Group(
+        _head(snapshot, lost),
+        _numbers(snapshot, history),
+        _workers(workers, shown, snapshot["workers_left_out"]),
+        _decisions(snapshot["recent"][: max(3, room - shown)]),
+        *_flows(snapshot),
+    )
+
+
+def _head(snapshot: Mapping[str, Any], lost: str | None) -> Text:
+    status = snapshot["status"]
+    doors = [one["door"] for one in snapshot["doors"]]
+    head = Text(no_wrap=True, overflow="ellipsis")
+    head.append(" Commutator ", "bold reverse")
+    head.append(f" {_plain(snapshot['version'])}  ")
+    head.append(f"● {status}" if lost is None else f"● {_plain(lost)}, trying again",
+                _STATES.get(status, "red") if lost is None else "red")  # fmt: skip
+    head.append(f"  {_plain(', '.join(snapshot['models']))}  ", "dim")
+    others = snapshot["doors_not_shown"]
+    if others:
+        head.append(f"only {_plain(', '.join(doors))}; {others} more not shown", "yellow")
+    elif len(doors) > 1:
+        head.append(f"{len(doors)} front doors", "dim")
+    return head
+
+
+def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
+    now = snapshot["requests"]
+    waiting = now["queued"] + now["waiting"]
+    bad = _rate((now["failed_per_s"] or 0) + (now["refused_per_s"] or 0))
+    by_tier = " ".join(
+        f"{_plain(one['tier'])} {_percent(one['hit_rate'])}" for one in snapshot["cache"]["by_tier"]
+    )
+    tiles = (
+        ("Requests/s", _rate(now["per_s"]), f"{bad}/s failed or refused", "per_s"),
+        ("Running", str(now["running"]), f"{waiting} waiting", "running"),
+        ("TTFT", _time(now["ttft"]["p50_s"]), f"p95 {_time(now['ttft']['p95_s'])}", "ttft"),
+        ("ITL", _time(now["itl"]["p50_s"]), f"p95 {_time(now['itl']['p95_s'])}", "itl"),
+        ("Output tokens/s", _rate(now["output_tokens_per_s"]),
+         f"{_rate(now['prompt_tokens_per_s'])} of prompts", "output_tokens_per_s"),
+        ("Cache hits", _percent(snapshot["cache"]["hit_rate"]), by_tier, "hits"),
+    )  # fmt: skip
+    table = Table(box=box.ROUNDED, expand=True, border_style="dim", show_header=False)
+    for _ in tiles:
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_row(*(Text(title, "dim") for title, *_ in tiles))
+    table.add_row(*(Text(value, "bold") for _, value, *_ in tiles))
+    table.add_row(*(Text(more, "dim") for _, _, more, _ in tiles))
+    table.add_row(*(Text(history.line(name), "yellow") for *_, name in tiles))
+    return table
+
+
+def _workers(workers: Sequence[Mapping[str, Any]], shown: int, left_out: int) -> Table:
+    hidden = len(workers) - shown + left_out
+    title = f"Workers ({len(workers) + left_out})"
+    table = _table(f"{title}, {hidden} of them not shown" if hidden else title)
+    for name, justify in (("Worker", "left"), ("State", "left"), ("Role", "left"),
+                          ("In flight", "right"), ("Queue", "right")):  # fmt: skip
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    table.add_column("KV memory", min_width=17, no_wrap=True)
+    table.add_column("Tiers", no_wrap=True, overflow="ellipsis")
+    table.add_column("Process", no_wrap=True, style="dim")
+    busiest = sorted(workers, key=lambda one: (one["state"] == "ready", -one["requests"]))[:shown]
+    for one in busiest if hidden else workers:
+        load = one["load"]
+        table.add_row(
+            Text(_plain(one["worker_id"]), "bold"),
+            Text(f"● {_plain(one['state'])}", _STATES.get(one["state"], "red")),
+            _plain_text(one["role"]),
+            str(one["requests"]),
+            _NONE if load is None else str(load["waiting"]),
+            _kv(load),
+            _tiers(one["tiers"]),
+            Text(_NONE if one["pid"] is None else f"pid {one['pid']}"),
+        )
+    return table
+
+
+def _kv(load: Mapping[str, Any] | None, width: int = 10) -> Text:
+    if load is None or not load["kv_capacity_blocks"]:
+        return Text(_NONE, "dim")
+    capacity = load["kv_capacity_blocks"]
+    used = round(width * load["kv_used_blocks"] / capacity)
+    cached = min(width - used, round(width * load["kv_cached_blocks"] / capacity))
+    part = (load["kv_used_blocks"] + load["kv_cached_blocks"]) / capacity
+    bar = Text("█" * used, "yellow")
+    bar.append("▓" * cached, "dim yellow").append("░" * (width - used - cached), "dim")
+    return bar.append(f" {_percent(part):>4}")
+
+
+def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Text:
+    text = Text()
+    for number, tier in enumerate(tiers):
+        color = _TIER_COLORS[number % len(_TIER_COLORS)] if tier["up"] else "red"
+        capacity = tier["capacity_blocks"]
+        full = _percent(tier["blocks"] / capacity) if capacity else f"{tier['blocks']} blocks"
+        text.append(f"{_plain(tier['name'])} ", color)
+        text.append(f"{full if tier['up'] else 'down'}  ")
+    return text if tiers else Text(_NONE, "dim")
+
+
+def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Routing decisions")
+    table.add_column("Time", style="dim", no_wrap=True)
+    table.add_column("Worker", no_wrap=True)
+    table.add_column("Reason", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name in ("Prompt", "Cached", "TTFT", "Answer"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        prefill, cached = row["prefill_worker"], row["cached_tokens"]
+        worker = f"{prefill} ⇒ {row['worker_id']}" if prefill else row["worker_id"]
+        known = cached is not None
+        state = f"{row['generated_tokens']} tokens" if row["state"] == "done" else row["state"]
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(row["time_unix_s"])),
+            Text(_plain(worker), "bold"),
+            _plain_text(row["reason"]),
+            str(row["prompt_tokens"]),
+            _percent(cached / max(1, row["prompt_tokens"])) if known else _NONE,
+            _time(row["ttft_s"]),
+            Text(_plain(state), _ENDS.get(row["state"], "")),
+        )
+    return table
+
+
+def _flows(snapshot: Mapping[str, Any]) -> list[Text]:
+    moved = [
+        f"{_plain(one['source'])} → {_plain(one['target'])} {_rate(one['blocks_per_s'])} blocks/s"
+        for one in snapshot["flows"]
+        if one["blocks_per_s"]
+    ]
+    handed = [
+        f"{_plain(one['prefill'])} ⇒ {_plain(one['decode'])} {_rate(one['per_s'])}/s "
+        f"{_rate((one['bytes_per_s'] or 0) / 1e6)} MB/s"
+        for one in snapshot["handovers"][:4]
+    ]
+    problems = [_plain(text) for text in snapshot["warnings"][:2]]
+    events = [
+        f"{time.strftime('%H:%M:%S', time.localtime(one['time_unix_s']))} "
+        f"{_plain(one['kind'])}: {_plain(one['text'])}"
+        for one in snapshot["events"][:3]
+    ]
+    lines = []
+    for name, found, style in (
+        ("KV flow", moved + handed, ""), ("Warnings", problems, "yellow"), ("Events", events, "dim")
+    ):  # fmt: skip
+        if found:
+            line = Text(no_wrap=True, overflow="ellipsis")
+            line.append(f" {name}  ", "bold").append("   ".join(found), style)
+            lines.append(line)
+    return lines
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True,
+        header_style="dim", pad_edge=False, padding=(0, 1),
+    )  # fmt: skip
+
+
+def _plain(text: object) -> str:
+    """Names and reasons come from plugins and clients: none may steer the terminal."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in str(text))
+
+
+def _plain_text(text: object) -> Text:
+    return Text(_plain(text))
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= 10 * size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2g}"  # noqa: PLR2004
+
+
+def _time(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _percent(part: float | None) -> str:
+    return _NONE if part is None else f"{part:.0%}"
