@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -11,15 +11,19 @@ from aiohttp import ClientSession
 from attrs import asdict, define, evolve, field
 
 from commutator.auth.gate import Gate
+from commutator.contract.observer import Observer
 from commutator.contract.request import (
     UNKNOWN_CALLER,
     Caller,
     FinishReason,
     GenerateRequest,
+    RequestOutcome,
+    RequestSummary,
     TokenDelta,
     TokenLogprob,
 )
 from commutator.contract.routing import Candidate, Decision, WorkerLoad, on_device
+from commutator.contract.worker import EngineLoad
 from commutator.errors import EngineError
 from commutator.frontend import Forward, FrontendServices
 from commutator.frontend.limits import ConcurrencyLimiter
@@ -96,6 +100,13 @@ class FakeDispatcher:
     refuse: Exception | None = None
     """Raised by ``dispatch``."""
     is_ready: bool = True
+    observers: list[Observer] = field(factory=list)
+    """Learn of requests as by the hooks of a real dispatcher."""
+    loads: dict[str, EngineLoad] = field(factory=dict)
+    asked: list[Sequence[str]] = field(factory=list)
+    """The workers that were asked for their load, each time."""
+    reason: str = "because it is Tuesday"
+    peers: int = 0
     addresses: Mapping[str, str | None] = field(factory=lambda: {"fake-0": None})
     """Where workers answer questions about themselves."""
     longest: int | None = None
@@ -143,7 +154,17 @@ class FakeDispatcher:
         return 0
 
     def load_peers(self) -> int:
-        return 0
+        return self.peers
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        self.observers.append(observer)
+        return lambda: self.observers.remove(observer)
+
+    async def engine_loads(
+        self, worker_ids: Iterable[str], *, timeout_s: float
+    ) -> dict[str, EngineLoad]:
+        self.asked.append([*worker_ids])
+        return {name: load for name, load in self.loads.items() if name in self.asked[-1]}
 
     def indexed_blocks(self) -> dict[str, int]:
         return {MODEL: 3}
@@ -180,7 +201,18 @@ class FakeDispatcher:
         if self.refuse is not None:
             raise self.refuse
         self.open += 1
-        return FakeDispatch(self, list(self.script(request)), len(self.requests) - 1)
+        summary = RequestSummary(
+            request_id=request.request_id,
+            model=model,
+            prompt_tokens=len(request.token_ids),
+            max_tokens=request.sampling.max_tokens,
+            principal=caller.principal,
+        )
+        script = list(self.script(request))
+        made = FakeDispatch(self, script, len(self.requests) - 1, summary)
+        for observer in self.observers:
+            observer.request_routed(summary, made.decision)
+        return made
 
 
 @define
@@ -190,6 +222,7 @@ class FakeDispatch:
     dispatcher: FakeDispatcher
     left: list[TokenDelta | Exception]
     number: int
+    summary: RequestSummary
     over: bool = False
 
     @property
@@ -204,7 +237,7 @@ class FakeDispatch:
     def decision(self) -> Decision:
         scores = {self.worker_id: {"cost": 1.5}}
         return Decision(
-            worker_id=self.worker_id, policy="fake", reason="because it is Tuesday", scores=scores
+            worker_id=self.worker_id, policy="fake", reason=self.dispatcher.reason, scores=scores
         )
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
@@ -222,7 +255,18 @@ class FakeDispatch:
             raise delta
         if delta.finish_reason is not None:
             await self.aclose()
+            for observer in self.dispatcher.observers:
+                observer.request_finished(self.summary, self._outcome(delta.finish_reason))
         return delta
+
+    def _outcome(self, reason: FinishReason) -> RequestOutcome:
+        return RequestOutcome(
+            worker_id=self.worker_id,
+            finish_reason=reason,
+            generated_tokens=3,
+            cached_tokens=2,
+            duration_s=0.5,
+        )
 
     async def aclose(self) -> None:
         if not self.over:
@@ -326,6 +370,7 @@ async def front_door(
     dispatcher: FakeDispatcher,
     models: Mapping[str, TextModel] | None = None,
     *,
+    port: int = 0,
     drain_timeout_s: float = 5.0,
     settle_s: float = 0.0,
     local_socket: str | None = None,
@@ -333,7 +378,7 @@ async def front_door(
     **config: Any,
 ) -> AsyncIterator[FrontDoor]:
     """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
-    settings = OpenAiConfig(port=0, **config)
+    settings = OpenAiConfig(port=port, **config)
     services = make_services(dispatcher, models, settings, gate)
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -352,12 +397,12 @@ async def front_door(
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if server.done():
         await server
-    port = listening.result()
+    open_port = listening.result()
     scheme = "http" if settings.tls is None else "https"
     try:
         async with ClientSession() as session:
-            url = f"{scheme}://127.0.0.1:{port}"
-            yield FrontDoor(dispatcher, services, session, url, port, stop)
+            url = f"{scheme}://127.0.0.1:{open_port}"
+            yield FrontDoor(dispatcher, services, session, url, open_port, stop)
     finally:
         stop.set()
         await server

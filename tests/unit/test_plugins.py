@@ -211,6 +211,30 @@ def test_every_observing_hook_reaches_plugins_and_observers_with_its_arguments()
         assert seen[-2:] == [("plugin", hook, given), ("observer", hook, given)]
 
 
+def test_an_observer_that_was_removed_hears_nothing_and_costs_nothing() -> None:
+    seen: list[str] = []
+
+    class Watcher(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def worker_up(self, worker: WorkerRecord) -> None:
+            seen.append(self.name)
+
+    host = PluginHost()
+    watchers = [Watcher("first"), Watcher("second")]
+    for one in watchers:
+        host.add_observer(one.name, one)
+    host.worker_up(WORKER)
+    host.remove_observer(watchers[0])
+    host.worker_up(WORKER)
+    assert seen == ["first", "second", "second"]
+    host.remove_observer(watchers[1])
+    assert "worker_up" not in host._listeners  # a call of the hook looks no further
+    host.worker_up(WORKER)
+    assert seen == ["first", "second", "second"]
+
+
 async def test_an_observer_is_started_and_stopped_and_may_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

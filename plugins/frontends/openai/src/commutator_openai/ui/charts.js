@@ -98,8 +98,8 @@ export function flowDiagram(svg, caption, nodes, edges) {
     const x = middle(at) - boxWidth / 2, filled = Math.min(1, node.part || 0);
     drawn.push(shape("rect", { class: "node", x, y, width: boxWidth, height: boxHeight, rx: 9 }));
     if (filled > 0) drawn.push(shape("rect", { class: `fill f${Math.min(at, 4)}`, x: x + 1, y: y + 1 + (boxHeight - 2) * (1 - filled), width: boxWidth - 2, height: (boxHeight - 2) * filled, rx: 8 }));
-    drawn.push(shape("text", { x: middle(at), y: y + 22 }, node.name.length > 11 ? `${node.name.slice(0, 10)}…` : node.name));
-    drawn.push(shape("text", { x: middle(at), y: y + 37, class: "small" }, node.note));
+    drawn.push(shape("text", { x: middle(at), y: y + 22, class: "in" }, node.name.length > 11 ? `${node.name.slice(0, 10)}…` : node.name));
+    drawn.push(shape("text", { x: middle(at), y: y + 37, class: "small in" }, node.note));
     said.push(`${node.name}: ${node.note}`);
   });
   svg.replaceChildren(...drawn);
