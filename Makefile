@@ -6,6 +6,8 @@
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both
 # make fuzz     10,000 senseless cases for every socket
 # make soak     an hour of clients of every kind; memory must stay flat
+# make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
+# make pictures take the pictures of the docs from a running deployment
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -27,7 +29,7 @@ TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench docs walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench docs walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -59,6 +61,15 @@ test-sglang: $(VENV)/.test sglang
 
 test-mixed: $(VENV)/.test vllm sglang
 	$(BIN)/pytest -m "vllm and sglang"
+
+browser: $(VENV)/.base
+	$(BIN)/python scripts/install_browser.py
+
+test-ui: $(VENV)/.test browser
+	$(BIN)/pytest tests/e2e/test_ui.py tests/e2e/test_ui_pictures.py
+
+pictures: $(VENV)/.test browser
+	PICTURES=1 $(BIN)/pytest tests/e2e/test_ui_pictures.py
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py

@@ -27,13 +27,15 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `POST /tokenize`, `POST /detokenize` | text to token ids and back |
 | `GET /live`, `GET /ready`, `GET /health` | is the process up; can it serve; in detail, which needs the permission `metrics` |
 | `GET /metrics` | Prometheus; see [metrics](metrics.md); needs the permission `metrics` |
+| `GET /ui`, and `/` for browsers | a [page](../how-to/watch.md) that shows the run, and a chat; without a key, as it holds no data |
+| `GET /admin/live` | [what that page shows](../how-to/watch.md#the-api-below), as server-sent events; needs the permission `admin` |
 | `GET /openapi.json` | OpenAPI 3.1 |
 
 ## Headers
 
 | request header | meaning |
 |---|---|
-| `Authorization: Bearer KEY` | needed everywhere but at `/live` and `/ready` when the section `auth` or `frontend.api_keys` is set |
+| `Authorization: Bearer KEY` | needed everywhere but at `/live`, `/ready` and `/ui` when the section `auth` or `frontend.api_keys` is set |
 | `X-Request-Id` | your id for the request; a random one by default. The answer repeats it |
 | `X-Request-Timeout-S` | give up after this many seconds, if less than `frontend.request_timeout_s` |
 | `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON; needs the permission `explain` |
