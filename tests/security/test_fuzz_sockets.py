@@ -27,6 +27,7 @@ from tests.support.fuzz_target import KEY
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.engine.protocol import PROTOCOL, pack_request
 from commutator.trust.handshake import MAGIC
+from commutator_openai.ui import PAGE_PATHS
 
 pytestmark = pytest.mark.security
 
@@ -359,6 +360,7 @@ PATHS = st.sampled_from(
         *(b"/admin/workers/x/undrain", b"/admin/workers/x/role/prefill", b"/admin/"),
         *(b"/admin/tiers?model=smol", b"/admin/tiers/statistics?worker=x", b"/admin/tiers/verify"),
         *(b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/models/smol", b"/live", b"/ready"),
+        *(b"/", b"/ui", b"/ui/app.js", b"/ui/../x", b"/admin/live/door", b"/admin/live/"),
         *(b"/%00", b"/..", b"*"),
     ]
 )
@@ -395,8 +397,9 @@ def http_requests(*headers: bytes) -> st.SearchStrategy[bytes]:
 
 
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
-OPEN = {b"/openapi.json", b"/live", b"/ready"}
-OPEN_TO_OPERATORS = {b"/live", b"/ready", b"/health", b"/metrics"}
+THE_PAGE = {path.encode() for path in PAGE_PATHS}
+OPEN = {b"/openapi.json", b"/live", b"/ready", *THE_PAGE}
+OPEN_TO_OPERATORS = {b"/live", b"/ready", b"/health", b"/metrics", *THE_PAGE}
 
 
 def test_http_without_a_key(target: Target) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
-from commutator.frontend import ADMIN_PREFIX, admin_routes
+from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
 from commutator.routing.disagg.prefill_pool import QueueState
 
 
@@ -194,7 +194,10 @@ async def test_openapi_describes_what_is_answered() -> None:
     async with front_door(FakeDispatcher()) as door:
         _, document = await door.get("/openapi.json")
         assert document["openapi"] == "3.1.0"
-        admin = admin_routes(door.services, lambda _: "root")
+        admin = [
+            *admin_routes(door.services, lambda _: "root"),
+            *live_routes(LiveFeed(door.services), lambda _: "root"),
+        ]
         assert {
             (path, method)
             for path, methods in document["paths"].items()

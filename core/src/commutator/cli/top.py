@@ -164,7 +164,7 @@ def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
         f"{_plain(one['tier'])} {_percent(one['hit_rate'])}" for one in snapshot["cache"]["by_tier"]
     )
     tiles = (
-        ("Requests/s", _rate(now["per_s"]), f"{bad}/s failed or refused", "per_s"),
+        ("Requests/s", _rate(now["per_s"]), f"{bad}/s failed", "per_s"),
         ("Running", str(now["running"]), f"{waiting} waiting", "running"),
         ("TTFT", _time(now["ttft"]["p50_s"]), f"p95 {_time(now['ttft']['p95_s'])}", "ttft"),
         ("ITL", _time(now["itl"]["p50_s"]), f"p95 {_time(now['itl']['p95_s'])}", "itl"),

@@ -438,7 +438,8 @@ def live_routes(feed: LiveFeed, reader: Callable[[web.Request], object]) -> Iter
         body = msgspec.json.encode(await feed.part())
         return web.Response(body=body, content_type="application/json")
 
-    return [web.get(LIVE_PATH, live), web.get(f"{LIVE_PATH}/door", door)]
+    # Whoever asks for the headers alone would wait for the end of the stream.
+    return [web.get(LIVE_PATH, live, allow_head=False), web.get(f"{LIVE_PATH}/door", door)]
 
 
 _STREAM = {

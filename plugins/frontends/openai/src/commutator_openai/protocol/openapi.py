@@ -75,6 +75,8 @@ _ADMIN: Mapping[str, tuple[str, str, list[dict[str, Any]]]] = {
         "Read and check every block of KV tiers.",
         _query(*_ASKED, _TIER, _TIMEOUT),
     ),
+    "/admin/live": ("get", "The state of the whole run, every second.", []),
+    "/admin/live/door": ("get", "What this front-door process alone knows of the run.", []),
 }
 """Method, summary and parameters by path, for those with the permission `admin`."""
 _KV_PROMPT = {
@@ -116,7 +118,8 @@ def openapi_document(
             "/metrics": {"get": _get("Prometheus metrics.", {"type": "string"}, "text/plain")},
         }
         for path, (method, summary, parameters) in _ADMIN.items():
-            operation = _get(summary, anything) | {"parameters": parameters}
+            kind = "text/event-stream" if path == "/admin/live" else "application/json"
+            operation = _get(summary, anything, kind) | {"parameters": parameters}
             if path == "/admin/tiers/explain":
                 body = {"required": True, "content": {"application/json": {"schema": _KV_PROMPT}}}
                 operation["requestBody"] = body

@@ -74,7 +74,7 @@ export function flowDiagram(svg, caption, nodes, edges) {
   const left = (Math.max(width, 250) - width) / 2 + 4;
   const place = new Map(nodes.map((node, at) => [node.name, at]));
   const middle = (at) => left + at * (boxWidth + gap) + boxWidth / 2;
-  const drawn = [], said = [];
+  const drawn = [], labels = [], said = [];
   for (const edge of edges) {
     const from = place.get(edge.source), to = place.get(edge.target);
     if (from === undefined || to === undefined || from === to) continue;
@@ -90,8 +90,10 @@ export function flowDiagram(svg, caption, nodes, edges) {
     if (busy) {
       const tip = base, flat = down ? -6 : 6;
       drawn.push(shape("path", { class: "tip", d: `M${x2 - 4} ${tip + flat}L${x2} ${tip}L${x2 + 4} ${tip + flat}`, fill: "none", stroke: "currentColor" }));
-      drawn.push(shape("text", { x: (x1 + x2) / 2, y: down ? base - reach / 2 - 5 : base + reach / 2 + 13 }, edge.label));
-      said.push(`${edge.source} to ${edge.target}: ${edge.label}`);
+      // Between neighbours below the arc's top, otherwise above it: so no other arc crosses it.
+      const near = Math.abs(to - from) === 1, top = (near ? reach / 2 - 13 : reach / 2 + 5) * (down ? -1 : 1);
+      labels.push(shape("text", { x: (x1 + x2) / 2, y: base + top + (down ? 0 : 8) }, edge.label));
+      said.push(`${edge.source} to ${edge.target}: ${edge.label} blocks`);
     }
   }
   nodes.forEach((node, at) => {
@@ -102,7 +104,7 @@ export function flowDiagram(svg, caption, nodes, edges) {
     drawn.push(shape("text", { x: middle(at), y: y + 37, class: "small in" }, node.note));
     said.push(`${node.name}: ${node.note}`);
   });
-  svg.replaceChildren(...drawn);
+  svg.replaceChildren(...drawn, ...labels);
   setText(caption, said.join("; "));
 }
 

@@ -227,7 +227,7 @@ export function createView() {
     }
     const nodes = [{ name: "device", part: device.capacity ? device.used / device.capacity : 0, note: device.capacity ? `${percent(device.used / device.capacity)} full` : "" }];
     for (const [name, sum] of tiers) nodes.push({ name, part: sum.capacity ? sum.blocks / sum.capacity : 0, note: `${number(sum.blocks)} blocks` });
-    const edges = snapshot.flows.map((one) => ({ source: one.source, target: one.target, rate: one.blocks_per_s || 0, label: `${number(one.blocks_per_s)} blocks/s` }));
+    const edges = snapshot.flows.map((one) => ({ source: one.source, target: one.target, rate: one.blocks_per_s || 0, label: `${number(one.blocks_per_s)}/s` }));
     get("flow").hidden = nodes.length < 2;
     if (nodes.length > 1) flowDiagram(get("flow").querySelector("svg"), get("flow-text"), nodes, edges);
     const disaggregated = snapshot.workers.some((one) => one.role === "prefill");
