@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,10 @@ def of_page(page: Page, width: int, most_height: int) -> bytes:
     return picture
 
 
+def more_facts(page: Page, than: int) -> bool:
+    return page.count(".facts") > than
+
+
 def top_as_svg(door: FrontDoor) -> str:
     console, history = Console(record=True, width=126, file=io.StringIO()), History()
     for number, snapshot in enumerate(door.live()):
@@ -157,7 +162,7 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
             for question in ("What is the capital of France?", "And of Spain?"):
                 found = page.count(".facts")
                 page.one("#question").send_keys(f"{question}\n")
-                page.until(lambda found=found: page.count(".facts") > found, 120)
+                page.until(partial(more_facts, page, found), 120)
             save(page.driver.get_screenshot_as_png(), "chat.png", folder)
             (tmp_path / "top.svg").write_text(svg)
             page.driver.set_window_size(1240, 800)

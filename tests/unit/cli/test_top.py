@@ -127,7 +127,9 @@ def test_names_and_reasons_do_not_steer_the_terminal() -> None:
 
 
 def test_a_front_door_that_restarts_is_followed_again() -> None:
-    runs = iter([[1, LostError("gone\nhint")], [LostError("refused")], [2, None], [3]])
+    runs: Iterator[list[Any]] = iter(
+        [[1, LostError("gone\nhint")], [LostError("refused")], [2, None], [3]]
+    )
 
     def live() -> Iterator[dict[str, Any]]:
         for step in next(runs):
@@ -152,7 +154,6 @@ def test_a_front_door_that_restarts_is_followed_again() -> None:
 def test_a_front_door_that_was_never_there_is_an_error() -> None:
     def live() -> Iterator[dict[str, Any]]:
         raise LostError("nobody is there")
-        yield {}
 
     with pytest.raises(CommutatorError, match="nobody is there"):
         next(_followed(live))

@@ -52,10 +52,10 @@ def top(door: FrontDoor, once: bool) -> None:
         _keys() as quits,
         Live(console=console, screen=True, auto_refresh=False) as screen,
     ):
-        for snapshot, lost in _followed(door.live):
-            if snapshot is not None:
-                history.add(snapshot)
-                screen.update(view(snapshot, history, console.height, lost), refresh=True)
+        for found, lost in _followed(door.live):
+            if lost is None:
+                history.add(found)
+            screen.update(view(found, history, console.height, lost), refresh=True)
             if quits():
                 return
 
@@ -63,7 +63,7 @@ def top(door: FrontDoor, once: bool) -> None:
 def _followed(
     live: Callable[[], Iterator[dict[str, Any]]],
     sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+) -> Iterator[tuple[dict[str, Any], str | None]]:
     """Snapshots, each with None, or the last one with why there is no newer one.
 
     Raises CommutatorError when there has never been one, and when the front door refuses.
@@ -79,7 +79,8 @@ def _followed(
             if last is None:
                 raise
             lost = str(error).partition("\n")[0]
-        yield last, lost
+        if last is not None:
+            yield last, lost
         sleep(_RETRY_S)
 
 
