@@ -16,7 +16,8 @@ from tests.support.principals import gate_of
 
 from commutator.cli.front_door import LostError
 from commutator.cli.main import main
-from commutator.cli.top import History, _followed, view
+from commutator.cli.top.command import followed
+from commutator.cli.top.view import History, view
 from commutator.contract.principal import Principal
 from commutator.errors import CommutatorError
 
@@ -139,8 +140,8 @@ def test_a_front_door_that_restarts_is_followed_again() -> None:
                 yield {"n": step}
 
     slept: list[float] = []
-    followed = _followed(live, slept.append)
-    assert [next(followed) for _ in range(6)] == [
+    found = followed(live, slept.append)
+    assert [next(found) for _ in range(6)] == [
         ({"n": 1}, None),
         ({"n": 1}, "gone"),
         ({"n": 1}, "refused"),
@@ -156,7 +157,7 @@ def test_a_front_door_that_was_never_there_is_an_error() -> None:
         raise LostError("nobody is there")
 
     with pytest.raises(CommutatorError, match="nobody is there"):
-        next(_followed(live))
+        next(followed(live))
 
 
 ROOT = Principal(name="root", permissions=frozenset({"admin"}))

@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "commutator.cli.worker:worker",
         "List workers; drain one, bring it back, change its role.",
     ),
-    "top": ("commutator.cli.top:top", "Show a running deployment live, in the terminal."),
+    "top": ("commutator.cli.top.command:top", "Show a running deployment live, in the terminal."),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Make an API key for a principal."),

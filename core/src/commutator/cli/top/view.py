@@ -1,25 +1,18 @@
-"""``commutator top``: the live view of a run in a terminal, over the API of the page at /ui."""
+"""Draws a snapshot of the live view."""
 
 from __future__ import annotations
 
-import select
-import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import click
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commutator.cli.front_door import FrontDoor, LostError, front_door_options
-
-__all__ = ["History", "top", "view"]
+__all__ = ["History", "view"]
 
 _NONE = "\N{EN DASH}"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -28,77 +21,6 @@ _ENDS = {"running": "dim", "done": "green", "failed": "red"}
 _TIER_COLORS = ("blue", "magenta", "cyan")
 _LINES_AROUND = 17
 """Lines of the screen that neither a worker nor a decision takes."""
-_RETRY_S = 1.0
-
-
-@click.command(epilog="Example: commutator top")
-@front_door_options
-@click.option("--once", is_flag=True, help="Print the state once, and end.")
-def top(door: FrontDoor, once: bool) -> None:
-    """Show workers, rates, routing decisions and KV flow as they change. End with q or Ctrl-C.
-
-    Needs the permission `admin` where the deployment has keys, or its Unix socket.
-    """
-    history, console = History(), Console()
-    if once:
-        snapshots = door.live()
-        history.add(next(snapshots))
-        snapshot = next(snapshots)  # the first has no rates yet
-        history.add(snapshot)
-        console.print(view(snapshot, history, console.height))
-        return
-    with (
-        suppress(KeyboardInterrupt),
-        _keys() as quits,
-        Live(console=console, screen=True, auto_refresh=False) as screen,
-    ):
-        for found, lost in _followed(door.live):
-            if lost is None:
-                history.add(found)
-            screen.update(view(found, history, console.height, lost), refresh=True)
-            if quits():
-                return
-
-
-def _followed(
-    live: Callable[[], Iterator[dict[str, Any]]],
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Snapshots, each with None, or the last one with why there is no newer one.
-
-    Raises CommutatorError when there has never been one, and when the front door refuses.
-    """
-    last: dict[str, Any] | None = None
-    while True:
-        lost = "the front door ended the stream"
-        try:
-            for found in live():
-                last = found
-                yield found, None
-        except LostError as error:
-            if last is None:
-                raise
-            lost = str(error).partition("\n")[0]
-        if last is not None:
-            yield last, lost
-        sleep(_RETRY_S)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], bool]]:
-    """Whether q was pressed, without a line end; never, where nobody types."""
-    if not sys.stdin.isatty():
-        yield lambda: False
-        return
-    import termios
-    import tty
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield lambda: bool(select.select([sys.stdin], [], [], 0)[0]) and sys.stdin.read(1) == "q"
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class History:
