@@ -102,6 +102,7 @@ async def test_more_workers_than_fit_on_a_page_are_listed(etcd: EtcdServer) -> N
             assert {up.record.worker_id for up in listed if isinstance(up, WorkerUp)} == set(names)
 
 
+@pytest.mark.security
 async def test_who_does_not_know_the_secret_announces_and_drains_nobody(
     etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:

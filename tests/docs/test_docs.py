@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,8 +147,37 @@ def test_every_hook_has_its_heading() -> None:
 def test_every_promise_of_safety_names_tests_that_exist() -> None:
     page = (ROOT / "docs" / "explanation" / "security.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
-    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    assert named <= set(re.findall(r"^ *(?:async )?def (test_\w+)", tests, re.MULTILINE))
+    tests = [
+        test for file in (ROOT / "tests").rglob("test_*.py") for test in _marked_security(file)
+    ]
+    assert named - {name for name, _ in tests} == set(), "they do not exist"
+    assert named - {name for name, marked in tests if marked} == set(), "they lack the mark"
+
+
+def _marked_security(file: Path) -> Iterator[tuple[str, bool]]:
+    """The tests of a file, and whether each has the mark, by itself or with its class or file."""
+    source = file.read_text()
+
+    def has_mark(nodes: Iterable[ast.AST]) -> bool:
+        return any("mark.security" in (ast.get_source_segment(source, one) or "") for one in nodes)
+
+    def tests(body: Iterable[ast.stmt], marked: bool) -> Iterator[tuple[str, bool]]:
+        for one in body:
+            match one:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() if one.name.startswith("test_"):
+                    yield one.name, marked or has_mark(one.decorator_list)
+                case ast.ClassDef():
+                    yield from tests(one.body, marked or has_mark(one.decorator_list))
+
+    body = ast.parse(source).body
+    yield from tests(body, has_mark(one for one in body if _sets_marks(one)))
+
+
+def _sets_marks(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Assign(targets=[ast.Name(id="pytestmark")]):
+            return True
+    return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

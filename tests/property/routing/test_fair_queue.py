@@ -86,6 +86,59 @@ def test_who_always_has_requests_waiting_gets_its_share(
             assert abs(normal[one] - normal[other]) <= slack[one] + slack[other]
 
 
+def _admit(queue: RequestQueue, costs: dict[str, int], got: Counter[str]) -> None:
+    """Serve the first of the queue, behind which its principal has another one at once."""
+    place = queue.first()
+    assert place is not None
+    assert place.flow is not None
+    queue.enter(queue.place(0, place.flow, place.weight))
+    queue.leave(place)
+    queue.admitted(place)
+    queue.charge(place, costs[place.flow], 0)
+    got[place.flow] += costs[place.flow]
+
+
+@pytest.mark.security
+@given(
+    turns=st.lists(st.integers(0, 2), max_size=300),
+    costs=st.fixed_dictionaries({"a": st.integers(1, 1000), "b": st.integers(1, 1000)}),
+    weight=st.sampled_from([0.5, 1.0, 4.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_front_doors_that_do_not_share_counters_are_off_by_a_request_of_each(
+    turns: list[int], costs: dict[str, int], weight: float
+) -> None:
+    """Of each principal at each front door, however unequally the doors admit; not more."""
+    doors = [RequestQueue(100, Weighted()) for _ in range(3)]
+    got: Counter[str] = Counter()
+    for door in doors:
+        door.enter(door.place(0, "a", 1.0))
+        door.enter(door.place(0, "b", weight))
+    for turn in turns:
+        _admit(doors[turn], costs, got)
+    slack = costs["a"] + costs["b"] / weight
+    assert abs(got["a"] - got["b"] / weight) <= len(doors) * slack
+
+
+@pytest.mark.security
+@given(waits_at=st.integers(1, 3), turns=st.integers(1, 100), cost=st.integers(1, 1000))
+@settings(max_examples=100, deadline=None)
+def test_who_waits_at_some_front_doors_gets_its_share_of_what_these_admit(
+    waits_at: int, turns: int, cost: int
+) -> None:
+    doors = [RequestQueue(100, Weighted()) for _ in range(3)]
+    costs = {"flood": cost, "other": cost}
+    got: Counter[str] = Counter()
+    for number, door in enumerate(doors):
+        door.enter(door.place(0, "flood"))
+        if number < waits_at:
+            door.enter(door.place(0, "other"))
+    for _ in range(turns):
+        for door in doors:
+            _admit(door, costs, got)
+    assert got["other"] >= waits_at * (turns / 2 - 1) * cost
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_the_heap_finds_the_smallest_rank(arrivals: list[tuple[str, int]]) -> None:
