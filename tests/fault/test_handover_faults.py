@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,29 +51,50 @@ class Process:
     """A worker in a process of its own."""
 
     worker: Worker
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes]
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
 
-@asynccontextmanager
-async def process(**options: Any) -> AsyncIterator[Process]:
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.handover_rig", json.dumps(options),
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.handover_rig"],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
+
+
+_spares: list[subprocess.Popen[bytes]] = []
+"""At most one, which loads its libraries, seconds of work, while a test runs."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spare() -> Iterator[None]:
+    _spares.append(_start())
+    yield
+    for one in _spares:
+        with one:  # closes its standard input, by which it ends, and waits
+            pass
+    _spares.clear()
+
+
+@asynccontextmanager
+async def process(**options: Any) -> AsyncIterator[Process]:
+    started = _spares.pop()
+    _spares.append(_start())
+    assert started.stdin is not None
+    assert started.stdout is not None
     try:
-        assert started.stdout is not None
+        started.stdin.write(f"{json.dumps(options)}\n".encode())
+        started.stdin.flush()
         async with asyncio.timeout(120):
-            port = json.loads(await started.stdout.readline())["port"]
+            port = json.loads(await asyncio.to_thread(started.stdout.readline))["port"]
         worker = await connect(f"127.0.0.1:{port}")
         yield Process(worker, started)
         await worker.client.close()
     finally:
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
+        started.kill()
+        await asyncio.to_thread(started.communicate)
 
 
 async def answer(worker: Worker, token_ids: Sequence[int]) -> list[int]:
@@ -112,7 +133,7 @@ async def test_the_prefill_worker_is_killed(when: str, expected: list[int]) -> N
             prefilling = asyncio.create_task(prefill.worker.tokens(first))
             if when == "before":
                 prefill.send(signal.SIGKILL)
-                await prefill.process.wait()
+                await asyncio.to_thread(prefill.process.wait)
             decoding = asyncio.create_task(decode.worker.tokens(second))
             if when == "during":
                 await asyncio.sleep(STEP_PAUSE_S * 6)

@@ -1,7 +1,8 @@
 """Workers with a tiny model that hand KV over to each other, in this process or in their own.
 
 ``python -m tests.support.handover_rig OPTIONS`` serves one, prints its port as a line of JSON, and
-ends with its standard input.
+ends with its standard input. Without OPTIONS, it loads its libraries and waits for them as a line
+of its standard input.
 """
 
 from __future__ import annotations
@@ -243,5 +244,8 @@ async def _serve(options: TinyOptions) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    line = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.readline()
+    if not line:
+        sys.exit(0)  # a spare that nobody needed
+    given = json.loads(line)
     asyncio.run(_serve(TinyOptions(**{**asdict(TinyOptions()), **given})))

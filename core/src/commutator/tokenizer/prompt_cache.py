@@ -218,7 +218,8 @@ class PromptTokenCache:
         hit_tokens += known_tokens
         texts = self._cut(found.text, found.known_characters)
         parts: list[list[int]] = []
-        for step in _steps(texts):
+        is_short = len(found.text) <= _STEP_CHARACTERS
+        for step in (texts,) if is_short else _steps(texts):
             if parts:
                 yield
             parts += self._encoder.encode(step, add_special_tokens=False)
