@@ -52,6 +52,7 @@ vllm: $(VENV)/.serve
 
 test-vllm: $(VENV)/.test vllm
 	$(BIN)/pytest -m "vllm and not sglang"
+	COMMUTATOR_TEST_VLLM_CONNECTION=token_api $(BIN)/pytest -m "vllm and not sglang" tests/e2e/vllm
 
 sglang: $(VENV)/.serve
 	$(BIN)/python scripts/install_sglang.py

@@ -1,28 +1,32 @@
-"""Front doors before one real vLLM server: what each adds to a streamed answer, and its CPU time.
+"""Front doors before a real vLLM server under load: CPU, requests per second, time to first token.
 
-Ours and two published routers, asked in turns with the server itself; then vLLM's own client at
-ours and at the server. Needs `make vllm` and `make peers`.
+Ours over the token API and over HTTP, vLLM's own HTTP API alone, and two published routers, in
+turns before the same server. Its model has one layer with random weights, so that the engine is as
+fast beside its front doors as on a GPU. Needs `make vllm` and `make peers`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 import yaml
+from attrs import frozen
 
 from bench.needs import needs
 from bench.result import Figure
-from bench.vllm_client import ClientRun, bench_serve
+from commutator.engine.launching import api_key_at
+from commutator.launcher.ports import free_ports
 from commutator.supervisor.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,79 +35,130 @@ ROUTERS = {
     "vllm-router": ("vllm-router",),
 }
 MODEL = "smollm2-135m"
-TOKENS = 24
-ROUNDS = 100
-CLIENT_ROUNDS = 4
+AT_ONCE = 32
+REQUESTS = 128
+"""In one turn of one front door."""
+TOKENS = 32
+ROUNDS = 5
+WORDS = 40
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 READY_S = 600.0
+ENGINE = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--block-size=32",
+    "--kv-cache-memory-bytes=268435456",
+    "--load-format=dummy",
+    '--hf-overrides={"num_hidden_layers":1}',
+    "--max-num-seqs=64",
+    "--disable-uvicorn-access-log",
+)
+AIMED = ("cpu_s", "requests_per_s", "ttft_ms")
+ALONE, WIRE, HTTP = "vLLM alone", "token API", "HTTP"
+
+
+@frozen
+class Way:
+    """One way to the server's engine; ``fronts`` are the processes before the server, if any."""
+
+    url: str
+    headers: Mapping[str, str]
+    fronts: tuple[psutil.Process, ...] = ()
+
+
+@frozen
+class Turn:
+    """One turn of one way."""
+
+    requests_per_s: float
+    ttft_ms: float
+    """The median."""
+    cpu_s: float
+    """Of the processes before the engine, the server's HTTP process included, by 1,000 tokens."""
+    front_cpu_s: float
+    """The front door's part of ``cpu_s``."""
+    engine_cpu_s: float
+    """Of the engine's own processes, by 1,000 tokens."""
 
 
 def run() -> list[Figure]:
     needs(PYTHON, "make vllm")
-    config = yaml.safe_load((ROOT / "examples" / "vllm.yaml").read_text())
-    config["engines"][0] |= {"replicas": 1, "start_timeout_s": READY_S}
+    wire = measured("token_api", ROUTERS)
+    http = measured("http", {})
+    return [*compared(WIRE, wire), *compared(HTTP, http)]
+
+
+def measured(connection: str, routers: Mapping[str, Sequence[str]]) -> dict[str, list[Turn]]:
+    """Turns by way, before one server that front doors reach over ``connection``."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "vllm.yaml").read_text())
+    config["engines"][0] |= {
+        "replicas": 1,
+        "start_timeout_s": READY_S,
+        "connection": connection,
+        "args": list(ENGINE),
+    }
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(config, start_timeout_s=READY_S))
-        (server,) = re.findall(r"api_server --host (\S+) --port (\d+)", cluster.log())
-        direct = "http://" + ":".join(server)
         assert cluster.process is not None
-        fronts = {"ours": (cluster.url, front_door(cluster.process.pid))}
-        for name, words in ROUTERS.items():
-            fronts[name] = stack.enter_context(router(words, direct))
-        found = asyncio.run(measure(direct, fronts))
-        directory = re.findall(r"api_server .*--model (\S+)", cluster.log())[-1]
-        return [*found, *by_its_own_client(cluster.url, direct, directory)]
+        server = process_with(cluster, "vllm.entrypoints.openai.api_server")
+        words = server.cmdline()
+        direct = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+        key = {"Authorization": f"Bearer {api_key_at(direct)}"}
+        ours = WIRE if connection == "token_api" else HTTP
+        ways = {
+            ours: Way(cluster.url, {}, (process_with(cluster, "commutator.frontend.process"),)),
+            ALONE: Way(direct, key),
+        }
+        for name, command in routers.items():
+            url, process = stack.enter_context(router(command, direct))
+            ways[name] = Way(url, key, (process,))
+        return asyncio.run(in_turns(ways, server))
 
 
-def by_its_own_client(ours: str, direct: str, directory: str) -> Iterator[Figure]:
-    """Both in turns, each run with prompts of its own, so that none is found in the cache."""
-    runs: dict[str, list[ClientRun]] = {ours: [], direct: []}
-    # What comes first is slow.
-    bench_serve(PYTHON, direct, MODEL, directory, "random", seed=2 * CLIENT_ROUNDS)
-    for number in range(CLIENT_ROUNDS):
-        urls = [ours, direct] if number % 2 else [direct, ours]
-        for side, url in enumerate(urls):
-            seed = 2 * number + side
-            runs[url].append(bench_serve(PYTHON, url, MODEL, directory, "random", seed=seed))
-    failed = sum(run.failed for run in runs[ours])
-    yield Figure(
-        "vllm",
-        f"`vllm bench serve`, {failed} failed: requests per second",
-        statistics.median(run.requests_per_s for run in runs[ours]),
-        statistics.median(run.requests_per_s for run in runs[direct]),
-        "/s",
-        "direct",
-        aim="0.95",
-    )
-    yield Figure(
-        "vllm",
-        "`vllm bench serve`: mean time to the first token",
-        statistics.median(run.mean_ttft_ms for run in runs[ours]),
-        statistics.median(run.mean_ttft_ms for run in runs[direct]),
-        "ms",
-        "direct",
-        aim="0.95",
-        higher_is_better=False,
-    )
+def compared(ours: str, turns: Mapping[str, list[Turn]]) -> Iterator[Figure]:
+    """Ours beside each other way of the same run."""
+    for other in turns.keys() - {ours}:
+        for what, name, unit, higher in (
+            ("CPU seconds for 1,000 streamed tokens without the engine's", "cpu_s", "s", False),
+            ("of these, the front door's", "front_cpu_s", "s", False),
+            ("CPU seconds for 1,000 streamed tokens of the engine", "engine_cpu_s", "s", False),
+            ("requests per second", "requests_per_s", "/s", True),
+            ("time to the first token, p50", "ttft_ms", "ms", False),
+        ):
+            mine, theirs = (
+                statistics.median(getattr(turn, name) for turn in turns[way])
+                for way in (ours, other)
+            )
+            yield Figure(
+                "vllm",
+                f"{ours}, {AT_ONCE} connections: {what}",
+                mine,
+                theirs,
+                unit,
+                other,
+                aim="1" if other == ALONE and ours == WIRE and name in AIMED else "",
+                higher_is_better=higher,
+            )
 
 
-def front_door(supervisor: int) -> psutil.Process:
+def process_with(cluster: LocalCluster, word: str) -> psutil.Process:
+    assert cluster.process is not None
     (found,) = (
         process
-        for process in psutil.Process(supervisor).children(recursive=True)
-        if "commutator.frontend.process" in process.cmdline()
+        for process in psutil.Process(cluster.process.pid).children(recursive=True)
+        if word in process.cmdline()
     )
     return found
 
 
 @contextmanager
-def router(words: tuple[str, ...], url: str) -> Iterator[tuple[str, psutil.Process]]:
-    program = needs(ROOT / ".venv-routers" / "bin" / words[0], "make peers")
-    port, metrics = free_port(), free_port()
+def router(command: Sequence[str], url: str) -> Iterator[tuple[str, psutil.Process]]:
+    program = needs(ROOT / ".venv-routers" / "bin" / command[0], "make peers")
+    port, metrics = free_ports("127.0.0.1", 2)
     arguments = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--prometheus-port", str(metrics), "--policy", "round_robin"]
     process = subprocess.Popen(
-        [program, *words[1:], *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [program, *command[1:], *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
@@ -112,61 +167,58 @@ def router(words: tuple[str, ...], url: str) -> Iterator[tuple[str, psutil.Proce
         process.wait(30)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-async def measure(direct: str, fronts: Mapping[str, tuple[str, psutil.Process]]) -> list[Figure]:
-    urls = {"direct": direct, **{name: url for name, (url, _) in fronts.items()}}
-    taken_ms: dict[str, list[float]] = {name: [] for name in urls}
-    async with aiohttp.ClientSession() as session:
-        for url in urls.values():
-            await until_ready(session, url)
-        before = {name: cpu_s(process) for name, (_, process) in fronts.items()}
+async def in_turns(ways: Mapping[str, Way], server: psutil.Process) -> dict[str, list[Turn]]:
+    found: dict[str, list[Turn]] = defaultdict(list)
+    numbers = count()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for way in ways.values():
+            await until_ready(session, way)
+            await turn(session, way, server, numbers)  # what comes first is slow
+        names = list(ways)
         for number in range(ROUNDS):
-            for name, url in urls.items():
-                taken_ms[name].append(await ask(session, url, f"Story {number} of {name}:"))
-        used = {name: cpu_s(process) - before[name] for name, (_, process) in fronts.items()}
-    return list(figures(taken_ms, used))
+            for name in names if number % 2 else reversed(names):
+                found[name].append(await turn(session, ways[name], server, numbers))
+    return found
 
 
-def figures(taken_ms: Mapping[str, list[float]], used_s: Mapping[str, float]) -> Iterator[Figure]:
-    base = taken_ms["direct"]
-    per_1000 = {name: seconds * 1000 / (ROUNDS * TOKENS) for name, seconds in used_s.items()}
-    for other in ROUTERS:
-        yield Figure(
-            "vllm",
-            "CPU seconds per 1,000 streamed tokens",
-            per_1000["ours"],
-            per_1000[other],
-            "s",
-            other,
-            higher_is_better=False,
-        )
-    for quantile in (50, 99):
-        direct = at(base, quantile)
-        told = [f"{name} adds {at(taken_ms[name], quantile) - direct:.1f} ms" for name in used_s]
-        yield Figure(
-            "vllm",
-            f"{TOKENS} tokens, p{quantile}; " + ", ".join(told),
-            at(taken_ms["ours"], quantile),
-            direct,
-            "ms",
-            "direct",
-            higher_is_better=False,
-        )
+async def turn(
+    session: aiohttp.ClientSession, way: Way, server: psutil.Process, numbers: Iterator[int]
+) -> Turn:
+    """REQUESTS answers of TOKENS tokens, AT_ONCE at a time."""
+    waiting = iter([f"{next(numbers)} " + "and so on " * (WORDS // 3) for _ in range(REQUESTS)])
+    ttft_ms: list[float] = []
+
+    async def client() -> None:
+        for prompt in waiting:
+            first_ms = await ask(session, way, prompt)
+            ttft_ms.append(first_ms)
+
+    engine = server.children(recursive=True)
+    groups = ([server, *way.fronts], way.fronts, engine)
+    before_s = [cpu_s(group) for group in groups]
+    started_s = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    taken_s = time.perf_counter() - started_s
+    thousands = REQUESTS * TOKENS / 1000
+    both, front, core = (
+        (cpu_s(group) - first_s) / thousands
+        for group, first_s in zip(groups, before_s, strict=True)
+    )
+    return Turn(
+        requests_per_s=REQUESTS / taken_s,
+        ttft_ms=statistics.median(ttft_ms),
+        cpu_s=both,
+        front_cpu_s=front,
+        engine_cpu_s=core,
+    )
 
 
-def at(values: list[float], quantile: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[quantile - 1]
-
-
-async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
+async def until_ready(session: aiohttp.ClientSession, way: Way) -> None:
     until_s = time.monotonic() + READY_S
     while True:
         try:
-            await ask(session, url, "Are you there?")
+            await ask(session, way, "Are you there?")
         except (aiohttp.ClientError, AssertionError):
             if time.monotonic() > until_s:
                 raise
@@ -175,8 +227,8 @@ async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
             return
 
 
-async def ask(session: aiohttp.ClientSession, url: str, prompt: str) -> float:
-    """Milliseconds of one streamed answer."""
+async def ask(session: aiohttp.ClientSession, way: Way, prompt: str) -> float:
+    """Milliseconds to the first part of one streamed answer, which is read to its end."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -185,15 +237,16 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: str) -> float:
         "ignore_eos": True,
         "stream": True,
     }
-    started_s = time.perf_counter()
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        text = await answer.text()
-        assert answer.status == 200, text
-        assert text.rstrip().endswith("[DONE]"), text[-200:]
-    return (time.perf_counter() - started_s) * 1000
+    started_s, first_ms, last = time.perf_counter(), 0.0, b""
+    url = f"{way.url}/v1/completions"
+    async with session.post(url, json=body, headers=way.headers) as answer:
+        assert answer.status == 200, await answer.text()
+        async for data in answer.content.iter_any():
+            first_ms = first_ms or (time.perf_counter() - started_s) * 1000
+            last = (last + data)[-200:]
+    assert last.rstrip().endswith(b"[DONE]"), last
+    return first_ms
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """Of the process and its children."""
-    everyone = [process, *process.children(recursive=True)]
-    return sum(sum(one.cpu_times()[:2]) for one in everyone)
+def cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)

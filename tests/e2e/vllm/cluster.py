@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,35 @@ from tests.support import launched_servers
 from tests.support.launched_servers import kill_server_at, wait_for_workers
 from tests.support.vllm_server import ask_vllm
 
+from commutator.engine.launching import api_key_at
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator_vllm.client import VllmClient
+from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 
 __all__ = [
+    "CONNECTION",
     "apart_config",
+    "engine_client",
     "kill_server",
     "metric",
     "model_directory",
     "server_urls",
     "wait_for_workers",
 ]
+
+
+CONNECTION = os.environ.get("COMMUTATOR_TEST_VLLM_CONNECTION", "http")
+"""How front doors and tests reach the servers; `make test-vllm` runs the tests with both."""
+
+
+def engine_client(cluster: LocalCluster, worker: str) -> VllmClient | VllmTokenClient:
+    """A client, not yet started, as a front door of the cluster has one."""
+    url = server_urls(cluster)[worker]
+    (known,) = (one for one in cluster.health()["workers"] if one["worker_id"] == worker)
+    if known["admin_address"] is None:
+        return VllmClient(url, api_key=api_key_at(url))
+    host, _, port = known["admin_address"].rpartition(":")
+    return VllmTokenClient(TokenApiAddress(host, int(url.rpartition(":")[2]), int(port)))
 
 
 def apart_config(root: Path) -> dict[str, Any]:
@@ -32,7 +52,7 @@ def apart_config(root: Path) -> dict[str, Any]:
     """
     config: dict[str, Any] = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
     (server,) = config["engines"]
-    server["replicas"] = 1
+    server |= {"replicas": 1, "connection": CONNECTION}
     server["env"]["PYTHONPATH"] = str(Path(__file__).parent / "two_cores")
     config["engines"] = [{**server, "name": role, "role": role} for role in ("prefill", "decode")]
     config["runtime"] = {"lease_s": 60}  # a busy machine makes no worker a lost one

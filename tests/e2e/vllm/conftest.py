@@ -7,7 +7,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from tests.e2e.vllm.cluster import server_urls, wait_for_workers
+import yaml
+from tests.e2e.vllm.cluster import CONNECTION, server_urls, wait_for_workers
 from tests.support.vllm_server import need_vllm
 
 from commutator.engine.launching import api_key_at
@@ -21,8 +22,10 @@ def two_servers(root: Path) -> Iterator[LocalCluster]:
     need_vllm()
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     patient = ("--set", "runtime.lease_s=60")  # a busy machine makes no worker a lost one
+    config = yaml.safe_load((root / "examples" / "vllm.yaml").read_text())
+    config["engines"][0]["connection"] = CONNECTION
     with LocalCluster(
-        root / "examples" / "vllm.yaml",
+        config,
         arguments=patient,
         env=env,
         start_timeout_s=600,

@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from functools import cache
 
 import pytest
+from tests.e2e.vllm.cluster import CONNECTION, engine_client, server_urls
 from tests.support.oracle import SOURCE, greedy
 from tests.support.vllm_server import ask_vllm
 
 from commutator.contract.engine import EngineClient
-from commutator.engine.launching import api_key_at
+from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator_testing.engines import EngineContract
 from commutator_vllm.bodies import COMPLETIONS
@@ -42,8 +43,9 @@ class TestVllm(EngineContract):
     capabilities = frozenset({"sampling", "stop_tokens", "logprobs", "prefix_cache"})
 
     @pytest.fixture(autouse=True)
-    def _server(self, vllm_url: str) -> None:
-        self.url = vllm_url
+    def _server(self, pair: LocalCluster) -> None:
+        self.cluster = pair
+        self.url = server_urls(pair)["vllm-1"]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[EngineClient]:
@@ -53,13 +55,14 @@ class TestVllm(EngineContract):
     def another_client(self, client: EngineClient) -> EngineClient:
         return self.new_client()
 
-    def new_client(self) -> VllmClient:
-        return VllmClient(self.url, api_key=api_key_at(self.url))
+    def new_client(self) -> EngineClient:
+        return engine_client(self.cluster, "vllm-1")
 
     def golden(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
         return expected()
 
 
+@pytest.mark.skipif(CONNECTION != "http", reason="the token API has no such endpoint")
 class TestVllmCompletions(TestVllm):
     """The same over /v1/completions, as with servers that do not offer the token endpoint."""
 
@@ -70,5 +73,6 @@ class TestVllmCompletions(TestVllm):
 
     def another_client(self, client: EngineClient) -> EngineClient:
         other = self.new_client()
+        assert isinstance(other, VllmClient)
         other.path = COMPLETIONS
         return other

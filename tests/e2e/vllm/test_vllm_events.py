@@ -10,17 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 from attrs import define, field
+from tests.e2e.vllm.cluster import engine_client, server_urls
 from tests.support.vllm_server import ask_vllm
 
+from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.routing import RouterConfig, WorkerRank
 from commutator.contract.worker import WorkerRecord
-from commutator.engine.launching import api_key_at
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.index import PrefixIndex
 from commutator.routing.prefix_index.indexer import KvIndexer
+from commutator.supervisor.local_cluster import LocalCluster
 from commutator_testing.engines import collect, make_request
-from commutator_vllm.client import VllmClient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -33,7 +34,7 @@ BLOCK = 16
 class Watched:
     """A server, and the index that its events fill."""
 
-    client: VllmClient
+    client: EngineClient
     url: str
     engine_block: int
     capacity_blocks: int
@@ -69,8 +70,8 @@ class Watched:
 
 
 @pytest_asyncio.fixture
-async def watched(vllm_url: str) -> AsyncIterator[Watched]:
-    client = VllmClient(vllm_url, api_key=api_key_at(vllm_url))
+async def watched(pair: LocalCluster) -> AsyncIterator[Watched]:
+    client, vllm_url = engine_client(pair, "vllm-1"), server_urls(pair)["vllm-1"]
     info = await client.start()
     ask_vllm("POST", f"{vllm_url}/reset_prefix_cache")
     indexer = KvIndexer(RouterConfig(kind="kv", block_size=BLOCK))

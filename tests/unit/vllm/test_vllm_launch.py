@@ -20,6 +20,8 @@ from commutator_dram.tier import DramConfig
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
+from commutator_vllm.token_api import LISTEN_AT
+from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 
 CONFIG = VllmConfig(kind="vllm")
 
@@ -57,6 +59,35 @@ def test_the_server_is_vllms_own(context: LaunchContext, python: str) -> None:
     assert plan.env["A"] == "b"
     assert plan.env["VLLM_HOST_IP"] == "127.0.0.1"
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
+
+
+def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContext) -> None:
+    config = evolve(CONFIG, python=sys.executable, connection="token_api", role="prefill")
+    plan = launch_plan(config, context)
+    assert plan.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert value_of(plan.argv, "--middleware") == "commutator_vllm.token_api.TokenApi"
+    both = TokenApiAddress.parse(plan.address)
+    assert both is not None
+    assert both.url == "http://127.0.0.1:8123"
+    assert plan.env[LISTEN_AT] == both.token_api
+    assert str(both.token_port) not in {"8123", plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]}
+    client = VllmConnector().connect(config, plan.address)
+    assert isinstance(client, VllmTokenClient)
+    assert client.admin_address == both.token_api
+    by_http = launch_plan(evolve(config, connection="http"), context)
+    assert plan.argv[: len(by_http.argv)] == by_http.argv, "the same arguments"
+
+
+@pytest.mark.parametrize("args", [("--disable-log-stats",), ()])
+def test_a_server_that_cannot_serve_the_token_api_is_not_started(
+    context: LaunchContext, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    python = sys.executable if args else str(bare)
+    with pytest.raises(ConfigError, match=r"token_api: .*(make vllm|log-stats)"):
+        launch_plan(evolve(CONFIG, python=python, args=args, connection="token_api"), context)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +188,7 @@ def test_attached_to_by_url(tmp_path: Path) -> None:
         ({"url": "10.0.0.1:8000"}, "expected http"),
         ({"url": "http://h:1", "args": ["--enforce-eager"]}, "args: without effect"),
         ({"url": "http://h:1", "gpus": [0]}, "gpus: without effect"),
+        ({"url": "http://h:1", "connection": "token_api"}, "connection: without effect"),
         ({"api_key": {"env": "KEY"}}, "api_key: only with"),
         ({"kv_events": "tcp://h:1"}, "kv_events: only with"),
         ({"replicas": 2, "gpus": [0, 1, 2]}, "cannot be shared"),

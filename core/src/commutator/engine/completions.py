@@ -25,6 +25,7 @@ __all__ = [
     "Version",
     "decoded",
     "failure_of",
+    "finish_reason_named",
     "request_headers",
     "sampling_parameters",
 ]
@@ -175,7 +176,7 @@ class CompletionReader(ABC, Generic[ChunkT]):
             if choice.finish_reason is None:
                 yield delta
             else:
-                reason = _REASONS.get(choice.finish_reason, FinishReason.STOP)
+                reason = finish_reason_named(choice.finish_reason)
                 self._last = evolve(delta, finish_reason=reason, stop_reason=choice.stop_reason)
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             cached = chunk.usage.prompt_tokens_details.cached_tokens
@@ -187,6 +188,11 @@ class CompletionReader(ABC, Generic[ChunkT]):
             self.ended = True
             yield self._last
             self._last = None
+
+
+def finish_reason_named(name: str) -> FinishReason:
+    """The reason that an engine calls ``name``; one that we do not know is a stop."""
+    return _REASONS.get(name, FinishReason.STOP)
 
 
 def decoded(engine: str, payload: bytes, decode: Callable[[bytes], T]) -> T:

@@ -20,6 +20,7 @@ from commutator.errors import (
     CommutatorError,
     EngineError,
     EngineOverloadedError,
+    EngineUnavailableError,
     EngineWithoutTiersError,
     RequestError,
 )
@@ -51,7 +52,8 @@ class TokenEngine(ABC):
         """Take a request; must not block.
 
         Raises RequestError for one that can never be served, EngineOverloadedError for one that
-        cannot be served now.
+        cannot be served now, and EngineUnavailableError when the engine is dead: that closes the
+        connection, so that its client takes the worker for lost.
         """
 
     @abstractmethod
@@ -60,7 +62,7 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def load(self) -> EngineLoad:
-        """The current load."""
+        """The current load. Raises EngineUnavailableError as ``submit`` does."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
@@ -91,6 +93,9 @@ class _Connection:
     def _on_frame(self, frame: list[Any]) -> None:
         try:
             self._handle(frame)
+        except EngineUnavailableError as error:
+            log.error("a client's connection is closed: %s", error)  # noqa: TRY400
+            self.frames.close()
         except (ValueError, TypeError) as error:
             log.warning("a client sent a wrong %s frame: %s", kind_of(frame), error)
             self.frames.close()
@@ -121,11 +126,14 @@ class _Connection:
             self.frames.send(["refused", key, str(error), "request"])
         except EngineOverloadedError as error:
             self.frames.send(["refused", key, str(error), "overloaded"])
+        except EngineUnavailableError:
+            raise
         except Exception as error:
             log.exception("submitting %s failed", request.request_id)
             self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
 
     def _on_lost(self, reason: str) -> None:
+        self.server.left(self)
         if self.engine_keys:
             log.info("client disconnected (%s): %d requests aborted", reason, len(self.engine_keys))
         for key in list(self.engine_keys):
@@ -145,6 +153,7 @@ class TokenApiServer:
         self._keys = itertools.count(1)
         self._owner: dict[int, tuple[_Connection, int]] = {}
         """Engine key to the connection and its own key for the request."""
+        self._connections: set[_Connection] = set()
         self._draining = False
         self._answering: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -164,12 +173,18 @@ class TokenApiServer:
         """Close every connection and stop the engine."""
         if self._server is not None:
             self._server.close()
-            for connection in {connection for connection, _ in self._owner.values()}:
+            for connection in list(self._connections):
                 connection.frames.close()
         await asyncio.to_thread(self._engine.stop)
 
     def _connect(self) -> FrameProtocol:
-        return _Connection(self).frames
+        connection = _Connection(self)
+        self._connections.add(connection)
+        return connection.frames
+
+    def left(self, connection: _Connection) -> None:
+        """A connection has ended."""
+        self._connections.discard(connection)
 
     def _emit_threadsafe(self, deltas: Sequence[tuple[int, TokenDelta]]) -> None:
         assert self._loop is not None

@@ -9,7 +9,14 @@ from commutator import GenerateRequest
 from commutator.engine import completions
 from commutator.engine.completions import STREAMED, sampling_parameters
 
-__all__ = ["COMPLETIONS", "GENERATE", "hands_over", "request_body", "request_headers"]
+__all__ = [
+    "COMPLETIONS",
+    "GENERATE",
+    "hands_over",
+    "request_body",
+    "request_headers",
+    "sampling_fields",
+]
 
 GENERATE = "/inference/v1/generate"
 """Tokens in, tokens out. Cheaper for vLLM, but needs `--enable-scale-out`."""
@@ -33,21 +40,29 @@ def request_body(
         body["priority"] = request.priority
     if request.handover is not None:
         body["kv_transfer_params"] = dict(request.handover)
-    sampling = sampling_parameters(request)
-    if request.sampling.top_logprobs is not None:
-        sampling["logprobs"] = request.sampling.top_logprobs
-    sampling |= request.extra
     if path == GENERATE:
-        # The front door makes the text; vLLM needs it only to find stop strings.
-        sampling["detokenize"] = bool(request.sampling.stop)
+        sampling = sampling_fields(request)
         return {**body, "token_ids": list(request.token_ids), "sampling_params": sampling}
     return {
         **body,
-        **sampling,
+        **_sampling(request),
         "prompt": list(request.token_ids),
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+
+
+def sampling_fields(request: GenerateRequest) -> dict[str, Any]:
+    """The fields of vLLM's SamplingParams for a request that is answered with tokens."""
+    # The front door makes the text; vLLM needs it only to find stop strings.
+    return {**_sampling(request), "detokenize": bool(request.sampling.stop)}
+
+
+def _sampling(request: GenerateRequest) -> dict[str, Any]:
+    fields = sampling_parameters(request)
+    if request.sampling.top_logprobs is not None:
+        fields["logprobs"] = request.sampling.top_logprobs
+    return fields | request.extra
 
 
 def hands_over(handover: Mapping[str, Any] | None) -> bool:

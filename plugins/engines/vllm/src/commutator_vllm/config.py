@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import frozen
 
 from commutator import Secret, setting
@@ -45,6 +47,13 @@ class VllmConfig(ServerConfig):
     python: str = setting(
         "The Python of the environment that has vLLM; `make vllm` creates the default one.",
         ".venv-vllm/bin/python",
+        validator=only_to_launch,
+    )
+    connection: Literal["http", "token_api"] = setting(
+        "How front doors send requests to a launched server: by its HTTP API, or by Commutator's "
+        "token API, which the server's process then serves, too: without JSON and server-sent "
+        "events. Its environment needs `commutator-vllm`.",
+        "http",
         validator=only_to_launch,
     )
     args: tuple[str, ...] = setting(

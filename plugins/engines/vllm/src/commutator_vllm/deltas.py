@@ -10,7 +10,7 @@ import msgspec
 from commutator import TokenLogprob
 from commutator.engine import completions
 
-__all__ = ["DeltaReader"]
+__all__ = ["DeltaReader", "likeliest"]
 
 _ID_MARK = "token_id:"
 
@@ -93,8 +93,12 @@ class DeltaReader(completions.CompletionReader[Chunk]):
         )
 
     def _best(self, entries: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-        """The likeliest entries. vLLM adds the chosen token, which may not be among them."""
-        return tuple(sorted(dict(entries).items(), key=lambda entry: -entry[1])[: self._top])
+        return likeliest(dict(entries), self._top)
+
+
+def likeliest(logprobs: Mapping[int, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest entries. vLLM adds the chosen token, which may not be among them."""
+    return tuple(sorted(logprobs.items(), key=lambda entry: -entry[1])[:count])
 
 
 def _token_id(text: str) -> int:

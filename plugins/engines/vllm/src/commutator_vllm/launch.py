@@ -25,6 +25,8 @@ from commutator.engine.model_files import directory_for, start_command
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
+from commutator_vllm.token_api import LISTEN_AT
+from commutator_vllm.token_client import TokenApiAddress
 
 __all__ = ["launch_plan", "server_arguments"]
 
@@ -32,7 +34,9 @@ _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
 _API_KEY = "VLLM_API_KEY"
+_TOKEN_API = "commutator_vllm.token_api.TokenApi"  # noqa: S105 - the name of a class
 _DATA_PARALLEL = {"--data-parallel-size", "-dp"}
+_SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
 _GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
 # Blocks that cannot be loaded (lost server, damaged block, failed store) are computed again.
@@ -55,11 +59,19 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     env = server_environment(config, context, defaults)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.host)
-        env.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(context.host)[0]))
+        env.setdefault(_SIDE_CHANNEL_PORT, str(free_ports(context.host)[0]))
         # vLLM sets this against a leak in UCX, but not when our tiers have imported NIXL before.
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-    address = f"http://{context.host}:{context.port}"
-    if (key := api_key_at(address)) is not None:
+    url = address = f"http://{context.host}:{context.port}"
+    if config.connection == "token_api":
+        _check_token_api(config, python)
+        taken = {context.port, int(env.get(_SIDE_CHANNEL_PORT, 0))}
+        port = next(port for port in free_ports(context.host, 3) if port not in taken)
+        both = TokenApiAddress(context.host, context.port, port)
+        address = str(both)
+        env[LISTEN_AT] = both.token_api
+        command = (*command, "--middleware", _TOKEN_API)
+    if (key := api_key_at(url)) is not None:
         if _API_KEY in config.env:
             raise ConfigError([f"env: {_API_KEY} is set by Commutator; remove it"], config.where)
         env |= {_API_KEY: key, "PYTHONPATH": _with_guard(env, context)}
@@ -100,6 +112,15 @@ def _check_tiers(config: VllmConfig, python: str) -> None:
         problem = missing_plugin(python, "commutator-vllm", "make vllm")
     if problem is not None:
         raise ConfigError([f"tiers: {problem}"], config.where)
+
+
+def _check_token_api(config: VllmConfig, python: str) -> None:
+    """Raises ConfigError when the server could not serve the token API."""
+    problem = missing_plugin(python, "commutator-vllm", "make vllm")
+    if problem is None and "--disable-log-stats" in config.args:
+        problem = "--disable-log-stats hides the server's load from routing; remove it from `args`"
+    if problem is not None:
+        raise ConfigError([f"connection: token_api: {problem}"], config.where)
 
 
 def _kv_connector(config: VllmConfig, context: LaunchContext) -> dict[str, Any] | None:

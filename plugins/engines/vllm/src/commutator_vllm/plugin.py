@@ -19,7 +19,7 @@ __all__ = ["VllmConnector"]
 
 
 class VllmConnector(ServerConnector[VllmConfig]):
-    """Launches vLLM's API server, or attaches to one, and talks HTTP to it."""
+    """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
 
     def launch(self, config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_vllm.launch import launch_plan
@@ -28,7 +28,11 @@ class VllmConnector(ServerConnector[VllmConfig]):
 
     def connect(self, config: VllmConfig, address: str) -> EngineClient:
         from commutator_vllm.client import VllmClient
+        from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient
 
+        both = TokenApiAddress.parse(address)
+        if both is not None and config.url is None:
+            return VllmTokenClient(both, hands_over=config.takes_part_in_handovers)
         return VllmClient(
             address,
             api_key=_api_key(config, address),

@@ -1,0 +1,185 @@
+"""vLLM's AsyncLLM as the token API uses it. Written for vLLM 0.32.
+
+vLLM's HTTP endpoints add a task, a queue and a generator for each request, and JSON for each token.
+Here a request is registered with AsyncLLM's output processor directly, which calls back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import vllm
+from attrs import evolve
+from pydantic import TypeAdapter
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from commutator import EngineInfo, EngineLoad, GenerateRequest
+from commutator.engine.completions import ModelCard, ModelList
+from commutator.errors import EngineOverloadedError, EngineUnavailableError, RequestError
+from commutator_vllm.bodies import sampling_fields
+from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, event_source
+from commutator_vllm.token_engine import AsyncEngine, Outputs
+
+__all__ = ["AsyncLlmEngine"]
+
+_sampling = TypeAdapter(SamplingParams).validate_python
+"""As vLLM's HTTP API reads the same fields."""
+
+
+class AsyncLlmEngine(AsyncEngine):
+    """``state`` is that of vLLM's app: its engine, its arguments and its adapters."""
+
+    def __init__(self, state: Any, tasks: Any, host: str) -> None:
+        self._llm = state.engine_client
+        self._models = state.openai_serving_models
+        self._tasks = tasks
+        self._stats = _SchedulerStats()
+        self._llm.logger_manager.stat_loggers.append(self._stats)
+        self.info = _info(self._llm, state.args, host)
+
+    @classmethod
+    async def of(cls, state: Any, host: str) -> AsyncLlmEngine:
+        """Raises ValueError for a server that cannot serve the token API."""
+        if state.engine_client.logger_manager is None:
+            raise ValueError("--disable-log-stats hides the load from routing; remove it")
+        return cls(state, await state.engine_client.get_supported_tasks(), host)
+
+    def knows(self, lora_name: str) -> bool:
+        return lora_name in self._models.lora_requests
+
+    async def load_adapter(self, lora_name: str) -> None:
+        found = None
+        if self._models.lora_resolvers:
+            found = await self._models.resolve_lora(lora_name)
+        if found is None or not self.knows(lora_name):
+            raise RequestError(f"this vLLM server has no adapter {lora_name!r}")
+
+    def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
+        llm = self._llm
+        self._require_life()
+        try:
+            made = llm.input_processor.process_inputs(
+                request.request_id,
+                tokens_input(list(request.token_ids), cache_salt=request.cache_salt),
+                _sampling_params(request),
+                supported_tasks=self._tasks,
+                lora_request=self._models.lora_requests[request.lora_name]
+                if request.lora_name
+                else None,
+                trace_headers=None
+                if request.traceparent is None
+                or llm.observability_config.otlp_traces_endpoint is None
+                else {"traceparent": request.traceparent},
+                priority=request.priority,
+                data_parallel_rank=request.data_parallel_rank,
+            )
+            llm.check_admission(request_id=request.request_id)
+        except GracefulHTTPError as error:  # full
+            raise EngineOverloadedError(str(error)) from error
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise RequestError(str(error)) from error
+        llm.input_processor.assign_request_id(made)
+        outputs.request_id = made.request_id
+        llm.output_processor.add_request(made, None, None, 0, outputs)
+        return made
+
+    async def send(self, registered: Any) -> None:
+        try:
+            await self._llm.engine_core.add_request_async(registered)
+        except EngineDeadError as error:
+            raise EngineUnavailableError(str(error)) from error
+
+    async def abort(self, request_id: str) -> None:
+        await self._llm.abort(request_id, internal=True)
+
+    def load(self) -> EngineLoad:
+        self._require_life()
+        running, used = self._stats.running, self._stats.usage
+        unfinished = self._llm.get_num_unfinished_requests()
+        capacity = self.info.kv_capacity_blocks
+        return EngineLoad(
+            running=min(running, unfinished),
+            waiting=max(0, unfinished - running),
+            kv_used_blocks=round(used * capacity / self.info.data_parallel_size),
+            kv_capacity_blocks=capacity,
+        )
+
+    async def reset_prefix_cache(self) -> None:
+        # Blocks are free one step after their request's last token: vLLM resets nothing before.
+        for _ in range(50):
+            if await self._llm.reset_prefix_cache():
+                return
+            await asyncio.sleep(0.02)
+
+    def _require_life(self) -> None:
+        if self._llm.errored:
+            raise EngineUnavailableError("vLLM's engine core is dead")
+
+
+class _SchedulerStats(AggregateStatLoggerBase):  # type: ignore[misc]
+    """Keeps the load that the scheduler of each rank reports with its steps."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, Any] = {}
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:  # fmt: skip
+        if scheduler_stats is not None:
+            self._latest[engine_idx] = scheduler_stats
+
+    def log_engine_initialized(self) -> None:
+        """Has nothing to log."""
+
+    @property
+    def running(self) -> int:
+        return sum(stats.num_running_reqs for stats in self._latest.values())
+
+    @property
+    def usage(self) -> float:
+        """Of the KV caches: 1 for each that is full."""
+        return sum(stats.kv_cache_usage for stats in self._latest.values())
+
+
+def _sampling_params(request: GenerateRequest) -> Any:
+    """Raises ValueError for what vLLM does not accept."""
+    params = _sampling(sampling_fields(request))
+    if params.n != 1:
+        raise ValueError("n: one answer for each request; ask several times")
+    params.output_kind = RequestOutputKind.DELTA
+    if request.handover is not None:
+        params.extra_args = {
+            **(params.extra_args or {}),
+            "kv_transfer_params": dict(request.handover),
+        }
+    return params
+
+
+def _info(llm: Any, args: Any, host: str) -> EngineInfo:
+    cache = llm.vllm_config.cache_config
+    card = ModelCard(args.served_model_name[0], llm.model_config.max_model_len)
+    facts = CacheFacts(
+        block_size=cache.hash_block_size or cache.block_size,
+        capacity_blocks=cache.num_gpu_blocks,
+        ranks=len(llm.engine_core.engine_ranks_managed),
+    )
+    sources = {
+        str(rank): KvEventSource(
+            endpoint=source.endpoint,
+            replay_endpoint=source.replay_endpoint,
+            topic=source.topic,
+            enable_kv_cache_events=source.enable_kv_cache_events,
+            publisher=source.publisher,
+        )
+        for rank, source in llm.get_kv_event_sources().items()
+    }
+    events = event_source(sources, f"http://{host}", None)
+    info = engine_info(vllm.__version__, ModelList([card]), facts, events)
+    return evolve(info, pid=os.getpid())

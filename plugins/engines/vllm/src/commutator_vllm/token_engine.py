@@ -1,0 +1,177 @@
+"""The token API's engine over vLLM's AsyncLLM, which ``async_llm`` adapts: no vLLM is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
+from commutator.engine import Emit, TokenEngine
+from commutator.errors import CommutatorError, EngineUnavailableError
+from commutator_vllm.outputs import OutputReader, RequestOutput
+
+__all__ = ["AsyncEngine", "Outputs", "VllmTokenEngine"]
+
+log = logging.getLogger(__name__)
+
+
+class AsyncEngine(ABC):
+    """What the token API asks of AsyncLLM. Used from one event loop."""
+
+    info: EngineInfo
+    """What the server serves."""
+
+    @abstractmethod
+    def knows(self, lora_name: str) -> bool:
+        """Whether this adapter is loaded."""
+
+    @abstractmethod
+    async def load_adapter(self, lora_name: str) -> None:
+        """Load an adapter by vLLM's resolvers. Raises RequestError when they have none."""
+
+    @abstractmethod
+    def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
+        """Check a request and register where its outputs go. Returns what ``send`` takes.
+
+        Sets ``outputs.request_id``. Raises RequestError, EngineOverloadedError, and
+        EngineUnavailableError when the engine is dead.
+        """
+
+    @abstractmethod
+    async def send(self, registered: Any) -> None:
+        """Send a registered request to the engine core."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Abort a registered request."""
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """The load after the last step. Raises EngineUnavailableError when the engine is dead."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached block that no request needs."""
+
+
+class Outputs:
+    """Where AsyncLLM puts the outputs of one request, in place of its RequestOutputCollector."""
+
+    def __init__(self, engine: VllmTokenEngine, key: int, request: GenerateRequest) -> None:
+        self.request_id = ""
+        """vLLM's own id of the request."""
+        self._engine = engine
+        self._key = key
+        self._reader = OutputReader(request)
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Called by AsyncLLM after each step; an exception means that the engine is dead."""
+        if isinstance(output, Exception):
+            self._engine.died(output)
+        elif (delta := self._reader.delta(output)) is not None:
+            self._engine.ready(self._key, delta)
+
+
+class VllmTokenEngine(TokenEngine):
+    """Serves requests without a task for each: what a step of vLLM produced is emitted at once.
+
+    ``on_death`` is called once when the engine core has died.
+    """
+
+    def __init__(self, engine: AsyncEngine, on_death: Callable[[], None]) -> None:
+        self._engine = engine
+        self._on_death: Callable[[], None] | None = on_death
+        self._emit: Emit | None = None
+        self._ready: list[tuple[int, TokenDelta]] = []
+        self._registered: dict[int, Outputs] = {}
+        """Requests that have not ended, by the token API's key."""
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def start(self, emit: Emit) -> EngineInfo:
+        self._emit = emit
+        return self._engine.info
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        outputs = Outputs(self, key, request)
+        name = request.lora_name
+        if name is not None and not self._engine.knows(name):
+            self._registered[key] = outputs
+            self._run(self._with_adapter(key, request, outputs, name))
+            return
+        registered = self._call(lambda: self._engine.register(request, outputs))
+        self._registered[key] = outputs
+        self._run(self._send(key, registered))
+
+    async def _with_adapter(
+        self, key: int, request: GenerateRequest, outputs: Outputs, name: str
+    ) -> None:
+        try:
+            await self._engine.load_adapter(name)
+            if key not in self._registered:
+                return  # aborted meanwhile
+            registered = self._call(lambda: self._engine.register(request, outputs))
+        except CommutatorError as error:
+            self._failed(key, str(error))
+        else:
+            await self._send(key, registered)
+
+    async def _send(self, key: int, registered: Any) -> None:
+        try:
+            await self._engine.send(registered)
+        except EngineUnavailableError as error:
+            self.died(error)
+        except Exception as error:
+            log.exception("vLLM did not take a request")
+            self._failed(key, f"vLLM did not take the request: {error}")
+
+    def _failed(self, key: int, reason: str) -> None:
+        self.ready(key, TokenDelta(finish_reason=FinishReason.ERROR, error=reason))
+
+    def ready(self, key: int, delta: TokenDelta) -> None:
+        """Emit a delta with all others of this turn of the event loop."""
+        if delta.finish_reason is not None:
+            self._registered.pop(key, None)
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._ready.append((key, delta))
+
+    def _flush(self) -> None:
+        assert self._emit is not None
+        ready, self._ready = self._ready, []
+        self._emit(ready)
+
+    def died(self, error: Exception) -> None:
+        """The engine core has died; called for every request that it had."""
+        on_death, self._on_death = self._on_death, None
+        if on_death is not None:
+            log.critical("vLLM's engine core has died: %s", error)
+            on_death()
+
+    def abort(self, key: int) -> None:
+        outputs = self._registered.pop(key, None)
+        if outputs is not None and outputs.request_id:
+            self._run(self._engine.abort(outputs.request_id))
+
+    def load(self) -> EngineLoad:
+        return self._call(self._engine.load)
+
+    def reset_prefix_cache(self) -> None:
+        self._run(self._engine.reset_prefix_cache())
+
+    def stop(self) -> None:
+        """Does nothing: vLLM's server stops the engine."""
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except EngineUnavailableError as error:
+            self.died(error)
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
