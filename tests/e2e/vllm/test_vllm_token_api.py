@@ -92,7 +92,7 @@ async def test_it_says_the_same_of_itself(both: Both) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 async def test_the_same_answers(both: Both, sampling: SamplingParams) -> None:
     request = make_request("a", STORY, sampling)
-    ours, theirs = (await collect(client, request) for client in (both.token_api, both.http))
+    ours, theirs = [await collect(client, request) for client in (both.token_api, both.http)]
     assert whole(ours) == whole(theirs)
     for mine, other in zip(
         (entry for delta in ours for entry in delta.logprobs),
@@ -137,8 +137,8 @@ async def test_the_same_kv_events(both: Both) -> None:
         while not await subscriber.poll(200):  # a subscription takes a moment to arrive
             number += 1
             await collect(both.http, make_request("warm", [number] * info.block_size, GREEDY))
-        for salt, client in (("http", both.http), ("token_api", both.token_api)):
-            await collect(client, evolve(make_request(salt, prompt, GREEDY), cache_salt=salt))
+        for name, client in (("http", both.http), ("token_api", both.token_api)):
+            await collect(client, evolve(make_request(name, prompt, GREEDY), cache_salt=name))
         async with asyncio.timeout(60):
             while min((len(chains[s]) for s in ("http", "token_api")), default=0) < 3:
                 _, _, body = await subscriber.recv_multipart()

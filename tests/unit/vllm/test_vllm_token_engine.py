@@ -43,10 +43,14 @@ def output(
     handover: dict[str, Any] | None = None,
 ) -> Any:
     """As vLLM's RequestOutput."""
-    positions = logprobs and [
-        {token: SimpleNamespace(logprob=value) for token, value in position.items()}
-        for position in logprobs
-    ]
+    positions = (
+        None
+        if logprobs is None
+        else [
+            {token: SimpleNamespace(logprob=logprob) for token, logprob in position.items()}
+            for position in logprobs
+        ]
+    )
     part = SimpleNamespace(
         token_ids=list(token_ids), logprobs=positions, finish_reason=finish, stop_reason=stop
     )
@@ -70,6 +74,8 @@ class FakeEngine(AsyncEngine):
     loading: asyncio.Event = field(factory=asyncio.Event)
 
     def knows(self, lora_name: str) -> bool:
+        if lora_name == "nobody":
+            raise RequestError("no adapter nobody")
         return lora_name in self.adapters
 
     async def load_adapter(self, lora_name: str) -> None:
@@ -114,7 +120,7 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Rig:
-    engine, emitted, deaths = FakeEngine(), [], []  # type: ignore[var-annotated]
+    engine, emitted, deaths = FakeEngine(), list[list[tuple[int, TokenDelta]]](), list[int]()
     tokens = VllmTokenEngine(engine, lambda: deaths.append(1))
     tokens.start(lambda deltas: emitted.append(list(deltas)))
     return Rig(engine, tokens, emitted, deaths)
@@ -192,6 +198,8 @@ async def test_an_adapter_is_loaded_first(rig: Rig) -> None:
     assert (key, delta.finish_reason, delta.error) == (2, FinishReason.ERROR, "no adapter two")
     rig.tokens.submit(4, evolve(make_request("r4", PROMPT), lora_name="one"))
     assert "r4" in rig.engine.outputs, "it is known now"
+    with pytest.raises(RequestError):
+        rig.tokens.submit(5, evolve(make_request("r5", PROMPT), lora_name="nobody"))
 
 
 async def test_a_dead_engine_is_reported_once(rig: Rig) -> None:
@@ -342,7 +350,7 @@ class Lifespan:
         scope = {"type": "lifespan", "app": self.app}
         self.received.put_nowait({"type": "lifespan.startup"})
         call = TokenApi(self.app)(scope, self.received.get, self.said.put)
-        return asyncio.create_task(call)  # type: ignore[arg-type]
+        return asyncio.create_task(call)
 
 
 @pytest.fixture

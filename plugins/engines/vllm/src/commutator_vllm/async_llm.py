@@ -51,14 +51,16 @@ class AsyncLlmEngine(AsyncEngine):
         return cls(state, await state.engine_client.get_supported_tasks(), host)
 
     def knows(self, lora_name: str) -> bool:
-        return lora_name in self._models.lora_requests
+        if lora_name in self._models.lora_requests:
+            return True
+        if not self._models.lora_resolvers:
+            raise RequestError(_no_adapter(lora_name))
+        return False
 
     async def load_adapter(self, lora_name: str) -> None:
-        found = None
-        if self._models.lora_resolvers:
-            found = await self._models.resolve_lora(lora_name)
-        if found is None or not self.knows(lora_name):
-            raise RequestError(f"this vLLM server has no adapter {lora_name!r}")
+        await self._models.resolve_lora(lora_name)
+        if lora_name not in self._models.lora_requests:
+            raise RequestError(_no_adapter(lora_name))
 
     def register(self, request: GenerateRequest, outputs: Outputs) -> Any:
         llm = self._llm
@@ -145,7 +147,11 @@ class _SchedulerStats(AggregateStatLoggerBase):  # type: ignore[misc]
     @property
     def usage(self) -> float:
         """Of the KV caches: 1 for each that is full."""
-        return sum(stats.kv_cache_usage for stats in self._latest.values())
+        return float(sum(stats.kv_cache_usage for stats in self._latest.values()))
+
+
+def _no_adapter(lora_name: str) -> str:
+    return f"this vLLM server has no adapter {lora_name!r}"
 
 
 def _sampling_params(request: GenerateRequest) -> Any:

@@ -62,7 +62,7 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
     fields = sampling_parameters(request)
     if request.sampling.top_logprobs is not None:
         fields["logprobs"] = request.sampling.top_logprobs
-    return fields | request.extra
+    return {**fields, **request.extra}
 
 
 def hands_over(handover: Mapping[str, Any] | None) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
 from commutator.engine import Emit, TokenEngine
@@ -17,6 +17,8 @@ __all__ = ["AsyncEngine", "Outputs", "VllmTokenEngine"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class AsyncEngine(ABC):
     """What the token API asks of AsyncLLM. Used from one event loop."""
@@ -26,7 +28,7 @@ class AsyncEngine(ABC):
 
     @abstractmethod
     def knows(self, lora_name: str) -> bool:
-        """Whether this adapter is loaded."""
+        """Whether this adapter is loaded. Raises RequestError when it cannot be loaded, either."""
 
     @abstractmethod
     async def load_adapter(self, lora_name: str) -> None:
@@ -164,7 +166,7 @@ class VllmTokenEngine(TokenEngine):
     def stop(self) -> None:
         """Does nothing: vLLM's server stops the engine."""
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except EngineUnavailableError as error:
