@@ -156,6 +156,8 @@ def _no_adapter(lora_name: str) -> str:
 
 def _sampling_params(request: GenerateRequest) -> Any:
     """Raises ValueError for what vLLM does not accept."""
+    if request.cache_salt == "":
+        raise ValueError("cache_salt: it is empty")  # vLLM itself would take it for none
     params = _sampling(sampling_fields(request))
     if params.n != 1:
         raise ValueError("n: one answer for each request; ask several times")
