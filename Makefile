@@ -25,8 +25,8 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
 TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
-# For deployments that share a registry: a laptop needs no gRPC.
-SHARED := $(filter plugins/registries/%,$(PROJECTS))
+# For deployments on several hosts: a laptop needs neither gRPC nor NATS.
+SHARED := $(filter plugins/registries/% plugins/buses/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench docs walks clean

@@ -25,6 +25,7 @@ SCENARIOS = {
     "connections": "new connections while 512 clients stream",
     "handover": "KV handed over between two workers, against bare NIXL with the same descriptors",
     "kv_manager": "the KV manager's own time for each block, by number of blocks",
+    "events": "CPU of a KV event on its way over NATS, against a ZMQ connection for each pair",
     "eviction": "what each eviction policy keeps of a trace, against Belady's optimum",
     "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",

@@ -50,6 +50,7 @@ def page() -> str:
             )
             parts += inner(field.name, RouterConfig)
             parts += kinds(host.fairness, "router.busy.fairness, ")
+        parts += kinds(host.event_buses, "cluster.events, ") if field.name == "cluster" else ()
         parts += planners(host) if field.name == "planner" else ()
         if field.name == "tiers":
             parts.append("Of every kind; a kind may be there more than once:\n")
@@ -72,7 +73,7 @@ def page() -> str:
         elif field.name in seam:
             base = TierConfig if field.name == "tiers" else None
             parts += kinds(seam[field.name], base=base, made_of=host.stages)
-        elif field.name != "planner" and (cls := class_of(field)) is not None:
+        elif field.name not in {"cluster", "planner"} and (cls := class_of(field)) is not None:
             parts.append(table(cls))
             parts += inner(field.name, cls)
     return "\n".join(parts)
@@ -112,7 +113,7 @@ def kinds(register: Any, where: str = "", base: Any = None, made_of: Any = None)
             part = class_of(field)
             if part is not None and issubclass(part, RouteStage):
                 yield from stages(f"kind: {name}, {field.name}", part, made_of)
-            nested = register.seam in {"engine", "registry"}
+            nested = register.seam in {"engine", "registry", "event bus"}
             if nested and (cls := class_of(field)) not in {None, Secret}:
                 yield f"### `{where}kind: {name}, {field.name}`\n\n{inspect.getdoc(cls)}\n"
                 yield table(cls, hides_kind=False)

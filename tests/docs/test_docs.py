@@ -32,6 +32,7 @@ import metrics_page  # noqa: E402
 PAGES = docs_console.pages()
 YAML_BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_EXAMPLES = (
+    "kind: folder,",
     "shortest_queue",
     "prefer_local",
     "deepest_first",

@@ -41,6 +41,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
         "deepest_first",
         "fair_turns",
         "proxy_user",
+        "folder_bus",
         "folder_tier",
         "csv_observer",
         "hpa",

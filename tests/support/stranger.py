@@ -29,7 +29,7 @@ from commutator.kv.transfer.protocol import (
     WatchRequest,
 )
 from commutator.kv.transfer.sources import Sources
-from commutator.kv_events.subscriber import replay_messages
+from commutator.kv_events.zmq_bus import replay_messages
 from commutator.registry.client import RegistryClient
 
 NOBODY = 65534

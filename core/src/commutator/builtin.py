@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from commutator.auth.keys import KeyAuthenticator, KeysConfig
+from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.fairness import FairnessConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.registration import (
     AuthenticatorRegister,
+    EventBusRegister,
     FairnessRegister,
     LauncherRegister,
     ObserverRegister,
@@ -15,6 +17,7 @@ from commutator.contract.registration import (
 from commutator.contract.registry import RegistryConfig
 from commutator.fairness.policies import Fifo, Weighted, WeightedConfig
 from commutator.hookspecs import hookimpl
+from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.process import LocalLauncher
 from commutator.registry.memory import MemoryRegistry
 from commutator.tenants.audit import AuditConfig, AuditLog
@@ -42,6 +45,12 @@ def observer_register(register: ObserverRegister) -> None:
 def launcher_register(register: LauncherRegister) -> None:
     """Kind `process`: child processes of the supervisor, on its machine."""
     register("process", LauncherConfig, lambda _, context: LocalLauncher(context), "stable")
+
+
+@hookimpl
+def event_bus_register(register: EventBusRegister) -> None:
+    """Kind `zmq`: front doors read every worker's own sockets."""
+    register("zmq", EventBusConfig, lambda _: ZmqEventBus(), "stable")
 
 
 def _weighted(config: WeightedConfig) -> Weighted:

@@ -10,8 +10,8 @@ contract version arguments may be added here, never removed or reordered.
                                            eviction_register, observer_register,
                                            authenticator_register, frontend_register,
                                            registry_register, launcher_register,
-                                           planner_register, forecast_register,
-                                           constraint_register
+                                           event_bus_register, planner_register,
+                                           forecast_register, constraint_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
                                            disagg_decided, kv_handed_over, request_first_token,
@@ -36,6 +36,7 @@ from commutator.contract.registration import (
     ConstraintRegister,
     DisaggRegister,
     EngineRegister,
+    EventBusRegister,
     EvictionRegister,
     FairnessRegister,
     ForecastRegister,
@@ -172,6 +173,16 @@ def launcher_register(register: LauncherRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``LauncherConfig``; ``factory(config, context)`` makes the ``Launcher`` of one run of a
     deployment, whose ``LauncherContext`` it gets. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def event_bus_register(register: EventBusRegister) -> None:
+    """Called once at start, in every process. Offer event buses, which carry KV events.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``EventBusConfig``; ``factory(config)`` makes one ``EventBus`` in each supervisor and each front
+    door. Collect-all; must not block.
     """
 
 

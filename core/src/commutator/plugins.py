@@ -23,6 +23,7 @@ from commutator.contract.disagg import (
     DisaggregationConfig,
 )
 from commutator.contract.engine import EngineConfig, EngineConnector
+from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
@@ -158,6 +159,9 @@ class PluginHost(Observer):
         self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher]] = Catalog(
             "launcher", LauncherConfig, _must_be_factory
         )
+        self.event_buses: Catalog[Callable[[Any], EventBus]] = Catalog(
+            "event bus", EventBusConfig, _must_be_factory
+        )
         self.planners: Catalog[Callable[[Any], PlannerPolicy]] = Catalog(
             "planner", PlannerConfig, _must_be_factory
         )
@@ -180,6 +184,7 @@ class PluginHost(Observer):
             "frontend_register": self.frontends,
             "registry_register": self.registries,
             "launcher_register": self.launchers,
+            "event_bus_register": self.event_buses,
             "planner_register": self.planners,
             "forecast_register": self.forecasters,
             "constraint_register": self.constraints,

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.block import BlockStored
-from commutator.kv_events.publisher import EventPublisher, _Kept, _Replay
+from commutator.kv_events.history import MessageHistory
+from commutator.kv_events.publisher import EventPublisher, _Replay
 from commutator.trust import SECRET_FILE, RunSecret
 
 STORED = BlockStored(
@@ -24,8 +25,8 @@ STORED = BlockStored(
 )
 
 
-def kept_messages(count: int, most: int) -> _Kept:
-    kept = _Kept(most)
+def kept_messages(count: int, most: int) -> MessageHistory:
+    kept = MessageHistory(most)
     for number in range(count):
         assert kept.append(str(number).encode()) == number
     return kept

@@ -13,6 +13,7 @@ from cattrs.errors import AttributeValidationNote, ClassValidationError
 from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
 from commutator.contract.engine import EngineConfig
+from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.fairness import FairnessConfig
 from commutator.contract.frontend import FrontendConfig
@@ -72,6 +73,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     FrontendConfig: lambda host: host.frontends,
     RegistryConfig: lambda host: host.registries,
     LauncherConfig: lambda host: host.launchers,
+    EventBusConfig: lambda host: host.event_buses,
     PlannerConfig: lambda host: host.planners,
     ForecasterConfig: lambda host: host.forecasters,
     ConstraintConfig: lambda host: host.constraints,

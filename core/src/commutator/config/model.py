@@ -9,6 +9,7 @@ from attrs import Attribute, frozen
 
 from commutator.contract.disagg import DisaggregationConfig, _default_router
 from commutator.contract.engine import EngineConfig, ModelConfig
+from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.observer import ObserverConfig
@@ -27,6 +28,7 @@ from commutator.contract.settings import (
 from commutator.contract.tier import TierConfig
 
 __all__ = [
+    "ClusterConfig",
     "Config",
     "LogConfig",
     "MigrationConfig",
@@ -97,6 +99,16 @@ class RuntimeConfig:
 
 
 @frozen(kw_only=True)
+class ClusterConfig:
+    """What the hosts of a deployment share."""
+
+    events: EventBusConfig = setting(
+        "The event bus: how KV events get from the hosts of workers to the front doors.",
+        factory=lambda: EventBusConfig(kind="zmq"),
+    )
+
+
+@frozen(kw_only=True)
 class LogConfig:
     """What the processes print."""
 
@@ -157,6 +169,7 @@ class Config:
     launcher: LauncherConfig = setting(
         "What starts the processes.", factory=lambda: LauncherConfig(kind="process")
     )
+    cluster: ClusterConfig = setting("What the hosts of a deployment share.", factory=ClusterConfig)
     planner: PlannerConfig | None = setting(
         "How many workers there are, planned in `commutator replay --plan`; live planning is not "
         "built yet, so `commutator serve` refuses this section.",

@@ -9,6 +9,7 @@ from attrs import define, field, frozen
 
 from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
+from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
@@ -34,6 +35,7 @@ __all__ = [
     "ConstraintRegister",
     "DisaggRegister",
     "EngineRegister",
+    "EventBusRegister",
     "EvictionRegister",
     "FairnessRegister",
     "ForecastRegister",
@@ -74,8 +76,8 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "frontend", "registry", "launcher", "planner",
-    "forecaster" or "constraint"."""
+    "fairness", "observer", "authenticator", "frontend", "registry", "launcher", "event bus",
+    "planner", "forecaster" or "constraint"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -203,6 +205,8 @@ RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""
 LauncherRegister = Register[LauncherConfig, Callable[[Any, LauncherContext], Launcher]]
 """Offers a launcher by ``factory(config, context)``, called once for a run of a deployment."""
+EventBusRegister = Register[EventBusConfig, Callable[[Any], EventBus]]
+"""Offers an event bus by ``factory(config)``, called once in each supervisor and front door."""
 PlannerRegister = Register[PlannerConfig, Callable[[Any], PlannerPolicy]]
 """Offers a planner by ``factory(config)``, called once for a deployment or a replay."""
 ForecastRegister = Register[ForecasterConfig, Callable[[Any], Forecaster[Any]]]

@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,6 +16,7 @@ import zmq
 from commutator.contract.block import EventBatch, KvEvent
 from commutator.contract.worker import EventSource
 from commutator.kv_events.codec import encode_batch
+from commutator.kv_events.history import MessageHistory
 from commutator.trust import run_folder
 
 __all__ = ["EventPublisher", "bind_private"]
@@ -66,7 +66,7 @@ class EventPublisher:
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or lost reader raises
         self._replay.set_hwm(_REPLAY_HIGH_WATER)
-        self._kept = _Kept(keep_messages)
+        self._kept = MessageHistory(keep_messages)
         self._replays: dict[bytes, _Replay] = {}
         self.source = EventSource(
             endpoint=bind_private(self._pub, host),
@@ -144,29 +144,6 @@ class EventPublisher:
         return True
 
 
-class _Kept:
-    """The last messages, by sequence."""
-
-    def __init__(self, most: int) -> None:
-        self._bodies: deque[bytes] = deque(maxlen=most)
-        self.end = 0
-        """The sequence of the next message."""
-
-    def append(self, body: bytes) -> int:
-        """Keep a message; returns its sequence."""
-        self._bodies.append(body)
-        self.end += 1
-        return self.end - 1
-
-    @property
-    def begin(self) -> int:
-        """The sequence of the oldest message that is kept; ``end`` when there is none."""
-        return self.end - len(self._bodies)
-
-    def __getitem__(self, sequence: int) -> bytes:
-        return self._bodies[sequence - self.begin]
-
-
 class _Replay:
     """One reader's replay: the next message that it gets."""
 
@@ -176,7 +153,7 @@ class _Replay:
         self.moved_s = clock()
         """When the reader last took a message."""
 
-    def go_on(self, kept: _Kept, send: Callable[[int, bytes], bool | None]) -> bool:
+    def go_on(self, kept: MessageHistory, send: Callable[[int, bytes], bool | None]) -> bool:
         """Send until the reader is full. False when the replay is complete or given up."""
         self._next = max(self._next, kept.begin)
         while self._next < kept.end:

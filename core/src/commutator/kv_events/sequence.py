@@ -65,7 +65,7 @@ class SequenceCounters:
 
     applied: int = 0
     passed_over: int = 0
-    """Live messages that a replay had applied or passed already."""
+    """Live messages that a replay had applied or passed already, and copies."""
     gaps: int = 0
     lost: int = 0
     """Messages that no replay could recover."""
@@ -74,6 +74,8 @@ class SequenceCounters:
     restarts: int = 0
     resyncs: int = 0
     """How often all blocks were dropped because messages were lost."""
+    interruptions: int = 0
+    """Later connections than the first, and times when the bus dropped messages of this reader."""
 
 
 @define
@@ -85,11 +87,15 @@ class EventSequence:
     blocks are dropped: a block whose removal was missed would attract requests for ever. Without
     an endpoint every new connection drops them too, because most come from a restarted engine,
     whose next message may happen to have the expected number.
+
+    ``restarts``: the numbers may begin anew, as those of an engine's socket. If not, as on an event
+    bus, a number that came before is a copy, or late; and a failed replay proves nothing.
     """
 
     can_replay: bool
     max_held: int = 10_000
     position: Position | None = None
+    restarts: bool = True
     live: int = -1
     """Watermark of the live messages since the engine started."""
     replayed: int = -1
@@ -132,8 +138,10 @@ class EventSequence:
         again, self._connected = self._connected, True
         early, self._early = self._early, False
         self._quiet = True
+        if again:
+            self.counters.interruptions += 1
         self._held.clear()
-        self._unverified = self.position is not None
+        self._unverified = self.restarts and self.position is not None
         if self.can_replay:
             return [self._ask()]
         if self.position is None or not again or early:
@@ -149,6 +157,9 @@ class EventSequence:
         """A message came on the live connection."""
         quiet, self._quiet = self._quiet, False
         if sequence <= self.live:
+            if not self.restarts:
+                self.counters.passed_over += 1
+                return []
             self._early = not quiet
             return self._restarted(sequence, body)
         self.live = sequence

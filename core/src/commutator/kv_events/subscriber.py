@@ -1,50 +1,28 @@
-"""One engine's event stream: a subscription, and replays of missed messages."""
+"""One stream of KV events: what a bus delivers, in order, with replays of what was missed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
-import zmq
 from attrs import frozen
 
-from commutator.contract.block import EventBatch
+from commutator.contract.event_bus import EventBus
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
-from commutator.kv_events.codec import decode_batch
 from commutator.kv_events.sequence import Action, Apply, EventSequence, Position, Replay, Reset
 
-__all__ = [
-    "SEQUENCE_BYTES",
-    "EventSink",
-    "EventSubscriber",
-    "SourceTimes",
-    "receive_burst",
-    "replay_messages",
-]
+__all__ = ["EventSink", "EventSubscriber", "SourceTimes"]
 
 log = logging.getLogger(__name__)
-
-_FRAMES = 3
-_HIGH_WATER = 100_000
-
-
-# A network may drop an idle connection silently. Keep-alive detects that within a minute, and ZMQ
-# reconnects.
-_KEEP_ALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 30,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-}
 
 
 @frozen
 class SourceTimes:
-    """When to ask an engine for missed events."""
+    """When to ask for missed events."""
 
     replay_timeout_s: float = 5.0
     """Give up a replay after this long without a message."""
@@ -55,53 +33,46 @@ class SourceTimes:
 
 
 class EventSink(Protocol):
-    """Receives a source's events."""
+    """Receives a stream's messages."""
 
-    def apply(self, batch: EventBatch) -> None: ...
+    def message(self, body: bytes) -> None:
+        """The next message. Must not raise."""
 
-    def reset(self, reason: str) -> None: ...
+    def reset(self, reason: str) -> None:
+        """Messages were lost for good: forget every block that earlier ones told of."""
 
-    def undecodable(self, error: Exception) -> None: ...
+    def undecodable(self, error: Exception) -> None:
+        """Something came that is no message."""
 
 
 class EventSubscriber:
-    """Reads one event source from ``start`` to ``close``, each message once and in order."""
+    """Reads one stream from ``start`` to ``close``, each message once and in order."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        bus: EventBus,
         source: EventSource,
         sink: EventSink,
         times: SourceTimes,
         position: Position | None = None,
     ) -> None:
         self.source = source
-        self.sequence = EventSequence(source.replay_endpoint is not None, position=position)
-        self._context = context
+        self._bus = bus
         self._sink = sink
         self._times = times
+        self.sequence = EventSequence(source.replay_endpoint is not None, position=position)
         self._tasks: list[asyncio.Task[None]] = []
         self._replaying: asyncio.Task[None] | None = None
         self._settling: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Subscribe. Earlier messages are requested once the connection is up.
+        """Subscribe. Earlier messages are requested once the subscription is in force.
 
-        Raises ValueError when the endpoint is not one to connect to.
+        Raises ValueError when the source is none of the bus.
         """
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(_HIGH_WATER)
-        for option, value in _KEEP_ALIVE.items():
-            self._socket.setsockopt(option, value)
-        self._socket.subscribe(self.source.topic)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            self._socket.connect(self.source.endpoint)
-        except zmq.ZMQError as error:
-            self._close_sockets()
-            raise ValueError(f"{self.source.endpoint}: {error}") from None
-        work = (self._read(), self._watch_connection(), self._check_regularly())
+        self._channel = self._bus.subscribe(self.source, self._sink.undecodable)
+        self.sequence.restarts = self._channel.numbers_start_again
+        work = (self._read(), self._follow_interruptions(), self._check_regularly())
         self._tasks = [self._spawn(task) for task in work]
 
     async def close(self) -> None:
@@ -112,30 +83,23 @@ class EventSubscriber:
             self._settling.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._tasks:
-            self._close_sockets()
             self._tasks = []
-
-    def _close_sockets(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+            await self._channel.close()
 
     async def _read(self) -> None:
+        receive, on_live, do = self._channel.receive, self.sequence.on_live, self._do
         while True:
-            for frames in await receive_burst(self._socket):
-                if len(frames) == _FRAMES and len(frames[1]) == SEQUENCE_BYTES:
-                    self._do(self.sequence.on_live(int.from_bytes(frames[1], "big"), frames[2]))
-                else:
-                    self._sink.undecodable(ValueError(f"a message of {len(frames)} frames"))
+            for sequence, body in await receive():
+                do(on_live(sequence, body))
             await asyncio.sleep(0)  # many bursts must not block the event loop
 
-    async def _watch_connection(self) -> None:
+    async def _follow_interruptions(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            await receive_burst(self._monitor)  # reports only new connections
+            await self._channel.missed()
             self._do(self.sequence.connected())
             if self._settling is not None:
                 self._settling.cancel()
-            loop = asyncio.get_running_loop()
             self._settling = loop.call_later(self._times.settle_s, self._check)
 
     async def _check_regularly(self) -> None:
@@ -147,14 +111,10 @@ class EventSubscriber:
         self._do(self.sequence.check())
 
     async def _replay(self, request: Replay) -> None:
-        endpoint = self.source.replay_endpoint
-        assert endpoint is not None
-        messages = replay_messages(
-            self._context, endpoint, request.first, self._times.replay_timeout_s
-        )
+        bursts = self._channel.replay(request.first, self._times.replay_timeout_s)
         try:
-            async with contextlib.aclosing(messages):
-                async for burst in messages:
+            async with contextlib.aclosing(bursts):
+                async for burst in bursts:
                     for sequence, body in burst:
                         self._do(self.sequence.on_replayed(request.number, sequence, body))
                     await asyncio.sleep(0)
@@ -168,19 +128,16 @@ class EventSubscriber:
         for action in actions:
             match action:
                 case Apply(body):
-                    self._apply(body)
+                    if body:
+                        self._sink.message(body)
+                    else:
+                        self._sink.reset("its host lost track of the engine's events")
                 case Reset(reason):
                     self._sink.reset(reason)
                 case Replay():
                     if self._replaying is not None:
                         self._replaying.cancel()
                     self._replaying = self._spawn(self._replay(action))
-
-    def _apply(self, body: bytes) -> None:
-        try:
-            self._sink.apply(decode_batch(body))
-        except Exception as error:  # noqa: BLE001 - a bad message must not stop the next
-            self._sink.undecodable(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -190,74 +147,3 @@ class EventSubscriber:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("events from %s are no longer read", self.source.endpoint, exc_info=error)
-
-
-SEQUENCE_BYTES = 8
-_END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-_BURST = 32
-
-
-async def receive_burst(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Wait for a message; return it with a few more if they have arrived already.
-
-    ``socket`` is not one of ``zmq.asyncio``, which takes as long to receive a message as we take to
-    process it. Only one task at a time may read a socket.
-    """
-    messages: list[list[bytes]] = []
-    while not messages:
-        while len(messages) < _BURST and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK))
-        if not messages:
-            await _something_happens(socket)
-    return messages
-
-
-async def _something_happens(socket: zmq.Socket[bytes]) -> None:
-    """Wait until ``zmq.EVENTS`` may have changed since it was read."""
-    loop = asyncio.get_running_loop()
-    happened = asyncio.Event()
-    descriptor = int(socket.getsockopt(zmq.FD))
-    loop.add_reader(descriptor, happened.set)
-    try:
-        await happened.wait()
-    finally:
-        loop.remove_reader(descriptor)
-
-
-async def replay_messages(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
-) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """Yield every kept message from sequence ``first`` on, in lists of (sequence, body).
-
-    Raises EngineUnavailableError when the engine sends nothing for ``timeout_s`` before the end, or
-    when its answer is not a replay.
-    """
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.set_hwm(0)  # an answer can exceed any limit, and ZMQ would drop the rest
-    try:
-        socket.connect(endpoint)
-        socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
-        while True:
-            try:
-                burst = await asyncio.wait_for(receive_burst(socket), timeout_s)
-            except TimeoutError:
-                raise EngineUnavailableError(
-                    f"no answer from the event replay endpoint {endpoint} for {timeout_s:g} s"
-                ) from None
-            messages = [_read_answer(frames, endpoint) for frames in burst]
-            complete = None in messages
-            yield [message for message in messages if message is not None]
-            if complete:
-                return
-    finally:
-        socket.close()
-
-
-def _read_answer(frames: list[bytes], endpoint: str) -> tuple[int, bytes] | None:
-    """Empty frame, topic, sequence, body; older engines leave out the topic. None at the end."""
-    if len(frames) not in (3, 4) or len(frames[-2]) != SEQUENCE_BYTES:
-        raise EngineUnavailableError(f"{endpoint} does not answer event replay requests")
-    if frames[-2] == _END:
-        return None
-    return int.from_bytes(frames[-2], "big"), frames[-1]

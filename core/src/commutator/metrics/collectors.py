@@ -193,6 +193,10 @@ _OF_SOURCES = {
     "replays_failed": ("replays_failed", "Replays that were not answered, or not to the end."),
     "resyncs": ("resyncs", "Times that all that was known of a worker was dropped for a loss."),
     "restarts": ("engine_restarts", "Times that a worker's messages began anew."),
+    "interruptions": (
+        "interruptions",
+        "Times that the subscription broke, or dropped messages because they were read too slowly.",
+    ),
 }
 """By field of ``SequenceCounters``: the end of the metric's name, and its meaning."""
 

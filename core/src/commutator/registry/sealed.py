@@ -9,26 +9,19 @@ from __future__ import annotations
 
 from hmac import compare_digest
 
-from commutator.trust import secret_of_this_process
+from commutator.trust import proof_of_run
 
 __all__ = ["seal", "unseal"]
 
 _PURPOSE = "registry value"
-_MAC_BYTES = 32
-
-
-def _mac(key: bytes, value: bytes) -> bytes:
-    secret = secret_of_this_process()
-    # A process of no run, such as a test, asks for no proof and gives none.
-    return bytes(_MAC_BYTES) if secret is None else secret.mac(_PURPOSE, key, value)
 
 
 def seal(key: bytes, value: bytes) -> bytes:
     """``value`` with the proof that a process of this run wrote it under ``key``."""
-    return _mac(key, value).hex().encode() + b" " + value
+    return proof_of_run(_PURPOSE, key, value).hex().encode() + b" " + value
 
 
 def unseal(key: bytes, sealed: bytes) -> bytes | None:
     """The value that ``seal`` was given; None when no process of this run wrote it there."""
     mac, _, value = sealed.partition(b" ")
-    return value if compare_digest(mac, _mac(key, value).hex().encode()) else None
+    return value if compare_digest(mac, proof_of_run(_PURPOSE, key, value).hex().encode()) else None

@@ -69,7 +69,9 @@ class Dispatcher:
         engines = {engine.name or engine.kind: engine for engine in config.engines}
         compatibility = WorkerCompatibility(engines, host)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
-        shared = (config, host, self._workers, self.load, compatibility, rng, on_waiting)
+        events = config.cluster.events
+        self._bus = host.event_buses.kinds[events.kind].thing(events)
+        shared = (config, host, self._workers, self.load, compatibility, rng, on_waiting, self._bus)
         self._models = {model.name: model_routing(model.name, *shared) for model in config.models}
         self.membership = Membership(engines, self._models, self._workers, compatibility, host)
         self._migration = config.migration
@@ -267,6 +269,7 @@ class Dispatcher:
         await self._workers.close()
         for indexer in self.indexers().values():
             await indexer.close()
+        await self._bus.close()
 
 
 def _forwards(worker: LiveWorker) -> bool:

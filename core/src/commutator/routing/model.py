@@ -8,6 +8,7 @@ from collections.abc import Callable
 from attrs import frozen
 
 from commutator.config.model import Config
+from commutator.contract.event_bus import EventBus
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig, RouterConfig
 from commutator.fairness.guarded import Guarded
@@ -69,15 +70,19 @@ def model_routing(
     compatibility: WorkerCompatibility,
     rng: random.Random,
     on_waiting: Callable[[int], None],
+    bus: EventBus,
 ) -> ModelRouting:
-    """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1."""
+    """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1.
+
+    ``bus`` carries the KV events; the caller closes it.
+    """
 
     def make_placer(config: RouterConfig, shared: KvIndexer | None, *, prefill: bool) -> Placer:
         """``shared``: another router's indexer of the same workers, used if its options agree."""
         policy = host.routers.kinds[config.kind].thing(config)
         indexer = None
         if policy.uses_overlap:
-            indexer = shared if shared and shared.serves(config) else KvIndexer(config)
+            indexer = shared if shared and shared.serves(config) else KvIndexer(config, bus=bus)
         router = ModelRouter(policy, indexer, load, rng, config.block_size)
         return Placer(
             model,

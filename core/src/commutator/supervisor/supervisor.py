@@ -29,6 +29,7 @@ from commutator.config.secrets import (
     variables_of_worker,
 )
 from commutator.config.show import effective
+from commutator.contract.event_bus import EventBus
 from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import Launcher, LauncherContext
 from commutator.contract.registry import Registry
@@ -174,7 +175,9 @@ class Supervisor:
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
         server = RegistryServer(registry, {SERVICE: LedgerService().connected})
         address = await server.start()
-        self._make_agents(registry, address)
+        events = self._config.cluster.events
+        bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
+        self._make_agents(registry, address, bus)
         workers = [asyncio.create_task(agent.run()) for agent in self._workers]
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
@@ -182,10 +185,11 @@ class Supervisor:
         finally:
             await _cancel(frontends)  # first, as their running requests need the workers
             await _cancel(workers)
+            await bus.close()
             await server.stop()
             await registry.close()
 
-    def _make_agents(self, registry: Registry, address: str) -> None:
+    def _make_agents(self, registry: Registry, address: str, bus: EventBus) -> None:
         runtime = self._config.runtime
         self._workers = [
             WorkerAgent(
@@ -195,6 +199,7 @@ class Supervisor:
                 self._launcher,
                 self._folder,
                 _environment(variables_of_worker(self._config, spec.config)),
+                bus=bus,
             )
             for spec in worker_specs(self._loaded)
         ]

@@ -22,6 +22,7 @@ from commutator.contract.engine import (
     LaunchContext,
     ModelConfig,
 )
+from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher
 from commutator.contract.registry import Registry, WorkerUp
 from commutator.contract.tier import TierConfig
@@ -33,6 +34,8 @@ from commutator.errors import (
     NameTakenError,
     RegistryError,
 )
+from commutator.kv_events.relay import EventRelay
+from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.child import take_start_failure
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 
@@ -73,8 +76,12 @@ class WorkerAgent:
         launcher: Launcher,
         state_dir: Path,
         env: Mapping[str, str] = MappingProxyType({}),
+        bus: EventBus | None = None,
     ) -> None:
-        """``env``: the variables with the secrets that the worker reads, beside its plan's own."""
+        """``env``: the variables with the secrets that the worker reads, beside its plan's own.
+
+        ``bus``: where its KV events are passed on; None: front doors read its own sockets.
+        """
         self.name = spec.worker_id
         self.ready = asyncio.Event()
         """Set while its process runs and is registered."""
@@ -88,6 +95,7 @@ class WorkerAgent:
         self._env = env
         self._ever_ready = False
         self._peers = KvPeers()
+        self._bus = bus or ZmqEventBus()
 
     async def run(self) -> None:
         """Keep the worker running until cancelled; then deregister and stop it.
@@ -105,18 +113,19 @@ class WorkerAgent:
         ready_s: float | None = None
         process: LaunchedProcess | None = None
         client: EngineClient | None = None
+        events = EventRelay(self._bus)
         outcome = "stopped"
         try:
             process, address = await self._start_process()
             client = self._spec.connector.connect(self._spec.config, address)
             info = await while_alive(process, self._wait_until_ready(client, process))
-            record = self._record(address, info)
+            record = await events.announced(self._record(address, info))
             await while_alive(process, self._announce(record))
             self._ever_ready = True
             self.ready.set()
             ready_s = time.monotonic()
             log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
-            await while_alive(process, self._watch(client, record, process))
+            await while_alive(process, self._watch(client, record, process, events))
             outcome, reason = "failed", "gave no answer for too long"
         except Exception as caught:
             error = self._cause(caught)
@@ -129,6 +138,7 @@ class WorkerAgent:
             self.ready.clear()
             healthy_s = 0.0 if ready_s is None else time.monotonic() - ready_s
             await self._deregister(outcome)
+            await events.close()
             await self._clean_up(client, process)
         return Ended(reason, healthy_s)
 
@@ -187,7 +197,11 @@ class WorkerAgent:
             raise EngineError(f"not ready within {limit_s:g} s: {problem}") from None
 
     async def _watch(
-        self, client: EngineClient, record: WorkerRecord, process: LaunchedProcess | None
+        self,
+        client: EngineClient,
+        record: WorkerRecord,
+        process: LaunchedProcess | None,
+        events: EventRelay,
     ) -> None:
         """Renew the lease while the engine answers; return when it has not answered for too long.
 
@@ -202,6 +216,7 @@ class WorkerAgent:
                 async with asyncio.timeout(self._lease_s * 2 / 3):
                     if time.monotonic() - answered_s > self._lease_s:
                         record = evolve(record, info=await client.start())
+                        record = await events.announced(record)
                         self._peers.started()
                     await client.check_health()
             except Exception as error:  # noqa: BLE001 - a connector's library may raise anything

@@ -2,12 +2,13 @@
 
 from commutator.trust.gate import ClientGate, Gate, ServerGate
 from commutator.trust.handshake import Handshake, HandshakeError
-from commutator.trust.refusals import refused_connections
+from commutator.trust.refusals import note_refusal, refused_connections
 from commutator.trust.secret import (
     SECRET_FILE,
     RunSecret,
     SecretFileError,
     adopt,
+    proof_of_run,
     run_folder,
     secret_of_this_process,
 )
@@ -22,6 +23,8 @@ __all__ = [
     "SecretFileError",
     "ServerGate",
     "adopt",
+    "note_refusal",
+    "proof_of_run",
     "refused_connections",
     "run_folder",
     "secret_of_this_process",

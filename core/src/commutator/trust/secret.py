@@ -20,6 +20,7 @@ __all__ = [
     "RunSecret",
     "SecretFileError",
     "adopt",
+    "proof_of_run",
     "run_folder",
     "secret_of_this_process",
 ]
@@ -122,6 +123,15 @@ def secret_of_this_process() -> RunSecret | None:
         return _adopted[-1]
     path = os.environ.get(SECRET_FILE)
     return _load(path) if path else None
+
+
+def proof_of_run(purpose: str, *parts: bytes) -> bytes:
+    """32 bytes that only processes of this run can compute.
+
+    Zeros in a process of no run, such as a test: it asks for no proof and gives none.
+    """
+    secret = secret_of_this_process()
+    return bytes(_SECRET_BYTES) if secret is None else secret.mac(purpose, *parts)
 
 
 @lru_cache(maxsize=1)

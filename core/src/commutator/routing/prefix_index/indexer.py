@@ -10,17 +10,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from urllib.parse import urlsplit
 
-import zmq
 from attrs import define, evolve, field, frozen
 
-from commutator.contract.block import BlockStored, CacheLevel, EventBatch
+from commutator.contract.block import BlockStored, CacheLevel
+from commutator.contract.event_bus import EventBus
 from commutator.contract.request import GenerateRequest
 from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
 from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
+from commutator.kv_events.codec import decode_batch
+from commutator.kv_events.relay import sources_by_rank
 from commutator.kv_events.sequence import Position, SequenceCounters
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
+from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.health import Cause, EventHealth, EventWarning
 from commutator.routing.prefix_index.index import PrefixIndex, RankSnapshot
@@ -103,14 +105,18 @@ class _Sink:
     health: EventHealth
     clock: Callable[[], float]
 
-    def apply(self, batch: EventBatch) -> None:
-        self.health.messages += 1
-        self.health.prompts.last_message_s = self.clock()
-        rank = batch.data_parallel_rank or self.rank or 0
-        for event in batch.events:
-            self.index.apply(self.worker_id, event, rank)
-            if not isinstance(event, BlockStored):
-                self.health.prompts.drops += 1
+    def message(self, body: bytes) -> None:
+        try:
+            batch = decode_batch(body)
+            self.health.messages += 1
+            self.health.prompts.last_message_s = self.clock()
+            rank = batch.data_parallel_rank or self.rank or 0
+            for event in batch.events:
+                self.index.apply(self.worker_id, event, rank)
+                if not isinstance(event, BlockStored):
+                    self.health.prompts.drops += 1
+        except Exception as error:  # noqa: BLE001 - a bad message must not stop the next
+            self.undecodable(error)
 
     def reset(self, reason: str) -> None:
         log.warning("worker %s: %s; its blocks are dropped from the index", self.worker_id, reason)
@@ -134,7 +140,9 @@ class KvIndexer:
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
         times: SourceTimes = SourceTimes(),  # noqa: B008 - frozen
+        bus: EventBus | None = None,
     ) -> None:
+        """``bus``: closed by the caller; None: a ``zmq`` of its own."""
         self.index = PrefixIndex(config.block_size)
         self.exact = frozenset[str]()
         """Ids of the workers whose events are read. Replaced, never changed: decisions keep it."""
@@ -142,7 +150,8 @@ class KvIndexer:
         self._clock = clock
         self._times = times
         self._guessed = GuessedBlocks(self.index, config.router_ttl_s)
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._owns_bus = bus is None
+        self._bus = bus or ZmqEventBus()
         self._workers: dict[str, _Worker] = {}
         self._restored: dict[str, WorkerSnapshot] = {}
         self._reviews: asyncio.Task[None] | None = None
@@ -303,21 +312,18 @@ class KvIndexer:
         subscribers = [each for worker in self._workers.values() for each in worker.subscribers]
         await asyncio.gather(*(each.close() for each in subscribers))
         self._workers.clear()
-        if self._context is not None:
-            self._context.term()
-            self._context = None
+        if self._owns_bus:
+            await self._bus.close()
 
     def _subscribe(self, worker_id: str, worker: _Worker) -> None:
-        sources = _sources_by_rank(worker.info)
+        sources = sources_by_rank(worker.info)
         if not sources:
             return
         positions = self._take_snapshot(worker_id, worker, sources)
-        if self._context is None:
-            self._context = zmq.Context()
         for rank, (source, position) in enumerate(zip(sources, positions, strict=True)):
             only = len(sources) == 1
             sink = _Sink(worker_id, None if only else rank, self.index, worker.health, self._clock)
-            subscriber = EventSubscriber(self._context, source, sink, self._times, position)
+            subscriber = EventSubscriber(self._bus, source, sink, self._times, position)
             subscriber.start()
             worker.subscribers.append(subscriber)
 
@@ -422,34 +428,6 @@ class GuessedBlocks:
             used = self._used_s[owner]
             dropped = [used.popitem(last=False)[0] for _ in range(count)]
             self._index.remove(owner.worker_id, dropped, rank=owner.rank)
-
-
-def _sources_by_rank(info: EngineInfo) -> list[EventSource]:
-    """The source of each data-parallel rank, as the engine announced them.
-
-    An engine that names one endpoint for several ranks publishes on consecutive ports.
-    """
-    source = info.kv_events
-    if source is None:
-        return []
-    if info.data_parallel_size == 1 or source.further_ranks:
-        return [source, *source.further_ranks]
-    replay = source.replay_endpoint
-    return [
-        EventSource(
-            endpoint=_later_port(source.endpoint, rank),
-            replay_endpoint=None if replay is None else _later_port(replay, rank),
-            topic=source.topic,
-        )
-        for rank in range(info.data_parallel_size)
-    ]
-
-
-def _later_port(endpoint: str, by: int) -> str:
-    port = urlsplit(endpoint).port
-    if port is None:
-        raise ValueError(f"{endpoint} has no port to count up from for data-parallel ranks")
-    return f"{endpoint.rsplit(':', 1)[0]}:{port + by}"
 
 
 def _log_changes(worker: _Worker, warnings: list[EventWarning]) -> None:

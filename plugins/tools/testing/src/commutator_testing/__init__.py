@@ -1,7 +1,7 @@
 """For plugin authors: conformance suites, fault wrappers and a local cluster.
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
-`EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`,
+`EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`, `EventBusContract`,
 `ObserverContract`, `AuthenticatorContract`, `PlannerContract`, `ForecasterContract`,
 `ConstraintContract`), supply a factory or fixture, and run pytest. Suites
 set their own pytest marks, so they need no configuration. Each name is imported at its first use:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from commutator_testing.authenticators import AuthenticatorContract
     from commutator_testing.disagg import DisaggContract
     from commutator_testing.engines import EngineContract, WorkerPair, collect, make_request
+    from commutator_testing.event_buses import BusFaults, EventBusContract, FaultyBus
     from commutator_testing.eviction import EvictionContract, tree_block
     from commutator_testing.fairness import FairnessContract
     from commutator_testing.faults import (
@@ -43,12 +44,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AuthenticatorContract",
+    "BusFaults",
     "ConstraintContract",
     "DisaggContract",
     "EngineContract",
+    "EventBusContract",
     "EvictionContract",
     "FairnessContract",
     "Faults",
+    "FaultyBus",
     "FaultyClient",
     "FaultyIo",
     "FaultyTier",
@@ -77,6 +81,7 @@ _HOMES = {
     "commutator_testing.authenticators": ("AuthenticatorContract",),
     "commutator_testing.disagg": ("DisaggContract",),
     "commutator_testing.engines": ("EngineContract", "WorkerPair", "collect", "make_request"),
+    "commutator_testing.event_buses": ("BusFaults", "EventBusContract", "FaultyBus"),
     "commutator_testing.eviction": ("EvictionContract", "tree_block"),
     "commutator_testing.fairness": ("FairnessContract",),
     "commutator_testing.faults": (

@@ -1,0 +1,1 @@
+"""The event bus `nats`: KV events over NATS servers."""
