@@ -11,6 +11,7 @@
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
+# make dist     wheels of every distribution in dist/; `make try-wheels` uses them as a stranger would
 # make docs     regenerate the generated pages
 # make walks    regenerate docs/reference/walks.md from running clusters
 
@@ -30,6 +31,7 @@ SHARED := $(filter plugins/registries/% plugins/buses/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench docs walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench dist try-wheels docs walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -89,6 +91,12 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python scripts/install_peers.py --all
 	$(BIN)/python -m bench
+
+dist: $(VENV)/.base
+	$(BIN)/python scripts/build_wheels.py
+
+try-wheels: dist
+	$(BIN)/python scripts/try_wheels.py
 
 docs: $(VENV)/.test
 	$(BIN)/python scripts/generate_docs.py

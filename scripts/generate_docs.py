@@ -1,4 +1,4 @@
-"""Brings every generated part of the docs up to date: console blocks, reference."""
+"""Brings every generated part of the docs up to date: console blocks, reference, dashboards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import cli_page
 import configuration_page
 import contract_page
+import dashboards
 import docs_console
 import engines_page
 import http_page
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     cli_page.write()
     configuration_page.write()
     contract_page.write()
+    dashboards.write()
     engines_page.write()
     http_page.write()
     metrics_page.write()

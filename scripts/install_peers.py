@@ -1,4 +1,4 @@
-"""Installs the public implementations that tests and benchmarks compare with.
+"""Installs the public implementations that tests and benchmarks compare with, and Prometheus.
 
 Each peer gets an environment of its own beside ``.venv``, as their requirements exclude each other.
 ``--all`` installs also those that only ``make bench`` measures, and the load generator `wrk`.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,10 +72,33 @@ def install_wrk() -> None:
         print("wrk is missing, which `python -m bench load` needs: `sudo apt-get install wrk`")
 
 
+def install_prometheus() -> None:
+    """From Debian's packages, into a folder of the checkout; otherwise print a hint.
+
+    Nothing of the system changes, and no service is started.
+    """
+    folder = ROOT / ".venv-prometheus"
+    if shutil.which("promtool") or (folder / "usr/bin/promtool").exists():
+        print("prometheus is there")
+        return
+    with TemporaryDirectory() as download:
+        try:
+            if os.geteuid() == 0:  # lists that are there may be of use, however old
+                subprocess.run(["apt-get", "update", "-q"], check=False)
+            subprocess.run(["apt-get", "download", "-q", "prometheus"], cwd=download, check=True)
+            (package,) = Path(download).glob("*.deb")
+            subprocess.run(["dpkg", "-x", package, folder], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"prometheus is missing, which tests/e2e/test_observability.py needs: {error}")
+        else:
+            print(f"{folder.name} is installed")
+
+
 def main() -> int:
     every = "--all" in sys.argv[1:]
     for name, (requirements, check) in (PEERS | BENCHED if every else PEERS).items():
         install(name, requirements, check)
+    install_prometheus()
     if every:
         install_wrk()
     return 0

@@ -153,6 +153,9 @@ class FakeDispatcher:
     def waiting(self, model: str) -> int:
         return 0
 
+    def models_ready(self) -> dict[str, bool]:
+        return {MODEL: True}
+
     def load_peers(self) -> int:
         return self.peers
 

@@ -52,7 +52,14 @@ from commutator.errors import PluginError
 from commutator.hookspecs import PROJECT
 from commutator.schema.structure import nearest
 
-__all__ = ["BLOCKED_PLUGINS", "Installed", "PluginHost", "installed_plugins", "load_plugins"]
+__all__ = [
+    "BLOCKED_PLUGINS",
+    "Installed",
+    "PluginHost",
+    "installed_plugins",
+    "installed_versions",
+    "load_plugins",
+]
 
 log = logging.getLogger(__name__)
 
@@ -382,6 +389,15 @@ def installed_plugins(block: tuple[str, ...] = ()) -> PluginHost:
     The first call loads them.
     """
     return load_plugins([*block, *os.environ.get(BLOCKED_PLUGINS, "").split(",")])
+
+
+@cache
+def installed_versions() -> Mapping[str, str]:
+    """Versions of the distributions that have plugins, and of Commutator; imports none of them."""
+    described = [_describe(point) for point in (BUILTIN, *entry_points(group=GROUP))]
+    return {
+        one.distribution: one.version for one in sorted(described, key=lambda one: one.distribution)
+    }
 
 
 def _describe(point: EntryPoint) -> Installed:

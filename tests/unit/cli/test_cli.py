@@ -34,7 +34,8 @@ def good(tmp_path: Path) -> str:
 
 
 def test_version() -> None:
-    assert run("--version").output == f"commutator, version {__version__}\n"
+    said = run("--version").output
+    assert said.startswith(f"commutator {__version__} (plugin contract 0.1, Python 3.")
 
 
 def test_help_names_every_command_and_gives_an_example() -> None:
@@ -245,3 +246,18 @@ def test_a_command_that_is_not_installed_names_its_package(monkeypatch: pytest.M
     done = run("replay", "trace.jsonl")
     assert done.exit_code == 2
     assert "replay comes with commutator-replay: pip install commutator-replay" in done.stderr
+
+
+def test_without_a_file_it_is_the_one_that_init_writes(
+    good: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = run("config", "check")
+    assert missing.exit_code == 2
+    assert (
+        "no commutator.yaml here either; `commutator init` writes one" in missing.stderr
+    )
+    (tmp_path / "commutator.yaml").write_text(Path(good).read_text())
+    env = {"COMMUTATOR_TEST_KEY": "k"}
+    done = run("config", "check", "--elsewhere", env=env)
+    assert done.stdout == "commutator.yaml: ok\n", done.stderr

@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
 from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
+from commutator import __version__
+from commutator.frontend import ADMIN_PREFIX, admin_routes
 from commutator.routing.disagg.prefill_pool import QueueState
 
 
@@ -21,6 +23,9 @@ async def test_live_ready_health() -> None:
         assert await door.get("/ready") == (200, {"status": "ok"})
         status, health = await door.get("/health")
         assert status == 200
+        versions = health.pop("versions")
+        assert versions["commutator"] == __version__
+        assert "commutator-openai" in versions
         assert health == {
             "status": "ready",
             "models": [MODEL],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from commutator import __version__
+from commutator.contract.worker import Role
 from commutator.kv_events.sequence import SequenceCounters
 from commutator.metrics.frontend import FrontendMetrics, Readings
 from commutator.routing.prefix_index.health import Cause, EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
+from commutator.routing.workers import WorkerStatus
 
 EVENTS = WorkerEvents(
     messages=40,
@@ -65,3 +68,17 @@ def test_a_warning_is_there_for_as_long_as_it_holds() -> None:
     }
     present.clear()
     assert samples(metrics) == {}
+
+
+def test_workers_have_a_state_and_models_are_ready_or_not() -> None:
+    worker = WorkerStatus("w-0", "m", "sim", "draining", 1, 3, role=Role.PREFILL)
+    metrics = FrontendMetrics(
+        Readings(workers=lambda: [worker], models_ready=lambda: {"m": False, "n": True})
+    )
+    page = metrics.render().decode()
+    of_worker = 'model="m",role="prefill"'
+    assert f'worker_state{{{of_worker},state="draining",worker="w-0"}} 1.0' in page
+    assert f'worker_active_requests{{{of_worker},worker="w-0"}} 3.0' in page
+    assert 'commutator_model_ready{model="m"} 0.0' in page
+    assert 'commutator_model_ready{model="n"} 1.0' in page
+    assert f'commutator_build_info{{version="{__version__}"}} 1.0' in page

@@ -15,6 +15,9 @@ from commutator.errors import CommutatorError, PluginError
 
 __all__ = ["main"]
 
+_CONTRACT = ".".join(__version__.split(".")[:2])
+"""Of plugins; its definition is not imported for the help alone."""
+_PYTHON = ".".join(map(str, sys.version_info[:3]))
 GROUP = "commutator.commands"
 """Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
 
@@ -38,6 +41,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "new-plugin": (
         "commutator.cli.scaffold.new_plugin:new_plugin",
         "Make a package for a plugin of your own.",
+    ),
+    "completion": (
+        "commutator.cli.completion:completion",
+        "Make a shell complete commands and options.",
     ),
     "demo": (
         "commutator.cli.demo:demo",
@@ -118,7 +125,11 @@ def _distribution(point: EntryPoint) -> str:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Example: commutator serve examples/quickstart.yaml --port 8000",
 )
-@click.version_option(__version__, prog_name="commutator")
+@click.version_option(
+    __version__,
+    prog_name="commutator",
+    message=f"%(prog)s %(version)s (plugin contract {_CONTRACT}, Python {_PYTHON})",
+)
 def main() -> None:
     """Serve LLMs from many workers behind one OpenAI-compatible server."""
     # Until a command configures logging, its output reports all problems.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 __all__ = [
+    "DEFAULT_FILE",
     "NumberRange",
     "files_argument",
     "no_plugin_option",
@@ -30,11 +31,26 @@ class NumberRange(click.FloatRange):
         return number
 
 
+DEFAULT_FILE = "commutator.yaml"
+"""What `commutator init` writes; commands that take FILE read it if none is named."""
+
+
+def _files(ctx: click.Context, param: click.Parameter, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    default = Path(DEFAULT_FILE)
+    if files or ctx.resilient_parsing:
+        return files
+    if not default.is_file():
+        raise click.MissingParameter(
+            f"There is no {default} here either; `commutator init` writes one.", ctx, param
+        )
+    return (default,)
+
+
 files_argument = click.argument(
     "files",
-    metavar="FILE...",
+    metavar="[FILE]...",
     nargs=-1,
-    required=True,
+    callback=_files,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 

@@ -40,6 +40,8 @@ def serve(
 ) -> None:
     """Run the deployment that FILE describes; later files override earlier ones.
 
+    Without FILE, the one that commutator.yaml describes.
+
     Starts the workers and the front door, watches them, and restarts those that fail. Ctrl-C
     lets running requests finish; a second Ctrl-C stops at once.
     """

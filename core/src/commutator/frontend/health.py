@@ -17,6 +17,7 @@ from attrs import AttrsInstance
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from commutator.frontend.services import FrontendServices
+from commutator.plugins import installed_versions
 
 __all__ = [
     "OPERATIONS_PATHS",
@@ -106,6 +107,7 @@ async def _health(services: FrontendServices, local_socket: str | None) -> dict[
     status = "ready" if dispatcher.ready() else "degraded"
     return {
         "status": "draining" if services.draining else status,
+        "versions": installed_versions(),
         "models": list(services.models),
         "workers": await _in_slices(dispatcher.statuses()),
         "requests": {"running": limiter.running, "queued": limiter.waiting},

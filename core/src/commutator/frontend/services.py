@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from itertools import chain
 
 from attrs import define, field
 
@@ -66,6 +67,8 @@ class FrontendServices:
                 queued=lambda: limiter.waiting,
                 load_peers=dispatcher.load_peers,
                 registry_age_s=self._registry_age_s,
+                models_ready=dispatcher.models_ready,
+                workers=lambda: chain.from_iterable(dispatcher.statuses()),
                 router_queues=lambda: {name: dispatcher.waiting(name) for name in self.models},
                 prefill_queues=dispatcher.prefill_queues,
                 prompt_cache_bytes=lambda: {

@@ -13,6 +13,7 @@ from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EdgeStatistics, KvStatistics, TierState, TransferStatistics
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
+from commutator.routing.workers import WorkerStatus
 
 __all__ = [
     "AtScrape",
@@ -22,7 +23,9 @@ __all__ = [
     "kv_metrics",
     "refusal_metrics",
     "transfer_metrics",
+    "version_metrics",
     "warning_metrics",
+    "worker_metrics",
 ]
 
 T = TypeVar("T")
@@ -184,6 +187,36 @@ def _add_all(
 ) -> None:
     for reason, blocks in counts.items():
         family.add_metric((*labels, reason), blocks)
+
+
+def version_metrics(versions: Iterable[str]) -> Iterable[Metric]:
+    """Which version of Commutator the front door runs."""
+    family = GaugeMetricFamily(
+        "commutator_build_info", "Always 1; the label is the version.", labels=("version",)
+    )
+    for version in versions:
+        family.add_metric((version,), 1)
+    return [family]
+
+
+def worker_metrics(statuses: Iterable[WorkerStatus]) -> Iterable[Metric]:
+    """The workers that the front door knows."""
+    states = GaugeMetricFamily(
+        "commutator_worker_state",
+        "1 for the state that a worker is in: ready, draining or unreachable. A worker whose lease "
+        "lapsed has none.",
+        labels=("worker", "model", "role", "state"),
+    )
+    active = GaugeMetricFamily(
+        "commutator_worker_active_requests",
+        "Requests in flight at a worker, from all front doors that share their load.",
+        labels=("worker", "model", "role"),
+    )
+    for status in statuses:
+        labels = (status.worker_id, status.model, status.role.value)
+        states.add_metric((*labels, status.state), 1)
+        active.add_metric(labels, status.active_requests_of_all)
+    return [states, active]
 
 
 _OF_SOURCES = {

