@@ -243,6 +243,7 @@ NOT_CAUSED = {
     "commutator_refused_connections_total",
     "commutator_kv_store_failed_total",
     "commutator_kv_prefetched_total",
+    "commutator_kv_not_loaded_total",  # only where computing is faster than loading
 }
 """Metrics that have no samples while nothing goes wrong; all others have to have some."""
 

@@ -254,9 +254,7 @@ def test_without_a_file_it_is_the_one_that_init_writes(
     monkeypatch.chdir(tmp_path)
     missing = run("config", "check")
     assert missing.exit_code == 2
-    assert (
-        "no commutator.yaml here either; `commutator init` writes one" in missing.stderr
-    )
+    assert "no commutator.yaml here either; `commutator init` writes one" in missing.stderr
     (tmp_path / "commutator.yaml").write_text(Path(good).read_text())
     env = {"COMMUTATOR_TEST_KEY": "k"}
     done = run("config", "check", "--elsewhere", env=env)
