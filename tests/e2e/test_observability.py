@@ -21,9 +21,11 @@ import psutil
 import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
+from click.testing import CliRunner
 from tests.support.prometheus import Prometheus, program, running_prometheus
 
 from commutator.auth.keys import hash_of, new_key
+from commutator.cli.main import main
 from commutator.supervisor.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +152,10 @@ def test_the_compose_file_is_valid_and_mounts_what_there_is() -> None:
     ((target,),) = (static["targets"] for static in job["static_configs"])
     host, _, port = target.partition(":")
     assert host in services
-    config = yaml.safe_load((FOLDER / "commutator.yaml").read_text())
+    file = FOLDER / "commutator.yaml"
+    checked = CliRunner().invoke(main, ["config", "check", "--elsewhere", str(file)])
+    assert checked.exit_code == 0, checked.output
+    config = yaml.safe_load(file.read_text())
     assert config["frontend"]["port"] == int(port)
     assert urlsplit(config["tracing"]["endpoint"]).hostname in services
     (provider,) = yaml.safe_load(
