@@ -13,6 +13,7 @@
 # make bench    measure; every figure is a ratio within the run
 # make dist     wheels of every distribution in dist/; `make try-wheels` uses them as a stranger would
 # make docs     regenerate the generated pages
+# make site     the docs as a site in build/site, without a broken link; `make site-serve` while you write
 # make walks    regenerate docs/reference/walks.md from running clusters
 
 PYTHON ?= python3
@@ -32,6 +33,7 @@ SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench docs walks clean
 .PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench dist try-wheels docs walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -100,6 +102,12 @@ try-wheels: dist
 
 docs: $(VENV)/.test
 	$(BIN)/python scripts/generate_docs.py
+
+site: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site-serve: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 walks: $(VENV)/.test
 	$(BIN)/python scripts/walks_page.py

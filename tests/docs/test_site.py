@@ -1,0 +1,69 @@
+"""The docs as a site: it builds strictly, and what our hooks do to navigation and links."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import site_hooks  # noqa: E402 - it lies in scripts/
+
+DOCS = ROOT / "docs"
+PAGE = Path("how-to/tiers.md")
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for page in DOCS.rglob("*.md"):
+        below = page.relative_to(DOCS).with_suffix("")
+        built = below.parent if below.name in {"index", "README"} else below
+        assert (tmp_path / "site" / built / "index.html").is_file(), page
+    home = (tmp_path / "site" / "index.html").read_text()
+    for kind in ("Tutorials", "How to", "Reference", "Explanation"):
+        assert kind in home
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+
+
+def test_a_pattern_stands_for_the_pages_of_a_folder(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / "some").mkdir(exist_ok=True)
+        (tmp_path / "some" / f"{name}.md").write_text("# Page\n")
+    nav = [{"Home": "index.md"}, {"All": [{"Some": "some/*"}]}]
+    assert site_hooks.expanded(nav, tmp_path) == [
+        {"Home": "index.md"},
+        {"All": [{"Some": ["some/a.md", "some/b.md"]}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "on_the_site"),
+    [
+        ("[the pages](../reference/cli.md#x)", "[the pages](../reference/cli.md#x)"),
+        ("[far](https://example.com/a)", "[far](https://example.com/a)"),
+        ("[wheels](../../scripts/build_wheels.py)", "wheels (`scripts/build_wheels.py`)"),
+        ("[`scripts/`](../../scripts)", "`scripts/`"),
+        ("[a tier](../examples/folder_tier/)", "[a tier](../examples/folder_tier/README.md)"),
+        ("```\n[code](../../scripts)\n```", "```\n[code](../../scripts)\n```"),
+    ],
+)
+def test_links_beside_the_docs_become_paths(written: str, on_the_site: str) -> None:
+    assert site_hooks.with_paths(written, PAGE, DOCS) == on_the_site
+
+
+def test_a_link_to_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mkdocs.commutator"):
+        site_hooks.with_paths("[gone](../../no/such.py)", PAGE, DOCS)
+    assert "how-to/tiers.md links to ../../no/such.py" in caplog.text
