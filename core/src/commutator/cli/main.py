@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Make a package for a plugin of your own.",
     ),
     "completion": (
-        "commutator.cli.completion:completion",
+        "commutator.cli.scaffold.completion:completion",
         "Make a shell complete commands and options.",
     ),
     "demo": (

@@ -1,1 +1,1 @@
-"""Commands that write files to start from: a configuration, a plugin's package."""
+"""Commands that write files: a configuration, a plugin's package, a completion script."""
