@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,16 @@ def test_an_unknown_kind_names_the_known_ones() -> None:
     done = run("rooter", "my_own")
     assert done.exit_code == 2
     assert all(kind in done.stderr for kind in KINDS)
+
+
+def test_a_package_requires_what_its_deployment_needs() -> None:
+    """With wheels alone, a tier finds no default eviction policy unless it asks for it."""
+    pages = {kind: dict(plugin_files(kind, "mine"))["pyproject.toml"] for kind in KINDS}
+    projects = {kind: tomllib.loads(page)["project"] for kind, page in pages.items()}
+    tier, eviction = projects["tier"], projects["eviction"]
+    assert tier["dependencies"] == [
+        "attrs>=24.2", "commutator[nixl]>=0.1,<0.2", "commutator-eviction>=0.1,<0.2"
+    ]  # fmt: skip
+    assert "commutator-dram>=0.1,<0.2" in eviction["optional-dependencies"]["test"]
+    for project in projects.values():
+        assert "commutator[testing]>=0.1,<0.2" in project["optional-dependencies"]["test"]

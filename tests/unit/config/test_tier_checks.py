@@ -14,14 +14,14 @@ DRAM = "{kind: dram, capacity: 1MB}"
 S3 = "{kind: s3, bucket: b}"
 
 
-def check(folder: Path, *tiers: str) -> Result:
+def check(folder: Path, *tiers: str, options: tuple[str, ...] = ()) -> Result:
     file = folder / "cluster.yaml"
     file.write_text(
         "models: [{name: m, source: package:m}]\n"
         f"engines: {ENGINES}\n"
         f"tiers: [{', '.join(tiers)}]\n"
     )
-    return CliRunner().invoke(main, ["config", "check", "--elsewhere", str(file)])
+    return CliRunner().invoke(main, ["config", "check", "--elsewhere", *options, str(file)])
 
 
 def warnings(done: Result) -> list[str]:
@@ -128,3 +128,10 @@ def test_a_worker_without_host_memory_lends_nothing(tmp_path: Path, tiers: tuple
 @pytest.mark.parametrize("tiers", [("{kind: peer, listen: null}",), ("{kind: peer}", DRAM)])
 def test_a_worker_that_only_borrows_gets_no_warning(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     assert warnings(check(tmp_path, *tiers)) == []
+
+
+def test_the_default_eviction_policy_is_not_installed(tmp_path: Path) -> None:
+    done = check(tmp_path, DRAM, options=("--no-plugin", "eviction"))
+    assert done.exit_code == 1
+    assert 'tiers[0].eviction: no installed plugin offers the default, "lru"' in done.stderr
+    assert "pip install commutator-eviction" in done.stderr

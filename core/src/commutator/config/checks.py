@@ -12,7 +12,7 @@ from typing import Any
 from commutator.config.model import Config
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
-from commutator.contract.tier import Memory
+from commutator.contract.tier import Memory, TierConfig
 from commutator.plugins import PluginHost
 from commutator.schema.structure import nearest, show
 
@@ -152,6 +152,7 @@ def _role_problems(
             )
 
 
+_DEFAULT_EVICTION = TierConfig(kind="").eviction.kind
 _ENCODING = ("compression", "encryption_key", "integrity_key")
 
 
@@ -166,6 +167,14 @@ def _tier_problems(
         names = ", ".join(able) or "none is installed"
         yield "tiers", f"no configured engine supports storage tiers; engines that do: {names}"
     yield from _encoding_problems(tiers, host)
+    if _DEFAULT_EVICTION not in host.evictions.kinds:
+        for index, tier in tiers:
+            if "eviction" not in tier:
+                yield (
+                    f"tiers[{index}].eviction",
+                    f'no installed plugin offers the default, "{_DEFAULT_EVICTION}"; name another '
+                    "policy, or: pip install commutator-eviction",
+                )
 
 
 def _encoding_problems(tiers: Entries, host: PluginHost) -> Iterator[tuple[str, str]]:

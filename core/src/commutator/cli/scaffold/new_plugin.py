@@ -36,6 +36,10 @@ class PluginKind:
     """What to change first."""
     extras: str = ""
     """Extras of ``commutator`` that it needs, separated by commas."""
+    needs: tuple[str, ...] = ()
+    """Distributions of ours that it does not work without."""
+    tested_with: tuple[str, ...] = ()
+    """Distributions of ours that its cluster.yaml uses, beyond `commutator[quickstart]`."""
     modules: tuple[str, ...] = ()
     """Further modules of the package, beside ``__init__``."""
 
@@ -60,12 +64,14 @@ KINDS: Mapping[str, PluginKind] = {
         page="docs/how-to/write-a-tier.md",
         change="the tier: begin with open_slots() and place()",
         extras="nixl",
+        needs=("commutator-eviction",),  # a tier's default policy comes from it
     ),
     "eviction": PluginKind(
         title="an eviction policy",
         summary="An eviction policy for Commutator: the least recently used block goes first",
         page="docs/how-to/write-a-tier.md",
         change="the policy: begin with victims()",
+        tested_with=("commutator-dram",),
     ),
     "observer": PluginKind(
         title="an observer",
@@ -118,8 +124,14 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
         "summary": about.summary,
         "page": about.page,
         "source": small_model() or "package:commutator_smollm2",
-        "requirement": _requirement(about.extras),
-        "test_requirement": _requirement("testing"),
+        "requirements": _quoted(
+            "attrs>=24.2", _requirement("commutator", about.extras), *map(_requirement, about.needs)
+        ),
+        "test_requirements": _quoted(
+            _requirement("commutator", "testing"),
+            *map(_requirement, about.tested_with),
+            "pytest>=8",
+        ),
     }
 
     def filled(template: str) -> str:
@@ -137,11 +149,16 @@ def plugin_files(kind: str, name: str) -> Iterator[tuple[str, str]]:
     yield f"tests/test_{name}.py", filled(f"{kind}/test_plugin.py")
 
 
-def _requirement(extras: str) -> str:
-    """The requirement for this contract version, which the next one breaks."""
+def _requirement(distribution: str, extras: str = "") -> str:
+    """A requirement of one of ours for this contract version, which the next one breaks."""
     major, minor = CONTRACT_VERSION
     bracketed = f"[{extras}]" if extras else ""
-    return f"commutator{bracketed}>={major}.{minor},<{major}.{minor + 1}"
+    return f"{distribution}{bracketed}>={major}.{minor},<{major}.{minor + 1}"
+
+
+def _quoted(*requirements: str) -> str:
+    """The elements of a list in TOML."""
+    return ", ".join(f'"{requirement}"' for requirement in requirements)
 
 
 def _check_name(kind: str, name: str) -> None:
