@@ -169,12 +169,12 @@ def _tier_problems(
     yield from _encoding_problems(tiers, host)
     if _DEFAULT_EVICTION not in host.evictions.kinds:
         for index, tier in tiers:
-            if "eviction" not in tier:
-                yield (
-                    f"tiers[{index}].eviction",
+            if "eviction" not in tier and _text(tier, "kind") in host.tiers.kinds:
+                problem = (
                     f'no installed plugin offers the default, "{_DEFAULT_EVICTION}"; name another '
-                    "policy, or: pip install commutator-eviction",
+                    "policy, or: pip install commutator-eviction"
                 )
+                yield f"tiers[{index}].eviction", problem
 
 
 def _encoding_problems(tiers: Entries, host: PluginHost) -> Iterator[tuple[str, str]]:
