@@ -31,9 +31,7 @@ TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench docs walks clean
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench dist try-wheels docs walks clean
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve

@@ -10,9 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
-from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
 from commutator import __version__
-from commutator.frontend import ADMIN_PREFIX, admin_routes
+from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
 from commutator.routing.disagg.prefill_pool import QueueState
 
 
