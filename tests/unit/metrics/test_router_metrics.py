@@ -18,8 +18,18 @@ EVENTS = WorkerEvents(
     checked_prompts=0,
     missing_prompts=0,
     sources=(
-        SequenceCounters(gaps=2, lost=3, replays=4, replays_failed=5, restarts=6, resyncs=7),
-        SequenceCounters(gaps=10, lost=10, replays=10, replays_failed=10, restarts=10, resyncs=10),
+        SequenceCounters(
+            gaps=2, lost=3, replays=4, replays_failed=5, restarts=6, resyncs=7, interruptions=8
+        ),
+        SequenceCounters(
+            gaps=10,
+            lost=10,
+            replays=10,
+            replays_failed=10,
+            restarts=10,
+            resyncs=10,
+            interruptions=10,
+        ),
     ),
     blocks=(100, 20, 3, 0),
 )
@@ -52,6 +62,7 @@ def test_every_counter_is_scraped_under_its_worker() -> None:
         ("event_replays_failed_total", "w0"): 15,
         ("event_resyncs_total", "w0"): 17,
         ("event_engine_restarts_total", "w0"): 16,
+        ("event_interruptions_total", "w0"): 18,
     }
 
 
