@@ -71,8 +71,9 @@ async def ask(url: str, *prompts: int) -> list[str]:
 def test_prompts_go_where_their_blocks_are_and_nats_may_go_away(
     nats: NatsServer, cluster: LocalCluster
 ) -> None:
+    # Equally idle workers are drawn by chance; the second time the blocks decide.
     first = asyncio.run(ask(cluster.url, 1, 2, 3, 4))
-    assert set(first) == set(WORKERS)
+    assert set(first) <= set(WORKERS)
     until(lambda: indexed(cluster) == DOORS * 4 * BLOCKS)
     assert asyncio.run(ask(cluster.url, 1, 2, 3, 4)) == first
 
