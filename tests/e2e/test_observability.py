@@ -246,6 +246,7 @@ NOT_CAUSED = {
     "commutator_handover_cancel_seconds",
     "commutator_router_event_warnings",
     "commutator_refused_connections_total",
+    "commutator_connections_dropped_total",
     "commutator_kv_store_failed_total",
     "commutator_kv_prefetched_total",
     "commutator_kv_not_loaded_total",  # only where computing is faster than loading
