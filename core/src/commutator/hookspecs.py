@@ -240,7 +240,7 @@ def worker_up(worker: WorkerRecord) -> None:
 def worker_down(worker: WorkerRecord, reason: str) -> None:
     """Called in each front door when a worker leaves routing. Observing; must not block.
 
-    ``reason``: "lease expired", "stopped", "draining" or "failed".
+    ``reason``: "lease expired", "stopped", "draining", "failed" or "retired".
     """
 
 
@@ -309,8 +309,9 @@ def request_migrated(
 ) -> None:
     """Called in the front door when another worker continues a request. Observing.
 
-    ``reason``: "connection_lost", "incomplete_stream", "lease_expired" or, when the worker
-    refused the request, "overloaded". ``generated_tokens``: length of the answer so far, 0 or more.
+    ``reason``: "connection_lost", "incomplete_stream", "lease_expired", "drained" when the worker
+    was stopped while it drained, or "overloaded" when it refused the request.
+    ``generated_tokens``: length of the answer so far, 0 or more.
     """
 
 

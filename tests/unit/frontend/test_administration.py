@@ -122,7 +122,7 @@ async def test_with_keys_only_the_permission_admin_opens_any_of_the_paths(
     registry = OneWorker()
     async with door_of(registry, gate=gate_of(*PRINCIPALS)) as door:
         routes = [*admin_routes(door.services, lambda _: "")]
-        assert len(routes) == 9
+        assert len(routes) == 12
         with caplog.at_level(logging.INFO):
             for route in routes:
                 assert route.path.startswith(ADMIN_PREFIX)

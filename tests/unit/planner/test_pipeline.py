@@ -99,7 +99,7 @@ def test_a_worker_that_dies_is_replaced_at_once() -> None:
     assert [action.kind for action in plan.actions] == [ActionKind.LAUNCH]
 
 
-def worker(name: str, phase: WorkerPhase, age_s: float = 100.0, **more: int) -> PlannedWorker:
+def worker(name: str, phase: WorkerPhase, age_s: float = 100.0, **more: Any) -> PlannedWorker:
     return PlannedWorker(worker_id=name, role=Role.BOTH, phase=phase, age_s=age_s, **more)
 
 

@@ -18,6 +18,7 @@ from commutator.contract.engine import (
     LaunchContext,
     ModelConfig,
 )
+from commutator.contract.planner import PlannerBounds, PlannerConfig
 from commutator.contract.request import (
     Caller,
     FinishReason,
@@ -145,6 +146,7 @@ class Setup:
         router: str = "round_robin",
         busy: BusyConfig | None = None,
         on_waiting: Callable[[int], None] = lambda _: None,
+        from_zero: bool = False,
     ) -> None:
         self.connector = FakeConnector(faults or Faults(), seed)
         self.watcher = Watcher()
@@ -164,6 +166,9 @@ class Setup:
             router=self.host.routers.kinds[router].config_class(
                 kind=router, busy=busy or BusyConfig()
             ),
+            planner=PlannerConfig(kind="none", bounds=PlannerBounds(both=(0, 4)))
+            if from_zero
+            else None,
         )
         self.dispatcher = Dispatcher(config, self.host, random.Random(1), on_waiting)
 

@@ -389,3 +389,21 @@ async def test_draining_leaves_routing_and_lets_run() -> None:
     other = await world.begin()
     assert other.worker_id == "w-1"
     await other.aclose()
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+async def test_a_request_leaves_drained_workers_as_often_as_they_are_stopped(limit: int) -> None:
+    """That is no failure: the limit of migrations is for those."""
+    world = World(limit=limit)
+    await world.three((2, LOST), (4, EngineIncompleteError("stopped")))
+    begun = await world.begin()
+    generated: list[int] = []
+    async for delta in begun:
+        generated += delta.token_ids
+        if begun.worker_id in {"w-0", "w-1"}:
+            record = world.dispatcher._workers.get(begun.worker_id).record  # type: ignore[union-attr]
+            await world.dispatcher.membership.worker_up(evolve(record, draining=True))
+    assert generated == list(range(10))
+    assert world.reasons == ["drained", "drained"]
+    await begun.aclose()
+    world.check_closed()

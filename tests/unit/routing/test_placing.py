@@ -300,3 +300,20 @@ async def test_load_that_falls_elsewhere_lets_a_request_through() -> None:
     (status,) = setup.dispatcher.status()
     assert (status.active_requests, status.active_requests_of_all) == (1, 2)
     await dispatch.aclose()
+
+
+async def test_where_workers_are_started_on_demand_a_request_waits_for_the_first() -> None:
+    setup = Setup(from_zero=True)
+    assert setup.dispatcher.ready(), "requests are welcome without a worker"
+    first = asyncio.create_task(begun(setup, "a"))
+    second = asyncio.create_task(begun(setup, "b"))
+    await until_waiting(setup, 2)
+    await setup.up("w-0")
+    for asked in (first, second):
+        dispatch = await asked
+        assert dispatch.worker_id == "w-0"
+        assert dispatch.route.waited_s > 0
+        await dispatch.aclose()
+    assert setup.active() == 0
+    with pytest.raises(RoutingError, match="no worker is ready"):
+        await begun(Setup(), "a")

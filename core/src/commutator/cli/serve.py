@@ -60,7 +60,6 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
     from rich.console import Console
 
     from commutator.config.checks import tier_warnings
-    from commutator.errors import ConfigError
     from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
@@ -69,12 +68,6 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
 
     raise_descriptor_limit()
     config = loaded.config
-    if config.planner is not None:
-        problem = (
-            "planner: live planning is not built yet; remove the section, or try it with "
-            "`commutator replay TRACE FILE --plan`"
-        )
-        raise ConfigError([problem], "this version")
     check_machine(config, loaded.host)
 
     async def supervise(port: int, printer: Printer) -> int:

@@ -26,6 +26,7 @@ from commutator.contract.settings import (
     setting,
 )
 from commutator.contract.tier import TierConfig
+from commutator.contract.worker import Role
 
 __all__ = [
     "ClusterConfig",
@@ -72,7 +73,9 @@ class RuntimeConfig:
     )
     restart_backoff_max_s: PositiveSeconds = setting("Longest wait between restarts.", 30.0)
     drain_timeout_s: Seconds = setting(
-        "After SIGTERM, running requests may take this long to finish.", 60.0
+        "After SIGTERM, running requests may take this long to finish; so may those of a worker "
+        "that a planner stops, which migrate then.",
+        60.0,
     )
     kv_interfaces: tuple[str, ...] | None = setting(
         "The network interfaces and RDMA devices (UCX_NET_DEVICES) over which UCX moves KV blocks "
@@ -171,10 +174,25 @@ class Config:
     )
     cluster: ClusterConfig = setting("What the hosts of a deployment share.", factory=ClusterConfig)
     planner: PlannerConfig | None = setting(
-        "How many workers there are, planned in `commutator replay --plan`; live planning is not "
-        "built yet, so `commutator serve` refuses this section.",
+        "Starts and stops workers, to latency targets; also in `commutator replay --plan`. Without "
+        "it there are as many workers as `replicas` say.",
         None,
     )
     log: LogConfig = setting("Logging.", factory=LogConfig)
     tracing: TracingConfig | None = setting("OpenTelemetry; off by default.", None)
     plugins: PluginsConfig = setting("Plugin selection.", factory=PluginsConfig)
+
+    @property
+    def serving_role(self) -> Role:
+        """The role of the workers that answer; with a planner they have one."""
+        roles = {engine.role for engine in self.engines}
+        return Role.DECODE if Role.DECODE in roles else Role.BOTH
+
+    @property
+    def scales_from_zero(self) -> bool:
+        """Whether requests may find no worker, and wait until the planner has started one."""
+        planner = self.planner
+        if planner is None or planner.mode != "act":
+            return False
+        fewest, most = planner.bounds.of(self.serving_role)
+        return fewest == 0 and most > 0

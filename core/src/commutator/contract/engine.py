@@ -12,6 +12,7 @@ from attrs import Attribute, frozen
 
 from commutator.contract.disagg import HandoverStyle
 from commutator.contract.launcher import LaunchPlan
+from commutator.contract.planner import EnginePerformance
 from commutator.contract.request import GenerateRequest, TokenDelta
 from commutator.contract.settings import Bounds, PositiveInt, PositiveSeconds, setting
 from commutator.contract.tier import TierConfig
@@ -279,4 +280,8 @@ class EngineConnector(ABC, Generic[ConfigT]):
 
     def handover_style(self, config: ConfigT) -> HandoverStyle | None:
         """The style of disaggregated requests of these workers; None: they serve none."""
+        return None
+
+    def performance(self, config: ConfigT) -> EnginePerformance | None:
+        """How fast one worker is, where its options say so; None: it would have to be measured."""
         return None

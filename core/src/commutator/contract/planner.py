@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from attrs import Attribute, field, frozen
 
@@ -30,6 +30,7 @@ __all__ = [
     "ForecasterConfig",
     "Limit",
     "Observation",
+    "PerformanceConfig",
     "Plan",
     "PlanAction",
     "PlanConstraint",
@@ -131,10 +132,52 @@ class ConstraintConfig:
 
 
 @frozen(kw_only=True)
+class PerformanceConfig:
+    """How fast one worker is, for engines that do not tell.
+
+    A forward step takes ``step_s + step_request_s * n`` with n decoding requests, and
+    ``1 / prefill_tokens_per_s`` more for each prompt token that it computes.
+    """
+
+    prefill_tokens_per_s: Annotated[float, Bounds(above=0)] = setting(
+        "Prompt tokens computed a second."
+    )
+    step_s: PositiveSeconds = setting("Time between the tokens of an answer that decodes alone.")
+    step_request_s: Seconds = setting(
+        "How much longer that time is for each further request that decodes.", 0.0
+    )
+    max_running: PositiveInt = setting("Requests in one batch.", 256)
+    max_step_tokens: PositiveInt = setting(
+        "Tokens computed in one step, decodes and prefill chunks together.", 2048
+    )
+    kv_tokens: PositiveInt = setting("Tokens that the KV memory holds.", 262_144)
+
+    def performance(self) -> EnginePerformance:
+        """The same, as plans are told."""
+        return EnginePerformance(
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            step_s=self.step_s,
+            step_request_s=self.step_request_s,
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            kv_tokens=self.kv_tokens,
+        )
+
+
+@frozen(kw_only=True)
 class PlannerConfig:
     """Options of every planner; each planner plugin adds its own."""
 
     kind: str = setting("The planner plugin.")
+    mode: Literal["act", "advise"] = setting(
+        "act: start and stop workers; advise: only tell what would be done. A replay always acts.",
+        "act",
+    )
+    performance: PerformanceConfig | None = setting(
+        "How fast one worker is; required for engines that do not tell by their options, as `sim` "
+        "does. It takes the place of what they tell.",
+        None,
+    )
     targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
     bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
     budget: PlannerBudget = setting("What a plan may cost.", factory=PlannerBudget)
@@ -247,6 +290,9 @@ class PlannedWorker:
     """Prompt tokens that it has still to compute."""
     cached_blocks: int = 0
     """KV blocks that it caches."""
+    held: bool = False
+    """Whether people, or another deployment, decide about it: a plan counts it, and leaves it as it
+    is."""
 
 
 @frozen(kw_only=True)
@@ -256,7 +302,7 @@ class Observation:
     time_s: float
     """Seconds on any clock that does not go back."""
     window_s: float
-    """Seconds since the observation before; 0 in the first one."""
+    """Seconds since the last observation that knew the arrivals; 0 in the first one."""
     arrivals: Mapping[Role, Arrivals] | None
     """What arrived in the window, by role."""
     workers: Sequence[PlannedWorker] | None
@@ -267,6 +313,15 @@ class Observation:
     """The start-up times of the workers that became ready in the window, in seconds."""
     waiting_tokens: Mapping[Role, int] = field(factory=dict)
     """Prompt tokens of requests that wait for a worker of a role."""
+    waiting_requests: int | None = None
+    """Requests that wait for a worker."""
+    oldest_wait_s: float | None = None
+    """Seconds that the longest-waiting request has waited; None: none waits, or it is unknown."""
+    attained_ttft: float | None = None
+    """Fraction of the first tokens of the window that came within the target."""
+    attained_itl: float | None = None
+    """Fraction of the answers that ended in the window with a mean time between tokens within the
+    target."""
 
 
 # ------------------------------------------------------------------------ decisions

@@ -13,6 +13,7 @@ from commutator.contract.worker import Role, WorkerRecord
 __all__ = [
     "CLAIM_TTLS",
     "LAPSED",
+    "RETIRED",
     "Change",
     "Registry",
     "RegistryConfig",
@@ -25,6 +26,9 @@ CLAIM_TTLS = 2.0
 
 LAPSED = "lease expired"
 """The ``WorkerDown.reason`` of a worker whose lease lapsed."""
+
+RETIRED = "retired"
+"""The ``WorkerDown.reason`` of a worker that was stopped for good; see ``Registry.deregister``."""
 
 
 @frozen(kw_only=True)
@@ -49,7 +53,7 @@ class WorkerDown:
     worker_id: str
     """The worker that left."""
     reason: str
-    """"lease expired", "stopped", "draining" or "failed"."""
+    """"lease expired", "stopped", "draining", "failed" or "retired"."""
 
 
 Change = WorkerUp | WorkerDown
@@ -84,7 +88,11 @@ class Registry(ABC):
 
     @abstractmethod
     async def deregister(self, lease_id: int, reason: str) -> None:
-        """End the lease now; watchers get ``reason``. Does nothing when it has lapsed."""
+        """End the lease now; watchers get ``reason``. Does nothing when it has lapsed.
+
+        With the reason ``RETIRED``, draining and a role that were set for the worker id end, too:
+        the worker will not come back, and another one may get its id.
+        """
 
     @abstractmethod
     async def set_draining(self, worker_id: str, draining: bool) -> bool:

@@ -4,6 +4,9 @@
     POST /admin/workers/ID/undrain     send it requests again
     POST /admin/workers/ID/role/ROLE   "prefill", "decode" or "both"
     GET  /admin/workers/ID/load        its requests, as it counts them itself
+    GET  /admin/planner                what the planner wants and sees, and its last plan
+    GET  /admin/planner/explain        the last plan until ?at=UNIX_SECONDS, by default the last one
+    GET  /admin/planner/history        its latest changes and warnings
     GET  /admin/tiers                  blocks and bytes
     GET  /admin/tiers/statistics       counters, with reasons
     POST /admin/tiers/explain          which blocks of a prompt would be reused; a KvPrompt as JSON
@@ -39,6 +42,7 @@ from commutator.errors import (
     PermissionDeniedError,
     RequestError,
 )
+from commutator.frontend.demand import PlannerLink
 from commutator.frontend.services import FrontendServices
 
 __all__ = ["ADMIN_PREFIX", "admin_routes", "local_user"]
@@ -68,6 +72,9 @@ def admin_routes(
         web.post("/admin/workers/{id}/undrain", one.act(one.undrain)),
         web.post("/admin/workers/{id}/role/{role}", one.act(one.set_role)),
         web.get("/admin/workers/{id}/load", one.question(one.load)),
+        web.get("/admin/planner", one.question(one.planner)),
+        web.get("/admin/planner/explain", one.question(one.planner_explain)),
+        web.get("/admin/planner/history", one.question(one.planner_history)),
         web.get("/admin/tiers", one.question(one.contents)),
         web.get("/admin/tiers/statistics", one.question(one.statistics)),
         web.post("/admin/tiers/explain", one.question(one.explain)),
@@ -145,6 +152,28 @@ class _Administration:
     async def load(self, request: web.Request) -> object:
         (address,) = self._addresses(request.match_info["id"]).values()
         return await _with_client(address, lambda client: client.load())
+
+    async def planner(self, request: web.Request) -> object:
+        return await self._planner().ask("status")
+
+    async def planner_explain(self, request: web.Request) -> object:
+        text = request.query.get("at")
+        try:
+            at = None if text is None else float(text)
+        except ValueError as error:
+            raise RequestError(
+                f"at: expected seconds since 1970, got {text!r:.80}", "at"
+            ) from error
+        return await self._planner().ask("explain", at)
+
+    async def planner_history(self, request: web.Request) -> object:
+        return await self._planner().ask("history")
+
+    def _planner(self) -> PlannerLink:
+        link = self._services.planner
+        if link is None:
+            raise RequestError("this deployment has no planner: its file has no section `planner`")
+        return link
 
     async def contents(self, request: web.Request) -> object:
         return await self._ask(request, lambda client: client.kv_contents(timeout_s=_TIMEOUT_S))

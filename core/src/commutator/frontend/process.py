@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -19,9 +19,12 @@ from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
 from commutator.errors import CommutatorError, RegistryError
+from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import calm_garbage_collector, raise_descriptor_limit
+from commutator.plugins import PluginHost
+from commutator.registry.claims import workers_only
 from commutator.registry.client import RegistryClient
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.membership import WorkerFollower
@@ -60,11 +63,18 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     limiter = ConcurrencyLimiter(
         config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
     )
-    dispatcher = Dispatcher(config, loaded.host, on_waiting=limiter.stepped)
+    counter, door = _demand_counter(config, loaded.host), Path(socket_path).stem
+    dispatcher = Dispatcher(
+        config,
+        loaded.host,
+        on_waiting=limiter.stepped,
+        on_placed=None if counter is None else counter.placed,
+    )
+    link = None if counter is None else PlannerLink(door, counter, dispatcher)
     authenticators = loaded.host.authenticators.kinds
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     registry = RegistryClient(registry_address)
-    counting = _limiter(config, Path(socket_path).stem, registry_address)
+    counting = _limiter(config, door, registry_address)
     services = FrontendServices(
         config=config.frontend,
         models=_text_models(config.models),
@@ -75,6 +85,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         observer=loaded.host,
         registry=registry,
         registry_address=registry_address,
+        planner=link,
     )
     loaded.host.add_observer("metrics", services.metrics)
     await gate.start()
@@ -83,16 +94,10 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
-    following = asyncio.create_task(follower.run(registry.watch()))
-    tasks = [
-        following,
-        asyncio.create_task(dispatcher.poll.run()),
-        asyncio.create_task(counting.run()),
-        asyncio.create_task(_follow_refusals(registry, services)),
-    ]
-    if config.router.router_replica_sync and config.frontend.replicas > 1:
-        sharing = ReplicaSync(Path(socket_path).stem, dispatcher.load, registry_address)
-        tasks.append(asyncio.create_task(sharing.run()))
+    changes = workers_only(registry.watch(), link and link.on_claim)
+    following = asyncio.create_task(follower.run(changes))
+    work = _work(config, door, dispatcher, counting, registry, services)
+    tasks = [following, *map(asyncio.create_task, work)]
     end_tracing = tracing.start(config.tracing) if config.tracing is not None else None
     stop = asyncio.Event()
 
@@ -130,6 +135,24 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await registry.close()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)
+
+
+def _work(
+    config: Config,
+    door: str,
+    dispatcher: Dispatcher,
+    counting: RequestLimiter,
+    registry: RegistryClient,
+    services: FrontendServices,
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """What a front door does beside its requests, until cancelled."""
+    yield dispatcher.poll.run()
+    yield counting.run()
+    yield _follow_refusals(registry, services)
+    if config.router.router_replica_sync and config.frontend.replicas > 1:
+        yield ReplicaSync(door, dispatcher.load, registry.address).run()
+    if services.planner is not None:
+        yield services.planner.run()
 
 
 async def _follow_refusals(registry: RegistryClient, services: FrontendServices) -> None:
@@ -181,6 +204,15 @@ def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
+
+
+def _demand_counter(config: Config, host: PluginHost) -> DemandCounter | None:
+    """An observer of ``host`` that counts for the planner; None without one."""
+    if config.planner is None:
+        return None
+    counter = DemandCounter(config.planner.targets, config.serving_role)
+    host.add_observer("planner", counter)
+    return counter
 
 
 def _limiter(config: Config, door: str, registry_address: str) -> RequestLimiter:

@@ -16,6 +16,7 @@ from commutator.contract.observer import Observer
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
 from commutator.errors import RequestError
+from commutator.frontend.demand import PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
 from commutator.frontend.work import WorkPool
@@ -53,6 +54,8 @@ class FrontendServices:
     """Where workers are drained and get other roles; None: nowhere."""
     registry_address: str | None = None
     """ "HOST:PORT" of the registry, for people; None when it has no address."""
+    planner: PlannerLink | None = None
+    """The way to the planner; None: the deployment has none."""
     refused: Mapping[str, int] = field(factory=dict)
     """Connections that the registry's process refused, by service."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
@@ -80,6 +83,7 @@ class FrontendServices:
                 kv=lambda: dispatcher.poll.kv,
                 transfers=lambda: dispatcher.poll.transfers,
                 refused=lambda: {**dispatcher.poll.refused, "supervisor": self.refused},
+                planner=lambda: None if self.planner is None else self.planner.status,
             )
         )
         self.preprocessors = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,6 +21,7 @@ __all__ = [
     "gauge",
     "gauge_by_model",
     "kv_metrics",
+    "planner_metrics",
     "refusal_metrics",
     "transfer_metrics",
     "version_metrics",
@@ -329,3 +330,58 @@ def transfer_metrics(statistics: Iterable[tuple[str, TransferStatistics]]) -> It
         moved.add_metric((worker,), counted.pulls.nixl_bytes)
         seconds.add_metric((worker,), counted.pulls.pull_s)
     return [held, exports, pulls, pulled, moved, seconds]
+
+
+def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+    """What the planner tells of itself; see ``LivePlanner.status``."""
+    role = ("role",)
+    workers = {
+        name: GaugeMetricFamily(f"commutator_planner_{name}_workers", documentation, labels=role)
+        for name, documentation in (
+            ("desired", "Workers that the plan wants, within bounds, budget and holds."),
+            ("proposed", "Workers that the demand needs, as the planner's policy computes."),
+            ("ready", "Workers that get requests."),
+            ("starting", "Workers that were started and are not ready."),
+            ("draining", "Workers that get no more requests."),
+        )
+    }
+    attained = GaugeMetricFamily(
+        "commutator_planner_attained_ratio",
+        "The part of the last interval's requests that met a target; absent without any.",
+        labels=("target",),
+    )
+    waits = GaugeMetricFamily(
+        "commutator_planner_waiting_requests", "Requests of all front doors without a worker."
+    )
+    acts = GaugeMetricFamily(
+        "commutator_planner_acts", "1 in the mode act, 0 where the planner only advises."
+    )
+    tick = GaugeMetricFamily(
+        "commutator_planner_tick_seconds", "How long the last plan took to make."
+    )
+    plans = CounterMetricFamily("commutator_planner_plans", "Plans made.")
+    actions = CounterMetricFamily(
+        "commutator_planner_actions", "What was done to workers.", labels=("kind",)
+    )
+    warnings = GaugeMetricFamily("commutator_planner_warnings", "Warnings of the last plan.")
+    for status in statuses:
+        last = status["last"]
+        if last is None:
+            continue
+        for name, one in last["roles"].items():
+            for field, family in workers.items():
+                if one[field] is not None:
+                    family.add_metric((name,), one[field])
+        for target in ("ttft", "itl"):
+            if (value := last["observed"][f"attained_{target}"]) is not None:
+                attained.add_metric((target,), value)
+        waiting = last["observed"]["waiting_requests"]
+        if waiting is not None:
+            waits.add_metric((), waiting)
+        acts.add_metric((), status["mode"] == "act")
+        tick.add_metric((), status["tick_s"])
+        plans.add_metric((), status["plans"])
+        for kind, number in status["actions"].items():
+            actions.add_metric((kind,), number)
+        warnings.add_metric((), len(last["warnings"]))
+    return [*workers.values(), attained, waits, acts, tick, plans, actions, warnings]

@@ -23,6 +23,7 @@ from commutator.metrics.collectors import (
     gauge,
     gauge_by_model,
     kv_metrics,
+    planner_metrics,
     refusal_metrics,
     transfer_metrics,
     version_metrics,
@@ -83,6 +84,8 @@ class Readings:
     transfers: Callable[[], Mapping[str, TransferStatistics]] = dict
     refused: Callable[[], Mapping[str, Mapping[str, int]]] = dict
     warnings: Callable[[], Iterable[EventWarning]] = tuple
+    planner: Callable[[], Mapping[str, Any] | None] = lambda: None
+    """What the planner last told of itself, as ``LivePlanner.status``; None without one."""
 
 
 class TokenTimes:
@@ -467,4 +470,5 @@ def _collectors(readings: Readings) -> Iterable[Collector]:
     yield AtScrape(lambda: readings.events().items(), event_metrics)
     yield AtScrape(lambda: readings.kv().items(), kv_metrics)
     yield AtScrape(lambda: readings.transfers().items(), transfer_metrics)
+    yield AtScrape(lambda: filter(None, [readings.planner()]), planner_metrics)
     yield AtScrape(lambda: readings.refused().items(), refusal_metrics)

@@ -462,11 +462,15 @@ class Planner:
         """The ages of the launches that are given up, and what to do, cheapest first."""
         mine = [one for one in workers if one.role is role]
         supply = _supply(mine, role, start_up_s)
-        late = [one for one in mine if one.phase is WorkerPhase.STARTING and one not in supply]
+        late = [
+            one
+            for one in mine
+            if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
+        ]
         actions = [_act(ActionKind.CANCEL, one) for one in late]
         missing = desired - len(supply)
         if missing > 0:
-            draining = [one for one in mine if one.phase is WorkerPhase.DRAINING]
+            draining = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
             draining.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
             actions += [_act(ActionKind.UNDRAIN, one) for one in draining[:missing]]
             launches = missing - min(missing, len(draining))
@@ -475,7 +479,7 @@ class Planner:
                 for _ in range(launches)
             ]
         elif missing < 0:
-            actions += _removals(supply, -missing)
+            actions += _removals([one for one in supply if not one.held], -missing)
         return [one.age_s for one in late], actions
 
     def _role_plan(

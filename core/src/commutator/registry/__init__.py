@@ -4,6 +4,7 @@ from commutator.contract.registration import RegistryRegister
 from commutator.contract.registry import (
     CLAIM_TTLS,
     LAPSED,
+    RETIRED,
     Change,
     Registry,
     RegistryConfig,
@@ -17,6 +18,7 @@ from commutator.registry.sealed import seal, unseal
 __all__ = [
     "CLAIM_TTLS",
     "LAPSED",
+    "RETIRED",
     "Change",
     "Registry",
     "RegistryConfig",

@@ -13,6 +13,7 @@ from attrs import evolve, field, frozen
 from commutator.contract.registry import (
     CLAIM_TTLS,
     LAPSED,
+    RETIRED,
     Change,
     Registry,
     WorkerDown,
@@ -190,9 +191,11 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
             lease = leases[lease_id]
             leases[lease_id] = evolve(lease, expires_at=now + lease.ttl_s)
         case Deregister(lease_id, reason) if lease_id in leases:
-            changes.append(
-                WorkerDown(worker_id=leases.pop(lease_id).record.worker_id, reason=reason)
-            )
+            worker_id = leases.pop(lease_id).record.worker_id
+            changes.append(WorkerDown(worker_id=worker_id, reason=reason))
+            retired = {worker_id} if reason == RETIRED else set()
+            draining -= retired
+            roles = {name: roles[name] for name in roles.keys() - retired}
         case SetDraining(worker_id, wanted):
             if found := _rewrite(leases, changes, worker_id, draining=wanted):
                 draining = draining | {worker_id} if wanted else draining - {worker_id}

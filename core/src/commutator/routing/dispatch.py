@@ -108,6 +108,11 @@ class Dispatch:
         return self._current.worker_id
 
     @property
+    def separate(self) -> bool:
+        """Whether the disaggregation policy has a prefill worker compute the prompt."""
+        return self._disagg is not None and self._disagg.answer.separate
+
+    @property
     def worker_ids(self) -> tuple[str, ...]:
         """Each worker that served the request, once; without workers that were only full."""
         if not self.migrations:
@@ -213,7 +218,8 @@ class Dispatch:
         current.release(error)
         if isinstance(error, EngineUnavailableError):
             self._routing.workers.lost(current.worker)
-        cause = cause_of(error, current.worker.gone)
+        worker = current.worker
+        cause = cause_of(error, worker.gone, draining=worker.record.draining)
         action = decide(cause, self._progress())
         if isinstance(action, Finish):
             end = TokenDelta(finish_reason=action.reason, stop_reason=action.stop_reason)
@@ -226,7 +232,7 @@ class Dispatch:
             self._full.add(current.worker)
         else:
             self._lost.add(current.worker)
-            self._failures += 1
+            self._failures += action.cause is not Cause.DRAINED
             self._retry_until_s = asyncio.get_running_loop().time() + self._limits.wait_s
         request = self._rest()
         placement = await self._place_again(request)

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _SLICE_WORKERS = 64
 
+OnPlaced = Callable[[RequestSummary, int, bool], None]
+
 
 class Dispatcher:
     """Sends each request to the worker that the model's policy picks. Used from one event loop."""
@@ -58,13 +60,21 @@ class Dispatcher:
         host: PluginHost,
         rng: random.Random | None = None,
         on_waiting: Callable[[int], None] = lambda _: None,
+        on_placed: OnPlaced | None = None,
     ) -> None:
-        """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1."""
+        """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1.
+
+        ``on_placed`` is called when a request has its first worker, with the prompt tokens that no
+        cache is expected to hold, and whether a prefill worker computes them.
+        """
         self._host = host
+        self._on_placed = on_placed
         self._workers = LiveWorkers(on_routable=self._wake)
         self.poll = WorkerPoll(self._workers, tiers=bool(config.tiers))
         disagg = config.disaggregation
+        self._from_zero = config.scales_from_zero
         queues = config.router.busy.enabled or (disagg is not None and disagg.router.busy.enabled)
+        queues |= self._from_zero
         self.load = InFlightLoad(on_fall=self._wake if queues else None)
         engines = {engine.name or engine.kind: engine for engine in config.engines}
         compatibility = WorkerCompatibility(engines, host)
@@ -114,6 +124,15 @@ class Dispatcher:
             name: model.indexer.index.statistics().blocks
             for name, model in self._models.items()
             if model.indexer is not None
+        }
+
+    def cached_blocks(self) -> dict[str, int]:
+        """KV blocks that each worker caches, as far as its model's first index knows."""
+        return {
+            worker_id: sum(sizes)
+            for model in self._models.values()
+            for indexer in model.indexers()[:1]
+            for worker_id, sizes in indexer.index.blocks_by_worker().items()
         }
 
     def worker_events(self) -> dict[str, WorkerEvents]:
@@ -172,8 +191,11 @@ class Dispatcher:
         }
 
     def ready(self) -> bool:
-        """Whether every model has a routable worker, and one that computes prompts."""
-        return all(map(self._serves, self._models))
+        """Whether every model has a routable worker, and one that computes prompts.
+
+        Where a planner starts the first worker for a request that waits, none is needed.
+        """
+        return self._from_zero or all(map(self._serves, self._models))
 
     def models_ready(self) -> dict[str, bool]:
         """By model, whether it has a routable worker, and one that computes prompts."""
@@ -218,7 +240,11 @@ class Dispatcher:
         most = self._migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
-        return Dispatch(summary, request, placement, self._models[model], limits)
+        uncached_tokens = placement.ticket.prefill_tokens
+        dispatch = Dispatch(summary, request, placement, self._models[model], limits)
+        if self._on_placed is not None:
+            self._on_placed(summary, uncached_tokens, dispatch.separate)
+        return dispatch
 
     def forwards(self, model: str) -> bool:
         """Whether a worker takes requests for this model as clients send them."""
@@ -235,6 +261,8 @@ class Dispatcher:
         summary = _summary(model, request, caller)
         hashes = self._models[model].router.hashes(request)
         placement = await self._place(summary, None, hashes, usable=_forwards)
+        if self._on_placed is not None:
+            self._on_placed(summary, placement.ticket.prefill_tokens, False)
         return Forward(summary, placement, self._models[model])
 
     async def _place(

@@ -34,6 +34,8 @@ class Cause(StrEnum):
     CONNECTION_LOST = "connection_lost"
     INCOMPLETE_STREAM = "incomplete_stream"
     LEASE_EXPIRED = "lease_expired"
+    DRAINED = "drained"
+    """The worker was stopped while it drained, with requests that took too long. Nothing failed."""
     OVERLOADED = "overloaded"
     """The worker is healthy and refused the request; that is not a failure of the worker."""
 
@@ -48,7 +50,7 @@ class Progress:
     last_token: int | None
     """The newest token of the answer."""
     migrations: int
-    """Migrations so far; those away from a full worker do not count."""
+    """Migrations so far; those away from a full or a drained worker do not count."""
     limit: int
     time_left_s: float
 
@@ -76,16 +78,18 @@ class Fail:
 Action = Migrate | Finish | Fail
 
 
-def cause_of(error: Exception, gone: str | None) -> Cause | None:
+def cause_of(error: Exception, gone: str | None, *, draining: bool = False) -> Cause | None:
     """The reason to migrate, if ``error`` is one.
 
-    ``gone``: the registry's reason for removing the worker; None while it is registered. Returns
-    None where another worker would fail in the same way: the request was refused, or the engine
-    failed while computing it.
+    ``gone``: the registry's reason for removing the worker; None while it is registered.
+    ``draining``: whether it got no new requests any more. Returns None where another worker would
+    fail in the same way: the request was refused, or the engine failed while computing it.
     """
     match error:
         case EngineOverloadedError():
             return Cause.OVERLOADED
+        case EngineUnavailableError() | EngineIncompleteError() if draining:
+            return Cause.DRAINED
         case EngineUnavailableError():
             return Cause.LEASE_EXPIRED if gone == _LEASE_EXPIRED else Cause.CONNECTION_LOST
         case EngineIncompleteError():
@@ -101,6 +105,8 @@ def decide(cause: Cause | None, progress: Progress) -> Action:
         return Migrate(cause)  # no limit but the number of workers: none is tried twice
     if (end := _natural_end(progress)) is not None:
         return end
+    if cause is Cause.DRAINED:
+        return Migrate(cause)  # as often as workers are stopped, which is no fault of the request
     return Migrate(cause) if progress.migrations < progress.limit else Fail()
 
 

@@ -76,6 +76,7 @@ def model_routing(
 
     ``bus`` carries the KV events; the caller closes it.
     """
+    from_zero = config.scales_from_zero
 
     def make_placer(config: RouterConfig, shared: KvIndexer | None, *, prefill: bool) -> Placer:
         """``shared``: another router's indexer of the same workers, used if its options agree."""
@@ -93,6 +94,7 @@ def model_routing(
             on_waiting,
             prefill=prefill,
             fairness=_fairness(config.busy, host),
+            waits_for_first=from_zero and not prefill,
         )
 
     placer = make_placer(config.router, None, prefill=False)

@@ -55,13 +55,17 @@ class Placer:
         *,
         prefill: bool = False,
         fairness: FairnessPolicy | None = None,
+        waits_for_first: bool = False,
     ) -> None:
         """``on_waiting`` is called with 1 when a request begins to wait, -1 when it stops.
 
         ``prefill``: choose among the prefill workers instead of the workers that decode.
         ``fairness`` orders the waiting requests of different principals; None: ``fifo``.
+        ``waits_for_first``: requests wait in the queue where there is no worker, as one will be
+        started.
         """
         self._model = model
+        self._waits_for_first = waits_for_first
         self._prefill = prefill
         self.router = router
         self.workers = workers
@@ -69,7 +73,7 @@ class Placer:
         self._busy = busy
         self._prefetcher = TierPrefetcher()
         self._queue: RouterQueue[Placement] | None = None
-        if busy.enabled:
+        if busy.enabled or waits_for_first:
             self._queue = RouterQueue(
                 busy, self._undo, self._refusal, on_waiting, fairness, _prompt_tokens
             )
@@ -103,7 +107,8 @@ class Placer:
         While all are busy the request waits, or gets a busy worker if it may not wait. If the
         chosen worker's connection is lost, the policy chooses again among the others. ``usable``
         excludes workers. While ``request`` waits, the worker that would get it now may prefetch
-        its blocks from slow tiers. Raises RoutingError when no worker is ready, and its subclass
+        its blocks from slow tiers. Raises RoutingError when no worker is ready and none will be
+        started, and its subclass
         OverloadedError when the request has waited too long or the queue is full.
         """
         if self._queue is not None and may_wait:
@@ -133,7 +138,7 @@ class Placer:
             prefetch = partial(self._prefetch, summary, hashes, usable, request)
         again = False
         while True:
-            if not self.candidates(usable):
+            if not self._waits_for_first and not self.candidates(usable):
                 raise self._none_ready()
             placement, waited_s = await queue.admit(
                 place, arrived_s, attempt, again=again, on_near=prefetch
@@ -169,8 +174,10 @@ class Placer:
     def _take_free(
         self, summary: RequestSummary, hashes: Sequence[int], usable: Usable | None
     ) -> Placement | None:
-        """None when every worker is busy or its connection is lost."""
+        """None when every worker is busy or its connection is lost, or there is none."""
         workers = self.candidates(usable)
+        if not workers:
+            return None
         route = self.router.route_to_free(summary, hashes, workers, self._busy)
         return None if route is None else self._take(summary, route)
 

@@ -14,6 +14,7 @@ from commutator.config.secrets import secrets_in
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
+from commutator.supervisor.planning import planner_problems
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator.tracing import DISTRIBUTIONS, missing_package
@@ -33,6 +34,7 @@ def check_machine(config: Config, host: PluginHost) -> None:
     frontend = host.frontends.kinds[config.frontend.kind].thing
     of_frontend = (f"frontend.{problem}" for problem in frontend.problems(config.frontend))
     problems = [*_missing(config), *of_frontend, *_damaged(config)]
+    problems += planner_problems(config, host)
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
     if problems:

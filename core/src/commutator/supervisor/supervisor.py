@@ -9,12 +9,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -33,11 +34,18 @@ from commutator.contract.event_bus import EventBus
 from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import Launcher, LauncherContext
 from commutator.contract.registry import Registry
+from commutator.contract.worker import Role
 from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
+from commutator.planner.reports import DoorReports
 from commutator.plugins import BLOCKED_PLUGINS, PluginHost
+from commutator.registry.claims import PLANNER, Claim
 from commutator.registry.server import RegistryServer
+from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
+from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
+from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
+from commutator.supervisor.planning import make_planner
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
 from commutator.trust import SECRET_FILE, RunSecret, adopt
@@ -54,6 +62,9 @@ log = logging.getLogger(__name__)
 _SAY_WAITING_EVERY_S = 5.0
 _FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
 """In the run's folder."""
+_DOOR_SILENCE_S = 5.0
+_DOOR_GONE_S = 15.0
+_MOST_INTERVALS = 6.0
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
@@ -103,7 +114,7 @@ class Supervisor:
         self._secret = _run_secret(self._config)
         self._secret.save(self._folder / _FILE_OF_SECRET)
         self._launcher = self._make_launcher()
-        self._workers: list[WorkerAgent] = []
+        self._fleet: Fleet | None = None
         self._frontends: list[FrontendAgent] = []
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -177,22 +188,71 @@ class Supervisor:
         address = await server.start()
         events = self._config.cluster.events
         bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
-        self._make_agents(registry, address, bus)
-        workers = [asyncio.create_task(agent.run()) for agent in self._workers]
+        planner = self._config.planner
+        clock: Callable[[], float] = time.monotonic
+        reports = None
+        if planner is not None:
+            clock = SteadyClock(most_s=_MOST_INTERVALS * planner.interval_s)
+            reports = DoorReports(silence_s=_DOOR_SILENCE_S, gone_s=_DOOR_GONE_S)
+        fleet = self._fleet = self._make_fleet(registry, clock, reports, bus)
+        planning: list[asyncio.Task[None]] = []
+        if planner is not None and reports is not None:
+            runtime = self._config.runtime
+            claim = Claim(PLANNER, address, registry, runtime.lease_s, host=runtime.host_name or "")
+            live = LivePlanner(
+                make_planner(self._config, planner, self._loaded.host),
+                planner,
+                fleet,
+                reports,
+                lambda: claim.held,
+                clock,
+            )
+            server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
+            planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
+        self._make_frontends(address)
+        fleet.begin(self._specs())
+        workers = asyncio.create_task(fleet.run())
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
-            await self._until_stopped([*workers, *frontends])
+            await self._until_stopped([workers, *frontends, *planning])
         finally:
+            await _cancel(planning)
             await _cancel(frontends)  # first, as their running requests need the workers
-            await _cancel(workers)
+            await _cancel([workers])
             await bus.close()
             await server.stop()
             await registry.close()
 
-    def _make_agents(self, registry: Registry, address: str, bus: EventBus) -> None:
+    def _specs(self) -> list[WorkerSpec]:
+        """The first workers. With a planner an engine must be able to have as many as the plan."""
+        planner = self._config.planner
+        specs = worker_specs(self._loaded)
+        if planner is None or planner.mode != "act":
+            return specs
+        return [
+            evolve(
+                spec,
+                config=evolve(
+                    spec.config,
+                    replicas=max(
+                        spec.config.replicas, planner.bounds.of(Role(spec.config.role))[1]
+                    ),
+                ),
+            )
+            for spec in specs
+        ]
+
+    def _make_fleet(
+        self,
+        registry: Registry,
+        clock: Callable[[], float],
+        reports: DoorReports | None,
+        bus: EventBus,
+    ) -> Fleet:
         runtime = self._config.runtime
-        self._workers = [
-            WorkerAgent(
+
+        def make_agent(spec: WorkerSpec) -> WorkerAgent:
+            return WorkerAgent(
                 spec,
                 runtime,
                 registry,
@@ -201,8 +261,17 @@ class Supervisor:
                 _environment(variables_of_worker(self._config, spec.config)),
                 bus=bus,
             )
-            for spec in worker_specs(self._loaded)
-        ]
+
+        return Fleet(
+            registry,
+            make_agent,
+            clock,
+            drain_timeout_s=runtime.drain_timeout_s,
+            in_flight=reports,
+        )
+
+    def _make_frontends(self, address: str) -> None:
+        runtime = self._config.runtime
         config_file = self._folder / "config.json"
         write_effective(self._config, self._port, config_file)
         secrets = _environment(variables_of_frontends(self._config))
@@ -226,14 +295,16 @@ class Supervisor:
             await _cancel([stopped, announcing])
 
     async def _announce_when_ready(self) -> None:
-        agents: list[WorkerAgent | FrontendAgent] = [*self._workers, *self._frontends]
         started_s = time.monotonic()
-        while not all(agent.ready.is_set() for agent in agents):
+        while True:
+            waiting = [agent.name for agent in self._agents() if not agent.ready.is_set()]
+            if not waiting:
+                break
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAY_WAITING_EVERY_S):
-                    for agent in agents:
+                    for agent in self._agents():
                         await agent.ready.wait()
-            if waiting := [agent.name for agent in agents if not agent.ready.is_set()]:
+            if waiting := [agent.name for agent in self._agents() if not agent.ready.is_set()]:
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
         address = front_door_address(self._config, self._loaded.host, self._port)
@@ -244,6 +315,11 @@ class Supervisor:
             draft = self._url_file.with_suffix(".draft")
             draft.write_text(url + "\n")
             draft.replace(self._url_file)  # atomically, so that no reader finds half of it
+
+    def _agents(self) -> list[Agent | FrontendAgent]:
+        """Of all processes that are to run now."""
+        assert self._fleet is not None
+        return [*self._fleet.agents(), *self._frontends]
 
 
 def _environment(names: Iterable[str]) -> dict[str, str]:

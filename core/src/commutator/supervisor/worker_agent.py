@@ -26,7 +26,7 @@ from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher
 from commutator.contract.registry import Registry, WorkerUp
 from commutator.contract.tier import TierConfig
-from commutator.contract.worker import EngineInfo, Role, WorkerRecord
+from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
 from commutator.errors import (
     CommutatorError,
     ConfigError,
@@ -96,6 +96,9 @@ class WorkerAgent:
         self._ever_ready = False
         self._peers = KvPeers()
         self._bus = bus or ZmqEventBus()
+        self._client: EngineClient | None = None
+        self.leaving = "stopped"
+        """The registry's reason when the agent is cancelled."""
 
     async def run(self) -> None:
         """Keep the worker running until cancelled; then deregister and stop it.
@@ -108,13 +111,17 @@ class WorkerAgent:
         finally:
             following.cancel()
 
+    async def load(self) -> EngineLoad | None:
+        """The engine's load as it counts it; None when it is not started. Raises EngineError."""
+        return None if self._client is None else await self._client.load()
+
     async def _live_once(self) -> Ended:
         started_s = time.monotonic()
         ready_s: float | None = None
         process: LaunchedProcess | None = None
         client: EngineClient | None = None
         events = EventRelay(self._bus)
-        outcome = "stopped"
+        outcome: str | None = None
         try:
             process, address = await self._start_process()
             client = self._spec.connector.connect(self._spec.config, address)
@@ -122,6 +129,7 @@ class WorkerAgent:
             record = await events.announced(self._record(address, info))
             await while_alive(process, self._announce(record))
             self._ever_ready = True
+            self._client = client
             self.ready.set()
             ready_s = time.monotonic()
             log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
@@ -137,7 +145,8 @@ class WorkerAgent:
         finally:
             self.ready.clear()
             healthy_s = 0.0 if ready_s is None else time.monotonic() - ready_s
-            await self._deregister(outcome)
+            self._client = None
+            await self._deregister(outcome or self.leaving)
             await events.close()
             await self._clean_up(client, process)
         return Ended(reason, healthy_s)

@@ -19,6 +19,7 @@ from commutator import (
 )
 from commutator.kv import AdmissionRule, TierPolicyConfig
 from commutator.kv.block_manager.admission import admission_rules
+from commutator.planner import EnginePerformance
 
 __all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
 
@@ -97,6 +98,17 @@ class SimParameters:
     def blocks(self, tokens: int) -> int:
         """Number of KV blocks that ``tokens`` fill or begin."""
         return -(-tokens // self.block_size)
+
+    def performance(self, speedup: float = 1.0) -> EnginePerformance:
+        """The same for planners, ``speedup`` times as fast as real time."""
+        return EnginePerformance(
+            prefill_tokens_per_s=self.prefill_tokens_per_s * speedup,
+            step_s=self.decode_base_ns / 1e9 / speedup,
+            step_request_s=self.decode_request_ns / 1e9 / speedup,
+            max_running=self.max_running_requests,
+            max_step_tokens=self.max_tokens_per_step,
+            kv_tokens=self.kv_capacity_blocks * self.block_size,
+        )
 
 
 PositiveNumber = Annotated[float, Bounds(above=0)]

@@ -13,6 +13,7 @@ from commutator import (
 )
 from commutator.engine import TokenApiClient, engine_command
 from commutator.kv.transfer.protocol import PullHandover
+from commutator.planner import EnginePerformance
 from commutator_sim.config import SimConfig
 
 __all__ = ["SimConnector"]
@@ -29,6 +30,11 @@ class SimConnector(EngineConnector[SimConfig]):
 
     def handover_style(self, config: SimConfig) -> HandoverStyle:
         return PullHandover()
+
+    def performance(self, config: SimConfig) -> EnginePerformance | None:
+        if not config.time_factor:  # as fast as the machine, which the options do not tell
+            return None
+        return config.parameters().performance(config.time_factor)
 
 
 @hookimpl

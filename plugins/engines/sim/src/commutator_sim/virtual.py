@@ -77,15 +77,7 @@ class SimVirtualEngine(VirtualEngine):
 
     @property
     def performance(self) -> EnginePerformance:
-        parameters = self._model.parameters
-        return EnginePerformance(
-            prefill_tokens_per_s=parameters.prefill_tokens_per_s,
-            step_s=parameters.decode_base_ns / 1e9,
-            step_request_s=parameters.decode_request_ns / 1e9,
-            max_running=parameters.max_running_requests,
-            max_step_tokens=parameters.max_tokens_per_step,
-            kv_tokens=parameters.kv_capacity_blocks * parameters.block_size,
-        )
+        return self._model.parameters.performance()
 
     def next_event_ns(self) -> int | None:
         return self._model.next_event_ns()

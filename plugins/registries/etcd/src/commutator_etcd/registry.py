@@ -16,6 +16,7 @@ from commutator import WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 from commutator.registry import (
     CLAIM_TTLS,
+    RETIRED,
     Change,
     Registry,
     Role,
@@ -179,9 +180,10 @@ class EtcdRegistry(Registry):
         farewell = await self._client.grant(_GONE_TTL_S)
         value = encoded(gone, Gone(reason=reason, instance=held.record.instance))
         # In one transaction, so that watchers get the reason with the departure.
-        await self._client.change(
-            [with_lease(key, held.lease)], [delete(key), put(gone, value, farewell)]
-        )
+        operations = [delete(key), put(gone, value, farewell)]
+        if reason == RETIRED:
+            operations.append(delete(self._keys.desired(worker_id)))
+        await self._client.change([with_lease(key, held.lease)], operations)
         await self._let_lapse(held.lease)
 
     async def set_draining(self, worker_id: str, draining: bool) -> bool:

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from commutator import EngineInfo, EventSource, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
-from commutator.registry import LAPSED, Change, Registry, Role, WorkerDown, WorkerUp
+from commutator.registry import LAPSED, RETIRED, Change, Registry, Role, WorkerDown, WorkerUp
 
 __all__ = [
     "RegistryContract",
@@ -251,6 +251,22 @@ class RegistryContract:
             await registry.register(make_worker("a-0", instance="j"), _LONG_S)
             drained = evolve(make_worker("a-0", instance="j"), draining=True)
             assert await watcher.next() == [WorkerUp(record=drained)]
+
+    async def test_draining_and_role_end_with_a_worker_that_is_retired(self) -> None:
+        """Another worker may get its id, and serves as it registers."""
+        async with self.open_registry() as registry, watching(registry) as watcher:
+            await watcher.next()
+            lease = await registry.register(make_worker("w-0", instance="a"), _LONG_S)
+            await registry.set_draining("w-0", True)
+            await registry.set_role("w-0", Role.PREFILL)
+            await registry.deregister(lease, RETIRED)
+            await registry.register(make_worker("w-0", 2, instance="b"), _LONG_S)
+            last = None
+            while last is None or last.instance != "b" or last.draining:
+                for change in await watcher.next():
+                    if isinstance(change, WorkerUp):
+                        last = change.record
+            assert last.role is Role.DECODE
 
     async def test_a_role_stays_when_the_worker_registers_again(self) -> None:
         async with self.open_registry() as registry:

@@ -1,0 +1,285 @@
+"""What a front door tells the planner of its requests, and asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from attrs import define, field
+
+from commutator.backoff import Backoff
+from commutator.contract.observer import Observer
+from commutator.contract.planner import PlannerTargets, length_bucket
+from commutator.contract.request import RequestOutcome, RequestSummary
+from commutator.contract.worker import Role
+from commutator.errors import CommutatorError, RegistryError
+from commutator.frames import FrameProtocol, kind_of
+from commutator.planner.reports import DoorReport, RoleCounts
+from commutator.registry.claims import PLANNER
+from commutator.registry.client import connect
+from commutator.routing.dispatcher import Dispatcher
+
+__all__ = ["DemandCounter", "PlannerLink"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.25
+_REPORT_EVERY_S = 1.0
+_ANSWER_S = 5.0
+_MAX_UNSENT_BYTES = 1 << 20
+_RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+
+
+@define
+class _Counts:
+    requests: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    lengths: Counter[int] = field(factory=Counter)
+    gaps_squared_s2: float = 0.0
+    last_s: float | None = None
+
+    def came(self, now_s: float) -> None:
+        if self.last_s is not None:
+            self.gaps_squared_s2 += (now_s - self.last_s) ** 2
+        self.last_s = now_s
+
+    def count(self, uncached_tokens: int, context_tokens: int) -> None:
+        self.requests += 1
+        self.prompt_tokens += uncached_tokens
+        self.context_tokens += context_tokens
+        self.lengths[length_bucket(uncached_tokens)] += 1
+
+    def frozen(self) -> RoleCounts:
+        return RoleCounts(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            context_tokens=self.context_tokens,
+            prompt_lengths=dict(self.lengths),
+            gaps_squared_s2=self.gaps_squared_s2,
+        )
+
+
+@define
+class _Waiting:
+    request: RequestSummary
+    since_s: float
+    counted: bool = False
+
+
+class DemandCounter(Observer):
+    """Counts the requests of one front door on arrival, and how they were served."""
+
+    def __init__(
+        self,
+        targets: PlannerTargets,
+        serving: Role,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``serving``: the role of the workers that answer."""
+        self._targets = targets
+        self._serving = serving
+        self._clock = clock
+        self._roles: dict[Role, _Counts] = {serving: _Counts()}
+        # By the identity of the summary, which every hook gets; ids may be those of clients.
+        self._waiting: dict[int, _Waiting] = {}
+        self._ttft_s: dict[int, tuple[RequestSummary, float]] = {}
+        self._answers = self._answer_tokens = self._answers_in_time = 0
+        self._first_tokens = self._first_tokens_in_time = 0
+
+    def request_received(self, request: RequestSummary) -> None:
+        now_s = self._clock()
+        self._waiting[id(request)] = _Waiting(request, now_s)
+        self._roles[self._serving].came(now_s)
+
+    def placed(self, request: RequestSummary, uncached_tokens: int, separate: bool) -> None:
+        """A request has a worker, and ``separate``: a prefill worker is to compute its prompt.
+
+        No cache is expected to hold ``uncached_tokens`` of its prompt tokens.
+        """
+        waited = self._waiting.pop(id(request), None)
+        if waited is not None and not waited.counted:
+            here = 0 if separate else uncached_tokens
+            self._roles[self._serving].count(here, request.prompt_tokens)
+        if separate:
+            prefill = self._roles.setdefault(Role.PREFILL, _Counts())
+            prefill.came(self._clock())
+            prefill.count(uncached_tokens, request.prompt_tokens)
+
+    def request_first_token(self, request: RequestSummary, worker_id: str, ttft_s: float) -> None:
+        self._first_tokens += 1
+        self._first_tokens_in_time += ttft_s <= self._targets.ttft_s
+        self._ttft_s[id(request)] = request, ttft_s
+
+    def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
+        _, ttft_s = self._ttft_s.pop(id(request), (None, 0.0))
+        if outcome.generated_tokens:
+            itl_s = (outcome.duration_s - ttft_s) / max(1, outcome.generated_tokens - 1)
+            self._answers += 1
+            self._answer_tokens += outcome.generated_tokens
+            self._answers_in_time += itl_s <= self._targets.itl_s
+
+    def request_failed(
+        self, request: RequestSummary, error: BaseException, worker_id: str | None
+    ) -> None:
+        self._ttft_s.pop(id(request), None)
+        waited = self._waiting.pop(id(request), None)
+        if waited is not None and not waited.counted:
+            self._count_unplaced(request)
+
+    def _count_unplaced(self, request: RequestSummary) -> None:
+        """Count a request without a worker: as much of it is cached as of the others."""
+        counts = self._roles[self._serving]
+        context = counts.context_tokens
+        part = counts.prompt_tokens / context if context else 1.0
+        counts.count(round(request.prompt_tokens * part), request.prompt_tokens)
+
+    def report(self, door: str, number: int, **seen: Any) -> DoorReport:
+        """The report of now; ``seen`` are its loads and cached blocks."""
+        now_s = self._clock()
+        for one in self._waiting.values():
+            if not one.counted:
+                one.counted = True
+                self._count_unplaced(one.request)
+        waiting = self._waiting.values()
+        tokens = sum(one.request.prompt_tokens for one in waiting)
+        return DoorReport(
+            door=door,
+            number=number,
+            arrived={role: counts.frozen() for role, counts in self._roles.items()},
+            answers=self._answers,
+            answer_tokens=self._answer_tokens,
+            answers_in_time=self._answers_in_time,
+            first_tokens=self._first_tokens,
+            first_tokens_in_time=self._first_tokens_in_time,
+            waiting_tokens={self._serving: tokens} if tokens else {},
+            waiting_requests=len(waiting),
+            oldest_wait_s=now_s - min(one.since_s for one in waiting) if waiting else None,
+            **seen,
+        )
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a worker."""
+        return len(self._waiting)
+
+
+class PlannerLink:
+    """Reports to the acting planner, which the registry names, and asks it for people.
+
+    Without a planner nothing is reported, and no request is affected.
+    """
+
+    def __init__(self, name: str, counter: DemandCounter, dispatcher: Dispatcher) -> None:
+        self.status: Mapping[str, Any] | None = None
+        """What the planner last told of itself; None without a planner."""
+        self._name = f"{name}-{uuid4().hex[:8]}"  # a restarted front door counts from 0 again
+        self._counter = counter
+        self._dispatcher = dispatcher
+        self._address: str | None = None
+        self._changed = asyncio.Event()
+        self._connection: FrameProtocol | None = None
+        self._report_number = 0
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+
+    def on_claim(self, name: str, address: str) -> None:
+        """Someone holds a name in the registry."""
+        if name == PLANNER and address != self._address:
+            self._address = address
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Stay connected to the acting planner and report, until cancelled."""
+        backoff = _RECONNECT
+        while True:
+            if self._address is None:
+                await self._changed.wait()
+                continue
+            self._changed.clear()
+            lost = asyncio.Event()
+            try:
+                self._connection = await connect(self._address, self._on_frame, lost.set)
+            except RegistryError as error:
+                log.log(logging.DEBUG if backoff.failures else logging.WARNING,
+                        "the planner cannot be reached: %s", error)  # fmt: skip
+            else:
+                backoff = _RECONNECT
+                try:
+                    await self._report_until(lost, self._connection)
+                finally:
+                    self._connection.send(["planner", "leave", self._name])
+                    self._connection.close()
+                    self._connection = None
+                    self.status = None
+                    self._fail_questions()
+            backoff, wait_s = backoff.after_failure(0.0)
+            await asyncio.sleep(wait_s)
+
+    async def ask(self, question: str, argument: float | None = None) -> Any:
+        """The planner's answer for people. Raises CommutatorError without one."""
+        connection = self._connection
+        if connection is None:
+            raise CommutatorError(
+                "no planner is acting: the deployment has none, or it is starting"
+            )
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        connection.send(["planner", "ask", number, question, argument])
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await answer
+        except TimeoutError as error:
+            raise CommutatorError(f"the planner did not answer within {_ANSWER_S:g} s") from error
+        finally:
+            self._questions.pop(number, None)
+
+    async def _report_until(self, lost: asyncio.Event, connection: FrameProtocol) -> None:
+        reported_s, waiting = -_REPORT_EVERY_S, 0
+        while not lost.is_set() and not self._changed.is_set():
+            now_s = time.monotonic()
+            # A first request that waits is told at once: it may need a first worker.
+            urgent = self._counter.waiting and not waiting
+            if urgent or now_s - reported_s >= _REPORT_EVERY_S:
+                waiting, reported_s = self._counter.waiting, now_s
+                if connection.unsent_bytes < _MAX_UNSENT_BYTES:
+                    connection.send(["planner", "report", self._report().pack()])
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _report(self) -> DoorReport:
+        self._report_number += 1
+        loads: dict[str, tuple[int, int]] = {}
+        for name, load in self._dispatcher.load.all_own().items():
+            worker = name.partition("@")[0]  # the sum of its ranks
+            requests, tokens = loads.get(worker, (0, 0))
+            loads[worker] = (
+                requests + load.active_requests,
+                tokens + load.active_prefill_tokens,
+            )
+        return self._counter.report(
+            self._name,
+            self._report_number,
+            loads=loads,
+            cached_blocks=self._dispatcher.cached_blocks(),
+        )
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case ["planner", "status", dict() as status]:
+                self.status = status
+            case ["planner", "answer", int(number), value]:
+                if (question := self._questions.get(number)) and not question.done():
+                    question.set_result(value)
+            case _:
+                log.warning("the planner sent an unknown frame %s", kind_of(frame))
+
+    def _fail_questions(self) -> None:
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(CommutatorError("the connection to the planner was lost"))

@@ -1,0 +1,230 @@
+"""What front doors report, and what a planner observes of it. Pure.
+
+A report holds counts since its front door began, so reports may be lost: the next one makes up for
+them. Each request arrives at one front door, and so counts once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from attrs import define, field, frozen
+
+from commutator.contract.planner import Arrivals
+from commutator.contract.worker import Role
+
+__all__ = ["DoorReport", "DoorReports", "Reported", "RoleCounts"]
+
+
+@frozen(kw_only=True)
+class RoleCounts:
+    """Requests that arrived for a role, as ``Arrivals``, since the front door began."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    prompt_lengths: Mapping[int, int] = field(factory=dict)
+    gaps_squared_s2: float = 0.0
+
+    def since(self, before: RoleCounts) -> RoleCounts:
+        """What was added."""
+        lengths = {
+            tokens: number - before.prompt_lengths.get(tokens, 0)
+            for tokens, number in self.prompt_lengths.items()
+        }
+        return RoleCounts(
+            requests=self.requests - before.requests,
+            prompt_tokens=self.prompt_tokens - before.prompt_tokens,
+            context_tokens=self.context_tokens - before.context_tokens,
+            prompt_lengths={tokens: number for tokens, number in lengths.items() if number},
+            gaps_squared_s2=self.gaps_squared_s2 - before.gaps_squared_s2,
+        )
+
+
+@frozen(kw_only=True)
+class DoorReport:
+    """What one front door has counted since it began, and what it sees now."""
+
+    door: str
+    """Its name, with something random: a restarted front door is another one."""
+    number: int
+    """Of the report; counts from 1."""
+    arrived: Mapping[Role, RoleCounts] = field(factory=dict)
+    """On arrival: also requests that still wait."""
+    answers: int = 0
+    """Answers that ended."""
+    answer_tokens: int = 0
+    """Their tokens."""
+    answers_in_time: int = 0
+    """Of these, those whose mean time between tokens met the target."""
+    first_tokens: int = 0
+    """First tokens that came."""
+    first_tokens_in_time: int = 0
+    """Of these, those that came within the target."""
+    waiting_tokens: Mapping[Role, int] = field(factory=dict)
+    """Prompt tokens of the requests that wait for a worker, by role."""
+    waiting_requests: int = 0
+    """Requests that wait for a worker."""
+    oldest_wait_s: float | None = None
+    """How long the oldest of them has waited; None without one."""
+    loads: Mapping[str, tuple[int, int]] = field(factory=dict)
+    """Requests in flight from this front door at each worker, and the prompt tokens among them that
+    are still to be computed."""
+    cached_blocks: Mapping[str, int] = field(factory=dict)
+    """KV blocks that each worker caches, as far as this front door knows."""
+
+    def pack(self) -> Any:
+        """For a frame."""
+        return msgspec.to_builtins(self)
+
+    @classmethod
+    def unpack(cls, packed: Any) -> DoorReport:
+        """A report out of a frame. Raises ValueError for anything else."""
+        return msgspec.convert(packed, cls)
+
+
+@define
+class _Door:
+    counted: DoorReport
+    """The report up to which everything has been observed."""
+    newest: DoorReport
+    heard_s: float
+
+
+@frozen(kw_only=True)
+class Reported:
+    """What all front doors together report."""
+
+    arrivals: Mapping[Role, Arrivals] | None
+    """Since the last time that they were known; None where a front door is silent, or there is
+    none."""
+    output_tokens: float | None = None
+    attained_ttft: float | None = None
+    attained_itl: float | None = None
+    waiting_tokens: Mapping[Role, int] = field(factory=dict)
+    waiting_requests: int | None = None
+    oldest_wait_s: float | None = None
+    loads: Mapping[str, tuple[int, int]] = field(factory=dict)
+    cached_blocks: Mapping[str, int] = field(factory=dict)
+
+
+class DoorReports:
+    """The reports of all front doors.
+
+    Times are seconds of one clock that does not go back. A front door that has been silent for
+    ``silence_s`` makes the arrivals unknown, and after ``gone_s`` it is taken for gone.
+    """
+
+    def __init__(self, *, silence_s: float, gone_s: float) -> None:
+        self._silence_s = silence_s
+        self._gone_s = gone_s
+        self._doors: dict[str, _Door] = {}
+        self._left: list[_Door] = []
+        """Doors that are gone, with what was not observed of them."""
+
+    def take(self, report: DoorReport, now_s: float) -> None:
+        """Take a report; one that is older than the last of its front door changes nothing.
+
+        What a front door counted before its first report is not observed.
+        """
+        door = self._doors.get(report.door)
+        if door is None:
+            self._doors[report.door] = _Door(report, report, now_s)
+        elif report.number > door.newest.number:
+            door.newest, door.heard_s = report, now_s
+
+    def leave(self, name: str) -> None:
+        """A front door has said that it stops."""
+        if (door := self._doors.pop(name, None)) is not None:
+            self._left.append(door)
+
+    def in_flight(self, worker_id: str) -> int:
+        """Requests that the front doors have in flight at a worker."""
+        return sum(door.newest.loads.get(worker_id, (0, 0))[0] for door in self._doors.values())
+
+    def heard_since(self, time_s: float) -> bool:
+        """Whether every front door has reported after ``time_s``."""
+        return all(door.heard_s > time_s for door in self._doors.values())
+
+    def observe(self, now_s: float) -> Reported:
+        """What the front doors have counted since the last time that it was known."""
+        for name, door in list(self._doors.items()):
+            if now_s - door.heard_s > self._gone_s:
+                self.leave(name)
+        reports = [door.newest for door in self._doors.values()]
+        loads: dict[str, tuple[int, int]] = {}
+        cached: dict[str, int] = {}
+        waiting: Counter[Role] = Counter()
+        for report in reports:
+            waiting.update(report.waiting_tokens)
+            for worker, (requests, tokens) in report.loads.items():
+                before = loads.get(worker, (0, 0))
+                loads[worker] = before[0] + requests, before[1] + tokens
+            for worker, blocks in report.cached_blocks.items():
+                cached[worker] = max(blocks, cached.get(worker, 0))
+        waits = [one.oldest_wait_s for one in reports if one.oldest_wait_s is not None]
+        silent = any(now_s - door.heard_s > self._silence_s for door in self._doors.values())
+        seen = Reported(
+            arrivals=None,
+            waiting_tokens=waiting,
+            waiting_requests=sum(one.waiting_requests for one in reports) if reports else None,
+            oldest_wait_s=max(waits, default=None),
+            loads=loads,
+            cached_blocks=cached,
+        )
+        if silent or not reports:
+            return seen
+        doors = [*self._doors.values(), *self._left]
+        self._left = []
+        answers = sum(one.newest.answers - one.counted.answers for one in doors)
+        firsts = sum(one.newest.first_tokens - one.counted.first_tokens for one in doors)
+        tokens = sum(one.newest.answer_tokens - one.counted.answer_tokens for one in doors)
+        itl = sum(one.newest.answers_in_time - one.counted.answers_in_time for one in doors)
+        ttft = sum(
+            one.newest.first_tokens_in_time - one.counted.first_tokens_in_time for one in doors
+        )
+        arrived: dict[Role, list[RoleCounts]] = {}
+        nothing = RoleCounts()
+        for one in doors:
+            for role, counts in one.newest.arrived.items():
+                new = counts.since(one.counted.arrived.get(role, nothing))
+                arrived.setdefault(role, []).append(new)
+            one.counted = one.newest
+        return Reported(
+            arrivals={role: _merged(counts) for role, counts in arrived.items()},
+            output_tokens=tokens / answers if answers else None,
+            attained_ttft=ttft / firsts if firsts else None,
+            attained_itl=itl / answers if answers else None,
+            waiting_tokens=waiting,
+            waiting_requests=seen.waiting_requests,
+            oldest_wait_s=seen.oldest_wait_s,
+            loads=loads,
+            cached_blocks=cached,
+        )
+
+
+def _merged(counts: Sequence[RoleCounts]) -> Arrivals:
+    """The arrivals at all front doors, as if they had come to one."""
+    lengths: Counter[int] = Counter()
+    for one in counts:
+        lengths.update(one.prompt_lengths)
+    requests = sum(one.requests for one in counts)
+    return Arrivals(
+        requests=requests,
+        prompt_tokens=sum(one.prompt_tokens for one in counts),
+        context_tokens=sum(one.context_tokens for one in counts),
+        prompt_lengths=dict(sorted(lengths.items())),
+        gaps_squared_s2=_gaps_squared(counts, requests),
+    )
+
+
+def _gaps_squared(counts: Sequence[RoleCounts], requests: int) -> float:
+    """The squared gaps of the merged arrivals, as each front door knows those of its own only.
+
+    The squared variation of merged independent arrivals is about the mean of theirs, weighted by
+    rate; for n arrivals in a window w it is n * squares / w^2 - 1.
+    """
+    return sum(one.gaps_squared_s2 * (one.requests / requests) ** 2 for one in counts if requests)

@@ -1,0 +1,84 @@
+"""Puts the planner of a deployment together, and says why one cannot plan it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from commutator.config.model import Config
+from commutator.contract.planner import (
+    EnginePerformance,
+    Forecaster,
+    PlannerBounds,
+    PlannerConfig,
+)
+from commutator.contract.worker import Role
+from commutator.planner.pipeline import Planner, no_growth
+from commutator.plugins import PluginHost
+
+__all__ = ["make_planner", "planner_problems"]
+
+
+def planner_problems(config: Config, host: PluginHost) -> Iterator[str]:
+    """Why the section `planner` cannot plan these engines, as "OPTION: what is wrong"."""
+    planner = config.planner
+    if planner is None:
+        return
+    if len(models := {engine.model for engine in config.engines}) > 1:
+        yield f"planner: plans the workers of one model, and the engines serve {len(models)}"
+    roles = {Role(engine.role) for engine in config.engines}
+    if Role.BOTH in roles and Role.DECODE in roles:
+        yield "engines: a plan needs one role that answers: both or decode, not the two"
+    for role in Role:
+        if role not in roles and planner.bounds.of(role) != PlannerBounds().of(role):
+            yield f"planner.bounds.{role}: no entry of `engines` has this role"
+    fewest = {role: planner.bounds.of(role)[0] for role in roles}
+    budget = planner.budget.workers
+    if budget is not None and sum(fewest.values()) > budget:
+        yield f"planner.budget.workers: {budget} is less than the {sum(fewest.values())} of bounds"
+    if fewest.get(Role.PREFILL) == 0:
+        yield (
+            "planner.bounds.prefill: set the fewest to 1 or more, such as [1, 8]: without a "
+            "prefill worker, nobody asks the disaggregation policy who would need one"
+        )
+    wait_s = config.router.busy.max_queue_s
+    if config.scales_from_zero and wait_s < planner.start_up_s:
+        yield (
+            f"planner.bounds.{config.serving_role}: begin at 0, and a request that waits for the "
+            f"first worker would be refused after router.busy.max_queue_s ({wait_s:g}), before "
+            f"one has started (planner.start_up_s, {planner.start_up_s:g}); set it above, together "
+            "with a threshold such as router.busy.max_active_requests"
+        )
+    for role in sorted(roles - set(_performance(config, planner, host))):
+        yield (
+            f"planner.performance: required, as the engine of the {role} workers does not tell how "
+            "fast one is; measure prefill_tokens_per_s and step_s with one client at a time"
+        )
+
+
+def make_planner(config: Config, planner: PlannerConfig, host: PluginHost) -> Planner:
+    """The planner of a configuration without problems."""
+    wanted = planner.forecaster
+    forecaster: Forecaster[Any] = no_growth()
+    if wanted is not None:
+        forecaster = host.forecasters.kinds[wanted.kind].thing(wanted)
+    policy = host.planners.kinds[planner.kind].thing(planner)
+    constraints = [host.constraints.kinds[one.kind].thing(one) for one in planner.constraints]
+    performance = _performance(config, planner, host)
+    return Planner(planner, performance, policy, forecaster, constraints)
+
+
+def _performance(
+    config: Config, planner: PlannerConfig, host: PluginHost
+) -> Mapping[Role, EnginePerformance]:
+    """How fast a worker of each role is, as far as it is known."""
+    found: dict[Role, EnginePerformance] = {}
+    for engine in config.engines:
+        role = Role(engine.role)
+        if planner.performance is not None:
+            speed: EnginePerformance | None = planner.performance.performance()
+        else:
+            speed = host.engines.kinds[engine.kind].thing.performance(engine)
+        if speed is not None:
+            found.setdefault(role, speed)
+    return found

