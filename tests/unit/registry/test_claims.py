@@ -31,17 +31,16 @@ async def test_one_of_two_planners_holds_the_claim() -> None:
 async def test_after_the_death_of_a_planner_another_takes_over_once_its_lease_lapsed() -> None:
     now_s = 0.0
     registry = MemoryRegistry(clock=lambda: now_s)
-    dead, heir = (Claim(PLANNER, f"h:{n}", registry, 5.0, clock=lambda: now_s) for n in (1, 2))
+    dead, heir = (Claim(PLANNER, f"h:{n}", registry, TTL_S, clock=lambda: now_s) for n in (1, 2))
     await dead.renew()
-    assert dead.held
-    now_s = 4.9
-    assert dead.held
-    now_s = 5.1
-    assert not dead.held, "before another can hold it"
+    now_s = 0.9 * TTL_S
+    assert (dead.held, heir.held) == (True, False)
+    now_s = 1.1 * TTL_S
+    assert (dead.held, heir.held) == (False, False), "before another can hold it"
     await heir.renew()
-    assert heir.held
+    assert (dead.held, heir.held) == (False, True)
     await dead.renew()  # it was only paused
-    assert not dead.held
+    assert (dead.held, heir.held) == (False, True)
     await registry.close()
 
 

@@ -94,7 +94,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
-    changes = workers_only(registry.watch(), link and link.on_claim)
+    changes = workers_only(registry.watch(), None if link is None else link.on_claim)
     following = asyncio.create_task(follower.run(changes))
     work = _work(config, door, dispatcher, counting, registry, services)
     tasks = [following, *map(asyncio.create_task, work)]
