@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from commutator.cli.front_door import FrontDoor
 from commutator.cli.main import main
-from commutator.cli.planner import _unix_s
+from commutator.cli.planner.command import _unix_s
 from commutator.errors import CommutatorError
 
 PLAN = {

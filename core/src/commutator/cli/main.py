@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "top": ("commutator.cli.top.command:top", "Show a running deployment live, in the terminal."),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
     "planner": (
-        "commutator.cli.planner:planner",
+        "commutator.cli.planner.command:planner",
         "Show what the planner wants, why, and what it did.",
     ),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),

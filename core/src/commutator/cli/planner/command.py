@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
+from commutator.cli.planner.text import observed_lines, role_lines, time_of_day
 from commutator.errors import CommutatorError
 
 __all__ = ["planner"]
@@ -31,7 +31,7 @@ def status(door: FrontDoor) -> None:
     click.echo(f"{told['kind']} {does}, every {told['interval_s']:g} s; {told['plans']} plans")
     if (last := told["last"]) is None:
         return
-    for line in _roles(last):
+    for line in role_lines(last):
         click.echo(line)
     for warning in last["warnings"]:
         click.echo(f"warning: {warning}")
@@ -55,10 +55,10 @@ def explain(door: FrontDoor, at: str | None) -> None:
             if at
             else "the planner has not made a plan yet"
         )
-    click.echo(_clock(told["time"]))
-    for line in _observed(told["observed"]):
+    click.echo(time_of_day(told["time"]))
+    for line in observed_lines(told["observed"]):
         click.echo(f"  {line}")
-    for line in _roles(told):
+    for line in role_lines(told):
         click.echo(f"  {line}")
     for action in told["actions"]:
         what = action["worker_id"] or action["role"]
@@ -75,49 +75,7 @@ def explain(door: FrontDoor, at: str | None) -> None:
 def history(door: FrontDoor, count: int) -> None:
     """Print the latest changes and warnings, one line each; the planner remembers 1,000."""
     for one in door.administer("GET", "/admin/planner/history")[-count:]:
-        click.echo(f"{_clock(one['time'])} {one['text']}")
-
-
-def _roles(plan: dict[str, Any]) -> list[str]:
-    return [
-        f"{role}: {one['desired']} wanted, {one['ready']} ready, {one['starting']} starting, "
-        f"{one['draining']} draining; {one['reason']}"
-        for role, one in plan["roles"].items()
-    ]
-
-
-def _observed(seen: dict[str, Any]) -> list[str]:
-    lines = []
-    if seen["arrivals"] is None:
-        lines.append("observed: arrivals are not known, as no front door reports or one is silent")
-    else:
-        lines += [
-            f"observed: {one['requests']} requests for {role} in {seen['window_s']:g} s, "
-            f"{one['uncached_tokens']} of {one['prompt_tokens']} prompt tokens not cached"
-            for role, one in seen["arrivals"].items()
-        ]
-    if seen["requests_in_flight"] is None:
-        lines.append("workers are not known: the registry has not been seen yet")
-    else:
-        lines.append(
-            f"{seen['requests_in_flight']} requests in flight at {seen['workers']} workers"
-        )
-    if seen["waiting_requests"]:
-        lines.append(
-            f"{seen['waiting_requests']} requests wait for a worker, the oldest for "
-            f"{seen['oldest_wait_s']:.1f} s"
-        )
-    for name, target in (("attained_ttft", "ttft_s"), ("attained_itl", "itl_s")):
-        if seen[name] is not None:
-            lines.append(f"{seen[name]:.1%} within {target}")
-    for seconds in seen["started_s"]:
-        lines.append(f"a worker became ready after {seconds:.1f} s")
-    return lines
-
-
-def _clock(unix_s: float) -> str:
-    """The local time of day."""
-    return datetime.fromtimestamp(unix_s, UTC).astimezone().strftime("%H:%M:%S")
+        click.echo(f"{time_of_day(one['time'])} {one['text']}")
 
 
 def _unix_s(text: str, now_unix_s: float) -> float:

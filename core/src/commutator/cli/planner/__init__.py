@@ -1,0 +1,1 @@
+"""``commutator planner``: the commands, and how plans read."""
