@@ -219,7 +219,7 @@ async def test_real_engines_grow_to_three_and_shrink_again_under_load(
     config = {**DEPLOYMENT, "engines": [engine], "frontend": {}, "planner": planner}
     config["runtime"] = {"restart_backoff_s": 0.1, "drain_timeout_s": 5}
     with LocalCluster(config, env=env) as cluster:
-        async with traffic(cluster, 24) as clients:
+        async with traffic(cluster, 8) as clients:
             clients.begin(2)
             await asyncio.sleep(10)
             clients.begin(9)
