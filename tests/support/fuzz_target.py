@@ -32,6 +32,7 @@ from commutator.engine.server import TokenApiServer
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator.kv_events import EventPublisher
+from commutator.launcher.child import calm_garbage_collector
 from commutator.launcher.ports import reserved_port
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
@@ -122,6 +123,7 @@ async def serve(watched: _Watched) -> None:
             "operators": f"127.0.0.1:{operators}",
             "local": local,
         }
+        calm_garbage_collector()  # as front doors and workers do
         print(json.dumps(addresses), flush=True)
         loop = asyncio.get_running_loop()
         while await loop.run_in_executor(None, sys.stdin.readline):
