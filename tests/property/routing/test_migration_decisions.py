@@ -56,9 +56,11 @@ def test_nothing_is_tried_after_the_deadline_or_for_what_is_no_loss(
 
 
 @given(LOSSES, progresses())
-def test_losses_are_bounded_and_overload_does_not_count(cause: Cause, progress: Progress) -> None:
+def test_losses_are_bounded_and_drains_and_overload_do_not_count(
+    cause: Cause, progress: Progress
+) -> None:
     action = decide(cause, progress)
-    if progress.migrations >= progress.limit:
+    if progress.migrations >= progress.limit and cause is not Cause.DRAINED:
         assert not isinstance(action, Migrate)
     elif progress.time_left_s > 0 and progress.generated_tokens == 0:
         assert action == Migrate(cause)

@@ -43,6 +43,7 @@ _ASKED = (
     ("worker", {"type": "string"}, "Ask only this worker."),
     ("model", {"type": "string"}, "Ask only the workers of this model."),
 )
+_AT = ("at", {"type": "number"}, "Seconds since 1970; by default now.")
 _TIMEOUT = ("timeout_s", {"type": "number", "exclusiveMinimum": 0}, "Seconds for each worker.")
 
 
@@ -77,6 +78,9 @@ _ADMIN: Mapping[str, tuple[str, str, list[dict[str, Any]]]] = {
     ),
     "/admin/live": ("get", "The state of the whole run, every second.", []),
     "/admin/live/door": ("get", "What this front-door process alone knows of the run.", []),
+    "/admin/planner": ("get", "What the planner wants and sees, and its last plan.", []),
+    "/admin/planner/explain": ("get", "The last plan until a time, and why.", _query(_AT)),
+    "/admin/planner/history": ("get", "The planner's latest changes and warnings.", []),
 }
 """Method, summary and parameters by path, for those with the permission `admin`."""
 _KV_PROMPT = {
