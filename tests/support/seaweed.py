@@ -6,11 +6,8 @@ It may be killed and started again on the same data and ports, as a server that 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.guarded import ServerGuard, end_at_once, program_of
 
-from commutator.launcher import guard
 from commutator.launcher.ports import PortPicker
 
 __all__ = ["ACCESS_KEY", "READER_KEY", "SECRET_KEY", "SeaweedServer", "s3_client", "seaweed"]
@@ -81,7 +78,7 @@ class SeaweedServer:
         self._ports = {name: picker.pick(_HOST) for name in (*_PORTS, *_MORE_PORTS)}
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: ServerGuard | None = None
 
     @property
     def port(self) -> int:
@@ -103,40 +100,24 @@ class SeaweedServer:
 
     def start(self, timeout_s: float = 60.0) -> None:
         """Raises RuntimeError, with the end of the server's log, when it does not come up."""
-        program = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        if program is None:
-            raise RuntimeError("no `weed`: pip install -r requirements-dev.txt")
+        program = program_of("weed")
         data = self._folder / "data"
         data.mkdir(parents=True, exist_ok=True)
         identities = self._folder / "identities.json"
         identities.write_text(json.dumps(_identities()))
-        mark = f"COMMUTATOR_RUN={uuid.uuid4().hex}"
-        # It ends the server when this process dies without having called stop.
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, mark, str(data)], stdin=subprocess.PIPE
-        )
+        self._guard = ServerGuard(data)
         ports = [f"-{name}={port}" for name, port in self._ports.items()]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [program, "server", f"-dir={data}", f"-s3.config={identities}", *_FLAGS, *ports],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **dict([mark.split("=")]), "GOGC": "50"},
-                start_new_session=True,
-            )
+        argv = [program, "server", f"-dir={data}", f"-s3.config={identities}", *_FLAGS, *ports]
+        self._process = self._guard.start(argv, self._log, {"GOGC": "50"})
         self._wait_until_ready(timeout_s)
 
     def kill(self) -> None:
         """End it at once; what it had acknowledged is still in its folder."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        end_at_once(process)
         watcher, self._guard = self._guard, None
         if watcher is not None:
-            # Its pipe must not end first: it would remove the data.
-            watcher.kill()
-            watcher.communicate()
+            watcher.close()
 
     def pause(self) -> None:
         """Connections stay, and new ones are accepted, but nothing answers."""
