@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import psutil
 import pytest
@@ -131,6 +132,18 @@ def test_readers_of_replays_that_never_read_do_not_grow_the_worker() -> None:
     finally:
         publisher.close()
         context.destroy(linger=0)
+
+
+def test_a_publisher_ends_although_zmq_waits_for_good_for_a_reader_that_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, publisher = Event(), EventPublisher()
+    term = zmq.Context.term
+    monkeypatch.setattr(zmq.Context, "term", lambda context: (released.wait(), term(context)))
+    publisher.publish([STORED])
+    publisher.close()
+    assert not released.is_set()
+    released.set()
 
 
 @pytest.mark.security

@@ -19,7 +19,7 @@ from commutator.kv_events.codec import encode_batch
 from commutator.kv_events.history import MessageHistory
 from commutator.trust import run_folder
 
-__all__ = ["EventPublisher", "bind_private"]
+__all__ = ["EventPublisher", "bind_private", "end_context"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ _REPLAY_HIGH_WATER = 100
 """Messages of a replay that ZMQ holds for one reader."""
 _MAX_REPLAYS = 64
 """Replays at a time; the one that waits longest for its reader makes room for another."""
+_LINGER_MS = 200
+"""How long the end of a publisher waits for readers to take its last messages."""
 _STALLED_S = 30.0
 """A reader that takes nothing for this long gets no more."""
 
@@ -108,9 +110,9 @@ class EventPublisher:
             while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._take_request()
             self._continue_replays()
-        self._pub.close(linger=200)
+        self._pub.close(linger=_LINGER_MS)
         self._replay.close(linger=0)
-        self._context.term()
+        end_context(self._context)
 
     def _take_request(self) -> None:
         frames = self._replay.recv_multipart()
@@ -182,6 +184,17 @@ def bind_private(socket: zmq.Socket[bytes], host: str) -> str:
     endpoint = f"ipc://{folder}/z{os.getpid()}-{next(_numbers)}"
     socket.bind(endpoint)
     return endpoint
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """End a context whose sockets are closed; waits 0.4 s at most.
+
+    A reader or a worker that leaves at this very moment can make libzmq wait for good, whatever the
+    sockets' linger: then its thread stays, until the process ends.
+    """
+    end = threading.Thread(target=context.term, name="zmq-end", daemon=True)
+    end.start()
+    end.join(2 * _LINGER_MS / 1000)
 
 
 def _packed(sequence: int) -> bytes:

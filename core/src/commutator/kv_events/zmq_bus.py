@@ -13,6 +13,7 @@ import zmq
 from commutator.contract.event_bus import EventBus, EventChannel, Message
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
+from commutator.kv_events.publisher import end_context
 
 __all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]
 
@@ -50,7 +51,7 @@ class ZmqEventBus(EventBus):
 
     async def close(self) -> None:
         if self._context is not None:
-            self._context.term()
+            end_context(self._context)
             self._context = None
 
 
