@@ -104,13 +104,13 @@ def part(door: str = "frontend-0", **more: Any) -> DoorPart:
 
 def test_requests_of_all_doors_are_added() -> None:
     window = RateWindow(10)
-    assert requests(window, [part()])["per_s"] is None
+    assert requests(window.total(), window.elapsed_s, [part()])["per_s"] is None
     for second, count in ((0, 0), (2, 8)):
         ttft = {"counts": [count] + [0] * 13, "sum_s": 0.001 * count}
         tree = {"requests": {"ok": count, "failed": count}, "output_tokens": 10 * count,
                 "ttft": ttft}  # fmt: skip
         window.add(second, dict.fromkeys(("a", "b"), ("1", tree)))
-    found = requests(window, [part("a"), part("b")])
+    found = requests(window.total(), window.elapsed_s, [part("a"), part("b")])
     assert (found["running"], found["queued"]) == (4, 2)
     assert (found["per_s"], found["failed_per_s"], found["output_tokens_per_s"]) == (16, 8, 80)
     assert (found["ttft"]["count"], found["ttft"]["mean_s"]) == (16, 0.001)

@@ -335,7 +335,7 @@ class LiveFeed:
         return msgspec.json.encode(
             {
                 "time_unix_s": time.time(),
-                "window_s": self._doors.elapsed_s,
+                "window_s": doors_s,
                 "version": commutator.__version__,
                 "status": "draining" if services.draining else status,
                 "models": list(services.models),
@@ -344,7 +344,7 @@ class LiveFeed:
                     for part in parts
                 ],
                 "doors_not_shown": max(0, self._doors_known() - len(parts)),
-                "requests": requests(self._doors, parts),
+                "requests": requests(counted, doors_s, parts),
                 "cache": cache_hits(counted, moved, block_sizes),
                 "workers": await self._worker_rows(statuses[:_MOST_WORKERS], parts),
                 "workers_left_out": max(0, len(statuses) - _MOST_WORKERS),
@@ -438,7 +438,7 @@ def live_routes(feed: LiveFeed, reader: Callable[[web.Request], object]) -> Iter
         body = msgspec.json.encode(await feed.part())
         return web.Response(body=body, content_type="application/json")
 
-    # Whoever asks for the headers alone would wait for the end of the stream.
+    # A client that asks for the headers alone would wait for the end of the stream.
     return [web.get(LIVE_PATH, live, allow_head=False), web.get(f"{LIVE_PATH}/door", door)]
 
 

@@ -234,9 +234,8 @@ def kv_totals(statistics: Mapping[str, KvStatistics]) -> dict[str, tuple[str, Co
     return found
 
 
-def requests(window: RateWindow, parts: Sequence[DoorPart]) -> dict[str, Any]:
+def requests(counted: Counters, elapsed_s: float, parts: Sequence[DoorPart]) -> dict[str, Any]:
     """Requests now and by second; rates are None before there is a second look."""
-    counted, elapsed_s = window.total(), window.elapsed_s
     endings: Mapping[str, float] = counted.get("requests", {})
 
     def rate(count: float) -> float | None:
