@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from commutator.contract.planner import Arrivals
 from commutator.contract.worker import Role
@@ -193,16 +193,12 @@ class DoorReports:
                 new = counts.since(one.counted.arrived.get(role, nothing))
                 arrived.setdefault(role, []).append(new)
             one.counted = one.newest
-        return Reported(
+        return evolve(
+            seen,
             arrivals={role: _merged(counts) for role, counts in arrived.items()},
             output_tokens=tokens / answers if answers else None,
             attained_ttft=ttft / firsts if firsts else None,
             attained_itl=itl / answers if answers else None,
-            waiting_tokens=waiting,
-            waiting_requests=seen.waiting_requests,
-            oldest_wait_s=seen.oldest_wait_s,
-            loads=loads,
-            cached_blocks=cached,
         )
 
 

@@ -151,12 +151,13 @@ class LivePlanner:
     def tick(self) -> Plan | None:
         """Plan and act now; None where another planner acts."""
         now_s = self._clock()
-        may_act = self._may_act() and self._fleet.workers() is not None
-        if may_act is not self._acts:
-            self._acts = may_act
-            what = f"acts from now on (mode {self._config.mode})" if may_act else "does not act"
+        workers = self._fleet.workers() if self._may_act() else None
+        acts = workers is not None
+        if acts is not self._acts:
+            self._acts = acts
+            what = f"acts from now on (mode {self._config.mode})" if acts else "does not act"
             log.info("this planner %s", what)
-        if not may_act:
+        if workers is None:
             return None
         began_s = time.perf_counter()
         if self._planned_s is not None:
@@ -166,7 +167,7 @@ class LivePlanner:
                 self._state = self._known_s = None
         if self._state is None:
             self._state = self._planner.begin()
-        seen = self._observe(now_s)
+        seen = self._observe(now_s, workers)
         self._state, plan = self._planner.plan(self._state, seen)
         results = [self._do(action) for action in plan.actions]
         self._remember(seen, plan, results)
@@ -175,20 +176,17 @@ class LivePlanner:
         self._tick_s = time.perf_counter() - began_s
         return plan
 
-    def _observe(self, now_s: float) -> Observation:
+    def _observe(self, now_s: float, workers: Sequence[PlannedWorker]) -> Observation:
         reported = self._reports.observe(now_s)
         since_s = self._known_s
         window_s = 0.0 if since_s is None else now_s - since_s
         if reported.arrivals is not None:
             self._known_s = now_s
-        workers = self._fleet.workers()
-        if workers is not None:
-            workers = loaded(workers, reported.loads, reported.cached_blocks)
         return Observation(
             time_s=now_s,
             window_s=window_s,
             arrivals=reported.arrivals,
-            workers=workers,
+            workers=loaded(workers, reported.loads, reported.cached_blocks),
             output_tokens=reported.output_tokens,
             started_s=self._fleet.take_start_ups(),
             waiting_tokens=reported.waiting_tokens,

@@ -296,15 +296,12 @@ class Supervisor:
 
     async def _announce_when_ready(self) -> None:
         started_s = time.monotonic()
-        while True:
-            waiting = [agent.name for agent in self._agents() if not agent.ready.is_set()]
-            if not waiting:
-                break
+        while self._not_ready():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAY_WAITING_EVERY_S):
                     for agent in self._agents():
                         await agent.ready.wait()
-            if waiting := [agent.name for agent in self._agents() if not agent.ready.is_set()]:
+            if waiting := self._not_ready():
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
         address = front_door_address(self._config, self._loaded.host, self._port)
@@ -315,6 +312,9 @@ class Supervisor:
             draft = self._url_file.with_suffix(".draft")
             draft.write_text(url + "\n")
             draft.replace(self._url_file)  # atomically, so that no reader finds half of it
+
+    def _not_ready(self) -> list[str]:
+        return [agent.name for agent in self._agents() if not agent.ready.is_set()]
 
     def _agents(self) -> list[Agent | FrontendAgent]:
         """Of all processes that are to run now."""
