@@ -218,8 +218,7 @@ class PromptTokenCache:
         hit_tokens += known_tokens
         texts = self._cut(found.text, found.known_characters)
         parts: list[list[int]] = []
-        is_short = len(found.text) <= _STEP_CHARACTERS
-        for step in (texts,) if is_short else _steps(texts):
+        for step in _steps(texts):
             if parts:
                 yield
             parts += self._encoder.encode(step, add_special_tokens=False)
