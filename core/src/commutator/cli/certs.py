@@ -64,7 +64,9 @@ def init(cluster: str, folder: Path) -> None:
     _identity(cluster, Kind.HOST, "any")
     Authority.create(folder, cluster, datetime.now(UTC))
     click.echo(f"{folder / 'ca.pem'}: the authority of cluster {cluster}")
-    click.echo(f"{folder / 'ca.key'}: its key; whoever has it can be every host of the cluster")
+    click.echo(
+        f"{folder / 'ca.key'}: its key; keep it secret, as it makes certificates for any host"
+    )
 
 
 @certs.command(

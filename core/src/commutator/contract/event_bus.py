@@ -50,7 +50,7 @@ class EventStream:
 
 
 class KeptMessages(Protocol):
-    """The last messages of a stream, at the worker's host, for whoever missed some."""
+    """The last messages of a stream, at the worker's host, for readers that missed some."""
 
     @property
     def end(self) -> int:

@@ -36,7 +36,7 @@ async def workers_only(
 ) -> AsyncGenerator[Sequence[Change], None]:
     """The changes of workers among all. ``on_claim`` gets the name and address of each claim.
 
-    The end of a claim is not told: whoever holds it next is.
+    The end of a claim is not reported, only its next holder.
     """
     async for batch in batches:
         changes = []

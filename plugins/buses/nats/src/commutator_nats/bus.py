@@ -218,10 +218,8 @@ class _Channel(EventChannel):
         self._missed.clear()
 
     async def replay(self, first: int, timeout_s: float) -> AsyncGenerator[Sequence[Message], None]:
-        replay, requests = (
-            Reassembly(first),
-            _Requests(self._connection, self._replays, self._inboxes),
-        )
+        replay = Reassembly(first)
+        requests = _Requests(self._connection, self._replays, self._inboxes)
         complete = False
         try:
             while not complete:
