@@ -120,6 +120,8 @@ class FakeDispatcher:
     poll: WorkerPoll = field(factory=lambda: WorkerPoll(LiveWorkers(), tiers=False))
     open: int = 0
     """Requests neither finished nor closed."""
+    taken: int = 0
+    """Deltas of all requests."""
 
     def models(self) -> Sequence[str]:
         return [MODEL]
@@ -253,6 +255,7 @@ class FakeDispatch:
         if not self.left:
             raise EngineError("the script ended without a finish reason")
         delta = self.left.pop(0)
+        self.dispatcher.taken += 1
         if isinstance(delta, Exception):
             await self.aclose()
             raise delta
