@@ -8,6 +8,7 @@
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
 # make pictures take the pictures of the docs from a running deployment
+# make cluster-demo   three hosts on this machine, with etcd, certificates and requests; needs root
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
 # make bench    measure; every figure is a ratio within the run
@@ -31,7 +32,7 @@ TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -42,6 +43,9 @@ tiers: $(VENV)/.tiers
 
 demo: $(VENV)/.serve
 	$(BIN)/commutator demo examples/kv.yaml
+
+cluster-demo: $(VENV)/.test
+	$(BIN)/python scripts/cluster_demo.py
 
 test: $(VENV)/.test
 	$(BIN)/pytest -m "not slow and not long" -n auto --dist loadfile

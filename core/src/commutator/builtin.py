@@ -14,19 +14,30 @@ from commutator.contract.registration import (
     ObserverRegister,
     RegistryRegister,
 )
-from commutator.contract.registry import RegistryConfig
+from commutator.contract.registry import Registry, RegistryConfig
 from commutator.fairness.policies import Fifo, Weighted, WeightedConfig
 from commutator.hookspecs import hookimpl
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.process import LocalLauncher
-from commutator.registry.memory import MemoryRegistry
+from commutator.registry.client import RegistryClient
+from commutator.registry.memory import MemoryConfig, MemoryRegistry
 from commutator.tenants.audit import AuditConfig, AuditLog
+from commutator.trust import host_and_port, network_of_this_process
+
+
+def _memory(config: RegistryConfig) -> Registry:
+    """The registry itself where it is served, on other hosts its client."""
+    network = network_of_this_process()
+    address = config.address if isinstance(config, MemoryConfig) else None
+    if address is None or network is None or host_and_port(address)[0] == network.advertise:
+        return MemoryRegistry()
+    return RegistryClient(address)
 
 
 @hookimpl
 def registry_register(register: RegistryRegister) -> None:
-    """Kind `memory`: leases in the supervisor's own memory."""
-    register("memory", RegistryConfig, lambda _: MemoryRegistry(), "stable")
+    """Kind `memory`: leases in the supervisor's own memory, or in that of another host's."""
+    register("memory", MemoryConfig, _memory, "stable")
 
 
 @hookimpl

@@ -199,7 +199,7 @@ class NameTakenError(RegistryError):
     def __init__(self, worker_id: str, holder: str) -> None:
         super().__init__(
             f"worker id {worker_id} belongs to another live worker ({holder}); give each "
-            "deployment that shares a registry a runtime.host_name of its own"
+            "deployment that shares a registry a cluster.host.name of its own"
         )
         self.worker_id = worker_id
         self.holder = holder

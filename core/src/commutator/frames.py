@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from commutator.errors import CommutatorError
-from commutator.trust import Gate, Handshake, HandshakeError
+from commutator.trust import Gate, Handshake, HandshakeError, Identity
 
 __all__ = [
     "FrameProtocol",
@@ -62,6 +62,8 @@ class FrameProtocol(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self._problem: str | None = None
         self.transport: asyncio.Transport | None = None
+        self.identity: Identity | None = None
+        """Who the peer is, by its certificate; None on one machine, where there is no TLS."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not subclass asyncio's, so isinstance cannot be used.
@@ -69,8 +71,9 @@ class FrameProtocol(asyncio.Protocol):
         if self._gate is None:
             return
         try:
+            self.identity = self._gate.identify(self.transport)
             self._handshake = self._gate.enter(self.transport)
-        except CommutatorError as error:  # without its secret, this process proves nothing
+        except CommutatorError as error:  # a stranger; or this process has no secret to prove
             self._fail(str(error))
             return
         if self._handshake is not None:

@@ -103,6 +103,7 @@ router: {kind: round_robin}
 frontend:
   api_keys: [{env: KEY}, {file: /keys}]
   kind: openai
+registry: {kind: memory}
 """
 
 

@@ -24,11 +24,16 @@ GROUP = "commutator.commands"
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "init": ("commutator.cli.scaffold.init:init", "Write a configuration to start from."),
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
+    "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
+    "cluster": (
+        "commutator.cli.cluster.workers:cluster",
+        "List and drain workers of all hosts.",
+    ),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
     "worker": (
         "commutator.cli.worker:worker",
-        "List workers; drain one, bring it back, change its role.",
+        "List workers; drain one, change its role; run some of a cluster.",
     ),
     "top": ("commutator.cli.top.command:top", "Show a running deployment live, in the terminal."),
     "route": ("commutator.cli.route:route", "Show where a prompt is routed, and why."),
@@ -39,7 +44,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Make an API key for a principal."),
     "certs": (
-        "commutator.cli.certs:certs",
+        "commutator.cli.cluster.certs:certs",
         "Make and renew the certificates of a cluster's hosts.",
     ),
     "new-plugin": (

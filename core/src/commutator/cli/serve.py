@@ -1,10 +1,11 @@
-"""``commutator serve``."""
+"""``commutator serve``, and ``commutator frontend``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,30 @@ from commutator.cli.options import files_argument, override_options
 
 if TYPE_CHECKING:
     from commutator.config.load import Loaded
+    from commutator.config.model import Config
 
-__all__ = ["serve"]
+__all__ = ["frontend", "run_deployment", "serve"]
 
 log = logging.getLogger(__name__)
+
+
+def _fresh(_context: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None:
+        if not value.parent.is_dir():
+            raise click.BadParameter(f"no such folder: {value.parent}", param=option)
+        value.unlink(missing_ok=True)  # a process that waits for it must not find an old one
+    return value
+
+
+port_option = click.option(
+    "--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 picks one."
+)
+url_file_option = click.option(
+    "--url-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_fresh,
+    help="Write the front door's URL to this file when everything is ready.",
+)
 
 
 @click.command(
@@ -25,12 +46,8 @@ log = logging.getLogger(__name__)
 )
 @files_argument
 @override_options
-@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 picks one.")
-@click.option(
-    "--url-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the front door's URL to this file when everything is ready.",
-)
+@port_option
+@url_file_option
 def serve(
     files: tuple[Path, ...],
     sets: tuple[str, ...],
@@ -43,20 +60,59 @@ def serve(
     Without FILE, the one that commutator.yaml describes.
 
     Starts the workers and the front door, watches them, and restarts those that fail. Ctrl-C
-    lets running requests finish; a second Ctrl-C stops at once.
+    lets running requests finish; a second Ctrl-C stops at once. With the section `cluster`, this is
+    one host of several.
     """
     from commutator.config.load import load_config
 
-    if url_file is not None:
-        if not url_file.parent.is_dir():
-            raise click.BadParameter(f"no such folder: {url_file.parent}", param_hint="--url-file")
-        url_file.unlink(missing_ok=True)  # a process that waits for it must not find an old one
     loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
-    sys.exit(_serve(loaded, url_file))
+    sys.exit(run_deployment(loaded, url_file))
 
 
-def _serve(loaded: Loaded, url_file: Path | None) -> int:
-    """Returns the exit code."""
+@click.command(epilog="Example: commutator frontend cluster.yaml --port 8000")
+@files_argument
+@override_options
+@port_option
+@url_file_option
+def frontend(
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    port: int | None,
+    url_file: Path | None,
+) -> None:
+    """Run only the front doors that FILE describes, for workers of other hosts.
+
+    They find the workers in the registry, which has to be one that hosts share.
+    """
+    from commutator.config.load import load_config
+
+    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
+    must_be_shared(loaded.config, "front doors would find no worker")
+    sys.exit(run_deployment(loaded, url_file, engine=""))
+
+
+def must_be_shared(config: Config, otherwise: str) -> None:
+    """Raises ConfigError when only one supervisor has the registry."""
+    from commutator.errors import ConfigError
+
+    if config.registry.kind == "memory" and getattr(config.registry, "address", None) is None:
+        problem = (
+            f"registry: it is in one supervisor's memory, so {otherwise}; set registry.address, or "
+            "use the kind etcd"
+        )
+        raise ConfigError([problem], "this command")
+
+
+def run_deployment(
+    loaded: Loaded,
+    url_file: Path | None = None,
+    *,
+    engine: str | None = None,
+    front_doors: int | None = None,
+) -> int:
+    """Run a deployment, or the part that ``Supervisor`` describes; returns the exit code."""
+    from attrs import evolve
     from rich.console import Console
 
     from commutator.config.checks import tier_warnings
@@ -68,19 +124,33 @@ def _serve(loaded: Loaded, url_file: Path | None) -> int:
 
     raise_descriptor_limit()
     config = loaded.config
-    check_machine(config, loaded.host)
+    here = config
+    if engine is not None:  # what other hosts run need not work on this one
+        here = evolve(config, engines=tuple(e for e in config.engines if e.name == engine))
+    check_machine(here, loaded.host, front_doors=front_doors != 0)
 
     async def supervise(port: int, printer: Printer) -> int:
         colour = Console().color_system is not None
-        supervisor = Supervisor(loaded, port, printer, colour=colour, url_file=url_file)
+        supervisor = Supervisor(
+            loaded,
+            port,
+            printer,
+            colour=colour,
+            url_file=url_file,
+            engine=engine,
+            front_doors=front_doors,
+        )
         return await supervisor.run()
 
-    with reserved_port(config.frontend.host, config.frontend.port) as port:
+    reserved: AbstractContextManager[int] = nullcontext(0)
+    if front_doors != 0:
+        reserved = reserved_port(config.frontend.host, config.frontend.port)
+    with reserved as port:
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
         for warning in (
             *tier_warnings(config, loaded.host),
-            *machine_warnings(config, loaded.host),
+            *machine_warnings(here, loaded.host),
         ):
             log.warning("%s", warning)
         try:

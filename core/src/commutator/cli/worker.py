@@ -1,15 +1,18 @@
-"""``commutator worker``: the workers of a running deployment, their draining and their roles."""
+"""``commutator worker``: workers of a running deployment; workers of one host of a cluster."""
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
-from commutator.cli.options import NumberRange
+from commutator.cli.options import NumberRange, files_argument, override_options
+from commutator.cli.serve import must_be_shared, run_deployment
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
 
@@ -24,9 +27,58 @@ _CHANGE_TIMEOUT_S = 5.0
 """A front door normally follows a change of the registry within milliseconds."""
 
 
-@click.group()
+class _Workers(click.Group):
+    """`commutator worker FILE` is `commutator worker run FILE`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=_Workers,
+    epilog="Example: commutator worker cluster.yaml --engine reference --replicas 2",
+)
 def worker() -> None:
-    """List the workers of a running deployment; drain one, bring it back, change its role."""
+    """List the workers of a running deployment; drain one, bring it back, change its role.
+
+    `commutator worker FILE` is short for `commutator worker run FILE`.
+    """
+
+
+@worker.command(epilog="Example: commutator worker cluster.yaml --engine reference --replicas 2")
+@files_argument
+@override_options
+@click.option("--engine", "name", required=True, metavar="NAME", help="The `engines` entry.")
+@click.option("--replicas", type=click.IntRange(1, 10_000), help="How many; by default as in FILE.")
+def run(
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    name: str,
+    replicas: int | None,
+) -> None:
+    """Run workers of one engine that FILE describes, and no front door.
+
+    Front doors of other hosts find them in the registry, which has to be one that hosts share.
+    """
+    from attrs import evolve
+
+    from commutator.config.load import load_config
+
+    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    config = loaded.config
+    must_be_shared(config, "no front door would find these workers")
+    if name not in (known := [str(engine.name) for engine in config.engines]):
+        raise CommutatorError(f"no engine is named {name!r}; there are: {', '.join(known)}")
+    if replicas is not None:
+        engines = tuple(
+            evolve(engine, replicas=replicas) if engine.name == name else engine
+            for engine in config.engines
+        )
+        loaded = evolve(loaded, config=evolve(config, engines=engines))
+    sys.exit(run_deployment(loaded, engine=name, front_doors=0))
 
 
 @worker.command(epilog="Example: commutator worker ls")

@@ -6,8 +6,11 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from ipaddress import ip_address
 from itertools import islice
 from typing import Any
+
+import attrs
 
 from commutator.config.model import Config
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
@@ -19,6 +22,7 @@ from commutator.schema.structure import nearest, show
 __all__ = [
     "cross_problems",
     "fill_in",
+    "fill_in_registry",
     "tier_warnings",
 ]
 
@@ -54,6 +58,32 @@ def fill_in(tree: Node) -> Node:
     return tree
 
 
+def fill_in_registry(tree: Node, host: PluginHost) -> Node:
+    """``tree`` with what a registry leaves out and the section `cluster` says.
+
+    A registry that has options `cluster`, `tls` or `insecure` gets the cluster's name, its
+    certificates (for endpoints that begin with https), and whether plain text is allowed.
+    """
+    data = plain(tree)
+    cluster, registry = data.get("cluster"), data.get("registry")
+    if not isinstance(cluster, Mapping) or not isinstance(registry, Mapping):
+        return tree
+    kind = host.registries.kinds.get(_text(registry, "kind"))
+    options = set() if kind is None else {field.name for field in attrs.fields(kind.config_class)}
+    given = {"cluster": cluster.get("name"), "insecure": cluster.get("insecure")}
+    if any(str(url).startswith("https:") for url in _list(registry, "endpoints")):
+        given["tls"] = cluster.get("tls")
+    for name, value in given.items():
+        if name in options and value is not None and name not in registry:
+            tree = _put(tree, ("registry", name), value)
+    return tree
+
+
+def _list(entry: Mapping[str, Any], key: str) -> list[Any]:
+    value = entry.get(key)
+    return value if isinstance(value, list) else []
+
+
 def _text(entry: Mapping[str, Any], key: str, default: str = "") -> str:
     """A text of an entry; the default for any other value, which other checks report."""
     value = entry.get(key, default)
@@ -84,6 +114,7 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
     if tiers := _entries(data, "tiers"):
         yield from _tier_problems(tiers, [engine for _, engine in engines], host)
     yield from _role_problems(data, engines, host)
+    yield from _cluster_problems(data, engines, tiers, host)
 
 
 def _engine_problems(
@@ -150,6 +181,91 @@ def _role_problems(
                 f"engines[{serving[0][0]}].role",
                 f'model "{model}" has only prefill workers; at least one must be both or decode',
             )
+
+
+def _cluster_problems(
+    data: Mapping[str, Any], engines: Entries, tiers: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    """What does not fit a deployment that other hosts reach."""
+    cluster = _section(data, "cluster")
+    place = _section(cluster, "host")
+    registry = _section(data, "registry")
+    kept_here = registry.get("kind") == "memory" and registry.get("address") is None
+    if _is_loopback(_text(place, "listen", "127.0.0.1")):
+        if registry.get("address") is not None and cluster.get("tls") is None:
+            yield (
+                "registry.address",
+                (
+                    "without effect on one machine; set cluster.host.listen, or cluster.tls on a "
+                    "host without workers"
+                ),
+            )
+        return
+    if kept_here:
+        yield (
+            "registry.address",
+            (
+                "required, because the registry in this supervisor's memory is not known to other "
+                "hosts; set HOST:PORT of the host that serves it, or use the kind etcd"
+            ),
+        )
+    yield from _open_engines(cluster, engines, host)
+    if cluster.get("kv_network") != "isolated":
+        yield from _kv_between_hosts(data, engines, tiers, host)
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _is_loopback(text: str) -> bool:
+    """Whether it is one; False for anything that is no address, which other checks report."""
+    try:
+        return ip_address(text).is_loopback
+    except ValueError:
+        return False
+
+
+def _open_engines(
+    cluster: Mapping[str, Any], engines: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    """Engines that would serve everyone on the network, in plain text."""
+    if cluster.get("insecure"):
+        return
+    for index, engine in engines:
+        kind = host.engines.kinds.get(_text(engine, "kind"))
+        attached = _text(engine, "url").startswith("https://")
+        if kind is not None and not kind.thing.secures_connections and not attached:
+            problem = (
+                f'engine "{kind.name}" neither encrypts nor knows who asks, so it must not be '
+                "reached from other hosts; keep cluster.host.listen at 127.0.0.1, or allow plain "
+                "text by cluster.insecure: true"
+            )
+            yield f"engines[{index}].kind", problem
+
+
+_ISOLATE = (
+    "KV would move between hosts by UCX, which asks nobody for a proof; declare a network that "
+    "only this cluster reaches by cluster.kv_network: isolated"
+)
+
+
+def _kv_between_hosts(
+    data: Mapping[str, Any], engines: Entries, tiers: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    if data.get("disaggregation"):
+        yield "disaggregation", _ISOLATE
+    for index, engine in engines:
+        if _text(engine, "role", "both") != "both":
+            yield f"engines[{index}].role", _ISOLATE
+    for index, tier in tiers:
+        kind = host.tiers.kinds.get(_text(tier, "kind"))
+        if kind is not None and kind.config_class.asks_peers:
+            yield f"tiers[{index}].kind", _ISOLATE
+    interfaces = _list(_section(data, "runtime"), "kv_interfaces")
+    if any(interface != "lo" for interface in interfaces):
+        yield "runtime.kv_interfaces", _ISOLATE
 
 
 _DEFAULT_EVICTION = TierConfig(kind="").eviction.kind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any, Literal
 
 from attrs import Attribute, frozen
@@ -30,7 +32,9 @@ from commutator.contract.worker import Role
 
 __all__ = [
     "ClusterConfig",
+    "ClusterTls",
     "Config",
+    "HostConfig",
     "LogConfig",
     "MigrationConfig",
     "PluginsConfig",
@@ -55,9 +59,126 @@ class MigrationConfig:
     )
 
 
-def _host_name(_: object, _field: Attribute[Any], value: str | None) -> None:
-    if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+def _name(_: object, _field: Attribute[Any], value: str | None) -> None:
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value):
         raise ValueError(f"expected letters, digits, '.', '_' and '-', got {value!r}")
+
+
+def _address(_: object, attribute: Attribute[Any], value: str | None) -> None:
+    try:
+        if value is not None:
+            ip_address(value)
+    except ValueError:
+        raise ValueError(f"{attribute.name}: expected an IP address, got {value!r}") from None
+
+
+def _ports(_: object, _field: Attribute[Any], value: str) -> None:
+    first, dash, last = value.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"kv_ports: expected FIRST-LAST, got {value!r}")
+    if not 1024 <= int(first) < int(last) <= 65535:  # noqa: PLR2004 - the ports that users have
+        raise ValueError(f"kv_ports: expected 1024 <= FIRST < LAST <= 65535, got {value!r}")
+
+
+@frozen(kw_only=True)
+class HostConfig:
+    """This host; what differs between the hosts of a cluster, beside certificates."""
+
+    name: str | None = setting(
+        "The host's name in the cluster: its workers are then HOST-ENGINE-0, HOST-ENGINE-1, ... "
+        "None: as the certificate says; without one ENGINE-0, ENGINE-1, ...",
+        None,
+        validator=_name,
+    )
+    listen: str = setting(
+        "The IP address at which workers listen, and publish KV events; 0.0.0.0 is every "
+        "interface. Beyond this machine, `tls` is required. Front doors have `frontend.host`.",
+        "127.0.0.1",
+        validator=_address,
+    )
+    advertise: str | None = setting(
+        "The IP address at which other hosts reach this one; `listen` by default, if that is one.",
+        None,
+        validator=_address,
+    )
+    labels: Mapping[str, str] = setting(
+        "What `commutator cluster ls` shows of the host's workers, such as {zone: a}.", {}
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if ip_address(self.listen).is_loopback:
+            if self.advertise is not None and not ip_address(self.advertise).is_loopback:
+                raise ValueError(
+                    f"advertise: others cannot reach workers that listen at {self.listen}; set "
+                    "listen, too"
+                )
+        elif self.advertise is None and ip_address(self.listen).is_unspecified:
+            raise ValueError(f"advertise: required, because others cannot reach {self.listen}")
+        elif self.advertise is not None and ip_address(self.advertise).is_loopback:
+            raise ValueError(f"advertise: other hosts cannot reach {self.advertise}")
+
+    @property
+    def reachable_at(self) -> str:
+        """The IP address at which others reach its workers."""
+        return self.advertise or self.listen
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether other hosts can reach its workers."""
+        return not ip_address(self.listen).is_loopback
+
+
+@frozen(kw_only=True)
+class ClusterTls:
+    """This host's certificate, made by `commutator certs`; files that change are read again."""
+
+    ca_file: str = setting(
+        "PEM file with the authority of the cluster's certificates; with two while it is changed."
+    )
+    cert_file: str = setting("PEM file with this host's certificate.")
+    key_file: str = setting("PEM file with the key of `cert_file`.")
+
+
+@frozen(kw_only=True)
+class ClusterConfig:
+    """Which cluster this deployment belongs to, and this host's place in it."""
+
+    name: str = setting("The cluster's name, as in its certificates.", "default", validator=_name)
+    events: EventBusConfig = setting(
+        "The event bus: how KV events get from the hosts of workers to the front doors.",
+        factory=lambda: EventBusConfig(kind="zmq"),
+    )
+    host: HostConfig = setting("This host.", factory=HostConfig)
+    tls: ClusterTls | None = setting(
+        "Certificates for connections to other hosts; required once `host.listen` is not a "
+        "loopback address.",
+        None,
+    )
+    insecure: bool = setting(
+        "Allow connections between hosts without TLS: everyone on the network between reads "
+        "prompts and answers. Logged at each start.",
+        False,
+    )
+    kv_network: Literal["isolated"] | None = setting(
+        "`isolated` declares that nothing but this cluster reaches the network of "
+        "`runtime.kv_interfaces`, where UCX, which moves KV blocks, asks nobody for a proof. "
+        "Without it, KV moves inside of hosts only.",
+        None,
+    )
+    kv_ports: str = setting(
+        "The TCP ports at which UCX listens (UCX_TCP_PORT_RANGE), FIRST-LAST.",
+        "20000-29999",
+        validator=_ports,
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.host.spans_hosts and self.tls is None and not self.insecure:
+            raise ValueError(
+                f"tls: required, because workers listen at {self.host.listen}; make certificates "
+                "with `commutator certs`, or allow plain text by `insecure: true`"
+            )
+        if self.insecure and self.tls is not None:
+            raise ValueError("insecure: contradicts `tls`; remove one of them")
 
 
 @frozen(kw_only=True)
@@ -84,12 +205,6 @@ class RuntimeConfig:
         "interfaces of a network that nothing else can reach.",
         None,
     )
-    host_name: str | None = setting(
-        "This deployment's name among those that share a registry, such as the name of its host: "
-        "its workers are then HOST-ENGINE-0, HOST-ENGINE-1, ... None: ENGINE-0, ENGINE-1, ...",
-        None,
-        validator=_host_name,
-    )
     secret: Secret | None = setting(
         "The passphrase from which the processes of this deployment derive the secret that they "
         "prove to each other; give other hosts the same one. By default the file named by "
@@ -98,16 +213,6 @@ class RuntimeConfig:
     )
     state_dir: str | None = setting(
         "Folder for sockets and scratch files; a temporary one by default.", None
-    )
-
-
-@frozen(kw_only=True)
-class ClusterConfig:
-    """What the hosts of a deployment share."""
-
-    events: EventBusConfig = setting(
-        "The event bus: how KV events get from the hosts of workers to the front doors.",
-        factory=lambda: EventBusConfig(kind="zmq"),
     )
 
 
@@ -166,13 +271,13 @@ class Config:
     )
     frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)
+    cluster: ClusterConfig = setting("Several hosts that serve together.", factory=ClusterConfig)
     registry: RegistryConfig = setting(
         "The registry of workers.", factory=lambda: RegistryConfig(kind="memory")
     )
     launcher: LauncherConfig = setting(
         "What starts the processes.", factory=lambda: LauncherConfig(kind="process")
     )
-    cluster: ClusterConfig = setting("What the hosts of a deployment share.", factory=ClusterConfig)
     planner: PlannerConfig | None = setting(
         "Starts and stops workers, to latency targets; also in `commutator replay --plan`. Without "
         "it there are as many workers as `replicas` say.",

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
-from attrs import Attribute, frozen
+from attrs import Attribute, Factory, frozen
 
 from commutator.contract.disagg import HandoverStyle
 from commutator.contract.launcher import LaunchPlan
@@ -25,6 +25,7 @@ from commutator.contract.worker import (
     TierContents,
     TierVerification,
     TransferStatistics,
+    WorkerRecord,
 )
 from commutator.errors import EngineError, EngineWithoutTiersError
 
@@ -102,6 +103,10 @@ class LaunchContext:
     """A folder for this worker alone; removed when the supervisor stops."""
     tiers: tuple[TierConfig, ...] = ()
     """Storage tiers for KV blocks beyond the engine's own memory, fastest first."""
+    advertise: str = Factory(lambda self: self.host, takes_self=True)
+    """The address at which others reach what listens at ``host``, which may be all interfaces."""
+    kv_host: str = Factory(lambda self: self.host, takes_self=True)
+    """The address at which the worker hands KV over to others, and lends it."""
 
 
 class TokenStream(Protocol):
@@ -132,6 +137,14 @@ class ForwardedAnswer(Protocol):
 
 class EngineClient(ABC):
     """One frontend's (or the supervisor's) connection to one worker. Used from one event loop."""
+
+    def expect(self, record: WorkerRecord) -> None:
+        """Take only this worker for the one to connect to, where the engine can tell.
+
+        Called at most once, before ``start``. Addresses are used again: after a restart, another
+        process may listen at one. Default: whoever answers is the worker.
+        """
+        del record
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -244,6 +257,11 @@ class EngineConnector(ABC, Generic[ConfigT]):
 
     uses_tiers: bool = False
     """Whether its engines store KV blocks in the configured storage tiers."""
+    secures_connections: bool = False
+    """Whether its workers encrypt what comes from other hosts, and know who asks.
+
+    Workers behind ``TokenApiServer`` do. Others are not started where other hosts reach them.
+    """
 
     def problems(
         self, config: ConfigT, model: ModelConfig, tiers: Sequence[TierConfig]

@@ -46,6 +46,8 @@ class LauncherContext:
     """Sockets and scratch files of the run. The launcher removes it after the last process."""
     env: Mapping[str, str]
     """The environment of every process, before its plan's own variables."""
+    listen: str = "127.0.0.1"
+    """The IP address at which processes listen, as `cluster.host.listen`."""
     on_line: Callable[[str, str, str], None]
     """Call it with process name, "stdout" or "stderr", and each line that a process prints.
 
@@ -84,7 +86,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def listen_at(self) -> tuple[str, int]:
-        """Host and free TCP port for a process about to be started; no port twice in a row."""
+        """``LauncherContext.listen``, and a free TCP port there for a process about to be started.
+
+        No port is given twice in a row.
+        """
 
     @abstractmethod
     async def start(self, name: str, plan: LaunchPlan) -> LaunchedProcess:

@@ -52,6 +52,8 @@ class EventSource:
     """ZMQ address that repeats missed events; None: the engine repeats none."""
     topic: str = ""
     """The ZMQ topic to subscribe to; empty: all."""
+    server_key: str | None = None
+    """Public key (Z85) of sockets that encrypt and know their readers (CURVE); None: plain ones."""
     further_ranks: tuple[EventSource, ...] = ()
     """The sources of data-parallel ranks 1, 2, ...; if empty, rank N uses rank 0's ports plus N."""
 
@@ -163,7 +165,11 @@ class WorkerRecord:
     instance: str = ""
     """Random for each start of the worker. The worker id belongs to one instance at a time."""
     host: str = ""
-    """The name of the host that runs it, as `runtime.host_name`; empty without one."""
+    """The name of the host that runs it, as `cluster.host.name`; empty without one."""
+    labels: Mapping[str, str] = Factory(dict)
+    """What is said of its host, as `cluster.host.labels`."""
+    generation: str = ""
+    """A digest of the configuration that it was started from: of its engine, model and tiers."""
 
 
 @frozen(kw_only=True)

@@ -22,6 +22,7 @@ from commutator.contract.worker import (
     TierContents,
     TierVerification,
     TransferStatistics,
+    WorkerRecord,
 )
 from commutator.engine.protocol import (
     PROTOCOL,
@@ -40,7 +41,7 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.frames import FrameProtocol, kind_of
-from commutator.trust import ClientGate, RunSecret
+from commutator.trust import ClientGate, Right, RunSecret, TlsError, connect, host_and_port
 
 __all__ = [
     "TokenApiClient",
@@ -65,8 +66,14 @@ class TokenApiClient(EngineClient):
         self.address = address
         self._secret = secret
         self._answer_timeout_s = answer_timeout_s
+        self._instance: str | None = None
+        self._host = ""
         self._session: _Session | None = None
         self._connecting: asyncio.Task[_Session] | None = None
+
+    def expect(self, record: WorkerRecord) -> None:
+        self._instance = record.instance or None
+        self._host = record.host
 
     async def start(self) -> EngineInfo:
         return (await self._connected()).info.result()
@@ -81,17 +88,19 @@ class TokenApiClient(EngineClient):
         return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> _Session:
-        session = _Session(self.address, self._secret)
-        host, _, port = self.address.rpartition(":")
-        loop = asyncio.get_running_loop()
+        gate = ClientGate(SERVICE, self._secret, expects=Right.SERVE_WORKER, host=self._host)
+        session = _Session(self.address, gate)
+        host, port = host_and_port(self.address)
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                await loop.create_connection(lambda: session.frames, host, int(port))
-                session.frames.send(["hello", PROTOCOL])
+                await connect(lambda: session.frames, host, port)
+                session.frames.send(["hello", PROTOCOL, self._instance])
                 await session.info
         except BaseException as error:
             session.info.cancel()
             session.frames.close()
+            if isinstance(error, TlsError):
+                raise EngineUnavailableError(f"worker at {self.address}: {error}") from error
             if not isinstance(error, OSError):  # TimeoutError is one, too
                 raise
             what = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -189,12 +198,11 @@ class TokenApiClient(EngineClient):
 class _Session:
     """One connection to a worker. Its streams and questions end with it, and with no other."""
 
-    def __init__(self, address: str, secret: RunSecret | None) -> None:
+    def __init__(self, address: str, gate: ClientGate) -> None:
         self._address = address
         self._streams: dict[int, DeltaStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
-        gate = ClientGate(SERVICE, secret)
         self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.lost = False
@@ -239,10 +247,17 @@ class _Session:
             case ["failed", number, reason, kind]:
                 if (answer := self._questions.get(number)) is not None and not answer.done():
                     answer.set_exception(_failure(str(reason), str(kind)))
-            case ["info", info] if not self.info.done():
-                self.info.set_result(msgspec.convert(info, EngineInfo))
+            case ["info" | "not_me" as answer, value] if not self.info.done():
+                self._on_hello(answer == "info", value)
             case _:
                 log.warning("worker at %s sent an unknown frame %s", self._address, kind_of(frame))
+
+    def _on_hello(self, is_meant: bool, value: Any) -> None:
+        if is_meant:
+            self.info.set_result(msgspec.convert(value, EngineInfo))
+            return
+        reason = f"another worker listens there now (instance {value})"
+        self.info.set_exception(EngineUnavailableError(f"worker at {self._address}: {reason}"))
 
     def _on_delta(self, key: int, delta: TokenDelta) -> None:
         stream = self._streams.get(key)

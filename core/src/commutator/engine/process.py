@@ -56,6 +56,7 @@ class _Start:
     worker_id: str
     tiers: list[TierConfig]
     state_dir: str
+    kv_host: str
 
 
 @attrs.frozen
@@ -80,10 +81,11 @@ def engine_command(module: str, config: EngineConfig, context: LaunchContext) ->
         "worker_id": context.worker_id,
         "tiers": [attrs.asdict(tier) for tier in context.tiers],
         "state_dir": str(context.state_dir),
+        "kv_host": context.kv_host,
     }
     return LaunchPlan(
         argv=(sys.executable, "-m", module),
-        address=f"{context.host}:{context.port}",
+        address=f"{context.advertise}:{context.port}",
         env={_VARIABLE: msgspec.json.encode(start).decode()},
     )
 
@@ -106,7 +108,7 @@ def run_engine_process(
     config = structure(converter, start.config, config_class)
     try:
         tiers = make_tiers(start.tiers, installed_plugins(), start.worker_id) if start.tiers else ()
-        engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.host))
+        engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.kv_host))
     except (CommutatorError, OSError) as error:
         _give_up(error, Path(start.state_dir))
     calm_garbage_collector()

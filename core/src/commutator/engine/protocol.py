@@ -1,11 +1,16 @@
 """The messages of the token API, each one frame of ``commutator.frames``.
 
     client -> server                                server -> client
-    ["hello", protocol]                             ["info", EngineInfo]
+    ["hello", protocol, instance]                   ["info", EngineInfo]
+                                                    ["not_me", instance | nil]
     ["generate", key, request]                      ["deltas", [[key, ids, extras | nil], ...]]
     ["abort", key]                                  ["refused", key, reason, kind]
     ["ask", number, what, argument...]              ["answer", number, value]
                                                     ["failed", number, reason, kind]
+
+A client that knows which instance of the worker it means, by the worker's record, names it (nil: it
+takes any); another instance answers "not_me" with its own, and closes the connection: a port may
+have been given to another process since.
 
 ``key`` numbers the requests of one connection. ``request`` is a GenerateRequest in MessagePack,
 sent as bytes, so that it is decoded only once, into its class. A "deltas" frame holds everything
@@ -28,6 +33,7 @@ import msgspec
 from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 
 __all__ = [
+    "INSTANCE",
     "PROTOCOL",
     "SERVICE",
     "DeltaStream",
@@ -38,7 +44,10 @@ __all__ = [
     "unpack_request",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
+
+INSTANCE = "COMMUTATOR_INSTANCE"
+"""The environment variable with a worker process's instance, as ``WorkerRecord.instance``."""
 
 SERVICE = "token API"
 """The service that both ends of a connection prove themselves for."""

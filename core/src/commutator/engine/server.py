@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -15,7 +16,7 @@ import msgspec
 
 from commutator.contract.request import GenerateRequest, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad, KvPrompt, TransferStatistics
-from commutator.engine.protocol import PROTOCOL, SERVICE, pack_delta, unpack_request
+from commutator.engine.protocol import INSTANCE, PROTOCOL, SERVICE, pack_delta, unpack_request
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -26,7 +27,16 @@ from commutator.errors import (
 )
 from commutator.frames import FrameProtocol, kind_of
 from commutator.kv.admin import KvAdmin
-from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
+from commutator.trust import (
+    Identity,
+    Listener,
+    Right,
+    RunSecret,
+    ServerGate,
+    listen,
+    network_of_this_process,
+    refused_connections,
+)
 
 __all__ = [
     "Emit",
@@ -92,7 +102,9 @@ class _Connection:
 
     def _on_frame(self, frame: list[Any]) -> None:
         try:
-            self._handle(frame)
+            # On one machine there is no certificate, and the run's secret is proof enough.
+            if self.frames.identity is None or self._may(self.frames.identity, frame):
+                self._handle(frame)
         except EngineUnavailableError as error:
             log.error("a client's connection is closed: %s", error)  # noqa: TRY400
             self.frames.close()
@@ -110,14 +122,43 @@ class _Connection:
                 self.frames.send(["answer", number, self.server.answer(what)])
             case ["ask", int(number), "kv", str(question), argument]:
                 self.server.answer_kv(self, number, question, argument)
-            case ["hello", version]:
+            case ["hello", int(version), *meant]:
                 if version != PROTOCOL:
                     raise ValueError(
                         f"the client speaks protocol {version}, this worker {PROTOCOL}"
                     )
-                self.frames.send(["info", self.server.info])
+                self._greet(*meant)
             case _:
                 raise ValueError("unknown frame")
+
+    def _greet(self, meant: str | None = None) -> None:
+        own = self.server.instance
+        if meant is None or own is None or meant == own:
+            self.frames.send(["info", self.server.info])
+            return
+        self._refuse(f"it means instance {str(meant)[:32]!r} of a worker; this is {own!r}")
+        self.frames.send(["not_me", own])
+        self.frames.close()
+
+    def _may(self, peer: Identity, frame: list[Any]) -> bool:
+        """Whether the peer's certificate allows what it asks. If not, it is told, and logged."""
+        needed = _needed_rights(frame)
+        own = network_of_this_process()
+        of_this_host = own is not None and peer.name == own.host and peer.may(Right.SERVE_WORKER)
+        if of_this_host or any(peer.may(right) for right in needed):
+            return True
+        reason = f"{peer} must not {needed[0]}"
+        self._refuse(reason)
+        match frame:
+            case ["ask", int(number), *_]:
+                self.frames.send(["failed", number, reason, "engine"])
+            case _:
+                self.frames.close()
+        return False
+
+    def _refuse(self, reason: str) -> None:
+        assert self.frames.transport is not None
+        self.server.gate.refuse(self.frames.transport, reason)
 
     def _generate(self, key: int, request: GenerateRequest) -> None:
         try:
@@ -140,6 +181,17 @@ class _Connection:
             self.server.abort(self, key)
 
 
+def _needed_rights(frame: list[Any]) -> tuple[Right, ...]:
+    """The rights of which a client from another host needs one."""
+    match frame:
+        case ["ask", _, "drain" | "resume" | "reset_prefix_cache"] | ["ask", _, "kv", "evict", _]:
+            return (Right.OPERATE,)
+        case ["hello" | "ask", *_]:
+            return Right.GENERATE, Right.OPERATE
+        case _:
+            return (Right.GENERATE,)
+
+
 class TokenApiServer:
     """Serves one ``TokenEngine`` to any number of connections.
 
@@ -147,8 +199,16 @@ class TokenApiServer:
     are refused. A process of no run serves everyone who can connect.
     """
 
-    def __init__(self, engine: TokenEngine, *, secret: RunSecret | None = None) -> None:
-        self.gate: Gate = ServerGate(SERVICE, secret)
+    def __init__(
+        self,
+        engine: TokenEngine,
+        *,
+        secret: RunSecret | None = None,
+        instance: str | None = None,
+    ) -> None:
+        """``instance`` is by default what the supervisor gave this process; None: it gave none."""
+        self.gate = ServerGate(SERVICE, secret)
+        self.instance = os.environ.get(INSTANCE) if instance is None else instance
         self._engine = engine
         self._keys = itertools.count(1)
         self._owner: dict[int, tuple[_Connection, int]] = {}
@@ -156,7 +216,7 @@ class TokenApiServer:
         self._connections: set[_Connection] = set()
         self._draining = False
         self._answering: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self.info: EngineInfo | None = None
@@ -166,13 +226,13 @@ class TokenApiServer:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self.info = self._engine.start(self._emit_threadsafe)
-        self._server = await self._loop.create_server(self._connect, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
+        self._listener = await listen(self._connect, SERVICE, host, port)
+        return self._listener.port
 
     async def stop(self) -> None:
         """Close every connection and stop the engine."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
             for connection in list(self._connections):
                 connection.frames.close()
         await asyncio.to_thread(self._engine.stop)

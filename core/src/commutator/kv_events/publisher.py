@@ -15,9 +15,11 @@ import zmq
 
 from commutator.contract.block import EventBatch, KvEvent
 from commutator.contract.worker import EventSource
+from commutator.errors import EngineError
 from commutator.kv_events.codec import encode_batch
+from commutator.kv_events.curve import ReaderGuard, network_to_guard
 from commutator.kv_events.history import MessageHistory
-from commutator.trust import run_folder
+from commutator.trust import network_of_this_process, run_folder, secret_of_this_process
 
 __all__ = ["EventPublisher", "bind_private", "end_context"]
 
@@ -48,7 +50,9 @@ class EventPublisher:
     messages: the rest of a replay waits here as a number, and live messages are dropped for them.
 
     In a run, both are Unix sockets in its folder, which only its user can enter: events name the
-    tokens of prompts. A process of no run publishes over TCP at ``host``, to everyone who connects.
+    tokens of prompts. On a host that others reach, they are at its address, encrypted, for the
+    readers of the run (``kv_events.curve``). A process of no run publishes over TCP at ``host``, to
+    everyone who connects.
     """
 
     def __init__(
@@ -70,10 +74,15 @@ class EventPublisher:
         self._replay.set_hwm(_REPLAY_HIGH_WATER)
         self._kept = MessageHistory(keep_messages)
         self._replays: dict[bytes, _Replay] = {}
+        self._guard = _guard(self._context)
+        if self._guard is not None:
+            for socket in (self._pub, self._replay):
+                self._guard.protect(socket)
         self.source = EventSource(
-            endpoint=bind_private(self._pub, host),
-            replay_endpoint=bind_private(self._replay, host),
+            endpoint=_bind(self._pub, host),
+            replay_endpoint=_bind(self._replay, host),
             topic=topic,
+            server_key=None if self._guard is None else self._guard.public_key,
         )
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -105,11 +114,15 @@ class EventPublisher:
                     break
                 body = encode_batch(batch)
                 self._pub.send_multipart([self._topic, _packed(self._kept.append(body)), body])
+            if self._guard is not None:
+                self._guard.work()
             # Also between messages: ZMQ frees a lost connection only when its socket is used.
             self._pub.getsockopt(zmq.EVENTS)
             while int(self._replay.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._take_request()
             self._continue_replays()
+        if self._guard is not None:
+            self._guard.close()
         self._pub.close(linger=_LINGER_MS)
         self._replay.close(linger=0)
         end_context(self._context)
@@ -169,6 +182,31 @@ class _Replay:
 
     def _waits(self, taken: bool | None) -> bool:
         return taken is not None and self._clock() - self.moved_s < _STALLED_S
+
+
+def _guard(context: zmq.Context[zmq.Socket[bytes]]) -> ReaderGuard | None:
+    """The guard of the sockets; None where only this machine reaches them, or without TLS."""
+    if network_to_guard() is None:
+        return None
+    secret = secret_of_this_process()
+    if secret is None:
+        raise EngineError("KV events are published to other hosts, but this process has no secret")
+    return ReaderGuard(context, secret)
+
+
+def _bind(socket: zmq.Socket[bytes], host: str) -> str:
+    """Bind a socket that front doors read; returns the endpoint for them."""
+    network = network_of_this_process()
+    if network is None or not network.spans_hosts:
+        return bind_private(socket, host)
+    if ":" in network.listen:
+        socket.setsockopt(zmq.IPV6, 1)
+    port = socket.bind_to_random_port(f"tcp://{_in_url(network.listen)}")
+    return f"tcp://{_in_url(network.advertise)}:{port}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def bind_private(socket: zmq.Socket[bytes], host: str) -> str:

@@ -13,6 +13,7 @@ import zmq
 from commutator.contract.event_bus import EventBus, EventChannel, Message
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
+from commutator.kv_events.curve import read_with
 from commutator.kv_events.publisher import end_context
 
 __all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]
@@ -77,10 +78,10 @@ class _ZmqChannel(EventChannel):
         self._socket.subscribe(source.topic)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            self._socket.connect(source.endpoint)
-        except zmq.ZMQError as error:
+            _connect(self._socket, source.endpoint, source.server_key)
+        except ValueError:
             self._close()
-            raise ValueError(f"{source.endpoint}: {error}") from None
+            raise
 
     async def receive(self) -> Sequence[Message]:
         messages = []
@@ -96,7 +97,13 @@ class _ZmqChannel(EventChannel):
 
     def replay(self, first: int, timeout_s: float) -> AsyncGenerator[Sequence[Message], None]:
         assert self._source.replay_endpoint is not None
-        return replay_messages(self._context, self._source.replay_endpoint, first, timeout_s)
+        return replay_messages(
+            self._context,
+            self._source.replay_endpoint,
+            first,
+            timeout_s,
+            self._source.server_key,
+        )
 
     async def close(self) -> None:
         self._close()
@@ -139,8 +146,23 @@ async def _something_happens(socket: zmq.Socket[bytes]) -> None:
         loop.remove_reader(descriptor)
 
 
+def _connect(socket: zmq.Socket[bytes], endpoint: str, server_key: str | None) -> None:
+    """Raises ValueError when the endpoint is not one to connect to."""
+    read_with(socket, server_key, endpoint)
+    if endpoint.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{endpoint}: {error}") from None
+
+
 async def replay_messages(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    first: int,
+    timeout_s: float,
+    server_key: str | None = None,
 ) -> AsyncGenerator[list[Message], None]:
     """Yield every kept message from sequence ``first`` on, in lists of (sequence, body).
 
@@ -151,7 +173,7 @@ async def replay_messages(
     socket.setsockopt(zmq.LINGER, 0)
     socket.set_hwm(0)  # an answer can exceed any limit, and ZMQ would drop the rest
     try:
-        socket.connect(endpoint)
+        _connect(socket, endpoint, server_key)
         socket.send_multipart([b"", first.to_bytes(_SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
         while True:
             try:

@@ -20,7 +20,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-_HOST = "127.0.0.1"
 
 _PROCESS_MARK = "COMMUTATOR_PROCESS"
 """The environment variable that names one process; its children inherit it."""
@@ -140,6 +139,7 @@ class LocalLauncher(Launcher):
     def __init__(self, context: LauncherContext) -> None:
         self._guardian = Guardian(context.folder)
         self._on_line = context.on_line
+        self._listen = context.listen
         self._env = {"PYTHONUNBUFFERED": "1", **context.env, MARK: self._guardian.run_id}
         self._ports = PortPicker()
         self._running: set[LocalProcess] = set()
@@ -149,7 +149,7 @@ class LocalLauncher(Launcher):
         await self._guardian.start()
 
     def listen_at(self) -> tuple[str, int]:
-        return _HOST, self._ports.pick(_HOST)
+        return self._listen, self._ports.pick(self._listen)
 
     async def start(self, name: str, plan: LaunchPlan) -> LocalProcess:
         mark = f"{name}-{next(self._numbers)}-{self._guardian.run_id}"

@@ -21,7 +21,8 @@ from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.changes import difference
 from commutator.registry.server import SERVICE
-from commutator.trust import ClientGate, RunSecret
+from commutator.trust import ClientGate, Right, RunSecret, TlsError, host_and_port
+from commutator.trust import connect as connect_wire
 
 __all__ = [
     "RegistryClient",
@@ -44,16 +45,16 @@ async def connect(
 
     Raises RegistryError, also when the server does not belong to that run.
     """
-    loop = asyncio.get_running_loop()
-    host, _, port = address.rpartition(":")
-    protocol = FrameProtocol(on_frame, lambda _: on_lost(), ClientGate(SERVICE, secret))
+    host, port = host_and_port(address)
+    gate = ClientGate(SERVICE, secret, expects=Right.SERVE_REGISTRY)
+    protocol = FrameProtocol(on_frame, lambda _: on_lost(), gate)
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            await loop.create_connection(lambda: protocol, host, int(port))
+            await connect_wire(lambda: protocol, host, port)
             await protocol.proven()
-    except OSError as error:  # TimeoutError is one
+    except (OSError, TlsError) as error:  # TimeoutError is an OSError
         protocol.close()
-        what = error.strerror or str(error) or "no answer"
+        what = getattr(error, "strerror", None) or str(error) or "no answer"
         raise RegistryError(f"registry at {address}: {what}") from error
     return protocol
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from commutator.contract.registry import (
     CLAIM_TTLS,
@@ -16,9 +16,11 @@ from commutator.contract.registry import (
     RETIRED,
     Change,
     Registry,
+    RegistryConfig,
     WorkerDown,
     WorkerUp,
 )
+from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError
 from commutator.registry.changes import Watchers, description, succession
@@ -29,6 +31,7 @@ __all__ = [
     "KeepAlive",
     "Lease",
     "LeaseTable",
+    "MemoryConfig",
     "MemoryRegistry",
     "Register",
     "SetDraining",
@@ -36,6 +39,26 @@ __all__ = [
     "Tick",
     "step",
 ]
+
+
+def _is_an_address(_: object, _field: Attribute[Any], value: str | None) -> None:
+    if value is None:
+        return
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:  # noqa: PLR2004
+        raise ValueError(f"address: expected HOST:PORT, got {value!r}")
+
+
+@frozen(kw_only=True)
+class MemoryConfig(RegistryConfig):
+    """Workers in the memory of one supervisor; it forgets roles and draining when it stops."""
+
+    address: str | None = setting(
+        "For two or three hosts: where the one whose `cluster.host.advertise` is HOST serves the "
+        "registry to the others, HOST:PORT. By default each deployment has its own.",
+        None,
+        validator=_is_an_address,
+    )
 
 
 @frozen

@@ -12,8 +12,10 @@ client -> server                              server -> client
                                                            ["down", worker id, reason], ...]]
                                               ["age", seconds | nil]  each second
 
-What the registry cannot answer is answered by ["failed", number, message], a worker id that belongs
-to another worker by ["taken", number, worker id, who has it].
+Between hosts, a client may do what its certificate allows: announce the workers of its own host, or
+watch, or drain, or share. Everything else, and what the registry cannot answer, is answered by
+["failed", number, message], a worker id that belongs to another worker by
+["taken", number, worker id, who has it].
 
 Front doors also exchange their loads here: the server forwards each message of one to all others
 unchanged. It drops messages for a slow reader, as the next message replaces them.
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import msgspec
@@ -36,7 +38,15 @@ from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.trust import Gate, RunSecret, ServerGate, refused_connections
+from commutator.trust import (
+    Identity,
+    Listener,
+    Right,
+    RunSecret,
+    ServerGate,
+    listen,
+    refused_connections,
+)
 
 __all__ = [
     "SERVICE",
@@ -78,6 +88,10 @@ class _Connection:
         self.end()
 
     def _on_frame(self, frame: list[Any]) -> None:
+        peer = self.frames.identity
+        if peer is not None and (problem := self._server.objection(peer, frame)) is not None:
+            self._refuse(frame, problem)
+            return
         match frame:
             case ["share", str(), int(), dict() | None]:
                 self.shares = True
@@ -89,6 +103,16 @@ class _Connection:
         task = asyncio.get_running_loop().create_task(self._handle(frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _refuse(self, frame: list[Any], problem: str) -> None:
+        """Log and count what a certificate does not allow, and answer it."""
+        assert self.frames.transport is not None
+        self._server.gate.refuse(self.frames.transport, problem)
+        match frame:
+            case [str(), int(number), *_] if frame[0] != "share":
+                self.frames.send(["failed", number, problem])
+            case _:
+                self.frames.close()
 
     def _on_service_frame(self, frame: list[Any]) -> None:
         name = frame[0]
@@ -106,11 +130,11 @@ class _Connection:
             match frame:
                 case ["register", int(number), record, float() | int() as ttl_s]:
                     worker = msgspec.convert(record, WorkerRecord)
-                    self._answer(number, await registry.register(worker, float(ttl_s)))
+                    self._answer(number, await self._server.register(worker, float(ttl_s)))
                 case ["keep_alive", int(number), int(lease_id)]:
-                    self._answer(number, await registry.keep_alive(lease_id))
+                    self._answer(number, await self._server.keep_alive(lease_id))
                 case ["deregister", int(number), int(lease_id), str(reason)]:
-                    await registry.deregister(lease_id, reason)
+                    await self._server.deregister(lease_id, reason)
                     self._answer(number, None)
                 case ["set_draining", int(number), str(worker_id), bool(draining)]:
                     self._answer(number, await registry.set_draining(worker_id, draining))
@@ -172,15 +196,52 @@ class RegistryServer:
     ) -> None:
         self.registry = registry
         self.services = dict(services or {})
-        self.gate: Gate = ServerGate(SERVICE, secret)
+        self.gate = ServerGate(SERVICE, secret)
         self.connections: set[_Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._lease_hosts: dict[int, str] = {}
+        """The host of each worker that was registered here, by lease."""
+        self._listener: Listener | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; returns "host:port"."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self).frames, host, port)
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._listener = await listen(lambda: _Connection(self).frames, SERVICE, host, port)
+        return f"{host}:{self._listener.port}"
+
+    def objection(self, peer: Identity, frame: list[Any]) -> str | None:
+        """Why a peer's certificate does not allow what it asks; None if it does."""
+        right = _needed_right(frame, self.services)
+        if not peer.may(right):
+            return f"{peer} must not {right}"
+        match frame:
+            case ["register", _, {"host": host, "worker_id": str(worker_id)}, *_]:
+                if host == peer.name and worker_id.startswith(f"{peer.name}-"):
+                    return None
+                return f"{peer} must not register worker {worker_id[:100]!r} of another host"
+            case ["register", *_]:
+                return f"{peer} must name its host in what it registers"
+            case ["keep_alive" | "deregister", _, int(lease_id), *_]:
+                host = self._lease_hosts.get(lease_id, peer.name)  # unknown leases have lapsed
+                return None if host == peer.name else f"{peer} does not hold the lease {lease_id}"
+            case _:
+                return None
+
+    async def register(self, worker: WorkerRecord, ttl_s: float) -> int:
+        """As ``Registry.register``; remembers whose lease it is."""
+        lease_id = await self.registry.register(worker, ttl_s)
+        self._lease_hosts[lease_id] = worker.host
+        return lease_id
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        """As ``Registry.keep_alive``."""
+        alive = await self.registry.keep_alive(lease_id)
+        if not alive:
+            self._lease_hosts.pop(lease_id, None)
+        return alive
+
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        """As ``Registry.deregister``."""
+        await self.registry.deregister(lease_id, reason)
+        self._lease_hosts.pop(lease_id, None)
 
     def pass_on(self, sender: _Connection, frame: list[Any]) -> None:
         """Send what one front door shares to all others that share."""
@@ -191,11 +252,25 @@ class RegistryServer:
 
     async def stop(self) -> None:
         """Stop listening and close every connection. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         for connection in list(self.connections):
             connection.frames.close()
             connection.end()
+
+
+def _needed_right(frame: list[Any], services: Container[str]) -> Right:
+    match frame[0]:
+        case "register" | "keep_alive" | "deregister":
+            return Right.ANNOUNCE
+        case "set_draining" | "set_role":
+            return Right.OPERATE
+        case "share":
+            return Right.SHARE
+        case str(name) if name in services:
+            return Right.SHARE
+        case _:
+            return Right.WATCH
 
 
 def _refusal(number: int, error: RegistryError) -> list[Any]:

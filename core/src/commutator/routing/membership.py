@@ -63,7 +63,9 @@ class Membership:
                       record.worker_id, record.engine)  # fmt: skip
             return
         connector = self._host.engines.kinds[config.kind].thing
-        worker = await self._workers.put(record, connector.connect(config, record.address))
+        client = connector.connect(config, record.address)
+        client.expect(record)
+        worker = await self._workers.put(record, client)
         if (model := self._models.get(record.model)) is not None:
             for indexer in model.indexers():
                 await indexer.add(record)

@@ -14,6 +14,7 @@ from commutator.config.secrets import secrets_in
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
+from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -29,11 +30,15 @@ _LONGEST_FOLDER = 64
 """Bytes. Socket names are limited to some 100, of which ours take up to 40."""
 
 
-def check_machine(config: Config, host: PluginHost) -> None:
-    """Raises ConfigError with everything that this machine lacks for ``config``."""
+def check_machine(config: Config, host: PluginHost, *, front_doors: bool = True) -> None:
+    """Raises ConfigError with everything that this machine lacks for ``config``.
+
+    ``front_doors`` says whether it will run some.
+    """
     frontend = host.frontends.kinds[config.frontend.kind].thing
-    of_frontend = (f"frontend.{problem}" for problem in frontend.problems(config.frontend))
-    problems = [*_missing(config), *of_frontend, *_damaged(config)]
+    problems_of_frontend = frontend.problems(config.frontend) if front_doors else ()
+    of_frontend = (f"frontend.{problem}" for problem in problems_of_frontend)
+    problems = [*_missing(config), *host_problems(config), *of_frontend, *_damaged(config)]
     problems += planner_problems(config, host)
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
@@ -46,6 +51,7 @@ def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
 
     ``check_machine`` has passed.
     """
+    yield from cluster_warnings(config)
     for path, engine, connector, model in _engines(config, host):
         yield from (f"{path}.{warning}" for warning in connector.warnings(engine, model))
 

@@ -35,6 +35,7 @@ from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import Launcher, LauncherContext
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
+from commutator.errors import ConfigError
 from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
 from commutator.planner.reports import DoorReports
@@ -43,17 +44,20 @@ from commutator.registry.claims import PLANNER, Claim
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
+from commutator.supervisor.generation import generation_of
+from commutator.supervisor.hosts import kv_host, network_of, serves_registry, transport_variables
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.planning import make_planner
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
-from commutator.trust import SECRET_FILE, RunSecret, adopt
+from commutator.trust import NETWORK, SECRET_FILE, Network, RunSecret, adopt, use_network
 
 __all__ = [
     "Supervisor",
     "banner",
     "front_door_address",
+    "run_secret",
     "worker_specs",
     "write_effective",
 ]
@@ -68,21 +72,29 @@ _MOST_INTERVALS = 6.0
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
-def worker_specs(loaded: Loaded) -> list[WorkerSpec]:
-    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ...; HOST- before it, if any."""
-    models = {model.name: model for model in loaded.config.models}
-    host = loaded.config.runtime.host_name
-    prefix = "" if host is None else f"{host}-"
+def worker_specs(loaded: Loaded, network: Network | None = None) -> list[WorkerSpec]:
+    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ...; HOST- before it, if any.
+
+    ``network`` is that of this host.
+    """
+    config = loaded.config
+    models = {model.name: model for model in config.models}
+    host = (config.cluster.host.name or "") if network is None else network.host
+    prefix = f"{host}-" if host else ""
     return [
         WorkerSpec(
             worker_id=f"{prefix}{engine.name}-{replica}",
-            host=host or "",
+            host=host,
+            labels=config.cluster.host.labels,
+            generation=generation_of(engine, models[engine.model or ""], config.tiers),
+            advertise="127.0.0.1" if network is None else network.advertise,
+            kv_host=kv_host(config, network),
             config=engine,
             model=models[engine.model or ""],
             connector=loaded.host.engines.kinds[engine.kind].thing,
-            tiers=loaded.config.tiers,
+            tiers=config.tiers,
         )
-        for engine in loaded.config.engines
+        for engine in config.engines
         for replica in range(engine.replicas)
     ]
 
@@ -101,8 +113,20 @@ class Supervisor:
     """One run of one deployment, on a ``port`` that is already reserved."""
 
     def __init__(
-        self, loaded: Loaded, port: int, printer: Printer, *, colour: bool, url_file: Path | None
+        self,
+        loaded: Loaded,
+        port: int,
+        printer: Printer,
+        *,
+        colour: bool,
+        url_file: Path | None,
+        engine: str | None = None,
+        front_doors: int | None = None,
     ) -> None:
+        """``engine`` runs the workers of that entry only; "" none. ``front_doors`` is how many.
+
+        By default there is everything that the configuration asks for.
+        """
         self._loaded = loaded
         self._config = loaded.config
         self._port = port
@@ -111,7 +135,14 @@ class Supervisor:
         self._url_file = url_file
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
-        self._secret = _run_secret(self._config)
+        self._network = network_of(self._config)
+        self._specs = [
+            spec
+            for spec in worker_specs(loaded, self._network)
+            if engine in (None, spec.config.name)
+        ]
+        self._front_doors = self._config.frontend.replicas if front_doors is None else front_doors
+        self._secret = run_secret(self._config)
         self._secret.save(self._folder / _FILE_OF_SECRET)
         self._launcher = self._make_launcher()
         self._fleet: Fleet | None = None
@@ -120,19 +151,19 @@ class Supervisor:
         self._kill = asyncio.Event()
 
     def _make_launcher(self) -> Launcher:
-        config, interfaces = self._config.launcher, self._config.runtime.kv_interfaces
-        if interfaces is None:
-            interfaces = (os.environ.get("UCX_NET_DEVICES") or "lo",)
+        config, network = self._config.launcher, self._network
         context = LauncherContext(
             folder=self._folder,
             env={
                 **_environment(os.environ.keys() - foreign_variables(self._config)),
-                "UCX_NET_DEVICES": ",".join(interfaces),
+                **transport_variables(self._config, network, os.environ),
+                **({} if network is None else {NETWORK: network.to_json()}),
                 LOG_LEVEL: self._config.log.level.upper(),
                 SECRET_FILE: str(self._folder / _FILE_OF_SECRET),
                 BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
             },
             on_line=self._on_line,
+            listen="127.0.0.1" if network is None else network.listen,
         )
         return self._loaded.host.launchers.kinds[config.kind].thing(config, context)
 
@@ -144,7 +175,7 @@ class Supervisor:
 
         Raises ConfigError when the first start of a worker shows that it can never start.
         """
-        with adopt(self._secret):
+        with adopt(self._secret), use_network(self._network):
             return await self._run()
 
     async def _run(self) -> int:
@@ -197,8 +228,8 @@ class Supervisor:
         fleet = self._fleet = self._make_fleet(registry, clock, reports, bus)
         planning: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None:
-            runtime = self._config.runtime
-            claim = Claim(PLANNER, address, registry, runtime.lease_s, host=runtime.host_name or "")
+            name = self._config.cluster.host.name or ""
+            claim = Claim(PLANNER, address, registry, self._config.runtime.lease_s, host=name)
             live = LivePlanner(
                 make_planner(self._config, planner, self._loaded.host),
                 planner,
@@ -209,8 +240,9 @@ class Supervisor:
             )
             server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
+        shared = await self._share(registry)
         self._make_frontends(address)
-        fleet.begin(self._specs())
+        fleet.begin(self._first_workers())
         workers = asyncio.create_task(fleet.run())
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
@@ -220,15 +252,29 @@ class Supervisor:
             await _cancel(frontends)  # first, as their running requests need the workers
             await _cancel([workers])
             await bus.close()
-            await server.stop()
+            for one in (server, shared):
+                if one is not None:
+                    await one.stop()
             await registry.close()
 
-    def _specs(self) -> list[WorkerSpec]:
+    async def _share(self, registry: Registry) -> RegistryServer | None:
+        """Serve the registry to other hosts, if this one has it. Raises ConfigError."""
+        place = serves_registry(self._config, self._network)
+        if place is None:
+            return None
+        shared = RegistryServer(registry)
+        try:
+            await shared.start(*place)
+        except OSError as error:
+            problem = f"registry.address: cannot listen at {place[0]}:{place[1]}: {error.strerror}"
+            raise ConfigError([problem], "this machine") from error
+        return shared
+
+    def _first_workers(self) -> list[WorkerSpec]:
         """The first workers. With a planner an engine must be able to have as many as the plan."""
         planner = self._config.planner
-        specs = worker_specs(self._loaded)
         if planner is None or planner.mode != "act":
-            return specs
+            return self._specs
         return [
             evolve(
                 spec,
@@ -239,7 +285,7 @@ class Supervisor:
                     ),
                 ),
             )
-            for spec in specs
+            for spec in self._specs
         ]
 
     def _make_fleet(
@@ -278,7 +324,7 @@ class Supervisor:
         env = {**secrets, "COMMUTATOR_REGISTRY": address}
         self._frontends = [
             FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)
-            for number in range(self._config.frontend.replicas)
+            for number in range(self._front_doors)
         ]
 
     async def _until_stopped(self, agents: Iterable[asyncio.Task[None]]) -> None:
@@ -304,6 +350,10 @@ class Supervisor:
             if waiting := self._not_ready():
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
+        if not self._frontends:
+            names = ", ".join(agent.name for agent in self._agents())
+            self._printer.announce(f"Ready: {names}", f"ready: {names}")
+            return
         address = front_door_address(self._config, self._loaded.host, self._port)
         url = address.url
         text = banner(self._config, address, colour=self._colour)
@@ -327,7 +377,7 @@ def _environment(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def _run_secret(config: Config) -> RunSecret:
+def run_secret(config: Config) -> RunSecret:
     """The secret of this run. Raises ConfigError or SecretFileError when it cannot be read."""
     if config.runtime.secret is not None:
         return RunSecret.from_text(config.runtime.secret.reveal())

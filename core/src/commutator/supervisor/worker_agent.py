@@ -27,6 +27,7 @@ from commutator.contract.launcher import LaunchedProcess, Launcher
 from commutator.contract.registry import Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
+from commutator.engine.protocol import INSTANCE
 from commutator.errors import (
     CommutatorError,
     ConfigError,
@@ -63,6 +64,12 @@ class WorkerSpec:
     tiers: tuple[TierConfig, ...] = ()
     host: str = ""
     """As ``WorkerRecord.host``."""
+    labels: Mapping[str, str] = MappingProxyType({})
+    generation: str = ""
+    advertise: str = "127.0.0.1"
+    """The address at which other hosts reach this one."""
+    kv_host: str = "127.0.0.1"
+    """As ``LaunchContext.kv_host``."""
 
 
 class WorkerAgent:
@@ -123,10 +130,11 @@ class WorkerAgent:
         events = EventRelay(self._bus)
         outcome: str | None = None
         try:
-            process, address = await self._start_process()
+            instance = secrets.token_hex(8)
+            process, address = await self._start_process(instance)
             client = self._spec.connector.connect(self._spec.config, address)
             info = await while_alive(process, self._wait_until_ready(client, process))
-            record = await events.announced(self._record(address, info))
+            record = await events.announced(self._record(address, info, instance))
             await while_alive(process, self._announce(record))
             self._ever_ready = True
             self._client = client
@@ -162,7 +170,7 @@ class WorkerAgent:
             return ConfigError(list(failure.problems), f"worker {self.name}")
         return EngineError("; ".join(failure.problems))
 
-    async def _start_process(self) -> tuple[LaunchedProcess | None, str]:
+    async def _start_process(self, instance: str) -> tuple[LaunchedProcess | None, str]:
         """The process (None for an engine that is attached) and the engine's address."""
         spec = self._spec
         self._folder.mkdir(exist_ok=True)
@@ -174,6 +182,8 @@ class WorkerAgent:
             port=port,
             state_dir=self._folder,
             tiers=spec.tiers,
+            advertise=spec.advertise,
+            kv_host=spec.kv_host,
         )
         plan = spec.connector.launch_plan(spec.config, context)
         if plan is None:
@@ -182,7 +192,7 @@ class WorkerAgent:
                     [f"engine {spec.config.name} is attached to, not started: one replica only"]
                 )
             return None, spec.connector.attach_address(spec.config)
-        plan = evolve(plan, env={**self._env, **plan.env})
+        plan = evolve(plan, env={**self._env, INSTANCE: instance, **plan.env})
         return await self._launcher.start(self.name, plan), plan.address
 
     async def _wait_until_ready(
@@ -288,7 +298,7 @@ class WorkerAgent:
             except RegistryError as error:
                 log.warning("%s: its lease ends only when it lapses: %s", self.name, error)
 
-    def _record(self, address: str, info: EngineInfo) -> WorkerRecord:
+    def _record(self, address: str, info: EngineInfo, instance: str) -> WorkerRecord:
         config = self._spec.config
         name, role = config.name or config.kind, Role(config.role)
         if role is not Role.BOTH and info.handover is None:
@@ -306,8 +316,10 @@ class WorkerAgent:
             address=address,
             info=info,
             role=role,
-            instance=secrets.token_hex(8),
+            instance=instance,
             host=self._spec.host,
+            labels=dict(self._spec.labels),
+            generation=self._spec.generation,
         )
 
 

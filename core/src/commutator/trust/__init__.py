@@ -2,6 +2,16 @@
 
 from commutator.trust.gate import ClientGate, Gate, ServerGate
 from commutator.trust.handshake import Handshake, HandshakeError
+from commutator.trust.identity import Identity, Right
+from commutator.trust.network import (
+    NETWORK,
+    Network,
+    TlsError,
+    TlsFiles,
+    is_loopback,
+    network_of_this_process,
+    use_network,
+)
 from commutator.trust.refusals import note_refusal, refused_connections
 from commutator.trust.secret import (
     SECRET_FILE,
@@ -12,20 +22,35 @@ from commutator.trust.secret import (
     run_folder,
     secret_of_this_process,
 )
+from commutator.trust.wire import Listener, connect, host_and_port, listen, serve
 
 __all__ = [
+    "NETWORK",
     "SECRET_FILE",
     "ClientGate",
     "Gate",
     "Handshake",
     "HandshakeError",
+    "Identity",
+    "Listener",
+    "Network",
+    "Right",
     "RunSecret",
     "SecretFileError",
     "ServerGate",
+    "TlsError",
+    "TlsFiles",
     "adopt",
+    "connect",
+    "host_and_port",
+    "is_loopback",
+    "listen",
+    "network_of_this_process",
     "note_refusal",
     "proof_of_run",
     "refused_connections",
     "run_folder",
     "secret_of_this_process",
+    "serve",
+    "use_network",
 ]

@@ -1,6 +1,7 @@
 """What each end of a connection asks of the other before any message.
 
-A gate is the one place that decides how processes prove who they are: this one by the run's secret.
+A gate is the one place that decides how processes prove who they are: by the run's secret, and
+between hosts by their certificates, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from commutator.trust.handshake import ClientHandshake, Handshake, ServerHandshake
+from commutator.trust.identity import Identity, Right
+from commutator.trust.network import TlsError, network_of_this_process, peer_identity
 from commutator.trust.refusals import note_refusal
 from commutator.trust.secret import RunSecret, secret_of_this_process
 
@@ -29,6 +32,16 @@ def address_text(address: Any) -> str:
     if isinstance(host, IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped
     return f"{host}:{address[1]}"
+
+
+def _end(transport: asyncio.Transport, name: str) -> str:
+    """The server's end of a connection, which both ends prove that they mean.
+
+    With TLS the certificates say who is there, also where addresses are translated on the way.
+    """
+    if transport.get_extra_info("ssl_object") is not None:
+        return "TLS"
+    return address_text(transport.get_extra_info(name))
 
 
 class Gate(ABC):
@@ -51,6 +64,17 @@ class Gate(ABC):
         """The secret to prove now. Raises SecretFileError."""
         return self._given if self._given is not None else secret_of_this_process()
 
+    def identify(self, transport: asyncio.Transport) -> Identity | None:
+        """Who the peer is, by its certificate; None without TLS.
+
+        Raises TlsError when it is of no process of this cluster.
+        """
+        identity = peer_identity(transport)
+        network = network_of_this_process()
+        if identity is not None and network is not None and identity.cluster != network.cluster:
+            raise TlsError(f"{identity} is of another cluster than {network.cluster}")
+        return identity
+
     @abstractmethod
     def enter(self, transport: asyncio.Transport) -> Handshake | None:
         """The handshake of a new connection; None when no proof is asked for."""
@@ -63,13 +87,34 @@ class Gate(ABC):
 class ClientGate(Gate):
     """For connections that this process makes."""
 
+    def __init__(
+        self,
+        service: str,
+        secret: RunSecret | None = None,
+        *,
+        expects: Right | None = None,
+        host: str = "",
+    ) -> None:
+        """``expects`` is what the server's certificate must allow it; ``host`` whose it must be."""
+        super().__init__(service, secret)
+        self._expects = expects
+        self._host = host
+
+    def identify(self, transport: asyncio.Transport) -> Identity | None:
+        """Raises TlsError also when it is not who is meant."""
+        identity = super().identify(transport)
+        if identity is not None:
+            if self._expects is not None and not identity.may(self._expects):
+                raise TlsError(f"{identity} must not {self._expects}")
+            if self._host and identity.name != self._host:
+                raise TlsError(f"{identity} is there instead of host {self._host}")
+        return identity
+
     def enter(self, transport: asyncio.Transport) -> Handshake | None:
         secret = self.secret
         if secret is None:
             return None
-        return ClientHandshake(
-            secret, self.service, address_text(transport.get_extra_info("peername"))
-        )
+        return ClientHandshake(secret, self.service, _end(transport, "peername"))
 
     def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
         """Nothing to do: the caller that opened the connection gets the problem."""
@@ -85,6 +130,17 @@ class ServerGate(Gate):
         self._max_pending = max_pending
         self._pending: dict[asyncio.Transport, None] = {}
 
+    def identify(self, transport: asyncio.Transport) -> Identity | None:
+        try:
+            return super().identify(transport)
+        except TlsError as error:
+            self.refuse(transport, str(error))
+            raise
+
+    def refuse(self, transport: asyncio.Transport, reason: str) -> None:
+        """Count and log a connection, or what was asked on it, that is refused."""
+        note_refusal(self.service, address_text(transport.get_extra_info("peername")), reason)
+
     def enter(self, transport: asyncio.Transport) -> Handshake | None:
         secret = self.secret
         if secret is None:
@@ -94,13 +150,10 @@ class ServerGate(Gate):
             self.leave(oldest, "too many connections wait to prove themselves")
             oldest.abort()
         self._pending[transport] = None
-        return ServerHandshake(
-            secret, self.service, address_text(transport.get_extra_info("sockname"))
-        )
+        return ServerHandshake(secret, self.service, _end(transport, "sockname"))
 
     def leave(self, transport: asyncio.Transport, problem: str | None) -> None:
         pending = transport in self._pending
         self._pending.pop(transport, None)
         if pending and problem is not None:
-            peer = address_text(transport.get_extra_info("peername"))
-            note_refusal(self.service, peer, problem)
+            self.refuse(transport, problem)

@@ -27,7 +27,7 @@ from commutator.kv.transfer.protocol import (
     ReleaseRequest,
     WatchRequest,
 )
-from commutator.trust import Gate, RunSecret, ServerGate
+from commutator.trust import Gate, RunSecret, ServerGate, serve
 
 __all__ = ["BlockExporter"]
 
@@ -202,14 +202,11 @@ class BlockExporter:
         self._end(request.id, lambda: self._leases.release(request.id, request.blocks))
 
     async def _serve(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: _Reader(self.answer, self._readers, self._gate).frames, sock=listening
-        )
         try:
-            await server.serve_forever()
+            await serve(
+                listening, lambda: _Reader(self.answer, self._readers, self._gate).frames, SERVICE
+            )
         finally:
-            server.close()
             for frames in self._readers.copy():
                 frames.close()
 

@@ -22,7 +22,7 @@ from commutator.kv.transfer.protocol import (
     LookupRequest,
     ReleaseRequest,
 )
-from commutator.trust import ClientGate, RunSecret
+from commutator.trust import ClientGate, Right, RunSecret, TlsError, connect, host_and_port
 
 __all__ = ["Connection", "Sources"]
 
@@ -42,7 +42,7 @@ class Connection:
 
     def __init__(self, address: str, *, secret: RunSecret | None = None) -> None:
         self.address = address
-        self._gate = ClientGate(SERVICE, secret)
+        self._gate = ClientGate(SERVICE, secret, expects=Right.SERVE_WORKER)
         self._frames: FrameProtocol | None = None
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -56,17 +56,14 @@ class Connection:
         """Connect, unless it is connected. Raises EngineUnavailableError."""
         if self._frames is not None:
             return
-        host, _, port = self.address.rpartition(":")
         frames = FrameProtocol(
             self._on_frame, lambda reason: self._on_lost(frames, reason), self._gate
         )
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                transport, _ = await asyncio.get_running_loop().create_connection(
-                    lambda: frames, host, int(port)
-                )
+                transport = await connect(lambda: frames, *host_and_port(self.address))
                 await frames.proven()
-        except (OSError, ValueError, TimeoutError) as error:
+        except (OSError, ValueError, TimeoutError, TlsError) as error:
             frames.close()
             what = "no answer" if isinstance(error, TimeoutError) else str(error)
             raise self._unavailable(what) from error

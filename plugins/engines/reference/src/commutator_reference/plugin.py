@@ -25,6 +25,7 @@ __all__ = ["ReferenceConnector"]
 class ReferenceConnector(EngineConnector[ReferenceConfig]):
     """Starts `python -m commutator_reference` and speaks the token API to it."""
 
+    secures_connections = True
     uses_tiers = True
 
     def problems(

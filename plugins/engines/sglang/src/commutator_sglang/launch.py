@@ -68,7 +68,7 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         **(_CPU_ENV if _on_cpu(config) else {}),
     }
     env = server_environment(config, context, defaults)
-    address = f"http://{context.host}:{context.port}"
+    address = f"http://{context.advertise}:{context.port}"
     command = (*command, *_key_arguments(config, context, address))
     log_command(context, env, command, config.secret_variables)
     return LaunchPlan(argv=start_command(source, command), address=address, env=env)

@@ -22,6 +22,8 @@ __all__ = ["SimConnector"]
 class SimConnector(EngineConnector[SimConfig]):
     """Starts `python -m commutator_sim` and speaks the token API to it."""
 
+    secures_connections = True
+
     def launch_plan(self, config: SimConfig, context: LaunchContext) -> LaunchPlan:
         return engine_command("commutator_sim", config, context)
 

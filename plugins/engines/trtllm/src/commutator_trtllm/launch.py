@@ -67,7 +67,7 @@ def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     if command:
         log_command(context, env, command, config.secret_variables)
         argv = (*argv, "--", *command)
-    return LaunchPlan(argv=argv, address=f"http://{context.host}:{context.port}", env=env)
+    return LaunchPlan(argv=argv, address=f"http://{context.advertise}:{context.port}", env=env)
 
 
 def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> tuple[str, ...]:

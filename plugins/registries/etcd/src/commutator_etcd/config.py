@@ -62,12 +62,12 @@ class EtcdConfig(RegistryConfig):
         validator=_endpoints,
     )
     cluster: str = setting(
-        "Deployments with the same name, and the same `runtime.secret`, share their workers. Keys "
-        "begin with /commutator/CLUSTER/v1/.",
+        "Deployments with the same name, and the same `runtime.secret`, share their workers; "
+        "`cluster.name` by default. Keys begin with /commutator/CLUSTER/v1/.",
         "default",
         validator=_cluster,
     )
-    tls: EtcdTls | None = setting("Required for `https` endpoints.", None)
+    tls: EtcdTls | None = setting("Required for `https` endpoints; by default `cluster.tls`.", None)
     insecure: bool = setting(
         "Allow `http` endpoints on other hosts: everyone on the network between can read and "
         "change what etcd holds.",

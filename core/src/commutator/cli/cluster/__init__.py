@@ -1,0 +1,1 @@
+"""Commands for clusters of several hosts: their certificates, their workers."""

