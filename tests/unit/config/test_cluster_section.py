@@ -49,6 +49,7 @@ def on_network(folder: Path, *, cluster: dict[str, Any] | None = None, **section
 
 
 DISAGG = {"kind": "conditional"}
+PLANNER = {"kind": "slo", "bounds": {"both": [1, 4]}, "start_up_s": 30}
 
 
 @pytest.mark.security
@@ -77,6 +78,11 @@ DISAGG = {"kind": "conditional"}
             "tiers[1].kind: KV would move",
         ),
         ({"runtime": {"kv_interfaces": ["eth0"]}}, "runtime.kv_interfaces: KV would move"),
+        ({"planner": PLANNER}, "planner: it starts and stops the workers of one machine"),
+        (
+            {"planner": PLANNER, "cluster": {"host": {"listen": "127.0.0.1"}}},
+            "planner: it starts and stops the workers of one machine",
+        ),
     ],
 )
 def test_what_a_cluster_refuses(tmp_path: Path, sections: dict[str, Any], problem: str) -> None:

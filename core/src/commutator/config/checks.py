@@ -191,7 +191,16 @@ def _cluster_problems(
     place = _section(cluster, "host")
     registry = _section(data, "registry")
     kept_here = registry.get("kind") == "memory" and registry.get("address") is None
-    if _is_loopback(_text(place, "listen", "127.0.0.1")):
+    alone = _is_loopback(_text(place, "listen", "127.0.0.1"))
+    if data.get("planner") and not (alone and cluster.get("tls") is None):
+        yield (
+            "planner",
+            (
+                "it starts and stops the workers of one machine only, so it does not work in a "
+                "cluster of several hosts yet; remove it, or cluster.host.listen and cluster.tls"
+            ),
+        )
+    if alone:
         if registry.get("address") is not None and cluster.get("tls") is None:
             yield (
                 "registry.address",
