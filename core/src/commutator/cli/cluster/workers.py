@@ -66,10 +66,11 @@ def _ask(
 
 async def _workers(registry: Registry) -> list[WorkerRecord]:
     from commutator.contract.registry import WorkerUp
+    from commutator.registry.claims import workers_only
 
     try:
         async with asyncio.timeout(_FIRST_VIEW_S):
-            batch = await anext(registry.watch())
+            batch = await anext(workers_only(registry.watch()))
     except TimeoutError:
         problem = f"the registry did not answer within {_FIRST_VIEW_S:g} s"
         raise CommutatorError(problem) from None
