@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from tests.support.browser import Page, browser
@@ -13,7 +15,9 @@ from tests.support.principals import gate_of
 
 from commutator.contract.principal import Principal
 from commutator.contract.worker import EngineLoad
+from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
+from commutator.registry.unready import UnreadyState, UnreadyWorker
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +68,36 @@ async def test_the_page_follows_the_run_and_the_chat_tells_who_answered(page: Pa
         assert "cached 4 of" in said
         assert "Why this worker: because it is Tuesday" in said
         assert await in_thread(page.problems) == []
+
+
+async def test_workers_that_fail_and_what_the_planner_wants_are_shown(page: Page) -> None:
+    now_s = time.time()
+    failing = UnreadyWorker(
+        worker_id="w-1", model="m", kind="k", engine="w", since_unix_s=now_s - 5,
+        state=UnreadyState.FAILING, cause=HOSTILE, next_start_unix_s=now_s + 600,
+    )  # fmt: skip
+    role = {"desired": 3, "proposed": 3, "ready": 1, "starting": 1, "draining": 0,
+            "reason": "for 2.5 requests/s"}  # fmt: skip
+    told = {
+        "kind": "slo", "mode": "act", "acts": True, "interval_s": 5.0, "plans": 1,
+        "last": {"time": now_s, "roles": {"both": role}, "actions": [], "warnings": [HOSTILE]},
+        "recent": [{"time": now_s, "text": "+2 both: a burst"}],
+    }  # fmt: skip
+    link = cast(PlannerLink, SimpleNamespace(status=told))
+    async with front_door(FakeDispatcher()) as door:
+        door.services.unready, door.services.planner = [failing], link
+        await in_thread(page.open, door.url, theme="dark")
+        await in_thread(page.until_text, "#status", "degraded")
+        shown = await in_thread(page.text, WORKERS)
+        assert "failing" in shown
+        assert f"{HOSTILE}; starts again in" in shown
+        planner = await in_thread(page.text, "#planner-panel")
+        for expected in ("slo acts, every 5 s", "for 2.5 requests/s", "+2 both: a burst", HOSTILE):
+            assert expected in planner
+        assert page.run("return window.owned") is None
+        assert await in_thread(page.problems) == []
+        link.status = None
+        await in_thread(page.until_text, "#planner-panel", "No planner answers")
 
 
 @pytest.mark.long

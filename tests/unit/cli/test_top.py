@@ -33,6 +33,7 @@ def worker(name: str, **more: Any) -> dict[str, Any]:
     return {
         "worker_id": name, "model": "m", "kind": "sim", "engine": "sim", "version": "1", "pid": 77,
         "host": "", "role": "both", "state": "ready", "requests": 3, "load": load, "tiers": [tier],
+        "cause": None, "since_unix_s": None, "next_start_unix_s": None,
     } | more  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
             "ttft": LATENCY, "itl": {**dict.fromkeys(LATENCY), "count": 0},
         },
         "cache": {"hit_rate": 0.5, "by_tier": [{"tier": "device", "hit_rate": 0.5}]},
-        "workers": [worker("w-0")], "workers_left_out": 0,
+        "workers": [worker("w-0")], "workers_left_out": 0, "planner": None, "problems": [],
         "flows": [{"source": "device", "target": "dram", "blocks_per_s": 2.0}],
         "handovers": [{"prefill": "p-0", "decode": "d-0", "per_s": 1.0, "bytes_per_s": 5e6,
                        "failed": 0}],
@@ -81,6 +82,35 @@ def test_everything_that_the_page_shows_is_drawn() -> None:
         "p-0 ⇒ d-0 1/s 5 MB/s", "worker up: w-0", "events were lost",
     ):  # fmt: skip
         assert expected in text, expected
+
+
+def test_a_worker_that_fails_and_what_the_planner_wants_are_drawn() -> None:
+    failing = worker(
+        "w-1", state="failing", cause="exited with status 1: no memory", since_unix_s=91.0,
+        next_start_unix_s=104.0, load=None, tiers=[], pid=None,
+    )  # fmt: skip
+    role = {"role": "both", "desired": 3, "proposed": 3, "ready": 1, "starting": 1, "draining": 0,
+            "reason": "3 workers for 2.5 requests/s"}  # fmt: skip
+    planner = {
+        "kind": "slo", "mode": "advise", "acts": True, "interval_s": 5.0, "plans": 7,
+        "time_unix_s": 99.0, "roles": [role], "actions": [], "warnings": ["too slow a target"],
+        "recent": [{"time": 98.0, "text": "+2 both: a burst"}],
+    }  # fmt: skip
+    shown = snapshot(
+        time_unix_s=100.0, workers=[worker("w-0"), failing], planner=planner,
+        problems=["worker w-1 is failing: exited with status 1: no memory"],
+    )  # fmt: skip
+    text = drawn(shown)
+    for expected in (
+        "● failing", "w-1  for 9 s: exited with status 1: no memory; starts again in 4 s",
+        "slo advises only, every 5 s", "both: 3 wanted, 1 ready, 1 starting, 0 draining; 3 workers",
+        "too slow a target", "+2 both: a burst", "worker w-1 is failing",
+    ):  # fmt: skip
+        assert expected in text, expected
+    many = [failing | {"worker_id": f"w-{number}"} for number in range(50)]
+    assert len(drawn(shown | {"workers": many}, height=40).splitlines()) <= 40
+    silent = {"acts": False, "roles": [], "actions": [], "warnings": [], "recent": []}
+    assert "Planner  none answers" in drawn(snapshot(planner=silent))
 
 
 def test_a_thousand_workers_leave_room_and_the_troubled_come_first() -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -20,7 +20,9 @@ from commutator.contract.principal import Principal
 from commutator.contract.worker import EngineLoad
 from commutator.errors import OverloadedError
 from commutator.frontend import LIVE_PATH, LiveFeed
+from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
+from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.ui import PAGE_PATHS
 
@@ -78,6 +80,54 @@ async def test_a_request_is_shown_with_its_decision_and_its_end() -> None:
     assert (now["models"], now["status"], now["doors_not_shown"]) == ([MODEL], "ready", 0)
     (worker,) = now["workers"]
     assert (worker["worker_id"], worker["load"]["waiting"]) == ("fake-0", 3)
+
+
+class SilentPlanner:
+    """A link to a planner, with what it told last."""
+
+    status: dict[str, Any] | None = None
+
+
+async def test_workers_that_fail_and_the_planner_are_shown() -> None:
+    services = make_services(FakeDispatcher())
+    services.unready = [
+        UnreadyWorker(
+            worker_id="w-1", model=MODEL, kind="k", engine="w", since_unix_s=1.0,
+            state=UnreadyState.FAILING, cause="no memory", next_start_unix_s=2.0,
+        )
+    ]  # fmt: skip
+    feed = LiveFeed(services, every_s=0.01)
+    services.planner = cast(PlannerLink, link := SilentPlanner())
+    async with feed.watch() as snapshots:
+        shown = json.loads(await anext(snapshots))
+        assert (shown["status"], shown["problems"]) == (
+            "degraded", ["worker w-1 is failing: no memory"],
+        )  # fmt: skip
+        ready, failing = shown["workers"]
+        assert failing.keys() == ready.keys()
+        assert (failing["state"], failing["cause"]) == ("failing", "no memory")
+        assert shown["planner"]["roles"] == []
+        assert "kind" not in shown["planner"]
+        role = {
+            "desired": 2,
+            "proposed": 2,
+            "ready": 1,
+            "starting": 1,
+            "draining": 0,
+            "reason": "r",
+        }
+        last = {"time": 5.0, "roles": {"both": role}, "actions": [], "warnings": ["w"]}
+        link.status = {
+            "kind": "slo", "mode": "act", "acts": True, "interval_s": 5.0, "plans": 1,
+            "last": last, "recent": [{"time": 4.0, "text": "+1 both"}],
+        }  # fmt: skip
+        await anext(snapshots)
+        shown = json.loads(await anext(snapshots))["planner"]
+        assert shown["roles"] == [{"role": "both"} | role]
+        assert (shown["warnings"], shown["recent"][0]["text"]) == (["w"], "+1 both")
+        link.status["last"] = None
+        await anext(snapshots)
+        assert json.loads(await anext(snapshots))["planner"]["roles"] == []
 
 
 async def test_nothing_is_listened_to_while_nobody_watches() -> None:

@@ -7,12 +7,27 @@ import logging
 
 import jsonschema
 import pytest
+from attrs import evolve
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, answer, front_door
 
 from commutator import __version__
+from commutator.contract.worker import KvStatistics, TierState
 from commutator.frontend import ADMIN_PREFIX, LiveFeed, admin_routes, live_routes
+from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.routing.disagg.prefill_pool import QueueState
+
+
+def statistics_of(tier: str, *, up: bool) -> KvStatistics:
+    names = ("capacity", "published", "staged", "leaving", "waiting", "loading", "retained")
+    counts = dict.fromkeys((*names, "pins_refused"), 0)
+    nothing: dict[str, dict[str, int]] = {"loads": {}, "not_loaded": {}, "removed": {}}
+    state = TierState(
+        name=tier, medium="DISK", up=up, latency_s=None, block_s=None, **counts, **nothing
+    )
+    return KvStatistics(
+        tiers=(state,), edges=(), blocks=0, held_on_device=0, loads_running=0, stores_running=0
+    )
 
 
 async def test_live_ready_health() -> None:
@@ -27,7 +42,9 @@ async def test_live_ready_health() -> None:
         assert "commutator-openai" in versions
         assert health == {
             "status": "ready",
+            "problems": [],
             "models": [MODEL],
+            "unready_workers": [],
             "workers": [
                 {
                     "worker_id": "fake-0",
@@ -62,6 +79,26 @@ async def test_live_ready_health() -> None:
         status, body = await door.get("/ready")
         assert (status, body["error"]["code"]) == (503, "no_worker")
         assert (await door.get("/live"))[0] == 200
+
+
+async def test_workers_that_do_not_start_and_tiers_that_are_down_degrade_the_run() -> None:
+    dispatcher = FakeDispatcher()
+    one = UnreadyWorker(worker_id="w-1", model=MODEL, kind="k", engine="w", since_unix_s=1.0)
+    async with front_door(dispatcher) as door:
+        door.services.unready = [one, evolve(one, worker_id="fake-0")]
+        _, health = await door.get("/health")
+        assert (health["status"], health["problems"]) == ("ready", []), "it only starts"
+        (shown,) = health["unready_workers"]  # fake-0 has become ready meanwhile
+        assert (shown["worker_id"], shown["state"]) == ("w-1", "starting")
+        door.services.unready = [evolve(one, state=UnreadyState.FAILING, cause="no memory")]
+        dispatcher.poll.kv = {"fake-0": statistics_of("nvme", up=False)}
+        _, health = await door.get("/health")
+        assert health["status"] == "degraded"
+        assert health["problems"] == [
+            "worker w-1 is failing: no memory",
+            "the tier nvme of worker fake-0 is down",
+        ]
+        assert (await door.get("/ready"))[0] == 200, "requests are served nevertheless"
 
 
 async def test_the_prefill_queue_is_shown() -> None:

@@ -252,6 +252,9 @@ async def test_a_launch_that_can_never_start_ends_no_deployment_and_the_next_one
         refused = rig.fleet.launch(Role.BOTH)
         assert not refused.done
         assert "could not start" in refused.text
+        (unready,) = rig.fleet.unready()
+        assert (unready.worker_id, unready.state.value) == ("w-1", "failing")
+        assert unready.cause is not None
         assert rig.phase("w-0") is WorkerPhase.READY
 
 

@@ -26,6 +26,7 @@ from commutator.errors import (
 )
 from commutator.launcher.child import StartFailure, report_start_failure
 from commutator.registry.memory import MemoryRegistry
+from commutator.registry.unready import UnreadyState
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
 PROGRAM = ("an-engine",)
@@ -136,10 +137,15 @@ async def test_a_process_that_dies_leaves_at_once_and_another_is_started(watch: 
     engine = FakeEngine(PROGRAM)
     watched = watch(engine, lease_s=60.0)
     assert isinstance(await watched.next(), WorkerUp)
+    await until(lambda: watched.agent.unready is None)
     watched.launcher.processes[0].die()
     assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
+    await until(lambda: watched.agent.unready is not None)
+    assert watched.agent.unready is not None
+    assert watched.agent.unready.state is UnreadyState.DEAD
     again = await watched.next()
     assert isinstance(again, WorkerUp)
+    await until(lambda: watched.agent.unready is None)
     assert engine.contexts[0].port != engine.contexts[1].port
 
 
@@ -173,8 +179,13 @@ async def test_one_that_never_gets_ready_is_started_anew(watch: Watch) -> None:
     engine = FakeEngine(PROGRAM)
     engine.well = False
     watched = watch(engine, start_timeout_s=0.3)
+    assert watched.agent.unready is not None
+    assert watched.agent.unready.state is UnreadyState.STARTING
     await until(lambda: len(engine.contexts) >= 2)
     assert watched.changes.empty()
+    told = watched.agent.unready
+    assert (told.state, told.model, told.kind) == (UnreadyState.FAILING, "m", "fake")
+    assert told.cause == "failed: not ready within 0.3 s: refused"
 
 
 async def test_an_engine_that_is_only_attached_to(
@@ -184,6 +195,8 @@ async def test_an_engine_that_is_only_attached_to(
     engine.well = False
     watched = watch(engine)
     await until(lambda: engine.starts >= 3)
+    assert watched.agent.unready is not None
+    assert watched.agent.unready.cause == "refused"
     engine.well = True
     up = await watched.next()
     assert isinstance(up, WorkerUp)

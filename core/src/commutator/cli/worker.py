@@ -13,6 +13,7 @@ import click
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.options import NumberRange, files_argument, override_options
 from commutator.cli.serve import must_be_shared, run_deployment
+from commutator.cli.top.starts import start_text
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError
 
@@ -84,14 +85,21 @@ def run(
 @worker.command(epilog="Example: commutator worker ls")
 @front_door_options
 def ls(door: FrontDoor) -> None:
-    """Print one line for each worker: its state and its requests."""
-    workers = door.workers()
+    """Print one line for each worker: its state, and its requests or what went wrong."""
+    health = door.health()
+    workers = sorted(health["workers"] + health["unready_workers"], key=lambda w: w["worker_id"])
     widths = [max([len(w[field]) for w in workers], default=0) for field in ("worker_id", "model")]
     for one in workers:
         role = "" if one["role"] == Role.BOTH else f"{one['role']}, "
+        pid = f", pid {one['pid']}" if one.get("pid") else ""
+        doing = (
+            f"{one['active_requests_of_all']} requests{pid}"
+            if "active_requests_of_all" in one
+            else start_text(one, time.time())
+        )
         click.echo(
             f"{one['worker_id']:<{widths[0]}}  {one['model']:<{widths[1]}}  {one['kind']}  "
-            f"{role}{one['state']}, {one['active_requests_of_all']} requests"
+            f"{role}{one['state']}, {doing}"
         )
 
 

@@ -104,12 +104,15 @@ def health_routes(
 
 async def _health(services: FrontendServices, local_socket: str | None) -> dict[str, object]:
     dispatcher, limiter = services.dispatcher, services.limiter
-    status = "ready" if dispatcher.ready() else "degraded"
+    found = list(services.problems())
+    status = "degraded" if found or not dispatcher.ready() else "ready"
     return {
         "status": "draining" if services.draining else status,
+        "problems": found,
         "versions": installed_versions(),
         "models": list(services.models),
         "workers": await _in_slices(dispatcher.statuses()),
+        "unready_workers": [msgspec.to_builtins(one) for one in services.unready_workers()],
         "requests": {"running": limiter.running, "queued": limiter.waiting},
         "waiting_for_a_worker": {name: dispatcher.waiting(name) for name in services.models},
         "prefill_queues": {

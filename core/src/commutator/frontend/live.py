@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
@@ -45,8 +46,10 @@ from commutator.frontend.snapshot import (
     handovers,
     kv_totals,
     latest,
+    planning,
     principals,
     requests,
+    unready_row,
     worker_row,
 )
 from commutator.routing.workers import WorkerStatus
@@ -66,6 +69,7 @@ _EVERY_S = 1.0
 _WINDOW_S = 10.0
 _MOST_WATCHERS = 16
 _MOST_WORKERS = 2000
+_MOST_UNREADY = 200
 _MOST_ASKED = 64
 """Workers that are asked for their load at each snapshot; of more, the next ones each time."""
 _MOST_ROWS = 50
@@ -331,7 +335,9 @@ class LiveFeed:
             _cut(f"{warning.worker_id}: {warning.message}")
             for warning in dispatcher.warnings()[:_MOST_WARNINGS]
         ]
-        status = "ready" if dispatcher.ready() else "degraded"
+        found = [_cut(text) for text in islice(services.problems(), _MOST_WARNINGS)]
+        status = "degraded" if found or not dispatcher.ready() else "ready"
+        unready = list(services.unready_workers())
         return msgspec.json.encode(
             {
                 "time_unix_s": time.time(),
@@ -346,14 +352,20 @@ class LiveFeed:
                 "doors_not_shown": max(0, self._doors_known() - len(parts)),
                 "requests": requests(counted, doors_s, parts),
                 "cache": cache_hits(counted, moved, block_sizes),
-                "workers": await self._worker_rows(statuses[:_MOST_WORKERS], parts),
-                "workers_left_out": max(0, len(statuses) - _MOST_WORKERS),
+                "workers": [
+                    *await self._worker_rows(statuses[:_MOST_WORKERS], parts),
+                    *map(unready_row, unready[:_MOST_UNREADY]),
+                ],
+                "workers_left_out": max(0, len(statuses) - _MOST_WORKERS)
+                + max(0, len(unready) - _MOST_UNREADY),
+                "planner": None if services.planner is None else planning(services.planner.status),
                 "flows": flows(moved, kv_s),
                 "handovers": handovers(counted, doors_s, _MOST_ROWS),
                 "principals": busiest,
                 "principals_left_out": others,
                 "recent": recent,
                 "events": events[:_MOST_EVENTS],
+                "problems": found,
                 "warnings": warnings,
             }
         )

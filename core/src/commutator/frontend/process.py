@@ -48,7 +48,7 @@ log = logging.getLogger("commutator.frontend.process")  # not "__main__"
 REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "HOST:PORT"."""
 
-_REFUSALS_EVERY_S = 2.0
+_SUPERVISOR_EVERY_S = 1.0
 
 T = TypeVar("T")
 
@@ -148,21 +148,22 @@ def _work(
     """What a front door does beside its requests, until cancelled."""
     yield dispatcher.poll.run()
     yield counting.run()
-    yield _follow_refusals(registry, services)
+    yield _follow_supervisor(registry, services)
     if config.router.router_replica_sync and config.frontend.replicas > 1:
         yield ReplicaSync(door, dispatcher.load, registry.address).run()
     if services.planner is not None:
         yield services.planner.run()
 
 
-async def _follow_refusals(registry: RegistryClient, services: FrontendServices) -> None:
-    """Keep the registry's count of refused connections current, for the metrics."""
+async def _follow_supervisor(registry: RegistryClient, services: FrontendServices) -> None:
+    """Keep current what only the supervisor knows: refused connections, and unready workers."""
     while True:
         try:
-            services.refused = await registry.refused_connections()
+            state = await registry.run_state()
+            services.refused, services.unready = state.refused, state.unready
         except RegistryError as error:
             log.debug("%s", error)  # the worker follower logs that the registry is away
-        await asyncio.sleep(_REFUSALS_EVERY_S)
+        await asyncio.sleep(_SUPERVISOR_EVERY_S)
 
 
 async def serve_frontend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from attrs import define, field
@@ -19,8 +19,10 @@ from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
+from commutator.frontend.snapshot import problems
 from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics, Readings
+from commutator.registry.unready import UnreadyWorker
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tenants.meter import Meter
 from commutator.tokenizer.text_model import TextModel
@@ -58,6 +60,8 @@ class FrontendServices:
     """The way to the planner; None: the deployment has none."""
     refused: Mapping[str, int] = field(factory=dict)
     """Connections that the registry's process refused, by service."""
+    unready: Sequence[UnreadyWorker] = ()
+    """The workers that the supervisor starts, or cannot start."""
     started_unix_s: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     """Set when the process is about to end: ``/ready`` answers 503 from then on."""
@@ -101,6 +105,18 @@ class FrontendServices:
     def _registry_age_s(self) -> float:
         age_s = None if self.registry is None else self.registry.view_age_s()
         return math.nan if age_s is None else age_s
+
+    def unready_workers(self) -> Iterator[UnreadyWorker]:
+        """``unready`` without those that have become ready since."""
+        known = {one.worker_id for found in self.dispatcher.statuses() for one in found}
+        return (one for one in self.unready if one.worker_id not in known)
+
+    def problems(self) -> Iterator[str]:
+        """What makes the run degraded, a line for people each."""
+        ready = self.dispatcher.ready()
+        models = () if ready else self.dispatcher.models_ready().items()
+        unserved = [model for model, is_ready in models if not is_ready]
+        return problems(unserved, self.unready_workers(), self.dispatcher.poll.kv)
 
     def models_for(self, principal: Principal) -> list[str]:
         """The names of the models that the principal may use."""

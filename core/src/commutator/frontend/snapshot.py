@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from commutator.contract.worker import EngineLoad, KvStatistics
 from commutator.metrics.frontend import ITL_BUCKETS_S, TTFT_BUCKETS_S
+from commutator.registry.unready import UnreadyWorker
 from commutator.routing.workers import WorkerStatus
 
 __all__ = [
@@ -31,9 +32,12 @@ __all__ = [
     "latency",
     "latest",
     "minus",
+    "planning",
     "plus",
     "principals",
+    "problems",
     "requests",
+    "unready_row",
     "worker_row",
 ]
 
@@ -373,6 +377,9 @@ def worker_row(
         "host": status.host,
         "role": status.role,
         "state": status.state,
+        "cause": None,
+        "since_unix_s": None,
+        "next_start_unix_s": None,
         "requests": requests,
         "load": load,
         "tiers": [
@@ -385,4 +392,68 @@ def worker_row(
             }
             for tier in tiers
         ],
+    }
+
+
+def unready_row(one: UnreadyWorker) -> dict[str, Any]:
+    """A worker that is not in the registry, as ``worker_row`` has the others."""
+    return {
+        "worker_id": one.worker_id,
+        "model": one.model,
+        "kind": one.kind,
+        "engine": one.engine,
+        "version": "",
+        "pid": None,
+        "host": one.host,
+        "role": one.role,
+        "state": one.state,
+        "cause": one.cause,
+        "since_unix_s": one.since_unix_s,
+        "next_start_unix_s": one.next_start_unix_s,
+        "requests": 0,
+        "load": None,
+        "tiers": [],
+    }
+
+
+def problems(
+    unserved: Iterable[str],
+    unready: Iterable[UnreadyWorker],
+    kv: Mapping[str, KvStatistics],
+) -> Iterator[str]:
+    """What makes a run degraded, a line for people each.
+
+    ``unserved`` are the models without a worker, ``kv`` has the tiers by worker.
+    """
+    for model in unserved:
+        yield f"no ready worker serves {model}"
+    for one in unready:
+        if one.problem is not None:
+            yield one.problem
+    for worker_id, counted in kv.items():
+        for tier in counted.tiers:
+            if not tier.up:
+                yield f"the tier {tier.name} of worker {worker_id} is down"
+
+
+def planning(status: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the planner wants and does, from what it tells of itself; None: no planner answers."""
+    if status is None:
+        return {"acts": False, "roles": [], "actions": [], "warnings": [], "recent": []}
+    last = status["last"] or {"time": None, "roles": {}, "actions": [], "warnings": []}
+    shown = ("desired", "proposed", "ready", "starting", "draining", "reason")
+    return {
+        "kind": status["kind"],
+        "mode": status["mode"],
+        "acts": status["acts"],
+        "interval_s": status["interval_s"],
+        "plans": status["plans"],
+        "time_unix_s": last["time"],
+        "roles": [
+            {"role": role, **{name: one[name] for name in shown}}
+            for role, one in last["roles"].items()
+        ],
+        "actions": last["actions"],
+        "warnings": last["warnings"],
+        "recent": status["recent"],
     }

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
 from commutator.registry.changes import difference
 from commutator.registry.server import SERVICE
+from commutator.registry.unready import RunState
 from commutator.trust import ClientGate, Right, RunSecret, TlsError, host_and_port
 from commutator.trust import connect as connect_wire
 
@@ -120,11 +121,11 @@ class RegistryClient(Registry):
         told_at_s, age_s = self._told
         return None if age_s is None else age_s + self._clock() - told_at_s
 
-    async def refused_connections(self) -> Mapping[str, int]:
-        """Connections that the registry's process refused, by service. Raises RegistryError."""
-        answer = await self._ask("refused_connections")
+    async def run_state(self) -> RunState:
+        """What only the registry's process knows of the run. Raises RegistryError."""
+        answer = await self._ask("run")
         try:
-            return msgspec.convert(answer, dict[str, int])
+            return msgspec.convert(answer, RunState)
         except msgspec.ValidationError as error:
             raise RegistryError(f"registry at {self.address}: {error}") from error
 

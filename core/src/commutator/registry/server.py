@@ -6,7 +6,7 @@ client -> server                              server -> client
 ["deregister", number, lease id, reason]      ["answer", number, nil]
 ["set_draining", number, worker id, bool]     ["answer", number, true | false]
 ["set_role", number, worker id, role]         ["answer", number, true | false]
-["refused_connections", number]               ["answer", number, {service: count}]
+["run", number]                               ["answer", number, RunState]
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
                                                            ["down", worker id, reason], ...]]
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +38,7 @@ from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
+from commutator.registry.unready import RunState, UnreadyWorker
 from commutator.trust import (
     Identity,
     Listener,
@@ -140,8 +141,11 @@ class _Connection:
                     self._answer(number, await registry.set_draining(worker_id, draining))
                 case ["set_role", int(number), str(worker_id), str(role)]:
                     self._answer(number, await registry.set_role(worker_id, Role(role)))
-                case ["refused_connections", int(number)]:
-                    self._answer(number, refused_connections())
+                case ["run", int(number)]:
+                    state = RunState(
+                        refused=refused_connections(), unready=list(self._server.unready())
+                    )
+                    self._answer(number, msgspec.to_builtins(state))
                 case ["watch"]:
                     await self._watch()
                 case _:
@@ -196,6 +200,8 @@ class RegistryServer:
     ) -> None:
         self.registry = registry
         self.services = dict(services or {})
+        self.unready: Callable[[], Sequence[UnreadyWorker]] = tuple
+        """The workers that the server's deployment starts, or cannot start."""
         self.gate = ServerGate(SERVICE, secret)
         self.connections: set[_Connection] = set()
         self._lease_hosts: dict[int, str] = {}

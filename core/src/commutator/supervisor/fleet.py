@@ -14,6 +14,7 @@ from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.worker import EngineLoad, Role, WorkerRecord
 from commutator.errors import CommutatorError, RegistryError
 from commutator.registry.claims import workers_only
+from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.worker_agent import WorkerSpec
 
 __all__ = ["ActionResult", "Agent", "Fleet", "InFlight", "loaded"]
@@ -34,6 +35,9 @@ class Agent(Protocol):
     ready: asyncio.Event
     leaving: str
     """The registry's reason when ``run`` is cancelled."""
+
+    @property
+    def unready(self) -> UnreadyWorker | None: ...
 
     async def run(self) -> None: ...
 
@@ -118,6 +122,8 @@ class Fleet:
         self._stopping: set[asyncio.Task[None]] = set()
         self._refused_until_s: dict[Role, float] = {}
         self._refusals: dict[Role, int] = {}
+        self._refused: dict[Role, UnreadyWorker] = {}
+        """The last launch of a role that could not start, until another one can."""
 
     # ------------------------------------------------------------------- running
 
@@ -181,6 +187,10 @@ class Fleet:
         refusals = self._refusals[role] = self._refusals.get(role, 0) + 1
         wait_s = min(5.0 * 2**refusals, 300.0)
         self._refused_until_s[role] = self._clock() + wait_s
+        if (unready := member.agent.unready) is not None:
+            self._refused[role] = evolve(
+                unready, state=UnreadyState.FAILING, cause=str(error), failures=refusals
+            )
         log.error("%s, launched by the planner, cannot start: %s; the next launch of this role "
                   "waits %.0f s", name, error, wait_s)  # fmt: skip
 
@@ -206,6 +216,7 @@ class Fleet:
         if not member.ever_ready:
             member.ever_ready = True
             self._refusals.pop(Role(member.spec.config.role), None)
+            self._refused.pop(Role(member.spec.config.role), None)
             self._started_s.append(self._clock() - member.launched_s)
         if member.drain is None:
             if record.draining:
@@ -262,6 +273,14 @@ class Fleet:
             age_s=max(0.0, now_s - since_s),
             held=held,
         )
+
+    def unready(self) -> list[UnreadyWorker]:
+        """The workers of this deployment that are not in the registry, ordered by id."""
+        found = {one.worker_id: one for one in self._refused.values()}
+        for member in self._members.values():
+            if not member.leaving and (unready := member.agent.unready) is not None:
+                found[unready.worker_id] = unready
+        return [found[name] for name in sorted(found)]
 
     def take_start_ups(self) -> Sequence[float]:
         """The start-up times, in seconds, of the workers that became ready since the last call."""

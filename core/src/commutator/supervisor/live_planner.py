@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Protocol
 
 from commutator.contract.planner import (
@@ -35,6 +36,8 @@ _EXPLAINED = 2000
 """Plans that are remembered in full."""
 _HISTORY = 1000
 """Changes that are remembered."""
+_RECENT = 8
+"""Of them in the status, newest first."""
 _SOONEST_S = 0.5
 """Between two plans, also when a request waits for the first worker."""
 _FORGOTTEN_S = 300.0
@@ -250,6 +253,7 @@ class LivePlanner:
             "tick_s": self._tick_s,
             "actions": {kind.value: self._actions[kind] for kind in ActionKind},
             "last": last,
+            "recent": list(islice(reversed(self._history), _RECENT)),
         }
 
     def explain(self, unix_s: float | None = None) -> dict[str, Any] | None:

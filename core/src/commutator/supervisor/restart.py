@@ -38,14 +38,25 @@ class Ended:
     """Seconds for which it had been ready."""
 
 
+def _nobody(_ended: Ended, _wait_s: float) -> None:
+    pass
+
+
 async def keep_running(
-    name: str, live_once: Callable[[], Awaitable[Ended]], backoff: Backoff
+    name: str,
+    live_once: Callable[[], Awaitable[Ended]],
+    backoff: Backoff,
+    on_end: Callable[[Ended, float], None] = _nobody,
 ) -> None:
-    """Restart ``name`` each time it ends, until cancelled or until ``live_once`` raises."""
+    """Restart ``name`` each time it ends, until cancelled or until ``live_once`` raises.
+
+    ``on_end`` is given how it ended and the seconds until it is started again.
+    """
     while True:
         ended = await live_once()
         backoff, wait_s = backoff.after_failure(ended.healthy_s)
         log.warning("%s %s; starting it again in %.1f s", name, ended.reason, wait_s)
+        on_end(ended, wait_s)
         await asyncio.sleep(wait_s)
 
 

@@ -226,6 +226,7 @@ class Supervisor:
             clock = SteadyClock(most_s=_MOST_INTERVALS * planner.interval_s)
             reports = DoorReports(silence_s=_DOOR_SILENCE_S, gone_s=_DOOR_GONE_S)
         fleet = self._fleet = self._make_fleet(registry, clock, reports, bus)
+        server.unready = fleet.unready
         planning: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None:
             name = self._config.cluster.host.name or ""

@@ -38,6 +38,7 @@ from commutator.errors import (
 from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.child import take_start_failure
+from commutator.registry.unready import StartLog, UnreadyWorker
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 
 __all__ = [
@@ -104,6 +105,17 @@ class WorkerAgent:
         self._peers = KvPeers()
         self._bus = bus or ZmqEventBus()
         self._client: EngineClient | None = None
+        self._starts = StartLog(
+            UnreadyWorker(
+                worker_id=spec.worker_id,
+                model=spec.model.name,
+                kind=spec.config.kind,
+                engine=spec.config.name or spec.config.kind,
+                role=Role(spec.config.role),
+                host=spec.host,
+                since_unix_s=time.time(),
+            )
+        )
         self.leaving = "stopped"
         """The registry's reason when the agent is cancelled."""
 
@@ -114,9 +126,19 @@ class WorkerAgent:
         """
         following = asyncio.create_task(self._peers.follow(self._registry))
         try:
-            await keep_running(self.name, self._live_once, self._backoff)
+            await keep_running(
+                self.name,
+                self._live_once,
+                self._backoff,
+                lambda ended, wait_s: self._starts.ended(ended.reason, wait_s),
+            )
         finally:
             following.cancel()
+
+    @property
+    def unready(self) -> UnreadyWorker | None:
+        """Why the worker is not in the registry; None while it is."""
+        return self._starts.current
 
     async def load(self) -> EngineLoad | None:
         """The engine's load as it counts it; None when it is not started. Raises EngineError."""
@@ -129,6 +151,7 @@ class WorkerAgent:
         client: EngineClient | None = None
         events = EventRelay(self._bus)
         outcome: str | None = None
+        self._starts.begins()
         try:
             instance = secrets.token_hex(8)
             process, address = await self._start_process(instance)
@@ -138,6 +161,7 @@ class WorkerAgent:
             await while_alive(process, self._announce(record))
             self._ever_ready = True
             self._client = client
+            self._starts.ready()
             self.ready.set()
             ready_s = time.monotonic()
             log.info("%s is ready after %.1f s", self.name, ready_s - started_s)
@@ -211,6 +235,8 @@ class WorkerAgent:
                         if not logged:
                             log.warning("waiting for %s: %s", self.name, problem)
                             logged = True
+                        if process is None:
+                            self._starts.waits(problem)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise EngineError(f"not ready within {limit_s:g} s: {problem}") from None
@@ -239,10 +265,14 @@ class WorkerAgent:
                         self._peers.started()
                     await client.check_health()
             except Exception as error:  # noqa: BLE001 - a connector's library may raise anything
-                log.warning("%s does not answer: %s", self.name, str(error) or "too slow")
+                problem = f"does not answer: {str(error) or 'too slow'}"
+                log.warning("%s %s", self.name, problem)
+                if time.monotonic() - answered_s > self._lease_s:
+                    self._starts.silent(problem)
             else:
                 answered_s = time.monotonic()
                 await self._renew(record)
+                self._starts.ready()
                 await self._peers.send(client, record)
 
     async def _clean_up(self, client: EngineClient | None, process: LaunchedProcess | None) -> None:

@@ -12,11 +12,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commutator.cli.top.starts import start_text
+
 __all__ = ["History", "view"]
 
 _NONE = "\N{EN DASH}"
 _BARS = "▁▂▃▄▅▆▇█"
-_STATES = {"ready": "green", "degraded": "yellow", "draining": "yellow", "unreachable": "red"}
+_STATES = {
+    "ready": "green", "degraded": "yellow", "draining": "yellow", "starting": "yellow",
+    "unreachable": "red", "failing": "red", "dead": "red",
+}  # fmt: skip
 _ENDS = {"running": "dim", "done": "green", "failed": "red"}
 _TIER_COLORS = ("blue", "magenta", "cyan")
 _LINES_AROUND = 17
@@ -51,13 +56,16 @@ def view(
 ) -> RenderableType:
     """The screen for one snapshot. ``lost``: why there is no newer one."""
     workers = snapshot["workers"]
-    room = max(6, height - _LINES_AROUND - len(_flows(snapshot)))
+    planner = _planner(snapshot["planner"])
+    around = _LINES_AROUND + len(_flows(snapshot)) + len(planner)
+    room = max(6, height - around - sum(one["cause"] is not None for one in workers[:3]))
     shown = min(len(workers), max(3, room // 2))
     return Group(
         _head(snapshot, lost),
         _numbers(snapshot, history),
-        _workers(workers, shown, snapshot["workers_left_out"]),
+        _workers(workers, shown, snapshot["workers_left_out"], snapshot["time_unix_s"]),
         _decisions(snapshot["recent"][: max(3, room - shown)]),
+        *planner,
         *_flows(snapshot),
     )
 
@@ -105,7 +113,9 @@ def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
     return table
 
 
-def _workers(workers: Sequence[Mapping[str, Any]], shown: int, left_out: int) -> Table:
+def _workers(
+    workers: Sequence[Mapping[str, Any]], shown: int, left_out: int, now_unix_s: float
+) -> Group:
     hidden = len(workers) - shown + left_out
     title = f"Workers ({len(workers) + left_out})"
     table = _table(f"{title}, {hidden} of them not shown" if hidden else title)
@@ -128,7 +138,35 @@ def _workers(workers: Sequence[Mapping[str, Any]], shown: int, left_out: int) ->
             _tiers(one["tiers"]),
             Text(_NONE if one["pid"] is None else f"pid {one['pid']}"),
         )
-    return table
+    lines = []
+    for one in [one for one in busiest if one["cause"] is not None][:3]:
+        line = Text(f" {_plain(one['worker_id'])}  ", "bold", no_wrap=True, overflow="ellipsis")
+        lines.append(line.append(_plain(start_text(one, now_unix_s)), "red"))
+    return Group(table, *lines)
+
+
+def _planner(planner: Mapping[str, Any] | None) -> list[RenderableType]:
+    if planner is None:
+        return []
+    head = Text(no_wrap=True, overflow="ellipsis")
+    head.append(" Planner  ", "bold")
+    if "kind" not in planner:
+        return [head.append("none answers", "yellow")]
+    does = "acts" if planner["mode"] == "act" else "advises only"
+    head.append(f"{_plain(planner['kind'])} {does}, every {planner['interval_s']:g} s", "dim")
+    lines = [head]
+    for one in planner["roles"]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"   {_plain(one['role'])}: ", "bold")
+        there = f"{one['ready']} ready, {one['starting']} starting, {one['draining']} draining"
+        line.append(f"{one['desired']} wanted, ").append(f"{there}; ", "dim")
+        lines.append(line.append(_plain(one["reason"])))
+    texts = [(_plain(text), "yellow") for text in planner["warnings"][:2]]
+    for one in planner["recent"][:2]:
+        when = time.strftime("%H:%M:%S", time.localtime(one["time"]))
+        texts.append((f"{when} {_plain(one['text'])}", "dim"))
+    lines += [Text(f"   {text}", style, no_wrap=True, overflow="ellipsis") for text, style in texts]
+    return list(lines)
 
 
 def _kv(load: Mapping[str, Any] | None, width: int = 10) -> Text:
@@ -189,7 +227,7 @@ def _flows(snapshot: Mapping[str, Any]) -> list[Text]:
         f"{_rate((one['bytes_per_s'] or 0) / 1e6)} MB/s"
         for one in snapshot["handovers"][:4]
     ]
-    problems = [_plain(text) for text in snapshot["warnings"][:2]]
+    problems = [_plain(text) for text in (snapshot["problems"] + snapshot["warnings"])[:2]]
     events = [
         f"{time.strftime('%H:%M:%S', time.localtime(one['time_unix_s']))} "
         f"{_plain(one['kind'])}: {_plain(one['text'])}"

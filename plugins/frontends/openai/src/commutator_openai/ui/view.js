@@ -58,17 +58,25 @@ export function createView() {
 
   function workerRow() {
     const cells = {
-      name: element("div", { class: "id" }), more: element("div", { class: "more" }),
+      name: element("div", { class: "id" }), more: element("div", { class: "more" }), cause: element("div", { class: "more cause" }),
       state: element("span", { class: "dot" }), role: element("span", { class: "badge" }),
       requests: meter(), waiting: element("span"), kv: meter(), tiers: element("div"), process: element("span", { class: "more" }),
     };
     const label = (text, ...nodes) => element("td", text ? { data: { label: text } } : {}, ...nodes);
     const row = element("tr", {},
-      label("", cells.name, cells.more), label("State", cells.state), label("Role", cells.role),
+      label("", cells.name, cells.more, cells.cause), label("State", cells.state), label("Role", cells.role),
       label("In flight", cells.requests.node), label("Queue", cells.waiting), label("KV memory", cells.kv.node),
       label("Tiers", cells.tiers), label("Process", cells.process));
     row.cells_ = cells;
     return row;
+  }
+
+  function unready(one) {
+    if (one.state === "gone" || !one.since_unix_s) return "";
+    const whole = (value) => Math.max(0, Math.round(value));
+    const since = `for ${whole(last.time_unix_s - one.since_unix_s)} s`;
+    const again = one.next_start_unix_s ? `; starts again in ${whole(one.next_start_unix_s - last.time_unix_s)} s` : "";
+    return `${since}${one.cause ? `: ${one.cause}` : ""}${again}`;
   }
 
   function meter() {
@@ -80,7 +88,9 @@ export function createView() {
     const cells = row.cells_;
     row.classList.toggle("gone", one.state === "gone");
     setText(cells.name, one.worker_id);
-    setText(cells.more, `${one.model} · ${one.kind} ${one.version}`);
+    setText(cells.more, `${one.model} · ${one.kind} ${one.version}`.trim());
+    setText(cells.cause, unready(one));
+    cells.cause.classList.toggle("bad", Boolean(one.cause));
     if (cells.state.dataset.state !== one.state) cells.state.dataset.state = one.state;
     setText(cells.state, one.state);
     setText(cells.role, one.role);
@@ -143,7 +153,7 @@ export function createView() {
     const now = performance.now();
     const current = new Map(snapshot.workers.map((one) => [one.worker_id, one]));
     for (const [name, one] of workers) {
-      if (!current.has(name)) gone.set(name, [{ ...one, state: "gone", requests: 0, load: null, tiers: [] }, now]);
+      if (!current.has(name)) gone.set(name, [{ ...one, cause: null, state: "gone", requests: 0, load: null, tiers: [] }, now]);
     }
     for (const [name, [, since]] of gone) {
       if (current.has(name) || now - since > GONE_MS) gone.delete(name);
@@ -249,13 +259,40 @@ export function createView() {
     });
   }
 
+  function planner({ planner: told }) {
+    get("planner-panel").hidden = !told;
+    if (!told) return;
+    const known = told.kind !== undefined;
+    setText(get("planner-does"), known ? `${told.kind} ${told.mode === "act" ? "acts" : "advises only"}, every ${number(told.interval_s)} s` : "");
+    get("planner").hidden = !told.roles.length;
+    keyed(get("planner").tBodies[0], told.roles, (one) => one.role, planRow, (row, one) => {
+      setText(row.children[0].children[0], one.role);
+      setText(row.children[0].children[1], one.reason);
+      [one.desired, one.ready, one.starting, one.draining].forEach((count, at) => setText(row.children[at + 1], number(count)));
+    });
+    const lines = [
+      ...told.warnings.map((text) => ({ text, at: "now" })),
+      ...told.recent.map((one) => ({ text: one.text, at: clock(one.time) })),
+    ];
+    keyed(get("plans"), lines, (one) => `${one.at}\n${one.text}`, () => element("li", {}, element("time"), element("span")), (node, one) => {
+      node.className = one.at === "now" ? "warning" : "";
+      setText(node.children[0], one.at);
+      setText(node.children[1], one.text);
+    });
+    get("plans-empty").hidden = known && lines.length > 0;
+    setText(get("plans-empty"), known ? "Nothing has changed yet." : "No planner answers: it starts, or is away.");
+  }
+
+  const planRow = () => element("tr", {}, element("td", {}, element("div", { class: "id" }), element("div", { class: "more" })), ...[1, 2, 3, 4].map(() => element("td")));
+
   function events(snapshot) {
     const all = [
+      ...snapshot.problems.map((text) => ({ kind: "problem", text, at: "now" })),
       ...snapshot.warnings.map((text) => ({ kind: "warning", text, at: "now" })),
       ...snapshot.events.map((one) => ({ ...one, at: clock(one.time_unix_s) })),
     ];
     keyed(get("events"), all, (one) => `${one.at}\n${one.kind}\n${one.text}`, () => element("li", {}, element("time"), element("span")), (node, one) => {
-      node.className = one.kind === "warning" ? "warning" : "";
+      node.className = one.at === "now" ? "warning" : "";
       setText(node.children[0], one.at);
       setText(node.children[1], `${one.kind}: ${one.text}`);
     });
@@ -278,6 +315,7 @@ export function createView() {
       takeWorkers(snapshot);
       decisions(snapshot);
       flow(snapshot);
+      planner(snapshot);
       principals(snapshot);
       events(snapshot);
       about(snapshot);
