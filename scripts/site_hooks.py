@@ -1,18 +1,27 @@
-"""What MkDocs does not do by itself: patterns in the navigation, links into the repository."""
+"""What MkDocs does not do by itself: patterns in the navigation, links to files, diagrams."""
 
 from __future__ import annotations
 
+import html
 import logging
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from merman import Merman, MermanError
 
 log = logging.getLogger("mkdocs.commutator")
 
 _LINK = re.compile(r"\[(?P<text>[^\]\n]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _BLOCK = re.compile(r"^(```.*?^```|~~~.*?^~~~)$", re.MULTILINE | re.DOTALL)
 _PAGES = "/*"
+_DIAGRAM = re.compile(r'<pre class="mermaid"><code>(.*?)</code></pre>', re.DOTALL)
+_THEMES = {"light": "default", "dark": "dark"}
+"""Mermaid's themes for the palettes of the site."""
+_OWN_ID = "merman"
+"""What the renderer calls each picture, in its ids and its styles."""
 
 
 def on_config(config: Any) -> Any:
@@ -25,6 +34,42 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Links to files beside the docs become the file's path: the site has only pages."""
     docs = Path(config["docs_dir"])
     return with_paths(markdown, Path(page.file.src_uri), docs)
+
+
+def on_page_content(content: str, *, page: Any, **_: Any) -> str:
+    """Mermaid diagrams become SVG, so that browsers load no script for them from elsewhere."""
+    return with_diagrams(content, page.file.src_uri)
+
+
+def with_diagrams(content: str, page: str) -> str:
+    """The HTML of ``page`` with its diagrams drawn for each palette; one is shown at a time."""
+    number = 0
+
+    def drawn(match: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        source = html.unescape(match[1])
+        try:
+            pictures = [
+                f'<div class="{palette}">{_svg(source, theme, f"diagram-{number}-{palette}")}</div>'
+                for palette, theme in _THEMES.items()
+            ]
+        except MermanError as error:
+            log.warning("%s: its diagram %d cannot be drawn: %s", page, number, error)
+            return match[0]
+        return f'<div class="diagram">{"".join(pictures)}</div>'
+
+    return _DIAGRAM.sub(drawn, content)
+
+
+def _svg(source: str, theme: str, name: str) -> str:
+    svg = _renderer().render_svg(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}', None)
+    return svg.replace(_OWN_ID, name)  # ids must differ within a page
+
+
+@cache
+def _renderer() -> Merman:
+    return Merman()
 
 
 def expanded(nav: Any, docs: Path) -> Any:

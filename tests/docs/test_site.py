@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     home = (tmp_path / "site" / "index.html").read_text()
     for kind in ("Tutorials", "How to", "Reference", "Explanation"):
         assert kind in home
+    for built_page in (tmp_path / "site").rglob("*.html"):
+        text = built_page.read_text()
+        assert 'class="mermaid"' not in text, f"{built_page}: a browser would fetch a script"
+        fetched = re.findall(r'<(?:script|img|source)[^>]+src="(.*?)"', text)
+        fetched += re.findall(r'<link rel="(?:stylesheet|icon|preload)"[^>]*href="(.*?)"', text)
+        assert [one for one in fetched if "://" in one or one.startswith("//")] == [], built_page
+    architecture = (tmp_path / "site/explanation/architecture/index.html").read_text()
+    assert architecture.count('<svg id="diagram-1-') == 2
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
 
 
@@ -61,6 +71,25 @@ def test_a_pattern_stands_for_the_pages_of_a_folder(tmp_path: Path) -> None:
 )
 def test_links_beside_the_docs_become_paths(written: str, on_the_site: str) -> None:
     assert site_hooks.with_paths(written, PAGE, DOCS) == on_the_site
+
+
+def fence(diagram: str) -> str:
+    return f'<p>a</p>\n<pre class="mermaid"><code>{html.escape(diagram)}</code></pre>'
+
+
+def test_a_diagram_is_drawn_for_each_palette() -> None:
+    drawn = site_hooks.with_diagrams(fence("flowchart LR\n    a -->|x| b\n") * 2, "page.md")
+    assert re.findall(r'<svg id="(.*?)"', drawn) == [
+        "diagram-1-light", "diagram-1-dark", "diagram-2-light", "diagram-2-dark",
+    ]  # fmt: skip
+    assert "mermaid" not in drawn.partition("<svg")[0]
+
+
+def test_a_diagram_that_cannot_be_drawn_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mkdocs.commutator"):
+        kept = site_hooks.with_diagrams(fence("sequenceDiagram\n    a->>b: one; two\n"), "page.md")
+    assert "page.md: its diagram 1 cannot be drawn" in caplog.text
+    assert "one; two" in kept
 
 
 def test_a_link_to_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
