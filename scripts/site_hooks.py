@@ -63,7 +63,7 @@ def with_diagrams(content: str, page: str) -> str:
 
 
 def _svg(source: str, theme: str, name: str) -> str:
-    svg = _renderer().render_svg(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}', None)
+    svg: str = _renderer().render_svg(f'%%{{init: {{"theme": "{theme}"}}}}%%\n{source}', None)
     return svg.replace(_OWN_ID, name)  # ids must differ within a page
 
 

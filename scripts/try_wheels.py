@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
-KINDS = ("engine", "router", "tier", "eviction", "observer")
+KINDS = ("engine", "router", "tier", "eviction", "observer", "planner")
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 1800.0
 

@@ -51,6 +51,7 @@ def test_its_tests_pass_and_its_configuration_is_valid(home: Path, kind: str) ->
 
 
 def test_all_of_them_serve_together(home: Path) -> None:
+    """But for the planner, which plans the workers of one model only."""
     parts = {
         kind: yaml.safe_load((home / f"my_{kind}" / "cluster.yaml").read_text()) for kind in KINDS
     }

@@ -17,4 +17,4 @@ def test_the_first_hour_with_wheels_only(root: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "observer: commutator serve, until an answer and a stop" in done.stdout
+    assert "planner: commutator serve, until an answer and a stop" in done.stdout

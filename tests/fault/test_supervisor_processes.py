@@ -241,7 +241,7 @@ def test_a_worker_that_cannot_start_is_tried_again_and_reported(env: dict[str, s
         pass
     log = str(caught.value)
     assert "[bad-0] no coal left" in log
-    assert "bad-0 exited with status 3; starting it again in 0.2 s" in log
+    assert "bad-0 exited with status 3: no coal left; starting it again in 0.2 s" in log
     assert "waiting for bad-0" in log
 
 

@@ -40,6 +40,7 @@ PUBLIC = {"errors", "engine", "kv", "kv_events", "nixl", "tokenizer", "frontend"
         "launching",
         "model_files",
         "model_identity",
+        "preflight",
     )
 }
 PUBLIC |= {"auth", "fairness", "launcher", "planner", "registry"}

@@ -38,7 +38,7 @@ async def test_lines_of_both_streams(launcher: LocalLauncher, printed: PrintedLi
         "sys.exit(3)"
     )
     process = await launcher.start("child", python_plan(code))
-    assert await process.wait() == "exited with status 3"
+    assert await process.wait() == f"exited with status 3: {'x' * 300}"
     await process.stop(1)
     out = [line for _, stream, line in printed if stream == "stdout"]
     assert out == ["one", "two  ", "100%", "no newline"]
@@ -46,6 +46,23 @@ async def test_lines_of_both_streams(launcher: LocalLauncher, printed: PrintedLi
     assert err[0] == "last words"
     assert "".join(err[1:]) == "x" * 200_000
     assert {name for name, _, _ in printed} == {"child"}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("", ""),
+        ("Traceback:\n  File 1\nValueError: no model\n  ~~~^^\n", ": ValueError: no model"),
+        ("no coal left", ": no coal left"),  # and no end of the line
+    ],
+)
+async def test_an_exit_says_what_the_process_said_last(
+    launcher: LocalLauncher, said: str, reason: str
+) -> None:
+    code = f"import sys; sys.stderr.write({said!r}); print('later'); sys.exit(1)"
+    process = await launcher.start("child", python_plan(code))
+    assert await process.wait() == f"exited with status 1{reason}"
+    await process.stop(1)
 
 
 async def test_env_is_added_and_stdin_is_empty(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -115,6 +116,43 @@ def test_a_package_that_cannot_be_is_one_line(tmp_path: Path, source: str) -> No
     name = source.removeprefix("package:")
     assert line.startswith("models[0].source: ")
     assert f'"{name}" is not ' in line
+
+
+@frozen(kw_only=True)
+class DiskConfig(TierConfig):
+    path: str = setting("Where.", "here")
+    capacity: int = setting("Bytes.", 1)
+
+
+def test_the_folders_of_tiers_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers = (
+        DiskConfig(kind="disk", path=f"{tmp_path}/new/{{worker}}/blocks"),
+        DiskConfig(kind="disk", path=f"{tmp_path}/file/{{worker}}"),
+        TierConfig(kind="memory"),
+    )
+    assert problems(tmp_path, tiers=tiers) == [
+        "tiers[1].path: file is not a folder; name another folder for the tier disk"
+    ]
+    assert not (tmp_path / "new").exists(), "looking makes nothing"
+
+
+def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
+    def warned(capacity: int) -> list[str]:
+        config = Config(
+            models=(ModelConfig(name="m", source=PACKAGE),),
+            engines=(EngineConfig(kind="sim", name="sim", model="m", replicas=3),),
+            frontend=OpenAiConfig(),
+            tiers=(DiskConfig(kind="disk", path=f"{tmp_path}/{{worker}}", capacity=capacity),),
+        )
+        return list(machine_warnings(config, load_plugins()))
+
+    total = shutil.disk_usage(tmp_path).total
+    assert warned(total // 3) == []
+    (line,) = warned(total // 2)
+    assert "for each of 3 workers are more than the whole disk of" in line
+    advised_gb = float(line.rpartition("at most ")[2].removesuffix("GB"))
+    assert advised_gb * 1e9 * 3 <= total
 
 
 def test_every_secret_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

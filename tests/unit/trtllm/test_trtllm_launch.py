@@ -16,6 +16,7 @@ from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.errors import ConfigError
 from commutator.kv.tiers.setup import read_tiers
 from commutator_dram.tier import DramConfig
+from commutator_trtllm import launch
 from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.launch import launch_plan, server_command
@@ -34,6 +35,24 @@ def context(tmp_path: Path) -> LaunchContext:
     return LaunchContext(
         worker_id="trtllm-1", model=model, host="127.0.0.1", port=8123, state_dir=tmp_path
     )
+
+
+def test_what_is_missing_is_found_before_a_start(
+    context: LaunchContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "gpu_memory_bytes", lambda: ())
+
+    def found(config: TrtllmConfig, **model: Any) -> list[str]:
+        return list(TrtllmConnector().problems(config, evolve(context.model, **model), ()))
+
+    assert found(CONFIG) == [], "another program may need no GPU"
+    told = found(evolve(CONFIG, command=("no-such-serve",), args=("--host=x",)), max_model_len=None)
+    assert [line.partition(":")[0] for line in told] == ["model", "args", "command"]
+    program = tmp_path / "trtllm-serve"
+    program.touch(mode=0o755)
+    (no_gpu,) = found(evolve(CONFIG, command=(str(program),)))
+    assert no_gpu.startswith("command: TensorRT-LLM needs an NVIDIA GPU, and this machine has none")
+    assert found(TrtllmConfig(kind="trtllm", url="http://h:1")) == []
 
 
 def value_of(arguments: tuple[str, ...], name: str) -> str:

@@ -3,8 +3,8 @@
 An engine written in Python serves the token API: implement ``TokenEngine``, start it with
 ``run_engine_process`` in its ``__main__``, and return ``engine_command`` and ``TokenApiClient``
 from its connector. Connectors to HTTP servers also use ``commutator.engine.http``,
-``.completions``, ``.launching``, ``.model_files`` and ``.model_identity``; KV connectors whose
-workers are other processes than their scheduler use ``.connector_worker``.
+``.completions``, ``.launching``, ``.model_files``, ``.model_identity`` and ``.preflight``; KV
+connectors whose workers are other processes than their scheduler use ``.connector_worker``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,12 @@ _LONGEST_LINE = 1 << 16
 _LAST_LINES_S = 2.0
 """Longest wait for the last output of a process that has ended."""
 
-_STREAMS = {1: "stdout", 2: "stderr"}
+_STDERR = 2
+_STREAMS = {1: "stdout", _STDERR: "stderr"}
+_LONGEST_REASON = 300
+"""Characters of an exit's reason."""
+_REASON_S = 0.5
+"""Longest wait for it."""
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -40,6 +45,8 @@ class _Output(asyncio.SubprocessProtocol):
         self._name = name
         self._on_line = on_line
         self._rest = {1: b"", 2: b""}
+        self.last_error: str = ""
+        """The last line on stderr that is not indented, often the reason for a crash."""
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the process exited and both streams are read to their end."""
@@ -70,6 +77,8 @@ class _Output(asyncio.SubprocessProtocol):
         # A progress bar rewrites its line with carriage returns; its last state is enough.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if text.strip():
+            if fd == _STDERR and not text[0].isspace():
+                self.last_error = text.strip()[:_LONGEST_REASON]
             self._on_line(self._name, _STREAMS[fd], text)
 
 
@@ -97,7 +106,12 @@ class LocalProcess(LaunchedProcess):
         status = self._transport.get_returncode()
         if status is not None and status < 0:
             return f"was killed by {signal.Signals(-status).name}"
-        return f"exited with status {status}"
+        if not status:
+            return f"exited with status {status}"
+        # Its last lines may still be in the pipe.
+        await asyncio.wait({self._output.ended}, timeout=_REASON_S)
+        reason = self._output.last_error
+        return f"exited with status {status}" + (f": {reason}" if reason else "")
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM to the group; then SIGKILL, also to children that left the group."""

@@ -143,7 +143,7 @@ class _Connection:
                     self._answer(number, await registry.set_role(worker_id, Role(role)))
                 case ["run", int(number)]:
                     state = RunState(
-                        refused=refused_connections(), unready=list(self._server.unready())
+                        refused=dict(refused_connections()), unready=list(self._server.unready())
                     )
                     self._answer(number, msgspec.to_builtins(state))
                 case ["watch"]:

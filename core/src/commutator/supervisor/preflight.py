@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
+from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
@@ -26,6 +28,7 @@ __all__ = [
     "machine_warnings",
 ]
 
+_WORKER = "{worker}"
 _LONGEST_FOLDER = 64
 """Bytes. Socket names are limited to some 100, of which ours take up to 40."""
 
@@ -52,6 +55,7 @@ def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
     ``check_machine`` has passed.
     """
     yield from cluster_warnings(config)
+    yield from _disk_warnings(config)
     for path, engine, connector, model in _engines(config, host):
         yield from (f"{path}.{warning}" for warning in connector.warnings(engine, model))
 
@@ -109,6 +113,44 @@ def _missing(config: Config) -> Iterator[str]:
         yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
     if problem := _folder_problem(config.runtime.state_dir):
         yield f"runtime.state_dir: {problem}"
+    for index, (tier, place) in _tier_folders(config):
+        if problem := _place_problem(place):
+            yield f"tiers[{index}].path: {problem}; name another folder for the tier {tier.kind}"
+
+
+def _tier_folders(config: Config) -> Iterator[tuple[int, tuple[TierConfig, Path]]]:
+    """The folders that tiers make on this machine, up to the first part that varies by worker."""
+    for index, tier in enumerate(config.tiers):
+        path = getattr(tier, "path", None)
+        if isinstance(path, str) and path.strip():
+            yield index, (tier, Path(path.partition(_WORKER)[0] or ".").expanduser().absolute())
+
+
+def _place_problem(path: Path) -> str | None:
+    """Why no folder can be made at ``path``; None if it can, or is there."""
+    for parent in (path, *path.parents):
+        if parent.exists():
+            if not parent.is_dir():
+                return f"{parent} is not a folder"
+            return None if os.access(parent, os.W_OK | os.X_OK) else f"{parent} cannot be written"
+    return None
+
+
+def _disk_warnings(config: Config) -> Iterator[str]:
+    """A line for each tier whose disk is too small for it, even if it were empty."""
+    workers = sum(engine.replicas for engine in config.engines)
+    for index, (tier, path) in _tier_folders(config):
+        capacity = getattr(tier, "capacity", None)
+        there = next((one for one in (path, *path.parents) if one.exists()), None)
+        if not isinstance(capacity, int) or there is None:
+            continue
+        total = shutil.disk_usage(there).total
+        if capacity * workers > total:
+            yield (
+                f"tiers[{index}].capacity: {capacity / 1e9:.4g} GB for each of {workers} workers "
+                f"are more than the whole disk of {there}, {total / 1e9:.4g} GB; set it to at most "
+                f"{total * 0.9 / workers / 1e9:.3g}GB"
+            )
 
 
 def _load_problem(source: str) -> str | None:

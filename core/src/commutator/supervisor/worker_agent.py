@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 
 from commutator.backoff import Backoff
 from commutator.config.model import RuntimeConfig
+from commutator.config.secrets import hidden_line
 from commutator.contract.engine import (
     EngineClient,
     EngineConfig,
@@ -181,7 +182,7 @@ class WorkerAgent:
             await self._deregister(outcome or self.leaving)
             await events.close()
             await self._clean_up(client, process)
-        return Ended(reason, healthy_s)
+        return Ended(hidden_line(reason), healthy_s)
 
     def _cause(self, error: Exception) -> Exception:
         """``error``, or for a process that ended what it gave as the reason."""

@@ -79,6 +79,12 @@ KINDS: Mapping[str, PluginKind] = {
         page="docs/reference/hooks.md",
         change="the observer: override the methods of what you want to watch",
     ),
+    "planner": PluginKind(
+        title="a planner",
+        summary="A planner for Commutator: workers are busy for a fraction of their time",
+        page="docs/explanation/planning.md",
+        change="the policy: begin with propose()",
+    ),
 }
 """By the name that the command takes, which is also that of the catalog of plugins."""
 

@@ -18,13 +18,14 @@ from typing import Any
 from attrs import frozen
 
 from commutator import ModelConfig, TierConfig
+from commutator.engine.preflight import machine_memory_bytes
+from commutator.engine.preflight import size_text as _size
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model, read_gguf_metadata
 from commutator_reference.config import ReferenceConfig
 
 __all__ = [
     "ModelSizes",
-    "machine_memory_bytes",
     "memory_problem",
     "missing_for_handover",
     "model_sizes",
@@ -33,11 +34,6 @@ __all__ = [
     "warnings",
 ]
 
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _LOOK_FOR_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _TORCH_TIMEOUT_S = 120
 
@@ -224,22 +220,6 @@ def _sizes(
     )
 
 
-def machine_memory_bytes() -> int | None:
-    """The memory of this machine, or of this container if that is less; None if not known."""
-    found = []
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
-    except (OSError, ValueError, IndexError):
-        pass
-    for file in _CGROUP_LIMITS:
-        try:
-            found.append(int(file.read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return min(found, default=None)
-
-
 @cache
 def _has_gpu() -> bool:
     done = subprocess.run(  # noqa: S603 - our own program
@@ -266,11 +246,3 @@ _MB = 10**6
 
 def _rounded_up(size_bytes: int) -> int:
     return -(-size_bytes // _MB) * _MB
-
-
-def _size(size_bytes: int) -> str:
-    """In the notation of options, at most as large as it is, such as "1.5GB"."""
-    for factor, unit in ((10**9, "GB"), (_MB, "MB")):
-        if size_bytes >= factor:
-            return f"{size_bytes * 1000 // factor / 1000:.15g}{unit}"
-    return f"{size_bytes}B"

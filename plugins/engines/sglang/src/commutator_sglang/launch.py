@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from commutator import LaunchContext, LaunchPlan
+from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
     api_key_at,
@@ -18,14 +19,16 @@ from commutator.engine.launching import (
     write_tiers,
 )
 from commutator.engine.model_files import directory_for, start_command
+from commutator.engine.preflight import ServerNeeds, server_problems, server_warnings
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_sglang.config import SglangConfig
 
-__all__ = ["launch_plan", "server_arguments"]
+__all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
 log = logging.getLogger(__name__)
 
+_OLDEST = "0.5.23"
 _SERVER = ("-m", "sglang.launch_server")
 _OURS = dict.fromkeys(
     (
@@ -50,6 +53,48 @@ _BACKEND = "--hicache-storage-backend"
 _OPTIONS = "--hicache-storage-backend-extra-config"
 _PAGE_TOKENS = "64"
 """SGLang's default page may be a single token, too little for a block."""
+
+
+def problems(
+    config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+) -> Iterator[str]:
+    """As ``EngineConnector.problems``, of servers that are to be launched."""
+    found = list(server_problems(config, model, _needs(config)))
+    yield from found
+    if tiers and not found:
+        try:
+            _check_tiers(config, str(Path(config.python).expanduser().absolute()))
+        except ConfigError as error:
+            yield from error.problems
+
+
+def warnings(config: SglangConfig) -> Iterator[str]:
+    """As ``EngineConnector.warnings``, likewise."""
+    return server_warnings(config, _needs(config))
+
+
+def _needs(config: SglangConfig) -> ServerNeeds:
+    own_transfer = _TRANSFER in {argument.partition("=")[0] for argument in config.args}
+    return ServerNeeds(
+        python=config.python,
+        args=config.args,
+        title="SGLang",
+        package="sglang",
+        distributions=("sglang",),
+        made_by="make sglang",
+        without_gpu="add --device=cpu to `args`",
+        oldest=_OLDEST,
+        ours=_OURS,
+        context_argument="--context-length",
+        parallel_arguments=(
+            ("--tp-size", "--tp", "--tensor-parallel-size"),
+            ("--pp-size", "--pp", "--pipeline-parallel-size"),
+        ),
+        shrinking_arguments=("--quantization", "--load-format", "--cpu-offload-gb"),
+        # One distribution serves GPUs and CPUs; without a GPU, `_on_cpu` decides.
+        on_cpu=_on_cpu(config),
+        nixl_for=None if config.role == "both" or own_transfer else "role",
+    )
 
 
 def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:

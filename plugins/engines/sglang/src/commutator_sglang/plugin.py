@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from commutator import (
     EngineClient,
     EngineRegister,
@@ -9,6 +11,8 @@ from commutator import (
     HandoverStyle,
     LaunchContext,
     LaunchPlan,
+    ModelConfig,
+    TierConfig,
     hookimpl,
 )
 from commutator.engine.launching import ServerConnector, api_key_at
@@ -20,6 +24,18 @@ __all__ = ["SglangConnector"]
 
 class SglangConnector(ServerConnector[SglangConfig]):
     """Launches SGLang's server, or attaches to one, and talks HTTP to it."""
+
+    def problems(
+        self, config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        from commutator_sglang.launch import problems
+
+        return () if config.url is not None else problems(config, model, tiers)
+
+    def warnings(self, config: SglangConfig, model: ModelConfig) -> Iterable[str]:
+        from commutator_sglang.launch import warnings
+
+        return () if config.url is not None else warnings(config)
 
     def launch(self, config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_sglang.launch import launch_plan

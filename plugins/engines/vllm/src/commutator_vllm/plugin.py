@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from commutator import (
     EngineClient,
     EngineRegister,
@@ -9,6 +11,8 @@ from commutator import (
     HandoverStyle,
     LaunchContext,
     LaunchPlan,
+    ModelConfig,
+    TierConfig,
     hookimpl,
 )
 from commutator.engine.launching import ServerConnector, api_key_at
@@ -20,6 +24,18 @@ __all__ = ["VllmConnector"]
 
 class VllmConnector(ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
+
+    def problems(
+        self, config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        from commutator_vllm.launch import problems
+
+        return () if config.url is not None else problems(config, model, tiers)
+
+    def warnings(self, config: VllmConfig, model: ModelConfig) -> Iterable[str]:
+        from commutator_vllm.launch import warnings
+
+        return () if config.url is not None else warnings(config)
 
     def launch(self, config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         from commutator_vllm.launch import launch_plan
