@@ -62,7 +62,8 @@ class LaunchedProcess(ABC):
     async def wait(self) -> str:
         """Wait until the process ends; returns how, as "exited with status 1".
 
-        What the process said last may follow: "exited with status 1: no memory". May be called again, also after the end.
+        What the process said last may follow: "exited with status 1: no memory". May be called
+        again, also after the end.
         """
 
     @abstractmethod
