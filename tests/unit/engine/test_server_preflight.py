@@ -100,7 +100,7 @@ def test_the_environment_is_that_with_the_entrys_variables(
 
 
 def test_devices(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_gpus = {"distributions": ("pytest",)}
+    of_gpus: Any = {"distributions": ("pytest",)}
     (without,) = problems(model, **of_gpus)
     assert "is for NVIDIA GPUs, and this machine has none; use a CPU build" in without
     assert problems(model, **of_gpus, on_cpu=True) == []

@@ -19,12 +19,11 @@ from commutator.routing.disagg.prefill_pool import QueueState
 
 
 def statistics_of(tier: str, *, up: bool) -> KvStatistics:
-    names = ("capacity", "published", "staged", "leaving", "waiting", "loading", "retained")
-    counts = dict.fromkeys((*names, "pins_refused"), 0)
-    nothing: dict[str, dict[str, int]] = {"loads": {}, "not_loaded": {}, "removed": {}}
     state = TierState(
-        name=tier, medium="DISK", up=up, latency_s=None, block_s=None, **counts, **nothing
-    )
+        name=tier, medium="DISK", up=up, capacity=9, published=0, staged=0, leaving=0, waiting=0,
+        loading=0, retained=0, pins_refused=0, loads={}, not_loaded={}, removed={}, latency_s=None,
+        block_s=None,
+    )  # fmt: skip
     return KvStatistics(
         tiers=(state,), edges=(), blocks=0, held_on_device=0, loads_running=0, stores_running=0
     )

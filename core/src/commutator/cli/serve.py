@@ -119,7 +119,7 @@ def run_deployment(
     from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
-    from commutator.supervisor.preflight import check_machine, machine_warnings
+    from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
     from commutator.supervisor.supervisor import Supervisor
 
     raise_descriptor_limit()
@@ -127,6 +127,7 @@ def run_deployment(
     here = config
     if engine is not None:  # what other hosts run need not work on this one
         here = evolve(config, engines=tuple(e for e in config.engines if e.name == engine))
+    fetch_models(here)
     check_machine(here, loaded.host, front_doors=front_doors != 0)
 
     async def supervise(port: int, printer: Printer) -> int:

@@ -76,8 +76,9 @@ class ModelConfig:
 
     name: str = setting("The name that clients give in `model`.", validator=_is_a_name)
     source: str = setting(
-        "A .gguf file, a Hugging Face directory, or package:NAME for an installed Python package "
-        "that ships one .gguf file."
+        "A .gguf file, a Hugging Face directory, package:NAME for an installed Python package that "
+        "ships one .gguf file, or a name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B, which "
+        "`commutator serve` downloads once."
     )
     chat_template: str | None = setting(
         "A Jinja file that replaces the model's own chat template.", None

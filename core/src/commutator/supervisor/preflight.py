@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -19,15 +20,18 @@ from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
 from commutator.tokenizer.chat_template import ChatTemplate
+from commutator.tokenizer.hub import download, downloaded, is_hub_name
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
 __all__ = [
     "check_files",
     "check_machine",
+    "fetch_models",
     "machine_warnings",
 ]
 
+log = logging.getLogger(__name__)
 _WORKER = "{worker}"
 _LONGEST_FOLDER = 64
 """Bytes. Socket names are limited to some 100, of which ours take up to 40."""
@@ -55,9 +59,36 @@ def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
     ``check_machine`` has passed.
     """
     yield from cluster_warnings(config)
+    for index, name in _to_download(config):
+        yield (
+            f'models[{index}].source: "{name}" is not on this machine yet; `commutator serve` '
+            "downloads it from the Hugging Face Hub"
+        )
     yield from _disk_warnings(config)
     for path, engine, connector, model in _engines(config, host):
         yield from (f"{path}.{warning}" for warning in connector.warnings(engine, model))
+
+
+def fetch_models(config: Config) -> None:
+    """Download the models of the Hugging Face Hub that are not on this machine.
+
+    Raises ConfigError with every one that cannot be had.
+    """
+    problems: list[str] = []
+    for index, name in _to_download(config):
+        log.info("downloading %s from the Hugging Face Hub", name)
+        try:
+            download(name)
+        except ConfigError as error:
+            problems += (f"models[{index}].source: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigError(problems, "this machine")
+
+
+def _to_download(config: Config) -> Iterator[tuple[int, str]]:
+    for index, model in enumerate(config.models):
+        if is_hub_name(model.source) and downloaded(model.source) is None:
+            yield index, model.source
 
 
 def check_files(config: Config) -> None:
@@ -96,14 +127,7 @@ def _damaged(config: Config) -> Iterator[str]:
 
 
 def _missing(config: Config) -> Iterator[str]:
-    for index, model in enumerate(config.models):
-        try:
-            locate_model(model.source)
-        except ConfigError as error:
-            yield from (f"models[{index}].source: {problem}" for problem in error.problems)
-        template = model.chat_template
-        if template is not None and not Path(template).exists():
-            yield f"models[{index}].chat_template: no such file: {template}"
+    yield from _missing_models(config)
     for path, secret in secrets_in(config):
         try:
             secret.reveal()
@@ -116,6 +140,18 @@ def _missing(config: Config) -> Iterator[str]:
     for index, (tier, place) in _tier_folders(config):
         if problem := _place_problem(place):
             yield f"tiers[{index}].path: {problem}; name another folder for the tier {tier.kind}"
+
+
+def _missing_models(config: Config) -> Iterator[str]:
+    for index, model in enumerate(config.models):
+        try:
+            locate_model(model.source)
+        except ConfigError as error:
+            if not is_hub_name(model.source):  # `fetch_models` downloads those
+                yield from (f"models[{index}].source: {problem}" for problem in error.problems)
+        template = model.chat_template
+        if template is not None and not Path(template).exists():
+            yield f"models[{index}].chat_template: no such file: {template}"
 
 
 def _tier_folders(config: Config) -> Iterator[tuple[int, tuple[TierConfig, Path]]]:

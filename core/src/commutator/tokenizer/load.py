@@ -7,6 +7,7 @@ from pathlib import Path
 
 from commutator.errors import ConfigError
 from commutator.tokenizer.gguf import load_gguf
+from commutator.tokenizer.hub import downloaded, is_hub_name
 from commutator.tokenizer.huggingface import load_huggingface
 from commutator.tokenizer.text_model import TextModel
 
@@ -28,8 +29,9 @@ _PACKAGE_PREFIX = "package:"
 def locate_model(source: str) -> Path:
     """The GGUF file or Hugging Face directory that ``source`` names.
 
-    ``source`` is a GGUF file, a directory with ``config.json``, or ``package:NAME``: an installed
-    Python package that ships one GGUF file. Raises ConfigError when there is no such model.
+    ``source`` is a GGUF file, a directory with ``config.json``, ``package:NAME``: an installed
+    Python package that ships one GGUF file, or the name of a model on the Hugging Face Hub that was
+    downloaded. Raises ConfigError when there is no such model.
     """
     if source.startswith(_PACKAGE_PREFIX):
         return _in_package(source.removeprefix(_PACKAGE_PREFIX))
@@ -41,6 +43,14 @@ def locate_model(source: str) -> Path:
         return path
     if (path / "config.json").is_file():
         return path
+    if is_hub_name(source):
+        if (path_in_cache := downloaded(source)) is not None:
+            return path_in_cache
+        problem = (
+            f'"{source}" is no path here, and was not downloaded from the Hugging Face Hub: '
+            "`commutator serve` does it"
+        )
+        raise ConfigError([problem], "model source")
     raise ConfigError(
         [f'no model at "{source}": expected a .gguf file or a directory with config.json'],
         "model source",

@@ -53,7 +53,11 @@ class Answers:
 
 @click.command(epilog="Example: commutator init --model ~/models/llama --workers 4 --yes")
 @click.argument("file", default=DEFAULT_FILE, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--model", metavar="SOURCE", help="A .gguf file, a model directory or package:NAME.")
+@click.option(
+    "--model",
+    metavar="SOURCE",
+    help="A .gguf file, a model directory, package:NAME or a name on the Hugging Face Hub.",
+)
 @click.option("--engine", metavar="KIND", help="The engine that runs it.")
 @click.option("--workers", type=click.IntRange(1, _MAX_WORKERS), help="How many worker processes.")
 @click.option("--yes", is_flag=True, help="Ask nothing; take the defaults for what is not given.")
@@ -130,7 +134,7 @@ def small_model() -> str | None:
 def _ask_model(yes: bool) -> str:
     default = small_model()
     if not yes:
-        question = "Model (a .gguf file, a Hugging Face directory or package:NAME)"
+        question = "Model (a .gguf file, a Hugging Face directory or name, or package:NAME)"
         return str(click.prompt(question, default))
     if default is None:
         raise click.UsageError(
@@ -141,8 +145,11 @@ def _ask_model(yes: bool) -> str:
 
 def _model_name(source: str) -> str:
     """What clients will call the model. Raises ConfigError when there is no model at ``source``."""
+    from commutator.tokenizer.hub import is_hub_name
     from commutator.tokenizer.load import locate_model
 
+    if is_hub_name(source):
+        return source.rpartition("/")[2]
     path = locate_model(source).resolve()
     return path.stem if path.is_file() else path.name
 
