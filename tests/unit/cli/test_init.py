@@ -37,7 +37,7 @@ def test_without_questions_it_takes_the_defaults(file: Path) -> None:
 def test_it_asks_three_questions(file: Path) -> None:
     done = run(str(file), said="\nsim\n3\n")
     assert done.exit_code == 0, done.output
-    assert "Model (a .gguf file, a Hugging Face directory or package:NAME)" in done.output
+    assert "Model (a .gguf file, a Hugging Face directory or name, or package:NAME)" in done.output
     assert "reference, sglang, sim, trtllm, vllm) [reference]: " in done.output
     assert "Worker processes [1]: " in done.output
     assert "3 workers of the engine sim" in done.output
