@@ -30,6 +30,7 @@ SCENARIOS = {
     "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",
     "recall": "a prompt's blocks loaded from each tier against computing them",
+    "planner": "worker-hours at equal attainment of the planner and nine others, in virtual time",
     "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",
     "vllm_tiers": "a prompt loaded into real vLLM servers from each tier against computing it",
     "tiers": "each storage tier against raw NIXL and boto3, and LMCache",

@@ -141,7 +141,7 @@ def test_a_plot_that_cannot_be_written_is_reported_before_the_replay(
     def never(*_: object) -> None:
         raise AssertionError("the trace was read")
 
-    monkeypatch.setattr("commutator_replay.cli.read_trace", never)
+    monkeypatch.setattr("commutator_replay.cli.load_trace", never)
     (tmp_path / "folder.svg").mkdir()
     done = replay(trace, "--plot", str(tmp_path / name))
     assert done.exit_code == 2, done.output

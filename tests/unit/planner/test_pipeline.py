@@ -197,6 +197,24 @@ def test_constant_load_gives_a_constant_plan_for_a_day(rate: int, workers: int) 
     assert all(change <= 0 for change in later), "it only shrinks, as the growth assumed shrinks"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize(("rate_per_s", "workers"), [(0.5, 1), (2.0, 40), (30.0, 3)])
+def test_poisson_load_is_constant_load_for_a_day(
+    rate_per_s: float, workers: int, seed: int
+) -> None:
+    """Chance is not demand: once an hour has been seen, the plan never turns, and hardly moves."""
+    rng = random.Random(seed)
+    fleet = slo(workers, bounds=PlannerBounds(both=(1, 500)))
+    for _ in range(24 * 240):
+        fleet.tick(poisson_arrivals(rng, rate_per_s, 1155, 15))
+    settled = fleet.desired()[240:]
+    changes = [after - before for before, after in pairwise(settled) if before != after]
+    turns = sum((one > 0) is not (other > 0) for one, other in pairwise(changes))
+    assert turns == 0
+    assert len(set(settled[11 * 240 :])) == 1, "not at all in the second half of the day"
+
+
 def test_equal_seeds_give_equal_plans() -> None:
     def run(seed: int) -> list[Any]:
         rng, fleet = random.Random(seed), slo(3)
@@ -379,7 +397,7 @@ def test_burstier_gaps_are_seen() -> None:
     for _ in range(400):
         fleet.tick(poisson_arrivals(rng, 5.0, 1000, 15))
     assert seen[-1] == pytest.approx(1.0, abs=0.15)
-    for _ in range(400):
+    for _ in range(1600):
         even = arrivals(75, 1000, 15)
         fleet.tick(evolve(even, gaps_squared_s2=even.gaps_squared_s2 * 4))
     assert seen[-1] == pytest.approx(3.0, abs=0.05)

@@ -332,7 +332,8 @@ class Demand:
     """What a role has to serve."""
 
     requests_per_s: float
-    """Arrivals of the last minute."""
+    """Arrivals of the last minute, as the number of requests of usual length that are as much
+    work."""
     prompt_lengths: Mapping[int, float]
     """Weight of requests by the prompt tokens that this role computes, in ``length_bucket``; 0
     where another role computes all."""
@@ -412,7 +413,17 @@ class Forecaster(ABC, Generic[StateT]):
 
     @abstractmethod
     def growth(self, state: StateT, lead_s: float) -> float:
-        """The factor by which the level may grow within the next ``lead_s`` seconds; above 0."""
+        """The factor by which the level may grow within the next ``lead_s`` seconds; above 0.
+
+        Below 1 where the level is above what it usually is only by chance.
+        """
+
+    def rests_on_s(self, state: StateT) -> float:
+        """Seconds of demand that the growth times the level rests on; at least a minute.
+
+        The fewer requests arrive in that time, the more cautiously a fleet shrinks.
+        """
+        return 60.0
 
 
 @frozen(kw_only=True)

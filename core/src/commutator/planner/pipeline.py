@@ -37,13 +37,14 @@ __all__ = [
     "Planner",
     "PlannerState",
     "RoleState",
+    "fleet_actions",
     "no_growth",
 ]
 
 _LEVEL_S = 60.0
 """Demand is averaged over this time."""
-_SHAPE_S = 600.0
-"""Older prompt lengths and gaps count by this exponential time constant."""
+_SHAPE_S = 3600.0
+"""Older lengths of prompts and answers, and gaps, count by this exponential time constant."""
 _FORGOTTEN = 1e-6
 """A weight that counts no more."""
 _FEWEST_GAPS = 20
@@ -54,7 +55,7 @@ _START_UPS = 32
 _START_UP_QUANTILE = 0.9
 _OVERDUE = 3.0
 """A launch that takes this many times the usual start-up time is given up."""
-_CAUTION = 3.0
+_CAUTION = 4.0
 """To shrink, demand counts with this many standard deviations of its number of arrivals more."""
 _HOUR_S = 3600.0
 _FLIPS_BACK = 2
@@ -102,6 +103,9 @@ class PlannerState:
     begun_s: float | None = None
     """The time of the first observation."""
     output_tokens: float = 0.0
+    """Mean of an answer."""
+    output_seen_s: float = 0.0
+    """Seconds of answers that it rests on."""
     start_ups: tuple[float, ...] = ()
     """The latest start-up times, in seconds."""
 
@@ -197,7 +201,7 @@ class Planner:
         )
         actions: list[PlanAction] = []
         for role in self._performance if seen.workers is not None else ():
-            late, chosen = self._actions(role, desired[role], seen.workers or (), start_up_s)
+            late, chosen = fleet_actions(role, desired[role], seen.workers or (), start_up_s)
             actions += chosen
             if late:
                 # The next launch may take longer: else a slow start would be given up for ever.
@@ -217,12 +221,17 @@ class Planner:
     def _learn(self, state: PlannerState, seen: Observation) -> PlannerState:
         if seen.started_s:
             state = _remember_start_ups(state, seen.started_s)
-        output_tokens = state.output_tokens
+        output_tokens, output_seen_s = state.output_tokens, state.output_seen_s
         if seen.output_tokens is not None:
-            weight = 1.0 if not output_tokens else min(1.0, seen.window_s / _LEVEL_S)
-            output_tokens += weight * (seen.output_tokens - output_tokens)
-        begun_s = seen.time_s if state.begun_s is None else state.begun_s
-        state = evolve(state, output_tokens=output_tokens, begun_s=begun_s)
+            window_s = seen.window_s or self._config.interval_s
+            output_seen_s = output_seen_s * math.exp(-window_s / _SHAPE_S) + window_s
+            output_tokens += (seen.output_tokens - output_tokens) * window_s / output_seen_s
+        state = evolve(
+            state,
+            output_tokens=output_tokens,
+            output_seen_s=output_seen_s,
+            begun_s=seen.time_s if state.begun_s is None else state.begun_s,
+        )
         if seen.arrivals is None:
             return state
         lead_s = self._lead_s(state)
@@ -310,10 +319,8 @@ class Planner:
         lead_s = self._lead_s(state)
         demands = {}
         for role, one in state.roles.items():
-            span_s = sum(window.span_s for window in one.windows)
-            requests = sum(window.requests for window in one.windows)
             demands[role] = Demand(
-                requests_per_s=requests / span_s if span_s else 0.0,
+                requests_per_s=self._rate_per_s(role, one, state.output_tokens),
                 prompt_lengths=one.lengths,
                 context_tokens=one.context_tokens / one.gaps if one.gaps else 0.0,
                 output_tokens=0.0 if role is Role.PREFILL else state.output_tokens,
@@ -331,11 +338,26 @@ class Planner:
             supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
         )
 
+    def _rate_per_s(self, role: Role, one: RoleState, output_tokens: float) -> float:
+        """The work of the last minute, in requests of the usual lengths."""
+        span_s = sum(window.span_s for window in one.windows)
+        requests = sum(window.requests for window in one.windows)
+        if not requests:
+            return 0.0
+        answers = 0.0 if role is Role.PREFILL else output_tokens
+        total = sum(one.lengths.values())
+        usual = sum(tokens * weight for tokens, weight in one.lengths.items())
+        usual_s = self._performance[role].work_s(usual / total if total else 0.0, answers)
+        if not usual_s:
+            return requests / span_s
+        return sum(window.work_s for window in one.windows) / span_s / usual_s
+
     def _cautiously(self, state: PlannerState, situation: Situation) -> Situation:
-        """The same with as much more demand as arrivals of the last minute vary by chance."""
+        """The same with as much more demand as the arrivals that were counted vary by chance."""
         demands = {}
         for role, demand in situation.demands.items():
-            requests = sum(window.requests for window in state.roles[role].windows)
+            rests_on_s = self._forecaster.rests_on_s(state.roles[role].forecast)
+            requests = demand.requests_per_s * rests_on_s
             factor = 1 + _CAUTION / math.sqrt(requests) if requests else 1.0
             demands[role] = evolve(demand, growth=demand.growth * factor)
         return evolve(situation, demands=demands)
@@ -454,34 +476,6 @@ class Planner:
             return _changed(one, current, lowest, now_s), lowest
         return one, current
 
-    # ---------------------------------------------------------------------- act
-
-    def _actions(
-        self, role: Role, desired: int, workers: Sequence[PlannedWorker], start_up_s: float
-    ) -> tuple[list[float], list[PlanAction]]:
-        """The ages of the launches that are given up, and what to do, cheapest first."""
-        mine = [one for one in workers if one.role is role]
-        supply = _supply(mine, role, start_up_s)
-        late = [
-            one
-            for one in mine
-            if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
-        ]
-        actions = [_act(ActionKind.CANCEL, one) for one in late]
-        missing = desired - len(supply)
-        if missing > 0:
-            draining = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
-            draining.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
-            actions += [_act(ActionKind.UNDRAIN, one) for one in draining[:missing]]
-            launches = missing - min(missing, len(draining))
-            actions += [
-                PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None)
-                for _ in range(launches)
-            ]
-        elif missing < 0:
-            actions += _removals([one for one in supply if not one.held], -missing)
-        return [one.age_s for one in late], actions
-
     def _role_plan(
         self,
         role: Role,
@@ -500,6 +494,36 @@ class Planner:
             draining=phases[WorkerPhase.DRAINING],
             reason="; ".join([*reason, *dict.fromkeys(notes)]),
         )
+
+
+def fleet_actions(
+    role: Role, desired: int, workers: Sequence[PlannedWorker], start_up_s: float
+) -> tuple[list[float], list[PlanAction]]:
+    """How a role gets to ``desired`` workers, cheapest actions first.
+
+    Also returns the ages in seconds of the launches that are given up, because they take more than
+    three times ``start_up_s``.
+    """
+    mine = [one for one in workers if one.role is role]
+    supply = _supply(mine, role, start_up_s)
+    late = [
+        one
+        for one in mine
+        if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
+    ]
+    actions = [_act(ActionKind.CANCEL, one) for one in late]
+    missing = desired - len(supply)
+    if missing > 0:
+        draining = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
+        draining.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
+        actions += [_act(ActionKind.UNDRAIN, one) for one in draining[:missing]]
+        launches = missing - min(missing, len(draining))
+        actions += [
+            PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None) for _ in range(launches)
+        ]
+    elif missing < 0:
+        actions += _removals([one for one in supply if not one.held], -missing)
+    return [one.age_s for one in late], actions
 
 
 def _counts(proposals: Mapping[Role, Proposal]) -> dict[Role, int]:

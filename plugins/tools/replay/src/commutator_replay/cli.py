@@ -23,7 +23,8 @@ from commutator.errors import CommutatorError
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
 from commutator_replay.setup import Replays, Targets
-from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, read_trace, with_chats
+from commutator_replay.tables import Part, load_trace
+from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, with_chats
 
 __all__ = [
     "by_planner",
@@ -77,11 +78,35 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
 )
 @click.option(
     "--compare-planners",
-    help="Several planners, separated by commas, one row each: kinds, `fixed:N`, `fixed` (the "
-    "smallest constant fleet, in hindsight), `clairvoyant` (the file's own, knowing the trace).",
+    help="Several planners, separated by commas, one row each: `ours` (the file's own), other "
+    "kinds, `fixed:N`, `fixed` (the smallest constant fleet, in hindsight), `clairvoyant` (a "
+    "schedule made from the trace), and those of other projects, such as `hpa` or `dynamo_sla`; "
+    "`hpa:8` sets their knob.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
+@click.option(
+    "--thin",
+    type=NumberRange(min=1),
+    default=1.0,
+    show_default=True,
+    help="Keep one in this many requests, drawn; of a table of rates, draw as many fewer.",
+)
+@click.option(
+    "--begin",
+    type=NumberRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Leave out this many seconds of the trace.",
+)
+@click.option("--end", type=_POSITIVE, help="Leave out what comes after this many seconds.")
+@click.option(
+    "--copies",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Replay as many copies at once, each shifted in time, with prompts of its own.",
+)
 @click.option(
     "--chats",
     type=NumberRange(min=0),
@@ -139,6 +164,10 @@ def replay(
     compare_planners: str | None,
     workers: int | None,
     requests: int | None,
+    thin: float,
+    begin: float,
+    end: float | None,
+    copies: int,
     chats: float,
     speed: float,
     rates: list[float] | None,
@@ -167,14 +196,15 @@ def replay(
         seed=seed,
         on_run=partial(click.echo, err=True) if timing else lambda _: None,
     )
+
+    part = Part(thin=thin, begin_s=begin, end_s=end, copies=copies, requests=requests)
     if plan or compare_planners is not None:
         planned = PlannedReplays(replays)
         written = planned.config.kind if compare_planners is None else compare_planners
         planners = planned.names(written, "--compare-planners")
         for warning in replay_warnings(loaded):
             click.secho(f"warning: {warning}", fg="yellow", err=True)
-        asked = read_trace(trace, requests)
-        mixed = with_chats(asked, chats, seed) if chats else asked
+        mixed = _mixed(trace, part, chats, seed)
         show_plans([planned.run(name, mixed) for name in planners], plot, as_json=as_json)
         return
     names = policies(replays, policy, compare, disagg)
@@ -184,8 +214,7 @@ def replay(
         )
     for warning in replay_warnings(loaded):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-    recorded = read_trace(trace, requests)
-    mixed = with_chats(recorded, chats, seed) if chats else recorded
+    mixed = _mixed(trace, part, chats, seed)
 
     def run(requests: Sequence[TraceRequest]) -> list[Report]:
         one = replays.by_router if disagg is None else replays.by_disaggregation
@@ -197,6 +226,11 @@ def replay(
     else:
         reports = run([one.sped_up(speed) for one in mixed])
         show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
+
+
+def _mixed(trace: Path, part: Part, chats: float, seed: int) -> list[TraceRequest]:
+    asked = load_trace(trace, part, seed)
+    return with_chats(asked, chats, seed) if chats else asked
 
 
 def _check_planned(ctx: click.Context) -> None:

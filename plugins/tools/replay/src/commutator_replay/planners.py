@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,28 +23,38 @@ from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.planner.pipeline import Planner, no_growth
 from commutator_replay.fleet import VirtualWorker
+from commutator_replay.peers import PEERS, Peer, PeerPlanner, Schedule
 from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
 from commutator_replay.setup import Replays
-from commutator_replay.trace import TraceRequest
+from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
 
 __all__ = [
+    "BEST",
     "CLAIRVOYANT",
     "FIXED",
+    "OURS",
     "Change",
     "PlanReport",
     "PlannedReplays",
     "Sample",
+    "work_by_second",
 ]
 
 FIXED = "fixed"
 """The smallest constant fleet that attains the targets, in hindsight; `fixed:N` is one of N."""
 CLAIRVOYANT = "clairvoyant"
-"""The file's own planner, with a forecast that knows the trace."""
+"""The cheapest schedule of one form that attains the targets, made from the trace itself."""
+OURS = "ours"
+"""The file's own planner."""
+BEST = "best"
+"""In the place of a knob: the one of the cheapest fleet that attains the targets, in hindsight."""
 
-_LEVEL_S = 60.0
+_KNOBS_TRIED = 8
+_MOST_MARGIN = 8.0
+"""For schedules: nothing needs more than so many square roots of its work beside the work."""
 
 
 @frozen
@@ -109,33 +119,21 @@ class _Constant(PlannerPolicy):
         }
 
 
-class _Foresight(Forecaster[float]):
-    """Knows the work of every minute of the trace. Its state is the time."""
+@frozen
+class _Times(Forecaster[Any]):
+    """Another forecaster's growth, times a factor."""
 
-    def __init__(self, trace: Sequence[TraceRequest], performance: EnginePerformance) -> None:
-        self._times_s = [one.timestamp / 1000 for one in trace]
-        self._sums = [0.0]
-        for one in trace:
-            work_s = performance.work_s(one.input_length, one.output_length)
-            self._sums.append(self._sums[-1] + work_s)
+    inner: Forecaster[Any]
+    factor: float
 
-    def begin(self) -> float:
-        return 0.0
+    def begin(self) -> Any:
+        return self.inner.begin()
 
-    def update(self, state: float, time_s: float, level: float, lead_s: float) -> float:
-        return time_s
+    def update(self, state: Any, time_s: float, level: float, lead_s: float) -> Any:
+        return self.inner.update(state, time_s, level, lead_s)
 
-    def growth(self, state: float, lead_s: float) -> float:
-        now = self._level(state)
-        step_s = min(5.0, lead_s)
-        steps = int(lead_s / step_s)
-        most = max(self._level(state + step * step_s) for step in range(1, steps + 1))
-        return max(most / now, 1e-3) if now else 1.0
-
-    def _level(self, time_s: float) -> float:
-        last = bisect_right(self._times_s, time_s)
-        first = bisect_right(self._times_s, time_s - _LEVEL_S)
-        return self._sums[last] - self._sums[first]
+    def growth(self, state: Any, lead_s: float) -> float:
+        return self.inner.growth(state, lead_s) * self.factor
 
 
 @frozen
@@ -161,30 +159,115 @@ class PlannedReplays:
         return names
 
     def run(self, name: str, trace: Sequence[TraceRequest]) -> PlanReport:
-        """Replay under one planner."""
+        """Replay under one planner, as the names that `--compare-planners` takes."""
+        kind, _, knob = name.partition(":")
+        if kind == FIXED:
+            return self.fixed(int(knob), trace) if knob else self._smallest(trace)
+        if kind == CLAIRVOYANT:
+            return self._best_schedule(trace)
+        if self._is_peer(kind):
+            wanted = PEERS[kind].default if not knob else None if knob == BEST else float(knob)
+            return self._best_peer(kind, trace) if wanted is None else self.peer(
+                kind, wanted, trace
+            )  # fmt: skip
+        return self._planned(name, self._config(name), trace)
+
+    def ours(self, headroom: float, trace: Sequence[TraceRequest]) -> PlanReport:
+        """Replay under the file's own planner, whose forecasts count ``1 + headroom`` times."""
+        return self._planned(OURS, self._config(OURS), trace, 1 + headroom)
+
+    def _planned(
+        self, name: str, config: PlannerConfig, trace: Sequence[TraceRequest], factor: float = 1.0
+    ) -> PlanReport:
         makers, performance = self._roles()
-        if name == FIXED:
-            return self._smallest(trace, makers, performance)
-        if name.startswith(f"{FIXED}:"):
-            return self._constant(name, int(name.partition(":")[2]), trace, makers, performance)
-        config, host = self.config, self.replays.loaded.host
-        if name == CLAIRVOYANT:
-            (serving,) = (role for role in performance if role is not Role.PREFILL)
-            forecaster: Forecaster[Any] = _Foresight(trace, performance[serving])
-            config = evolve(config, hold_s=0.0)
-        else:
-            config = self._config(name)
-            wanted = config.forecaster
-            forecaster = (
-                no_growth() if wanted is None else host.forecasters.kinds[wanted.kind].thing(wanted)
-            )
+        host = self.replays.loaded.host
+        wanted_kind = config.forecaster
+        forecaster: Forecaster[Any] = (
+            no_growth()
+            if wanted_kind is None
+            else host.forecasters.kinds[wanted_kind.kind].thing(wanted_kind)
+        )
+        if factor != 1.0:
+            forecaster = _Times(forecaster, factor)
         policy = host.planners.kinds[config.kind].thing(config)
         constraints = [host.constraints.kinds[c.kind].thing(c) for c in config.constraints]
         planner = Planner(config, performance, policy, forecaster, constraints)
         fleet = self.replays.fleet(roles=self._has_roles)
-        return self._report(name, trace, Planning(
-            planner=planner, config=config, make_engine=makers
-        ), fleet)  # fmt: skip
+        planning = Planning(planner=planner, config=config, make_engine=makers)
+        return self._report(name, trace, planning, fleet)
+
+    def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
+        """Replay with so many workers, whatever bounds and budget say."""
+        makers, performance = self._roles()
+        (role,) = performance
+        bounds = evolve(self.config.bounds, **{role.value: (workers, workers)})
+        config = evolve(self.config, bounds=bounds, budget=type(self.config.budget)())
+        planner = Planner(config, performance, _Constant(workers), no_growth())
+        planning = Planning(planner=planner, config=config, make_engine=makers)
+        fleet = _fleet(workers, makers[role], role)
+        return self._report(f"{FIXED}:{workers}", trace, planning, fleet)
+
+    def peer(self, kind: str, knob: float, trace: Sequence[TraceRequest]) -> PlanReport:
+        """Replay under a planner of another project, with this value of its knob."""
+        ((_, performance),) = self._roles()[1].items()
+        peer = PEERS[kind].make(knob, performance, self.config.targets)
+        return self._with(f"{kind}:{knob:.3g}", peer, trace, None)
+
+    def schedule(self, margin: float, trace: Sequence[TraceRequest]) -> PlanReport:
+        """Replay under a schedule made from the trace; ``margin`` is that of ``Schedule``.
+
+        The first workers are ready when the trace begins.
+        """
+        ((_, performance),) = self._roles()[1].items()
+        work = work_by_second(trace, performance)
+
+        def make() -> Schedule:
+            return Schedule(margin, work, self.config.start_up_s)
+
+        return self._with(CLAIRVOYANT, make(), trace, make().workers_at(0.0))
+
+    def _with(
+        self, name: str, peer: Peer, trace: Sequence[TraceRequest], first: int | None
+    ) -> PlanReport:
+        """Replay under a peer, beginning with the file's workers, or with ``first``."""
+        makers, performance = self._roles()
+        (role,) = performance
+        config = evolve(self.config, interval_s=peer.interval_s)
+        planning = Planning(
+            planner=PeerPlanner(peer, config, role), config=config, make_engine=makers
+        )
+        fleet = self.replays.fleet(roles=False)
+        if first is not None:
+            fleet = _fleet(first, makers[role], role)
+        return self._report(name, trace, planning, fleet)
+
+    def _best_peer(self, kind: str, trace: Sequence[TraceRequest]) -> PlanReport:
+        """The cheapest of the replays tried that attained the targets, or the one that did best."""
+        one = PEERS[kind]
+        low, high = math.log(one.least), math.log(one.most)
+        tried: list[PlanReport] = []
+        for _ in range(_KNOBS_TRIED):
+            middle = (low + high) / 2
+            tried.append(self.peer(kind, math.exp(middle), trace))
+            attains = tried[-1].attained >= self.config.targets.attainment
+            low, high = (middle, high) if attains else (low, middle)
+        return self._cheapest(tried)
+
+    def _best_schedule(self, trace: Sequence[TraceRequest]) -> PlanReport:
+        low, high = -1.0, _MOST_MARGIN
+        tried: list[PlanReport] = []
+        for _ in range(_KNOBS_TRIED):
+            middle = (low + high) / 2
+            tried.append(self.schedule(middle, trace))
+            attains = tried[-1].attained >= self.config.targets.attainment
+            low, high = (low, middle) if attains else (middle, high)
+        return self._cheapest(tried)
+
+    def _cheapest(self, tried: Sequence[PlanReport]) -> PlanReport:
+        able = [one for one in tried if one.attained >= self.config.targets.attainment]
+        if able:
+            return min(able, key=lambda one: one.worker_hours)
+        return max(tried, key=lambda one: one.attained)
 
     @property
     def _has_roles(self) -> bool:
@@ -218,65 +301,48 @@ class PlannedReplays:
             raise ConfigError([problem], self.replays.file)
         return makers, performance
 
-    def _constant(
-        self,
-        name: str,
-        workers: int,
-        trace: Sequence[TraceRequest],
-        makers: Mapping[Role, Callable[[], VirtualEngine]],
-        performance: Mapping[Role, EnginePerformance],
-    ) -> PlanReport:
-        (role,) = performance
-        bounds = evolve(self.config.bounds, **{role.value: (workers, workers)})
-        config = evolve(self.config, bounds=bounds, budget=type(self.config.budget)())
-        planner = Planner(config, performance, _Constant(workers), no_growth())
-        planning = Planning(planner=planner, config=config, make_engine=makers)
-        fleet = [
-            VirtualWorker.make(f"worker-{number:03}", makers[role](), role)
-            for number in range(workers)
-        ]
-        return self._report(name, trace, planning, fleet)
-
-    def _smallest(
-        self,
-        trace: Sequence[TraceRequest],
-        makers: Mapping[Role, Callable[[], VirtualEngine]],
-        performance: Mapping[Role, EnginePerformance],
-    ) -> PlanReport:
+    def _smallest(self, trace: Sequence[TraceRequest]) -> PlanReport:
         """The smallest constant fleet within the bounds that attains the targets, or the most."""
-        (role,) = performance
+        (role,) = self._roles()[1]
         fewest, most = self.config.bounds.of(role)
         low, high = max(1, fewest), max(1, most)
         found: PlanReport | None = None
         while low < high:
             middle = (low + high) // 2
-            tried = self._constant(f"{FIXED}:{middle}", middle, trace, makers, performance)
+            tried = self.fixed(middle, trace)
             if tried.attained >= self.config.targets.attainment:
                 high, found = middle, tried
             else:
                 low = middle + 1
         if found is None or found.most_workers != low:
-            found = self._constant(f"{FIXED}:{low}", low, trace, makers, performance)
+            found = self.fixed(low, trace)
         return found
 
+    def _is_peer(self, kind: str) -> bool:
+        """Whether the name means a peer: a planner that is installed comes first."""
+        return kind in PEERS and kind not in self.replays.loaded.host.planners.kinds
+
     def _check(self, name: str, option: str) -> None:
-        if name == FIXED or name.startswith(f"{FIXED}:"):
-            number = name.partition(":")[2]
-            if name != FIXED and not (number.isdecimal() and int(number)):
-                raise ConfigError([f"{name}: expected {FIXED}:N with N workers"], option)
-            if len(self._roles()[1]) > 1:
-                raise ConfigError([f"{name}: needs workers of one role only"], option)
-        elif name != CLAIRVOYANT:
+        kind, _, knob = name.partition(":")
+        known = kind in (FIXED, CLAIRVOYANT) or self._is_peer(kind)
+        if kind == FIXED and name != FIXED and not (knob.isdecimal() and int(knob)):
+            raise ConfigError([f"{name}: expected {FIXED}:N with N workers"], option)
+        if kind in PEERS and known and name != kind and knob != BEST and not _is_positive(knob):
+            problem = f"{name}: expected {kind}, {kind}:{BEST}, or {kind}:X with X above 0"
+            raise ConfigError([problem], option)
+        if known and len(self._roles()[1]) > 1:
+            raise ConfigError([f"{name}: needs workers of one role only"], option)
+        if not known or (name.partition(":")[1] and kind == CLAIRVOYANT):
             self._config(name, option)
 
     def _config(self, name: str, option: str = "--compare-planners") -> PlannerConfig:
         """The file's own options, or those that all planners share for another planner."""
-        if name == self.config.kind:
+        if name in (self.config.kind, OURS):
             return self.config
         kind = self.replays.loaded.host.planners.kinds.get(name)
         if kind is None:
             known = sorted(self.replays.loaded.host.planners.kinds)
-            names = ", ".join([*known, FIXED, f"{FIXED}:N", CLAIRVOYANT])
+            names = ", ".join([*known, OURS, FIXED, f"{FIXED}:N", CLAIRVOYANT, *PEERS])
             raise ConfigError([f'no planner "{name}"; there are {names}'], option)
         fields = attrs.fields(kind.config_class)
         shared = {one.name for one in attrs.fields(PlannerConfig)} - {"kind", "forecaster"}
@@ -301,6 +367,32 @@ class PlannedReplays:
     ) -> PlanReport:
         outcome = self.replays.planned(trace, planning, fleet)
         return _plan_report(name, outcome, self.config)
+
+
+def work_by_second(trace: Sequence[TraceRequest], performance: EnginePerformance) -> list[float]:
+    """Seconds of a full worker that arrive in each second, where no prompt is computed twice."""
+    begun_s = trace[0].timestamp / 1000
+    work = [0.0] * (math.ceil(trace[-1].timestamp / 1000 - begun_s) + 1)
+    seen: set[int] = set()
+    for one in trace:
+        blocks = one.full_blocks
+        cached = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+        tokens = one.input_length - cached * TRACE_BLOCK_TOKENS
+        second = int(one.timestamp / 1000 - begun_s)
+        work[second] += performance.work_s(tokens, one.output_length)
+    return work
+
+
+def _fleet(workers: int, make: Callable[[], VirtualEngine], role: Role) -> list[VirtualWorker]:
+    return [VirtualWorker.make(f"worker-{number:03}", make(), role) for number in range(workers)]
+
+
+def _is_positive(written: str) -> bool:
+    try:
+        return 0 < float(written) < math.inf
+    except ValueError:
+        return False
 
 
 def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanReport:

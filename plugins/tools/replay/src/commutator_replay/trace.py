@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ __all__ = [
     "TRACE_BLOCK_TOKENS",
     "TraceRequest",
     "at_rate",
+    "checked",
     "ideal_hit_ratio",
     "read_trace",
     "with_chats",
@@ -72,9 +73,16 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
     Raises ConfigError with each wrong line.
     """
+    return checked(path, _lines(path), limit)
+
+
+def checked(
+    path: Path, lines: Iterable[tuple[int, TraceRequest | str]], limit: int | None
+) -> list[TraceRequest]:
+    """The same of lines, each with its number and its request, or what is wrong with it."""
     trace: list[TraceRequest] = []
     problems: list[str] = []
-    for number, found in _lines(path):
+    for number, found in lines:
         if len(problems) == _MAX_PROBLEMS or len(trace) + len(problems) == limit:
             break
         if isinstance(found, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from attrs import define, field, frozen
 
@@ -19,7 +20,6 @@ from commutator.contract.planner import (
     length_bucket,
 )
 from commutator.contract.worker import Role
-from commutator.planner.pipeline import Planner
 from commutator.routing.load import InFlightLoad
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
@@ -29,15 +29,28 @@ __all__ = [
     "RoutedWorkers",
     "Span",
     "Tick",
+    "WorkerPlanner",
     "Workforce",
 ]
+
+StateT = TypeVar("StateT")
+
+
+class WorkerPlanner(Protocol[StateT]):
+    """Makes plans from observations."""
+
+    def begin(self) -> StateT:
+        """The state before the first observation."""
+
+    def plan(self, state: StateT, seen: Observation) -> tuple[StateT, Plan]:
+        """The plan for an observation, and the next state."""
 
 
 @frozen(kw_only=True)
 class Planning:
     """What plans the workers of a replay, and how they are made."""
 
-    planner: Planner
+    planner: WorkerPlanner[Any]
     config: PlannerConfig
     make_engine: Mapping[Role, Callable[[], VirtualEngine]]
     """Makes a worker of each role that the fleet may have."""
