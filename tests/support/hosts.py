@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,19 @@ class Host:
     def command(self, *argv: str | Path) -> list[str]:
         """The command line that runs ``argv`` there."""
         return ["ip", "netns", "exec", self.namespace, *map(str, argv)]
+
+    def pids(self) -> list[int]:
+        """The processes that run there."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in done.stdout.split()]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes at once, as far as that can be done."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def set_link(self, up: bool) -> None:
         """Plug the host's cable in, or pull it: packets are lost, and nobody is told."""

@@ -74,7 +74,7 @@ class FrameProtocol(asyncio.Protocol):
             self.identity = self._gate.identify(self.transport)
             self._handshake = self._gate.enter(self.transport)
         except CommutatorError as error:  # a stranger; or this process has no secret to prove
-            self._fail(str(error))
+            self.abort(str(error))
             return
         if self._handshake is not None:
             limit_s = self._gate.deadline_s
@@ -122,6 +122,12 @@ class FrameProtocol(asyncio.Protocol):
         if self.transport is not None:
             self.transport.close()
 
+    def abort(self, problem: str) -> None:
+        """End the connection at once, whatever is unsent; ``on_lost`` gets the problem."""
+        self._problem = problem
+        if self.transport is not None:
+            self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         if self._problem is not None:
             return
@@ -135,7 +141,7 @@ class FrameProtocol(asyncio.Protocol):
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
             if length > MAX_FRAME_BYTES:
-                self._fail(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+                self.abort(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
                 return
             end = start + _LENGTH.size + length
             if len(buffer) < end:
@@ -143,11 +149,11 @@ class FrameProtocol(asyncio.Protocol):
             try:
                 frame = _decoder.decode(memoryview(buffer)[start + _LENGTH.size : end])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self._fail(f"not a frame: {error}")
+                self.abort(f"not a frame: {error}")
                 return
             start = end
             if not isinstance(frame, list) or not frame:
-                self._fail("not a frame: expected a non-empty array")
+                self.abort("not a frame: expected a non-empty array")
                 return
             self._on_frame(frame)
         del buffer[:start]
@@ -176,7 +182,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def _refuse(self, reason: str) -> None:
         self._end_handshake(reason)
-        self._fail(reason)
+        self.abort(reason)
 
     def _end_handshake(self, problem: str | None) -> None:
         """Idempotent: a handshake ends once, with the problem that came first."""
@@ -195,8 +201,3 @@ class FrameProtocol(asyncio.Protocol):
                 waiting.set_result(None)
             else:
                 waiting.set_exception(ConnectionError(problem or "connection closed"))
-
-    def _fail(self, problem: str) -> None:
-        self._problem = problem
-        assert self.transport is not None
-        self.transport.abort()

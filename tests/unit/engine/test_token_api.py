@@ -28,7 +28,7 @@ from commutator.contract.worker import (
     PromptExplanation,
     TierContents,
 )
-from commutator.engine.client import TokenApiClient
+from commutator.engine.client import MAX_MISSES, PING_EVERY_S, TokenApiClient
 from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.errors import (
     EngineError,
@@ -37,6 +37,7 @@ from commutator.errors import (
     EngineWithoutTiersError,
     RequestError,
 )
+from commutator.frames import FrameProtocol
 from commutator.kv.admin import KvAdmin
 
 INFO = EngineInfo(
@@ -297,6 +298,97 @@ async def test_a_dropped_connection_is_made_anew_once_and_cuts_nothing_else() ->
             engine.emit([(key, done) for key in engine.requests])
             assert await collect(stream) == [done]
             await client.close()
+
+
+async def pinged(client: TokenApiClient, times: int, *, answered: bool = True) -> None:
+    """Ping by hand, and wait for each answer: real time decides nothing."""
+    session = client._session
+    assert session is not None
+    for _ in range(times):
+        session.ping(3600.0)
+        async with asyncio.timeout(10):
+            while answered and session.unanswered_pings:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_worker_that_falls_silent_is_lost_and_its_streams_with_it() -> None:
+    """As when its host vanishes or is paused: its end of the connection stays open."""
+    answers = True
+
+    def connected() -> FrameProtocol:
+        def answer(frame: list[Any]) -> None:
+            if answers:
+                protocol.send(["info", INFO] if frame[0] == "hello" else ["pong"])
+
+        protocol = FrameProtocol(answer, lambda _: None)
+        return protocol
+
+    server = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)
+    client = TokenApiClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    await client.start()
+    await pinged(client, 3 * MAX_MISSES)
+    answers = False
+    stream = client.generate(request("a"))
+    await pinged(client, MAX_MISSES, answered=False)
+    await pinged(client, 1, answered=False)
+    with pytest.raises(EngineUnavailableError, match="answered none of 3 pings"):
+        async with asyncio.timeout(10):
+            await anext(stream)
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineUnavailableError, match="answers no pings"):
+            await client.start()  # at once, though the new connection is not answered either
+        with pytest.raises(EngineUnavailableError, match="answers no pings"):
+            await client.start()
+        await client.close()
+    server.close()
+
+
+async def test_a_worker_that_answers_again_is_connected_again() -> None:
+    async with served() as (_, _, client):
+        await pinged(client, 1)
+        session = client._session
+        assert session is not None
+        session.silent = True
+        session.frames.abort("as after pings without answers")
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert await client.start() == INFO
+                    break
+                except EngineUnavailableError:
+                    await asyncio.sleep(0.01)
+
+
+async def test_who_waits_for_a_connection_is_not_cancelled_with_it() -> None:
+    """As when the lease of a worker lapses while a request is about to be sent to it."""
+    server = await asyncio.get_running_loop().create_server(
+        lambda: FrameProtocol(lambda _: None, lambda _: None), "127.0.0.1", 0
+    )
+    client = TokenApiClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    waiting = asyncio.create_task(client.start())
+    async with asyncio.timeout(10):
+        while client._connecting is None:
+            await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(EngineUnavailableError, match="the client was closed"):
+            await waiting
+    server.close()
+
+
+async def test_workers_answer_pings_and_streams_go_on() -> None:
+    async with served() as (engine, _, client):
+        stream = client.generate(request("a"))
+        await arrived(engine, 1)
+        await pinged(client, 3 * MAX_MISSES)
+        (key,) = engine.requests
+        engine.emit([(key, TokenDelta(token_ids=(1,), finish_reason=FinishReason.STOP))])
+        assert len(await collect(stream)) == 1
+
+
+def test_workers_of_other_hosts_are_pinged() -> None:
+    assert TokenApiClient("10.0.0.9:7000").ping_every_s == PING_EVERY_S
+    assert TokenApiClient("127.0.0.1:7000").ping_every_s is None
+    assert PING_EVERY_S * MAX_MISSES <= 3.0  # what the docs promise
 
 
 async def test_load_and_drain() -> None:

@@ -41,13 +41,28 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.frames import FrameProtocol, kind_of
-from commutator.trust import ClientGate, Right, RunSecret, TlsError, connect, host_and_port
+from commutator.trust import (
+    ClientGate,
+    Right,
+    RunSecret,
+    TlsError,
+    connect,
+    host_and_port,
+    is_loopback,
+)
 
 __all__ = [
+    "MAX_MISSES",
+    "PING_EVERY_S",
     "TokenApiClient",
 ]
 
 log = logging.getLogger(__name__)
+
+PING_EVERY_S = 1.0
+"""Between pings of a worker of another host."""
+MAX_MISSES = 3
+"""Pings in a row without any answer, after which a worker is taken for lost."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -61,9 +76,22 @@ class TokenApiClient(EngineClient):
     """
 
     def __init__(
-        self, address: str, *, answer_timeout_s: float = 5.0, secret: RunSecret | None = None
+        self,
+        address: str,
+        *,
+        answer_timeout_s: float = 5.0,
+        secret: RunSecret | None = None,
+        ping_every_s: float | None = None,
     ) -> None:
+        """Without ``ping_every_s``, workers of other hosts are pinged each second, others never.
+
+        One that sends nothing for ``MAX_MISSES`` pings is taken for lost, and its streams fail: no
+        packet tells that a host has vanished, or that it is paused.
+        """
         self.address = address
+        if ping_every_s is None and not is_loopback(host_and_port(address)[0]):
+            ping_every_s = PING_EVERY_S
+        self.ping_every_s = ping_every_s
         self._secret = secret
         self._answer_timeout_s = answer_timeout_s
         self._instance: str | None = None
@@ -79,13 +107,25 @@ class TokenApiClient(EngineClient):
         return (await self._connected()).info.result()
 
     async def _connected(self) -> _Session:
-        if self._session is not None and not self._session.lost:
-            return self._session
+        session = self._session
+        if session is not None and not session.lost:
+            return session
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
             # Marks its error as read, which it is not when all who waited were cancelled.
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._connecting)
+        if session is not None and session.silent:
+            # Connecting to a paused host takes long to fail; callers have other workers.
+            raise EngineUnavailableError(f"worker at {self.address}: answers no pings")
+        connecting = self._connecting
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if connecting.cancelled() and not (task is not None and task.cancelling()):
+                reason = f"worker at {self.address}: the client was closed"
+                raise EngineUnavailableError(reason) from None
+            raise
 
     async def _connect(self) -> _Session:
         gate = ClientGate(SERVICE, self._secret, expects=Right.SERVE_WORKER, host=self._host)
@@ -96,6 +136,8 @@ class TokenApiClient(EngineClient):
                 await connect(lambda: session.frames, host, port)
                 session.frames.send(["hello", PROTOCOL, self._instance])
                 await session.info
+                if self.ping_every_s is not None:
+                    session.ping(self.ping_every_s)
         except BaseException as error:
             session.info.cancel()
             session.frames.close()
@@ -206,6 +248,24 @@ class _Session:
         self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self.lost = False
+        self.silent = False
+        """Whether it was lost because the worker answered no pings."""
+        self.unanswered_pings = 0
+        """Those since the worker last sent anything."""
+        self._next_ping: asyncio.TimerHandle | None = None
+
+    def ping(self, every_s: float) -> None:
+        """Ping the worker from now on; end the connection when it does not answer."""
+        if self.lost:
+            return
+        if self.unanswered_pings >= MAX_MISSES:
+            self.silent = True
+            self.frames.abort(f"it answered none of {MAX_MISSES} pings")
+            return
+        # Late timers count pings, not time: who was paused itself blames no worker for it.
+        self.unanswered_pings += 1
+        self.frames.send(["ping"])
+        self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
         key = next(self._numbers)
@@ -231,9 +291,15 @@ class _Session:
         for stream in list(self._streams.values()):
             await stream.aclose()
         self.lost = True
+        self._end_pings()
         self.frames.close()
 
+    def _end_pings(self) -> None:
+        if self._next_ping is not None:
+            self._next_ping.cancel()
+
     def _on_frame(self, frame: list[Any]) -> None:
+        self.unanswered_pings = 0
         match frame:
             case ["deltas", deltas]:
                 for key, token_ids, extras in deltas:
@@ -242,15 +308,22 @@ class _Session:
                 if (stream := self._streams.pop(key, None)) is not None:
                     stream.fail(_refusal(str(reason), str(kind)))
             case ["answer", number, value]:
-                if (answer := self._questions.get(number)) is not None and not answer.done():
-                    answer.set_result(value)
+                self._on_answer(number, value)
             case ["failed", number, reason, kind]:
-                if (answer := self._questions.get(number)) is not None and not answer.done():
-                    answer.set_exception(_failure(str(reason), str(kind)))
+                self._on_answer(number, _failure(str(reason), str(kind)))
             case ["info" | "not_me" as answer, value] if not self.info.done():
                 self._on_hello(answer == "info", value)
-            case _:
+            case _ if frame != ["pong"]:
                 log.warning("worker at %s sent an unknown frame %s", self._address, kind_of(frame))
+
+    def _on_answer(self, number: int, value: Any) -> None:
+        answer = self._questions.get(number)
+        if answer is None or answer.done():
+            return
+        if isinstance(value, EngineError):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
 
     def _on_hello(self, is_meant: bool, value: Any) -> None:
         if is_meant:
@@ -273,6 +346,7 @@ class _Session:
 
     def _on_lost(self, reason: str) -> None:
         self.lost = True
+        self._end_pings()
         error = EngineUnavailableError(f"worker at {self._address}: connection lost ({reason})")
         streams, self._streams = self._streams, {}
         for stream in streams.values():

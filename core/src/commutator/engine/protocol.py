@@ -3,6 +3,7 @@
     client -> server                                server -> client
     ["hello", protocol, instance]                   ["info", EngineInfo]
                                                     ["not_me", instance | nil]
+    ["ping"]                                        ["pong"]
     ["generate", key, request]                      ["deltas", [[key, ids, extras | nil], ...]]
     ["abort", key]                                  ["refused", key, reason, kind]
     ["ask", number, what, argument...]              ["answer", number, value]

@@ -118,6 +118,8 @@ class _Connection:
                 self._generate(key, unpack_request(packed))
             case ["abort", int(key)]:
                 self.server.abort(self, key)
+            case ["ping"]:
+                self.frames.send(["pong"])
             case ["ask", int(number), str(what)]:
                 self.frames.send(["answer", number, self.server.answer(what)])
             case ["ask", int(number), "kv", str(question), argument]:
@@ -186,7 +188,7 @@ def _needed_rights(frame: list[Any]) -> tuple[Right, ...]:
     match frame:
         case ["ask", _, "drain" | "resume" | "reset_prefix_cache"] | ["ask", _, "kv", "evict", _]:
             return (Right.OPERATE,)
-        case ["hello" | "ask", *_]:
+        case ["hello" | "ask" | "ping", *_]:
             return Right.GENERATE, Right.OPERATE
         case _:
             return (Right.GENERATE,)
