@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from commutator.auth.keys import KeyAuthenticator, KeysConfig
 from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.fairness import FairnessConfig
@@ -27,10 +29,12 @@ from commutator.trust import host_and_port, network_of_this_process
 
 def _memory(config: RegistryConfig) -> Registry:
     """The registry itself where it is served, on other hosts its client."""
-    network = network_of_this_process()
-    address = config.address if isinstance(config, MemoryConfig) else None
-    if address is None or network is None or host_and_port(address)[0] == network.advertise:
+    if not isinstance(config, MemoryConfig):  # the default
         return MemoryRegistry()
+    network, address = network_of_this_process(), config.address
+    if address is None or network is None or host_and_port(address)[0] == network.advertise:
+        file = config.state_file
+        return MemoryRegistry(state_file=None if file is None else Path(file))
     return RegistryClient(address)
 
 

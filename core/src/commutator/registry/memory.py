@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from attrs import Attribute, evolve, field, frozen
@@ -24,6 +25,7 @@ from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError
 from commutator.registry.changes import Watchers, description, succession
+from commutator.registry.desired import Desired, load_desired, save_desired
 
 __all__ = [
     "Deregister",
@@ -51,13 +53,18 @@ def _is_an_address(_: object, _field: Attribute[Any], value: str | None) -> None
 
 @frozen(kw_only=True)
 class MemoryConfig(RegistryConfig):
-    """Workers in the memory of one supervisor; it forgets roles and draining when it stops."""
+    """Workers in the memory of one supervisor."""
 
     address: str | None = setting(
         "For two or three hosts: where the one whose `cluster.host.advertise` is HOST serves the "
         "registry to the others, HOST:PORT. By default each deployment has its own.",
         None,
         validator=_is_an_address,
+    )
+    state_file: str | None = setting(
+        "JSON file that keeps which workers are drained, and their changed roles, while the "
+        "registry's supervisor is stopped. None: they are forgotten.",
+        None,
     )
 
 
@@ -110,9 +117,15 @@ Event = Register | KeepAlive | Deregister | SetDraining | SetRole | Tick
 class MemoryRegistry(Registry):
     """A lease table with a clock."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, state_file: Path | None = None
+    ) -> None:
+        """``state_file`` keeps what operators want of workers. Raises RegistryError."""
         self._clock = clock
+        self._state_file = state_file
         self._table = LeaseTable()
+        if state_file is not None:
+            self._table = LeaseTable(desired=load_desired(state_file))
         self._watchers = Watchers()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -153,7 +166,10 @@ class MemoryRegistry(Registry):
             self._timer.cancel()
 
     def _step(self, event: Event) -> bool:
-        self._table, changes, found = step(self._table, event, self._clock())
+        table, changes, found = step(self._table, event, self._clock())
+        if self._state_file is not None and table.desired != self._table.desired:
+            save_desired(self._state_file, table.desired)  # first: what fails has not happened
+        self._table = table
         if changes:
             self._watchers.send(changes)
         if self._timer is not None:
@@ -179,10 +195,7 @@ class LeaseTable:
 
     leases: Mapping[int, Lease] = field(factory=dict)
     last_id: int = 0
-    draining: frozenset[str] = frozenset()
-    """Ids of workers that are drained until they are undrained."""
-    roles: Mapping[str, Role] = field(factory=dict)
-    """Roles that were changed, by worker id; they replace what the worker registers with."""
+    desired: Desired = field(factory=Desired)
 
     def records(self) -> list[WorkerRecord]:
         return [lease.record for lease in self.leases.values()]
@@ -202,7 +215,8 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
         WorkerDown(worker_id=lease.record.worker_id, reason=LAPSED) for lease in due
     ]
     leases = {i: lease for i, lease in table.leases.items() if lease.expires_at > now}
-    last_id, draining, roles, found = table.last_id, table.draining, table.roles, True
+    last_id, found = table.last_id, True
+    draining, roles = table.desired.draining, table.desired.roles
     match event:
         case Register(record, ttl_s):
             role = roles.get(record.worker_id, record.role)
@@ -229,7 +243,7 @@ def step(table: LeaseTable, event: Event, now: float) -> tuple[LeaseTable, list[
             pass
         case _:
             found = False
-    return LeaseTable(leases, last_id, draining, roles), changes, found
+    return LeaseTable(leases, last_id, Desired(draining, roles)), changes, found
 
 
 def _begin(leases: dict[int, Lease], changes: list[Change], begun: Lease) -> bool:
