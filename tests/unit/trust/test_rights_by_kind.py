@@ -68,10 +68,10 @@ async def until(condition: Callable[[], bool]) -> None:
 class Peer:
     """A connection with a certificate of its own."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, secret: RunSecret = OURS) -> None:
         self.got: asyncio.Queue[list[Any]] = asyncio.Queue()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        gate = ClientGate(service, OURS)
+        gate = ClientGate(service, secret)
         self.frames = FrameProtocol(self.got.put_nowait, self.lost.set_result, gate)
 
     async def answer(self, *frame: Any) -> list[Any]:

@@ -44,6 +44,11 @@ def _end(transport: asyncio.Transport, name: str) -> str:
     return address_text(transport.get_extra_info(name))
 
 
+def _check_right(identity: Identity, right: Right) -> None:
+    if not identity.may(right):
+        raise TlsError(f"{identity} must not {right}")
+
+
 class Gate(ABC):
     """One kind of handshake, for all connections of one client or server.
 
@@ -104,8 +109,8 @@ class ClientGate(Gate):
         """Raises TlsError also when it is not who is meant."""
         identity = super().identify(transport)
         if identity is not None:
-            if self._expects is not None and not identity.may(self._expects):
-                raise TlsError(f"{identity} must not {self._expects}")
+            if self._expects is not None:
+                _check_right(identity, self._expects)
             if self._host and identity.name != self._host:
                 raise TlsError(f"{identity} is there instead of host {self._host}")
         return identity
@@ -124,18 +129,28 @@ class ServerGate(Gate):
     """For connections that this process accepts; counts and logs those that it refuses."""
 
     def __init__(
-        self, service: str, secret: RunSecret | None = None, *, max_pending: int = _MAX_PENDING
+        self,
+        service: str,
+        secret: RunSecret | None = None,
+        *,
+        expects: Right | None = None,
+        max_pending: int = _MAX_PENDING,
     ) -> None:
+        """``expects`` is a right that each client's certificate must give it."""
         super().__init__(service, secret)
+        self._expects = expects
         self._max_pending = max_pending
         self._pending: dict[asyncio.Transport, None] = {}
 
     def identify(self, transport: asyncio.Transport) -> Identity | None:
         try:
-            return super().identify(transport)
+            identity = super().identify(transport)
+            if identity is not None and self._expects is not None:
+                _check_right(identity, self._expects)
         except TlsError as error:
             self.refuse(transport, str(error))
             raise
+        return identity
 
     def refuse(self, transport: asyncio.Transport, reason: str) -> None:
         """Count and log a connection, or what was asked on it, that is refused."""

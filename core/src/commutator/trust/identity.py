@@ -24,6 +24,8 @@ class Right(StrEnum):
     """Also: ask them about their load and their tiers."""
     SHARE = "share loads and limits"
     """Exchange what front doors count."""
+    BORROW = "borrow KV blocks"
+    """Ask workers for the blocks that they lend."""
     OPERATE = "drain workers, change roles or empty caches"
     SERVE_WORKER = "serve as a worker"
     SERVE_REGISTRY = "serve the registry"
@@ -49,7 +51,7 @@ class Kind(StrEnum):
 
 _RIGHTS: Mapping[Kind, frozenset[Right]] = {
     Kind.HOST: frozenset(Right),
-    Kind.WORKER: frozenset({Right.ANNOUNCE, Right.WATCH, Right.SERVE_WORKER}),
+    Kind.WORKER: frozenset({Right.ANNOUNCE, Right.WATCH, Right.BORROW, Right.SERVE_WORKER}),
     Kind.FRONTEND: frozenset({Right.WATCH, Right.GENERATE, Right.SHARE}),
     Kind.OPERATOR: frozenset({Right.WATCH, Right.OPERATE}),
 }

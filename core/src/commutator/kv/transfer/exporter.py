@@ -27,7 +27,7 @@ from commutator.kv.transfer.protocol import (
     ReleaseRequest,
     WatchRequest,
 )
-from commutator.trust import Gate, RunSecret, ServerGate, serve
+from commutator.trust import Gate, Right, RunSecret, ServerGate, serve
 
 __all__ = ["BlockExporter"]
 
@@ -63,7 +63,7 @@ class BlockExporter:
         ``look_up`` answers "look_up" for a tier, which lends at most ``most_blocks`` at a time.
         ``secret`` is by default that of this process; a process of no run answers everyone.
         """
-        self._gate: Gate = ServerGate(SERVICE, secret)
+        self._gate: Gate = ServerGate(SERVICE, secret, expects=Right.BORROW)
         self._on_freed = on_freed
         self._memory = memory
         self._look_up = look_up
