@@ -70,10 +70,10 @@ class Demo:
     def begin(self, host: Host, name: str, *argv: str | Path, shown: str | None = None) -> None:
         """Start a process on a host."""
         print(f"{host.name}$ {shown or shlex.join(map(str, argv))} &", flush=True)
-        log = (self.folder / f"{host.name}-{name}.log").open("wb")
-        process = subprocess.Popen(
-            host.command(*argv), cwd=self.folder, env=self._env(), stdout=log, stderr=log
-        )
+        with (self.folder / f"{host.name}-{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                host.command(*argv), cwd=self.folder, env=self._env(), stdout=log, stderr=log
+            )
         self._processes.append((f"{host.name}-{name}", process))
 
     def _env(self) -> dict[str, str]:
@@ -88,6 +88,29 @@ class Demo:
                     log = (self.folder / f"{name}.log").read_text(errors="replace")
                     raise SystemExit(f"waiting for {what}; the log of {name}:\n{log[-4000:]}")
             time.sleep(0.1)
+
+    def start(self) -> None:
+        """Certificates, the registry, and processes on all hosts; returns when they serve."""
+        h1, h2, h3 = self.hosts
+        say("Three hosts, each with a certificate of one authority")
+        self.command("certs", "init", "--cluster", "demo")
+        for host in self.hosts:
+            self.command("certs", "issue", "--name", host.name, "--ip", host.address)
+        if self._registry == "etcd":
+            self.begin_all_of_etcd()
+        say("The configuration, the same on each host but for its address and certificate")
+        self.write_configuration()
+        say("h1 has a front door, h2 a front door and two workers, h3 two workers")
+        self.begin(
+            h1, "frontend", COMMUTATOR, "frontend", "h1.yaml", shown="commutator frontend h1.yaml"
+        )
+        self.begin(h2, "serve", COMMUTATOR, "serve", "h2.yaml", shown="commutator serve h2.yaml")
+        self.begin(
+            h3, "worker", COMMUTATOR, "worker", "h3.yaml", "--engine", "w", "--replicas", "2",
+            shown="commutator worker h3.yaml --engine w --replicas 2",
+        )  # fmt: skip
+        self.until("the workers", lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)))
+        self.until("front doors to share", lambda: peers_of(h1) == peers_of(h2) == 1)
 
     def stop(self) -> None:
         """End everything that was started, front doors and workers before etcd."""
@@ -162,14 +185,16 @@ def get(url: str) -> Any:
         return None
 
 
-def ask(host: Host, prompt: str) -> dict[str, Any]:
-    """A completion by the front door of a host, as `curl` would ask for it."""
+def ask(host: Host, prompt: str, *, by: str = "") -> dict[str, Any]:
+    """A completion by the front door of a host, as `curl` would ask for it.
+
+    Printed only if a worker answers whose id begins with ``by``.
+    """
     body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     url = f"http://{host.address}:8000/v1/completions"
     shown = {**body, "prompt": prompt}
     if len(prompt) > _SHOWN_CHARACTERS:
         shown["prompt"] = prompt[:_SHOWN_CHARACTERS] + "..."
-    print(f"$ curl {url} -d '{json.dumps(shown)}'", flush=True)
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -180,13 +205,21 @@ def ask(host: Host, prompt: str) -> dict[str, Any]:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     text = result["choices"][0]["text"]
     of_prompt = f"{cached} of {usage['prompt_tokens']} prompt tokens were cached"
-    print(f"{text!r}, by {worker}: {of_prompt}", flush=True)
+    if worker.startswith(by):
+        print(f"$ curl {url} -d '{json.dumps(shown)}'", flush=True)
+        print(f"{text!r}, by {worker}: {of_prompt}", flush=True)
     return {"text": text, "cached": cached, "worker": worker}
 
 
 def workers_of(host: Host) -> dict[str, dict[str, Any]]:
     health = get(f"http://{host.address}:8000/health")
     return {} if health is None else {one["worker_id"]: one for one in health["workers"]}
+
+
+def peers_of(host: Host) -> int:
+    """Front doors whose loads this host's knows."""
+    health = get(f"http://{host.address}:8000/health")
+    return 0 if health is None else int(health["load_peers"])
 
 
 def ready_workers(host: Host) -> int:
@@ -209,33 +242,19 @@ def main() -> None:
         raise SystemExit(f"no hosts can be made on this machine: {reason}")
     engine, registry = [*sys.argv[1:], *("reference", "etcd")[len(sys.argv) - 1 :]]
     with running(engine, registry) as demo:
-        h1, h2, h3 = demo.hosts
-        say("Three hosts, each with a certificate of one authority")
-        demo.command("certs", "init", "--cluster", "demo")
-        for host in demo.hosts:
-            demo.command("certs", "issue", "--name", host.name, "--ip", host.address)
-        if registry == "etcd":
-            demo.begin_all_of_etcd()
-        say("The configuration, the same on each host but for its address and certificate")
-        demo.write_configuration()
-        say("h1 has a front door, h2 a front door and two workers, h3 two workers")
-        demo.begin(
-            h1, "frontend", COMMUTATOR, "frontend", "h1.yaml", shown="commutator frontend h1.yaml"
-        )
-        demo.begin(h2, "serve", COMMUTATOR, "serve", "h2.yaml", shown="commutator serve h2.yaml")
-        demo.begin(
-            h3, "worker", COMMUTATOR, "worker", "h3.yaml", "--engine", "w", "--replicas", "2",
-            shown="commutator worker h3.yaml --engine w --replicas 2",
-        )  # fmt: skip
-        demo.until("the workers", lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)))
+        demo.start()
+        h1, h2, _ = demo.hosts
         demo.command("cluster", "ls", "h1.yaml")
+        demo.until(
+            "the front doors to share", lambda: all(peers_of(door) == 1 for door in (h1, h2))
+        )
         say("Either front door answers, with the same text")
         answers = [ask(door, "The capital of France") for door in (h1, h2)]
         assert answers[0]["text"] == answers[1]["text"]
         say("A prompt that h2 sent to a worker of h3 is cached there; the front door of h1 knows")
         for number in range(TRIES):
             story = f"{number + 1}. {STORY}"
-            first = ask(h2, story)
+            first = ask(h2, story, by="h3-")
             if first["worker"].startswith("h3-"):
                 break
         else:

@@ -14,6 +14,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.errors import ConfigError
 from commutator.supervisor.generation import generation_of
 from commutator.supervisor.hosts import (
+    can_be_hub,
     cluster_warnings,
     host_problems,
     interface_of,
@@ -158,6 +159,22 @@ def test_a_host_is_named_by_its_certificate(tmp_path: Path, authorities: Authori
     elsewhere = {"kind": "memory", "address": "10.0.0.2:7700"}
     other = on_network(tmp_path, cluster=section(files, host=host), registry=elsewhere)
     assert serves_registry(other.config, network) is None
+
+
+def test_which_hosts_can_be_the_hub(tmp_path: Path, authorities: Authorities) -> None:
+    etcd = {"kind": "etcd", "endpoints": ["https://10.0.0.1:2379"]}
+    expected = {Kind.HOST: True, Kind.WORKER: False}
+    for kind, can in expected.items():
+        files = authorities.files(f"{kind}-1", kind)
+        cluster = section(files, host={"listen": "10.0.0.1"})
+        config = on_network(tmp_path, cluster=cluster, registry=etcd).config
+        assert can_be_hub(config, network_of(config)) is can
+    door = section(authorities.files("h2"), host={"listen": "127.0.0.1"})
+    config = on_network(tmp_path, cluster=door, registry=etcd).config
+    assert not can_be_hub(config, network_of(config))  # others cannot reach it
+    served = on_network(tmp_path, cluster=section(files, host={"listen": "10.0.0.1"})).config
+    assert not can_be_hub(served, network_of(served))  # the registry's host is the hub
+    assert not can_be_hub(load(tmp_path).config, None)
 
 
 def test_a_certificate_of_another_host_or_cluster_is_refused(

@@ -13,7 +13,9 @@ import pytest
 
 from commutator.contract.routing import WorkerLoad
 from commutator.frames import FrameProtocol
+from commutator.registry.claims import HUB, PLANNER
 from commutator.registry.client import connect
+from commutator.registry.hub import Hub
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.routing.load import InFlightLoad
@@ -54,7 +56,7 @@ async def server(port: int = 0) -> AsyncIterator[str]:
 @asynccontextmanager
 async def front_door(name: str, address: str) -> AsyncIterator[InFlightLoad]:
     load = InFlightLoad()
-    task = asyncio.create_task(ReplicaSync(name, load, address, TIMES).run())
+    task = asyncio.create_task(ReplicaSync(name, load, Hub(address), TIMES).run())
     try:
         yield load
     finally:
@@ -72,7 +74,7 @@ async def test_it_ends_when_it_is_cancelled_even_if_its_connection_cannot_be_clo
     async with server() as address:
         load, other = InFlightLoad(), InFlightLoad()
         tasks = [
-            asyncio.create_task(ReplicaSync(name, each, address, TIMES).run())
+            asyncio.create_task(ReplicaSync(name, each, Hub(address), TIMES).run())
             for name, each in (("a", load), ("b", other))
         ]
         await until(lambda: load.peers == 1)
@@ -81,6 +83,25 @@ async def test_it_ends_when_it_is_cancelled_even_if_its_connection_cannot_be_clo
         async with asyncio.timeout(10):
             ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(one) for one in ended] == [asyncio.CancelledError] * 2
+
+
+async def test_front_doors_follow_the_hub_to_another_host() -> None:
+    async with server() as first, server() as second:
+        hubs = [Hub(spans_hosts=True) for _ in range(2)]
+        loads = [InFlightLoad() for _ in hubs]
+        tasks = [
+            asyncio.create_task(ReplicaSync(f"door-{hub}", load, hub, TIMES).run())
+            for hub, load in zip(hubs, loads, strict=True)
+        ]
+        hubs[0].on_claim(PLANNER, second)  # another name
+        for address in (first, second, first):
+            hubs[0].on_claim(HUB, address)
+            await until(lambda: [load.peers for load in loads] == [0, 0])
+            hubs[1].on_claim(HUB, address)
+            await until(lambda: [load.peers for load in loads] == [1, 1])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_each_sees_what_the_others_have_in_flight() -> None:

@@ -14,6 +14,7 @@ from commutator.contract.principal import Limits
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.client import connect
+from commutator.registry.hub import Hub
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.tenants.ledger import WINDOW_S, Moment, Refusal
@@ -51,7 +52,7 @@ class Deployment:
     @asynccontextmanager
     async def door(self, name: str) -> AsyncIterator[SharedLimiter]:
         """A front door; leaving is as being killed: nothing is said."""
-        limiter = SharedLimiter(name, self.address)
+        limiter = SharedLimiter(name, Hub(self.address))
         async with running(limiter):
             await until(lambda: connected(limiter))
             yield limiter
@@ -191,7 +192,7 @@ async def test_a_ledger_that_does_not_answer_is_waited_for_only_shortly(
     monkeypatch.setattr("commutator.tenants.limiter._ANSWER_TIMEOUT_S", 0.05)
     mute = RegistryServer(MemoryRegistry(), {SERVICE: lambda send: lambda frame: None})
     address = await mute.start()
-    limiter = SharedLimiter("door-0", address)
+    limiter = SharedLimiter("door-0", Hub(address))
     async with running(limiter):
         await until(lambda: connected(limiter))
         with pytest.raises(RegistryError, match="cannot be reached"):
@@ -216,7 +217,7 @@ async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: D
         _, accounts = ledger.accounts(deployment.clock())
         return sum(one.day_tokens for one in accounts)
 
-    alone = LocalLimiter("door-0", deployment.address, deployment.clock)
+    alone = LocalLimiter("door-0", Hub(deployment.address), deployment.clock)
     async with running(alone):
         await alone.ready.wait()
         ticket = await admitted(alone, limits, 30)
@@ -224,7 +225,7 @@ async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: D
         alone.settle(ticket, 10)
         assert await admitted(alone, limits, 50) is not None
         await until(lambda: noted() == 60)
-    restarted = LocalLimiter("door-0", deployment.address, deployment.clock)
+    restarted = LocalLimiter("door-0", Hub(deployment.address), deployment.clock)
     async with running(restarted):
         await restarted.ready.wait()
         assert await admitted(restarted, limits, 41) is None

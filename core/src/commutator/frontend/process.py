@@ -26,6 +26,7 @@ from commutator.launcher.child import calm_garbage_collector, raise_descriptor_l
 from commutator.plugins import PluginHost
 from commutator.registry.claims import workers_only
 from commutator.registry.client import RegistryClient
+from commutator.registry.hub import Hub, hub_of
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.membership import WorkerFollower
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
@@ -34,6 +35,7 @@ from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimit
 from commutator.tenants.meter import Meter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
+from commutator.trust import network_of_this_process
 
 __all__ = [
     "REGISTRY",
@@ -63,7 +65,8 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     limiter = ConcurrencyLimiter(
         config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
     )
-    counter, door = _demand_counter(config, loaded.host), Path(socket_path).stem
+    door, hub = _place(config, socket_path, registry_address)
+    counter = _demand_counter(config, loaded.host)
     dispatcher = Dispatcher(
         config,
         loaded.host,
@@ -74,7 +77,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     authenticators = loaded.host.authenticators.kinds
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     registry = RegistryClient(registry_address)
-    counting = _limiter(config, door, registry_address)
+    counting = _limiter(config, door, hub)
     services = FrontendServices(
         config=config.frontend,
         models=_text_models(config.models),
@@ -94,10 +97,14 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
-    changes = workers_only(registry.watch(), None if link is None else link.on_claim)
+    changes = workers_only(registry.watch(), _on_claim(hub, link))
     following = asyncio.create_task(follower.run(changes))
-    work = _work(config, door, dispatcher, counting, registry, services)
-    tasks = [following, *map(asyncio.create_task, work)]
+    tasks = [
+        following,
+        *map(
+            asyncio.create_task, _work(config, door, dispatcher, counting, hub, registry, services)
+        ),
+    ]
     end_tracing = tracing.start(config.tracing) if config.tracing is not None else None
     stop = asyncio.Event()
 
@@ -137,11 +144,30 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
             await asyncio.to_thread(end_tracing)
 
 
+def _place(config: Config, socket_path: str, registry_address: str) -> tuple[str, Hub]:
+    """The name of this front door among all of the deployment, and where they share."""
+    network, door = network_of_this_process(), Path(socket_path).stem
+    name = door if network is None else f"{network.host}-{door}"
+    return name, hub_of(config.registry, network, registry_address)
+
+
+def _on_claim(hub: Hub, link: PlannerLink | None) -> Callable[[str, str], None]:
+    """Tells those who follow a claim its name and address."""
+
+    def on_claim(name: str, address: str) -> None:
+        hub.on_claim(name, address)
+        if link is not None:
+            link.on_claim(name, address)
+
+    return on_claim
+
+
 def _work(
     config: Config,
     door: str,
     dispatcher: Dispatcher,
     counting: RequestLimiter,
+    hub: Hub,
     registry: RegistryClient,
     services: FrontendServices,
 ) -> Iterator[Coroutine[Any, Any, None]]:
@@ -149,8 +175,8 @@ def _work(
     yield dispatcher.poll.run()
     yield counting.run()
     yield _follow_supervisor(registry, services)
-    if config.router.router_replica_sync and config.frontend.replicas > 1:
-        yield ReplicaSync(door, dispatcher.load, registry.address).run()
+    if config.router.router_replica_sync and (config.frontend.replicas > 1 or hub.spans_hosts):
+        yield ReplicaSync(door, dispatcher.load, hub).run()
     if services.planner is not None:
         yield services.planner.run()
 
@@ -216,12 +242,12 @@ def _demand_counter(config: Config, host: PluginHost) -> DemandCounter | None:
     return counter
 
 
-def _limiter(config: Config, door: str, registry_address: str) -> RequestLimiter:
+def _limiter(config: Config, door: str, hub: Hub) -> RequestLimiter:
     if not config.auth:  # nobody has limits
         return LocalLimiter(door)
-    if config.frontend.replicas > 1:
-        return SharedLimiter(door, registry_address)
-    return LocalLimiter(door, registry_address)
+    if config.frontend.replicas > 1 or hub.spans_hosts:
+        return SharedLimiter(door, hub)
+    return LocalLimiter(door, hub)
 
 
 def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:

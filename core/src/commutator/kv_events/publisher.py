@@ -19,7 +19,7 @@ from commutator.errors import EngineError
 from commutator.kv_events.codec import encode_batch
 from commutator.kv_events.curve import ReaderGuard, network_to_guard
 from commutator.kv_events.history import MessageHistory
-from commutator.trust import network_of_this_process, run_folder, secret_of_this_process
+from commutator.trust import in_url, network_of_this_process, run_folder, secret_of_this_process
 
 __all__ = ["EventPublisher", "bind_private", "end_context"]
 
@@ -201,12 +201,8 @@ def _bind(socket: zmq.Socket[bytes], host: str) -> str:
         return bind_private(socket, host)
     if ":" in network.listen:
         socket.setsockopt(zmq.IPV6, 1)
-    port = socket.bind_to_random_port(f"tcp://{_in_url(network.listen)}")
-    return f"tcp://{_in_url(network.advertise)}:{port}"
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    port = socket.bind_to_random_port(f"tcp://{in_url(network.listen)}")
+    return f"tcp://{in_url(network.advertise)}:{port}"
 
 
 def bind_private(socket: zmq.Socket[bytes], host: str) -> str:

@@ -17,13 +17,15 @@ from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 
-__all__ = ["PLANNER", "Claim", "is_claim", "workers_only"]
+__all__ = ["HUB", "PLANNER", "Claim", "is_claim", "workers_only"]
 
 log = logging.getLogger(__name__)
 
 _KIND = "claim"
 PLANNER = "planner"
 """The name that the acting planner holds; no worker has it, as theirs end with a number."""
+HUB = "hub"
+"""The name that the host holds where front doors of several hosts share (``registry.hub``)."""
 
 
 def is_claim(record: WorkerRecord) -> bool:

@@ -1,7 +1,7 @@
 """Shares this front door's load in flight with the other front doors, and receives theirs.
 
-The registry's server forwards the messages; see docs/decisions/0005-shared-load.md. When it fails,
-each front door routes by its own load alone, as if it were the only one.
+The hub forwards the messages; see docs/decisions/0005-shared-load.md. When it fails, each front
+door routes by its own load alone, as if it were the only one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commutator.backoff import Backoff
 from commutator.contract.routing import WorkerLoad
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol, kind_of
-from commutator.registry.client import connect
+from commutator.registry.hub import Hub
 from commutator.routing.load import InFlightLoad
 
 __all__ = [
@@ -55,14 +55,14 @@ class ShareTimes:
 
 
 class ReplicaSync:
-    """Shares ``load`` under ``name`` with all clients of the registry server "host:port"."""
+    """Shares ``load`` under ``name`` with all front doors of a hub."""
 
     def __init__(
-        self, name: str, load: InFlightLoad, address: str, times: ShareTimes | None = None
+        self, name: str, load: InFlightLoad, hub: Hub, times: ShareTimes | None = None
     ) -> None:
         self._name = f"{name}-{uuid4().hex[:8]}"  # a restarted front door is a new peer
         self._load = load
-        self._address = address
+        self._hub = hub
         self._times = times or ShareTimes()
         self._peers = ReplicaLoads(self._times.silence_s)
         self._connection: FrameProtocol | None = None
@@ -100,7 +100,7 @@ class ReplicaSync:
         while True:
             lost = asyncio.Event()
             try:
-                self._connection = await connect(self._address, self._on_frame, lost.set)
+                self._connection = await self._hub.connect(self._on_frame, lost.set)
             except RegistryError as error:
                 log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
             else:
@@ -111,7 +111,7 @@ class ReplicaSync:
                     self._announce_stop()
                     self._connection.close()
                     self._connection = None
-                log.warning("load sharing: the connection to the registry was lost; reconnecting")
+                log.warning("load sharing: the connection to the hub was lost; reconnecting")
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
 
@@ -158,7 +158,7 @@ class ReplicaSync:
                 if self._peers.update(peer, number, received, time.monotonic()):
                     self._apply()
             case _:
-                log.warning("load sharing: the registry sent an unknown frame %s", kind_of(frame))
+                log.warning("load sharing: the hub sent an unknown frame %s", kind_of(frame))
 
     def _apply(self) -> None:
         self._load.set_peers(self._peers.total(), self._peers.count)

@@ -11,10 +11,26 @@ from collections.abc import Iterator, Mapping
 from commutator.config.model import ClusterConfig, Config
 from commutator.errors import ConfigError
 from commutator.registry.memory import MemoryConfig
-from commutator.trust import SECRET_FILE, Network, TlsError, TlsFiles, host_and_port, is_loopback
+from commutator.trust import (
+    SECRET_FILE,
+    Network,
+    Right,
+    TlsError,
+    TlsFiles,
+    host_and_port,
+    is_loopback,
+)
 from commutator.trust.wire import certificates_of
 
-__all__ = ["cluster_warnings", "host_problems", "kv_host", "network_of", "transport_variables"]
+__all__ = [
+    "can_be_hub",
+    "cluster_warnings",
+    "host_problems",
+    "kv_host",
+    "network_of",
+    "serves_registry",
+    "transport_variables",
+]
 
 _SIOCGIFADDR = 0x8915
 """Asks Linux for the IPv4 address of an interface."""
@@ -104,6 +120,14 @@ def serves_registry(config: Config, network: Network | None) -> tuple[str, int] 
         return None
     host, port = host_and_port(registry.address)
     return (network.listen, port) if host == network.advertise else None
+
+
+def can_be_hub(config: Config, network: Network | None) -> bool:
+    """Whether front doors of other hosts may share at this one (``registry.hub``)."""
+    if network is None or not network.spans_hosts or config.registry.kind == "memory":
+        return False
+    certificates = certificates_of(network)
+    return certificates is None or certificates.identity.may(Right.SERVE_REGISTRY)
 
 
 def kv_host(config: Config, network: Network | None) -> str:

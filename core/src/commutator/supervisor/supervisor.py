@@ -40,18 +40,33 @@ from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
 from commutator.planner.reports import DoorReports
 from commutator.plugins import BLOCKED_PLUGINS, PluginHost
-from commutator.registry.claims import PLANNER, Claim
+from commutator.registry.claims import HUB, PLANNER, Claim
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.generation import generation_of
-from commutator.supervisor.hosts import kv_host, network_of, serves_registry, transport_variables
+from commutator.supervisor.hosts import (
+    can_be_hub,
+    kv_host,
+    network_of,
+    serves_registry,
+    transport_variables,
+)
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.planning import make_planner
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
-from commutator.trust import NETWORK, SECRET_FILE, Network, RunSecret, adopt, use_network
+from commutator.trust import (
+    NETWORK,
+    SECRET_FILE,
+    Network,
+    RunSecret,
+    adopt,
+    host_and_port,
+    in_url,
+    use_network,
+)
 
 __all__ = [
     "Supervisor",
@@ -215,7 +230,8 @@ class Supervisor:
     async def _run_and_drain(self) -> None:
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
-        server = RegistryServer(registry, {SERVICE: LedgerService().connected})
+        ledger = LedgerService()
+        server = RegistryServer(registry, {SERVICE: ledger.connected})
         address = await server.start()
         events = self._config.cluster.events
         bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
@@ -241,15 +257,15 @@ class Supervisor:
             )
             server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
-        shared = await self._share(registry)
+        shared, claiming = await self._share(registry, ledger)
         self._make_frontends(address)
         fleet.begin(self._first_workers())
         workers = asyncio.create_task(fleet.run())
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
-            await self._until_stopped([workers, *frontends, *planning])
+            await self._until_stopped([workers, *frontends, *planning, *claiming])
         finally:
-            await _cancel(planning)
+            await _cancel([*planning, *claiming])
             await _cancel(frontends)  # first, as their running requests need the workers
             await _cancel([workers])
             await bus.close()
@@ -258,18 +274,30 @@ class Supervisor:
                     await one.stop()
             await registry.close()
 
-    async def _share(self, registry: Registry) -> RegistryServer | None:
-        """Serve the registry to other hosts, if this one has it. Raises ConfigError."""
-        place = serves_registry(self._config, self._network)
-        if place is None:
-            return None
-        shared = RegistryServer(registry)
+    async def _share(
+        self, registry: Registry, ledger: LedgerService
+    ) -> tuple[RegistryServer | None, list[asyncio.Task[None]]]:
+        """Serve other hosts what this one has for them: the registry, or what front doors share.
+
+        The tasks hold the claim of the hub. Raises ConfigError.
+        """
+        network = self._network
+        place = serves_registry(self._config, network)
+        if network is None or (place is None and not can_be_hub(self._config, network)):
+            return None, []
+        shared = RegistryServer(registry, {SERVICE: ledger.connected})
+        host, port = place or (network.listen, 0)
         try:
-            await shared.start(*place)
+            address = await shared.start(host, port)
         except OSError as error:
-            problem = f"registry.address: cannot listen at {place[0]}:{place[1]}: {error.strerror}"
+            problem = f"registry.address: cannot listen at {host}:{port}: {error.strerror}"
             raise ConfigError([problem], "this machine") from error
-        return shared
+        if place is not None:
+            return shared, []
+        port = host_and_port(address)[1]
+        address = f"{in_url(network.advertise)}:{port}"
+        claim = Claim(HUB, address, registry, self._config.runtime.lease_s, host=network.host)
+        return shared, [asyncio.create_task(claim.run())]
 
     def _first_workers(self) -> list[WorkerSpec]:
         """The first workers. With a planner an engine must be able to have as many as the plan."""

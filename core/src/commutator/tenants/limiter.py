@@ -1,9 +1,9 @@
-"""A front door's way to the ledger: its own if it is alone, otherwise that of the supervisor.
+"""A front door's way to the ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
-to the supervisor's ledger a few times a second. Of several, each asks the supervisor's ledger for
-every request of a principal with limits. While that cannot be reached it admits none of them, so
-that limits are never exceeded; requests of other principals are not affected.
+to the ledger at the hub a few times a second. Of several, each asks that ledger for every request
+of a principal with limits. While it cannot be reached it admits none of them, so that limits are
+never exceeded; requests of other principals are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commutator.backoff import Backoff
 from commutator.contract.principal import Limits
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
-from commutator.registry.client import connect
+from commutator.registry.hub import Hub
 from commutator.tenants.ledger import Ledger, Moment, Refusal, Standing
 from commutator.tenants.service import (
     SERVICE,
@@ -77,11 +77,11 @@ class RequestLimiter(ABC):
 class LocalLimiter(RequestLimiter):
     """The ledger of a front door that is alone.
 
-    With ``address``, "host:port" of the registry, ``run`` keeps a copy there.
+    With a ``hub``, ``run`` keeps a copy there.
     """
 
     def __init__(
-        self, door: str, address: str | None = None, clock: Callable[[], Moment] = now
+        self, door: str, hub: Hub | None = None, clock: Callable[[], Moment] = now
     ) -> None:
         super().__init__()
         self._clock = clock
@@ -94,10 +94,10 @@ class LocalLimiter(RequestLimiter):
         self._copied = False
         """Whether this connection's copy has all accounts."""
         self._link: _Link | None = None
-        if address is None:
+        if hub is None:
             self.ready.set()
         else:
-            self._link = _Link(address, door, self._on_frame, lambda: None)
+            self._link = _Link(hub, door, self._on_frame, lambda: None)
             self._link.on_open = self._opened
 
     async def admit(
@@ -157,11 +157,11 @@ class _Question:
 
 
 class SharedLimiter(RequestLimiter):
-    """Asks the supervisor's ledger, by way of the registry at ``address``, "host:port"."""
+    """Asks the ledger at the hub."""
 
-    def __init__(self, door: str, address: str) -> None:
+    def __init__(self, door: str, hub: Hub) -> None:
         super().__init__()
-        self._link = _Link(address, door, self._on_frame, self._on_lost)
+        self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
         self._numbers = itertools.count(1)
         self._questions: dict[int, _Question] = {}
@@ -246,7 +246,7 @@ class _Link:
 
     def __init__(
         self,
-        address: str,
+        hub: Hub,
         door: str,
         on_frame: Callable[[list[Any]], None],
         on_lost: Callable[[], None],
@@ -255,7 +255,7 @@ class _Link:
         """None while the ledger cannot be reached."""
         self.on_open: Callable[[], list[int]] = list
         """Returns the tickets of the requests that run or still are to be settled."""
-        self._address = address
+        self._hub = hub
         self._door = door
         self._incarnation = uuid4().hex
         self._on_frame = on_frame
@@ -266,7 +266,7 @@ class _Link:
         while True:
             lost = asyncio.Event()
             try:
-                connection = await connect(self._address, self._on_frame, lost.set)
+                connection = await self._hub.connect(self._on_frame, lost.set)
             except RegistryError as error:
                 log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
             else:
@@ -281,6 +281,6 @@ class _Link:
                     self.connection = None
                     connection.close()
                     self._on_lost()
-                log.warning("limits: the connection to the registry was lost; reconnecting")
+                log.warning("limits: the connection to the hub was lost; reconnecting")
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)

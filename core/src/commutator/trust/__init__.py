@@ -22,7 +22,7 @@ from commutator.trust.secret import (
     run_folder,
     secret_of_this_process,
 )
-from commutator.trust.wire import Listener, connect, host_and_port, listen, serve
+from commutator.trust.wire import Listener, connect, host_and_port, in_url, listen, serve
 
 __all__ = [
     "NETWORK",
@@ -43,6 +43,7 @@ __all__ = [
     "adopt",
     "connect",
     "host_and_port",
+    "in_url",
     "is_loopback",
     "listen",
     "network_of_this_process",

@@ -25,6 +25,7 @@ __all__ = [
     "certificates_of",
     "connect",
     "host_and_port",
+    "in_url",
     "listen",
     "secured",
     "serve",
@@ -45,6 +46,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     """The parts of "host:port"; a host in brackets is an IPv6 address."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def in_url(host: str) -> str:
+    """A host as it stands before ":port": an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,157 @@
+"""Whoever is not of the cluster is refused on each wire: one line in the log, counted once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.certificates import Authorities, on_a_network
+from tests.unit.trust.test_rights_by_kind import OURS, Peer, ScriptedEngine, refused, until
+from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
+
+from commutator.engine.protocol import PROTOCOL
+from commutator.engine.protocol import SERVICE as TOKEN_API
+from commutator.engine.server import TokenApiServer
+from commutator.kv.transfer.exporter import BlockExporter
+from commutator.kv.transfer.protocol import SERVICE as EXPORTER
+from commutator.registry.memory import MemoryRegistry
+from commutator.registry.server import SERVICE as REGISTRY
+from commutator.registry.server import RegistryServer
+from commutator.tenants.service import SERVICE as LIMITS
+from commutator.tenants.service import LedgerService
+from commutator.trust import RunSecret, adopt
+from commutator.trust.identity import Kind
+
+pytestmark = pytest.mark.security
+
+FIRST_FRAMES: dict[str, list[Any]] = {
+    "token API": ["hello", PROTOCOL, None],
+    "registry": ["watch"],
+    "hub": [LIMITS, "open", "door", "1", []],
+    "exporter": ["hello"],
+}
+SERVICES = {"token API": TOKEN_API, "registry": REGISTRY, "hub": REGISTRY, "exporter": EXPORTER}
+WRONG_KIND = {
+    "token API": Kind.WORKER,
+    "registry": None,  # everyone may watch; see test_rights_by_kind for the rest
+    "hub": Kind.WORKER,
+    "exporter": Kind.FRONTEND,
+}
+
+
+@pytest.fixture
+def authorities(tmp_path: Path) -> Authorities:
+    return Authorities(tmp_path)
+
+
+@pytest.fixture
+def host(authorities: Authorities, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This process is host h1, of the run of OURS, and logs each refusal."""
+    monkeypatch.setattr("commutator.trust.refusals._refusals._quiet_until_s", {})
+    with adopt(OURS), on_a_network(monkeypatch, authorities.network("h1")):
+        yield
+
+
+@asynccontextmanager
+async def listening(wire: str) -> AsyncIterator[int]:
+    """The port of a server of that wire."""
+    async with AsyncExitStack() as stack:
+        if wire == "token API":
+            engine = TokenApiServer(ScriptedEngine())
+            stack.push_async_callback(engine.stop)
+            yield await engine.start("127.0.0.1", 0)
+        elif wire == "exporter":
+            exporter = BlockExporter(lambda: None)
+            stack.callback(exporter.stop)
+            yield int(exporter.start("127.0.0.1").rpartition(":")[2])
+        else:
+            registry = MemoryRegistry()
+            server = RegistryServer(registry, {LIMITS: LedgerService().connected})
+            stack.push_async_callback(registry.close)
+            stack.push_async_callback(server.stop)
+            yield int((await server.start()).rpartition(":")[2])
+
+
+async def attack(port: int, one: Peer, frame: list[Any], context: Any) -> None:
+    """Connect and ask; returns when the connection has ended."""
+    loop = asyncio.get_running_loop()
+    options = {} if context is None else {"ssl": context, "server_hostname": ""}
+    with suppress(OSError):
+        await loop.create_connection(lambda: one.frames, "127.0.0.1", port, **options)
+        one.frames.send(frame)
+        async with asyncio.timeout(10):
+            await one.lost
+
+
+def lines(caplog: pytest.LogCaptureFixture, service: str) -> list[str]:
+    return [line for line in caplog.messages if line.startswith(f"{service}: refused")]
+
+
+@pytest.mark.parametrize("stranger", KINDS)
+@pytest.mark.parametrize("wire", SERVICES)
+async def test_a_stranger_is_refused_on_each_wire(
+    wire: str,
+    stranger: str,
+    host: None,
+    authorities: Authorities,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = SERVICES[wire]
+    async with listening(wire) as port:
+        before, one = refused(service), Peer(service)
+        await attack(port, one, FIRST_FRAMES[wire], stranger_contexts(authorities)[stranger])
+        await until(lambda: refused(service) == before + 1)
+        assert one.got.empty()
+    assert len(lines(caplog, service)) == 1
+
+
+@pytest.mark.parametrize("wire", [wire for wire, kind in WRONG_KIND.items() if kind])
+async def test_the_wrong_kind_is_refused(
+    wire: str, host: None, authorities: Authorities, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, kind = SERVICES[wire], WRONG_KIND[wire]
+    assert kind is not None
+    async with listening(wire) as port:
+        before, one = refused(service), Peer(service)
+        context = authorities.context(authorities.files("h2", kind))
+        await attack(port, one, FIRST_FRAMES[wire], context)
+        await until(lambda: refused(service) == before + 1)
+        assert one.got.empty()
+    (line,) = lines(caplog, service)
+    assert f"commutator://test/{kind}/h2 must not" in line
+
+
+@pytest.mark.parametrize("wire", SERVICES)
+async def test_a_certificate_without_the_secret_of_the_run_is_not_enough(
+    wire: str, host: None, authorities: Authorities, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = SERVICES[wire]
+    async with listening(wire) as port:
+        before = refused(service)
+        one = Peer(service, RunSecret.from_text("theirs"))
+        context = authorities.context(authorities.files("h2"))
+        await attack(port, one, FIRST_FRAMES[wire], context)
+        await until(lambda: refused(service) == before + 1)
+        assert one.got.empty()
+    assert len(lines(caplog, service)) == 1
+
+
+@pytest.mark.parametrize("wire", ["token API", "registry"])
+async def test_hosts_of_the_cluster_are_let_in(
+    wire: str, host: None, authorities: Authorities
+) -> None:
+    """So the tests above do not pass because nobody is."""
+    async with listening(wire) as port:
+        before, one = refused(SERVICES[wire]), Peer(SERVICES[wire])
+        context = authorities.context(authorities.files("h2"))
+        await asyncio.get_running_loop().create_connection(
+            lambda: one.frames, "127.0.0.1", port, ssl=context, server_hostname=""
+        )
+        answer = await one.answer(*FIRST_FRAMES[wire])
+        assert answer[0] == {"token API": "info", "registry": "snapshot"}[wire]
+        assert refused(SERVICES[wire]) == before
+        one.frames.close()
