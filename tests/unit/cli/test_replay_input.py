@@ -106,7 +106,6 @@ def test_a_prompt_too_long_for_a_hand_over_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "option"),
     [
-        ("router.busy.max_active_requests=4", "router.busy"),
         ("router.use_kv_events=false", "router.use_kv_events"),
         ("router.router_ttl_s=5", "router.router_ttl_s"),
         ("router.block_size=128", "router.block_size"),

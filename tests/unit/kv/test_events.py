@@ -77,6 +77,64 @@ def test_invalid_bytes_are_a_value_error(body: bytes) -> None:
         decode_batch(body)
 
 
+STORED_MAP = {
+    "type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2,
+}  # fmt: skip
+REMOVED_MAP = {"type": "BlockRemoved", "block_hashes": [1]}
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [0.0, [STORED_MAP], 1024],
+        [0.0, [STORED_MAP], -1],
+        [0.0, [STORED_MAP], "0"],
+        ["now", [STORED_MAP], 0],
+        [0.0, [STORED_MAP | {"block_size": 2.5}], 0],
+        [0.0, [STORED_MAP | {"block_size": 1e400}], 0],
+        [0.0, [STORED_MAP | {"block_hashes": [[1]]}], 0],
+        [0.0, [STORED_MAP | {"block_hashes": "12"}], 0],
+        [0.0, [STORED_MAP | {"parent_block_hash": [1]}], 0],
+        [0.0, [STORED_MAP | {"medium": 7}], 0],
+        [0.0, [STORED_MAP | {"lora_name": {}}], 0],
+        [0.0, [STORED_MAP | {"group_idx": "x"}], 0],
+        [0.0, [REMOVED_MAP | {"block_hashes": [None]}], 0],
+        [0.0, [REMOVED_MAP | {"medium": []}], 0],
+        [0.0, [STORED_MAP, 7], 0],
+    ],
+    ids=lambda batch: str(batch)[:120],
+)
+def test_what_is_no_batch_of_events_is_refused_whole(batch: list[object]) -> None:
+    """Each rank takes memory at the reader, and each value ends up in its index."""
+    assert decode_batch(msgspec.msgpack.encode([0.0, [STORED_MAP, REMOVED_MAP], 1023])).events
+    with pytest.raises(ValueError, match="not a batch of KV events"):
+        decode_batch(msgspec.msgpack.encode(batch))
+
+
+@pytest.mark.security
+def test_lists_in_lists_are_a_value_error() -> None:
+    with pytest.raises(ValueError, match="not a batch of KV events"):
+        decode_batch(b"\x91" * 100_000)
+
+
+@pytest.mark.security
+def test_a_reader_that_asks_at_length_is_disconnected() -> None:
+    publisher = EventPublisher(keep_messages=1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+        reader.setsockopt(zmq.LINGER, 0)
+        assert publisher.source.replay_endpoint is not None
+        monitor = reader.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        reader.connect(publisher.source.replay_endpoint)
+        reader.send_multipart([b"", b"x" * 5000])
+        assert monitor.poll(20_000)
+        reader.disable_monitor()
+        monitor.close()
+        reader.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert reader.poll(20_000), "it may ask again as others do"
+    publisher.close()
+
+
 def test_published_and_replayed() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = EventPublisher(topic="kv")

@@ -85,3 +85,15 @@ async def test_a_worker_that_came_back_meanwhile_is_kept() -> None:
     await asyncio.gather(first, second)
     assert rig.forgotten == ["a", "b"]
     assert again.closed == 0, "the list of those to forget is older than it"
+
+
+async def test_after_a_new_connection_the_memory_is_asked_for_anew() -> None:
+    """A release had connected to the process that took the place of the first."""
+    rig = Rig()
+    await rig.use("a")
+    rig.lose()
+    await rig.sources.ask("a", "release", {}, object, timeout_s=1.0)
+    (worker,) = rig.workers
+    worker.address = "another process"
+    assert (await rig.sources.memory("a")).agent == "another process"
+    assert rig.forgotten == ["a"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from commutator.contract.registry import WorkerDown, WorkerUp
 from commutator.errors import RegistryError
+from commutator.frames import pack
 from commutator.registry.client import RegistryClient
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
-from commutator_testing.registries import RegistryWatcher, make_worker
+from commutator_testing.registries import RegistryWatcher, make_worker, watching
 
 
 async def test_a_watcher_outlives_the_server_and_hears_what_it_missed() -> None:
@@ -61,3 +64,59 @@ async def test_a_wrong_frame_ends_only_its_own_connection() -> None:
     await client.close()
     await server.stop()
     await inner.close()
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ["snapshot", [{"worker_id": 1}]],
+        ["snapshot", 7],
+        ["changes", None],
+        ["changes", [["up"]]],
+        ["changes", [["down", 1, "x"]]],
+        ["changes", [[]]],
+        ["age", "x"],
+        [None],
+    ],
+    ids=str,
+)
+async def test_a_watcher_outlives_what_is_no_frame_of_a_registry(frame: list[object]) -> None:
+    """It connects again, and is told everything."""
+    async with saying(frame, ["snapshot", []]) as address:
+        client = RegistryClient(address)
+        async with watching(client) as watcher:
+            assert await watcher.next() == []
+        await client.close()
+
+
+@pytest.mark.security
+async def test_an_answer_of_another_type_is_an_error_of_the_registry() -> None:
+    async with saying(["answer", 1, {"no": "boolean"}]) as address:
+        client = RegistryClient(address)
+        with pytest.raises(RegistryError, match="Expected `bool`"):
+            await client.keep_alive(1)
+        await client.close()
+
+
+@asynccontextmanager
+async def saying(*frames: list[object]) -> AsyncIterator[str]:
+    """A server that answers the first question of each connection with the next of ``frames``."""
+    left, answering = list(frames), set[asyncio.Task[None]]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.add(task)
+        await reader.readexactly(4)
+        writer.write(pack(left.pop(0)))
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    yield f"{host}:{port}"
+    await asyncio.gather(*answering)
+    server.close()
+    await server.wait_closed()

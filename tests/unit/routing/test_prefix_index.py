@@ -252,6 +252,34 @@ def test_engine_blocks_that_do_not_fit_are_counted_not_indexed(block_size: int) 
     assert rank_of(index).block_sizes == {block_size}
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("size", [1 << 20, SIZE << 40, 1 << 62])
+def test_sizes_of_an_events_choice_cost_nothing(size: int) -> None:
+    """A list of the block's parts would fill the memory of the front door."""
+    index = PrefixIndex(SIZE)
+    index.apply("w0", stored(0, 3, block_size=size))
+    assert counters(index) == {"malformed": 3}
+    index.apply("w0", stored(0, 3, block_size=size, token_ids=()))
+    index.apply("w0", BlockRemoved(block_hashes=tuple(range(100))))
+    large = stored(0, 1, block_size=SIZE << 13, token_ids=range(SIZE << 13))
+    index.apply("w0", large)
+    assert counters(index)["unusable"] == 1
+    assert rank_of(index).block_sizes == set()
+    assert index.statistics().blocks == 0
+
+
+@pytest.mark.security
+def test_sizes_and_media_without_end_are_not_remembered() -> None:
+    index = PrefixIndex(SIZE)
+    for number in range(1, 100):
+        tokens = tuple(range(SIZE * number))
+        event = stored(0, 1, block_size=len(tokens), token_ids=tokens, medium="x" * 100 * number)
+        index.apply("w0", event)
+    assert len(rank_of(index).block_sizes) == 16
+    assert len(rank_of(index).unknown_media) <= 16
+    assert max(map(len, rank_of(index).unknown_media)) == 64
+
+
 @pytest.mark.parametrize("block_size", [0, SIZE, 2 * SIZE, 3])
 def test_a_lower_tiers_blocks_without_tokens_say_nothing_of_block_sizes(block_size: int) -> None:
     """The offloading connector of vLLM, unless told to describe itself, has blocks of 0 tokens."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,6 +18,7 @@ from aiohttp import web
 from attrs import define, evolve, field
 
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from commutator.contract.worker import EventSource
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -54,6 +57,7 @@ class FakeSglang:
     body: bytes = field(factory=lambda: events(FIRST, LAST))
     alive: bool = True
     mode: str = "null"
+    events_config: str | None = None
     hangs: bool = False
     forgetful: int = 0
     """How many aborts the server ignores."""
@@ -83,6 +87,7 @@ class FakeSglang:
             "version": "9.9", "page_size": 16, "max_total_num_tokens": 160, "max_req_input_len": 99,
             "disaggregation_mode": self.mode, "disaggregation_bootstrap_port": 8998,
             "disaggregation_transfer_backend": "nixl", "kv_events": None, "another": {"a": 1},
+            "kv_events_config": self.events_config,
         })  # fmt: skip
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -152,6 +157,20 @@ async def test_learns_what_the_server_is(client: SglangClient, sglang: FakeSglan
     sglang.alive = False
     with pytest.raises(EngineUnavailableError):
         await client.check_health()
+
+
+@pytest.mark.security
+async def test_events_on_unix_sockets_of_this_machine_are_found(
+    client: SglangClient, sglang: FakeSglang, tmp_path: Path
+) -> None:
+    path = tmp_path / "events"
+    config = {"publisher": "zmq", "endpoint": f"ipc://{path}", "replay_endpoint": "ipc:///r"}
+    sglang.events_config = json.dumps(config)
+    assert (await client.discover()).kv_events is None, "the server is on another machine"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        found = (await client.discover()).kv_events
+    assert found == EventSource(endpoint=f"ipc://{path}", replay_endpoint="ipc:///r")
 
 
 async def test_tokens_come_out(client: SglangClient, sglang: FakeSglang) -> None:

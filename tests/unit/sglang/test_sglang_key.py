@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,34 @@ def test_the_key_is_hidden_in_the_arguments_that_the_server_prints() -> None:
         assert key not in hidden_line(line)
         assert "seed" in hidden_line(line)
     assert hidden_line("capital letters") == "capital letters"
+
+
+def test_events_are_published_in_the_servers_folder(
+    context: LaunchContext, config: SglangConfig
+) -> None:
+    events = events_of(config, context)
+    for endpoint in (events["endpoint"], events["replay_endpoint"]):
+        assert Path(endpoint.removeprefix("ipc://")).parent == context.state_dir
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--dp-size", "2"),
+        ("--attn-dp-size=2",),
+        ("--load-publish-endpoint=auto",),
+        ("--config", "mine.yaml"),
+    ],
+)
+def test_what_sglang_names_no_sockets_for_is_published_at_loopback_ports(
+    context: LaunchContext, config: SglangConfig, arguments: tuple[str, ...]
+) -> None:
+    events = events_of(evolve(config, args=arguments), context)
+    assert events["endpoint"].startswith("tcp://127.0.0.1:")
+    assert events["replay_endpoint"].startswith("tcp://127.0.0.1:")
+
+
+def events_of(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
+    plan = launch_plan(config, context)
+    found: dict[str, str] = json.loads(plan.argv[plan.argv.index("--kv-events-config") + 1])
+    return found

@@ -19,7 +19,12 @@ from commutator.errors import EngineError, EngineHandoverError, RequestError
 from commutator_sglang.api import KvEvents, Loads, ModelInfo, RankLoad, ServerInfo
 from commutator_sglang.bodies import request_body
 from commutator_sglang.deltas import DeltaReader
-from commutator_sglang.discovery import engine_info, engine_load, event_source
+from commutator_sglang.discovery import (
+    engine_info,
+    engine_load,
+    event_source,
+    private_event_source,
+)
 from commutator_sglang.handover import RoomHandover, room_of
 
 SERVER = ServerInfo("0.5.23", 16, 4096, 2042)
@@ -198,6 +203,30 @@ def test_events_of_each_rank_at_the_host_of_the_server() -> None:
     elsewhere = event_source(KvEvents("zmq", "10.9.9.9", 1, 16), "http://h:80")
     assert elsewhere == EventSource(endpoint="tcp://10.9.9.9:1")
     assert event_source(None, "http://h:80") is None
+
+
+PRIVATE: dict[str, object] = {
+    "publisher": "zmq",
+    "endpoint": "ipc:///run/a",
+    "replay_endpoint": "ipc:///run/b",
+}
+
+
+def test_unix_sockets_are_read_from_the_servers_option() -> None:
+    def found(config: object, dp_size: int = 1) -> EventSource | None:
+        text = config if isinstance(config, str | None) else json.dumps(config)
+        server = ServerInfo("1", 16, 64, 60, dp_size=dp_size, kv_events_config=text)
+        return private_event_source(server)
+
+    assert found(PRIVATE | {"topic": "kv"}) == EventSource(
+        endpoint="ipc:///run/a", replay_endpoint="ipc:///run/b", topic="kv"
+    )
+    for other in (
+        *(None, "", "[", "{}", {"publisher": "zmq"}, PRIVATE | {"publisher": "null"}),
+        *(PRIVATE | {"endpoint": other} for other in ("tcp://*:5557", "ipc://x", "ipc://@x", 7)),
+    ):
+        assert found(other) is None
+    assert found(PRIVATE, dp_size=2) is None
 
 
 def test_load_of_all_ranks() -> None:

@@ -7,12 +7,19 @@ A message has three frames: topic, sequence (8 bytes, big-endian), and body (Mes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, EventBatch, KvEvent
+from commutator.contract.block import (
+    BlockHash,
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+)
 
 __all__ = ["decode_batch", "encode_batch"]
 
@@ -31,6 +38,10 @@ _REMOVED_FIELDS = ("block_hashes", "medium")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """vLLM's kinds of layers that keep the KV of every token."""
 
+_HASH_TYPES = frozenset({int, bytes})
+_MOST_RANKS = 1024
+"""Each rank that events name takes memory."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
@@ -44,18 +55,23 @@ def encode_batch(batch: EventBatch) -> bytes:
 def decode_batch(body: bytes) -> EventBatch:
     """Decode the body of a message; leave out events of unknown type.
 
-    Raises ValueError when the body is not a batch of events.
+    Raises ValueError when the body is not a batch of events, or of a rank above 1,023.
     """
     try:
         timestamp_s, raw_events, *rest = _decoder.decode(body)
         events = [event for raw in raw_events if (event := _from_raw(raw)) is not None]
-    except (msgspec.DecodeError, TypeError, KeyError, ValueError) as error:
+        rank = _rank(rest[0] if rest else None)
+        time_s = float(timestamp_s)
+    except (
+        msgspec.DecodeError,
+        TypeError,
+        KeyError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"not a batch of KV events: {error}") from error
-    return EventBatch(
-        timestamp_s=timestamp_s,
-        events=tuple(events),
-        data_parallel_rank=(rest[0] if rest else None) or 0,
-    )
+    return EventBatch(timestamp_s=time_s, events=tuple(events), data_parallel_rank=rank)
 
 
 def _to_map(event: KvEvent) -> dict[str, Any]:
@@ -89,25 +105,56 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
     match kind:
         case "BlockStored":
             return BlockStored(
-                block_hashes=tuple(fields["block_hashes"]),
-                parent_block_hash=fields.get("parent_block_hash"),
+                block_hashes=_hashes(fields["block_hashes"]),
+                parent_block_hash=_parent(fields.get("parent_block_hash")),
                 token_ids=tuple(fields["token_ids"]),
-                block_size=int(fields["block_size"]),
-                lora_name=fields.get("lora_name"),
-                medium=fields.get("medium"),
+                block_size=_integer(fields["block_size"]) or 0,
+                lora_name=_text(fields.get("lora_name")),
+                medium=_text(fields.get("medium")),
                 cache_salt=_salt(fields),
-                group=fields.get("group_idx"),
+                group=_integer(fields.get("group_idx")),
                 keeps_prefix=fields.get("kv_cache_spec_kind") in _WHOLE_PREFIX,
             )
         case "BlockRemoved":
-            hashes = tuple(fields["block_hashes"])
             return BlockRemoved(
-                block_hashes=hashes, medium=fields.get("medium"), group=fields.get("group_idx")
+                block_hashes=_hashes(fields["block_hashes"]),
+                medium=_text(fields.get("medium")),
+                group=_integer(fields.get("group_idx")),
             )
         case "AllBlocksCleared":
             return BlocksCleared()
         case _:
             return None
+
+
+def _hashes(raw: Iterable[Any]) -> tuple[BlockHash, ...]:
+    hashes = tuple(raw)
+    if not _HASH_TYPES.issuperset(map(type, hashes)):
+        raise ValueError("a block hash is neither an integer nor bytes")
+    return hashes
+
+
+def _parent(raw: Any) -> BlockHash | None:
+    return None if raw is None else _hashes((raw,))[0]
+
+
+def _integer(raw: Any) -> int | None:
+    if raw is None or type(raw) is int:
+        return raw
+    raise ValueError(f"expected an integer, got {raw!r:.40}")
+
+
+def _rank(raw: Any) -> int:
+    rank = _integer(raw) or 0
+    if not 0 <= rank < _MOST_RANKS:
+        raise ValueError(f"from data-parallel rank {rank}")
+    return rank
+
+
+def _text(raw: Any) -> str | None:
+    if raw is None or isinstance(raw, str):
+        return raw
+    raise ValueError(f"expected text, got {raw!r:.40}")
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:

@@ -31,6 +31,8 @@ _POLL_MS = 50
 _REPLAYING_POLL_MS = 1
 _REPLAY_HIGH_WATER = 100
 """Messages of a replay that ZMQ holds for one reader."""
+_MOST_READER_BYTES = 4096
+"""Of a frame from a reader: a subscription, or a replay request."""
 _MAX_REPLAYS = 64
 """Replays at a time; the one that waits longest for its reader makes room for another."""
 _LINGER_MS = 200
@@ -70,6 +72,8 @@ class EventPublisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(max(1, keep_messages))  # what it drops can still be replayed
         self._replay = self._context.socket(zmq.ROUTER)
+        for socket in (self._pub, self._replay):
+            socket.setsockopt(zmq.MAXMSGSIZE, _MOST_READER_BYTES)
         self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or lost reader raises
         self._replay.set_hwm(_REPLAY_HIGH_WATER)
         self._kept = MessageHistory(keep_messages)

@@ -20,6 +20,8 @@ __all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]
 
 _FRAMES = 3
 _HIGH_WATER = 100_000
+_MOST_BYTES = 64 << 20
+"""Of one frame; ZMQ leaves a publisher that sends more, and connects again."""
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 
 # A network may drop an idle connection silently. Keep-alive detects that within a minute, and ZMQ
@@ -72,6 +74,7 @@ class _ZmqChannel(EventChannel):
         self._on_malformed = on_malformed
         self._socket = context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self._socket.set_hwm(_HIGH_WATER)
         for option, value in _KEEP_ALIVE.items():
             self._socket.setsockopt(option, value)
@@ -171,6 +174,7 @@ async def replay_messages(
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
     socket.set_hwm(0)  # an answer can exceed any limit, and ZMQ would drop the rest
     try:
         _connect(socket, endpoint, server_key)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
 
 _ANSWER_TIMEOUT_S = 5.0
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
@@ -82,19 +84,19 @@ class RegistryClient(Registry):
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         timeout_s = _ANSWER_TIMEOUT_S + CLAIM_TTLS * ttl_s
-        return int(await self._ask("register", record, ttl_s, timeout_s=timeout_s))
+        return self._as(int, await self._ask("register", record, ttl_s, timeout_s=timeout_s))
 
     async def keep_alive(self, lease_id: int) -> bool:
-        return bool(await self._ask("keep_alive", lease_id))
+        return self._as(bool, await self._ask("keep_alive", lease_id))
 
     async def deregister(self, lease_id: int, reason: str) -> None:
         await self._ask("deregister", lease_id, reason)
 
     async def set_draining(self, worker_id: str, draining: bool) -> bool:
-        return bool(await self._ask("set_draining", worker_id, draining))
+        return self._as(bool, await self._ask("set_draining", worker_id, draining))
 
     async def set_role(self, worker_id: str, role: Role) -> bool:
-        return bool(await self._ask("set_role", worker_id, role.value))
+        return self._as(bool, await self._ask("set_role", worker_id, role.value))
 
     async def watch(self) -> AsyncIterator[Sequence[Change]]:
         known: dict[str, WorkerRecord] = {}
@@ -107,7 +109,7 @@ class RegistryClient(Registry):
                         if frame[0] == "age":
                             self._told = (self._clock(), _age_s(frame))
                             continue
-                        changes = _changes(frame, known)
+                        changes = self._changes(frame, known)
                         if changes or first:
                             yield changes
                         first = False
@@ -123,9 +125,20 @@ class RegistryClient(Registry):
 
     async def run_state(self) -> RunState:
         """What only the registry's process knows of the run. Raises RegistryError."""
-        answer = await self._ask("run")
+        return self._as(RunState, await self._ask("run"))
+
+    def _changes(self, frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
+        """The frame's changes, applied to ``known``. Raises RegistryError."""
         try:
-            return msgspec.convert(answer, RunState)
+            return _changes(frame, known)
+        except (ValueError, TypeError) as error:
+            raise RegistryError(
+                f"registry at {self.address} sent a wrong {kind_of(frame)} frame: {error}"
+            ) from error
+
+    def _as(self, kind: type[AnswerT], answer: Any) -> AnswerT:
+        try:
+            return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:
             raise RegistryError(f"registry at {self.address}: {error}") from error
 
@@ -197,14 +210,14 @@ def _age_s(frame: list[Any]) -> float | None:
 
 
 def _changes(frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
-    """The frame's changes, applied to ``known``."""
+    """The frame's changes, applied to ``known``. Raises ValueError or TypeError for a wrong one."""
     match frame:
         case ["snapshot", records]:
             changes = difference(known, msgspec.convert(records, list[WorkerRecord]))
-        case ["changes", packed]:
+        case ["changes", list(packed)]:
             changes = [_unpacked(change) for change in packed]
         case _:
-            raise RegistryError(f"the registry sent an unknown frame {frame[0]!r}")
+            raise ValueError("unknown frame")
     for change in changes:
         if isinstance(change, WorkerUp):
             known[change.record.worker_id] = change.record
@@ -213,7 +226,11 @@ def _changes(frame: list[Any], known: dict[str, WorkerRecord]) -> list[Change]:
     return changes
 
 
-def _unpacked(change: list[Any]) -> Change:
-    if change[0] == "up":
-        return WorkerUp(record=msgspec.convert(change[1], WorkerRecord))
-    return WorkerDown(worker_id=str(change[1]), reason=str(change[2]))
+def _unpacked(change: Any) -> Change:
+    match change:
+        case ["up", record]:
+            return WorkerUp(record=msgspec.convert(record, WorkerRecord))
+        case ["down", str(worker_id), str(reason)]:
+            return WorkerDown(worker_id=worker_id, reason=reason)
+        case _:
+            raise ValueError("unknown change")

@@ -135,12 +135,21 @@ class Connection:
 class _Source:
     connection: Connection
     memory: ExportedMemory | None = None
+    greeted: bool = False
+    """Whether ``memory`` was asked for on the present connection: a later one may be to another
+    process."""
     connecting: asyncio.Lock = field(factory=asyncio.Lock)
     silences: int = 0
     """Consecutive look-ups without an answer."""
     backoff: Backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     open_until_s: float = 0.0
     """The circuit breaker: no look-up is sent there before this time."""
+
+    async def connect(self) -> None:
+        """Connect if necessary. Only with ``connecting`` held. Raises EngineUnavailableError."""
+        if not self.connection.connected:
+            self.greeted = False
+            await self.connection.start()
 
     def answered(self) -> None:
         self.silences, self.backoff = 0, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -183,7 +192,7 @@ class Sources:
         """
         source = self._source(address)
         async with source.connecting:
-            await source.connection.start()
+            await source.connect()
         return _as(
             answer, address, await source.connection.ask(what, arguments, timeout_s=timeout_s)
         )
@@ -192,9 +201,9 @@ class Sources:
         """The arena at this address; asks once for each connection. Raises EngineError."""
         source = self._source(address)
         async with source.connecting:
-            if source.memory is not None and source.connection.connected:
+            await source.connect()
+            if source.memory is not None and source.greeted:
                 return source.memory
-            await source.connection.start()
             found = _as(
                 ExportedMemory,
                 address,
@@ -202,7 +211,7 @@ class Sources:
             )
             if source.memory is not None and source.memory != found:
                 self._forget(source.memory)
-            source.memory = found
+            source.memory, source.greeted = found, True
         await self._forget_lost()
         return found
 

@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 _MAX_MEMBER_SETS = 1024
+_MOST_BLOCK_TOKENS = 1 << 14
+_MOST_BLOCK_SIZES = 16
+_MOST_UNKNOWN_MEDIA = 16
+_MEDIUM_CHARS = 64
 _SLICE_BLOCKS = 2048
 """Blocks that one slice of a removal takes out: about a millisecond."""
 
@@ -201,6 +205,15 @@ class RankBlocks:
             if (found := held.get(key)) is not None:
                 return found
         return None
+
+    def take_size(self, tokens: int) -> bool:
+        """Note a size of the engine's blocks. False for one too large, or one too many."""
+        if tokens in self.block_sizes:
+            return True
+        if tokens > _MOST_BLOCK_TOKENS or len(self.block_sizes) >= _MOST_BLOCK_SIZES:
+            return False
+        self.block_sizes.add(tokens)
+        return True
 
     @property
     def most_parts(self) -> int:
@@ -558,15 +571,15 @@ class PrefixIndex:
         if not event.token_ids:  # then the event may have no block size either
             blocks.store_known(tier, blocks.keys_of(event.block_hashes, tier))
             return
-        blocks.block_sizes.add(event.block_size)
+        # Before anything is made of the size, which may be of any engine's choice.
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            blocks.counters.malformed += len(event.block_hashes)
+            return
         parts, rest = divmod(event.block_size, self.block_size)
-        if rest or not parts:
+        if not blocks.take_size(event.block_size) or rest or not parts:
             blocks.counters.unusable += len(event.block_hashes)
             return
         keys = _parts(event.block_hashes, parts)
-        if len(event.token_ids) != len(keys) * self.block_size:
-            blocks.counters.malformed += len(event.block_hashes)
-            return
         local = local_block_hashes(event.token_ids, self.block_size, lora_name=event.lora_name)
         before = event.parent_block_hash
         parent = None if before is None else blocks.last_key_of(before, parts)
@@ -604,6 +617,7 @@ def _parts(hashes: Iterable[int | bytes], parts: int) -> Sequence[EngineBlockHas
 def _tier(blocks: RankBlocks, medium: str | None) -> CacheLevel:
     tier = cache_level(medium)
     if tier is None:
-        blocks.unknown_media.add(str(medium))
+        if len(blocks.unknown_media) < _MOST_UNKNOWN_MEDIA:
+            blocks.unknown_media.add(str(medium)[:_MEDIUM_CHARS])
         return CacheLevel.EXTERNAL
     return tier

@@ -10,6 +10,7 @@ __all__ = [
     "Chunk",
     "FinishedBecause",
     "KvEvents",
+    "KvEventsConfig",
     "Loads",
     "MetaInfo",
     "ModelInfo",
@@ -61,6 +62,15 @@ class KvEvents(msgspec.Struct):
     replay_endpoint_port_base: int | None = None
 
 
+class KvEventsConfig(msgspec.Struct):
+    """The server's `--kv-events-config`."""
+
+    publisher: str = "null"
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
 class ServerInfo(msgspec.Struct):
     """The answer to GET /server_info."""
 
@@ -79,6 +89,9 @@ class ServerInfo(msgspec.Struct):
     schedule_low_priority_values_first: bool = False
     enable_deterministic_inference: bool = False
     kv_events: KvEvents | None = None
+    """None for a server that publishes nothing, or on Unix sockets."""
+    kv_events_config: str | None = None
+    """JSON of ``KvEventsConfig``."""
 
 
 class ModelInfo(msgspec.Struct):

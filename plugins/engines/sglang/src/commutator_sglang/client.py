@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 
@@ -23,7 +24,12 @@ from commutator.errors import (
 from commutator_sglang.api import Loads, ModelInfo, ServerInfo
 from commutator_sglang.bodies import GENERATE, request_body
 from commutator_sglang.deltas import DeltaReader
-from commutator_sglang.discovery import engine_info, engine_load
+from commutator_sglang.discovery import (
+    UNIX_SOCKET,
+    engine_info,
+    engine_load,
+    private_event_source,
+)
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
 __all__ = ["SglangClient"]
@@ -68,7 +74,8 @@ class SglangClient(HttpEngineClient):
         model = await self.server.read("/model_info", ModelInfo)
         models = await self.server.read("/v1/models", ModelList)
         self._server_info = server
-        return engine_info(self.server.url, server, model, models, self._given_events)
+        events = self._given_events or _private_events_here(server)
+        return engine_info(self.server.url, server, model, models, events)
 
     async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
         assert self._server_info is not None, "start comes first"
@@ -89,6 +96,14 @@ class SglangClient(HttpEngineClient):
     async def check_health(self) -> None:
         with self.forgets_a_lost_server():
             await self.server.ask("/health", timeout_s=_HEALTH_S)
+
+
+def _private_events_here(server: ServerInfo) -> EventSource | None:
+    """The server's Unix sockets for KV events, if they are on this machine."""
+    source = private_event_source(server)
+    if source is None or not Path(source.endpoint.removeprefix(UNIX_SOCKET)).is_socket():
+        return None
+    return source
 
 
 class _Generation:

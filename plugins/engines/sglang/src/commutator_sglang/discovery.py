@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 from attrs import evolve
 
 from commutator import EngineInfo, EngineLoad, EventSource
 from commutator.engine.completions import ModelList
 from commutator.engine.http import reachable_host
 from commutator.errors import EngineError
-from commutator_sglang.api import KvEvents, Loads, ModelInfo, ServerInfo
+from commutator_sglang.api import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
 from commutator_sglang.handover import handover_info
 
-__all__ = ["engine_info", "engine_load", "event_source"]
+__all__ = ["UNIX_SOCKET", "engine_info", "engine_load", "event_source", "private_event_source"]
+
+UNIX_SOCKET = "ipc://"
+"""What ZMQ endpoints that are Unix sockets begin with; their absolute path follows."""
 
 
 def engine_info(
@@ -65,6 +69,24 @@ def event_source(events: KvEvents | None, url: str) -> EventSource | None:
 
     first, *others = map(of_rank, range(events.dp_size))
     return evolve(first, further_ranks=tuple(others))
+
+
+def private_event_source(server: ServerInfo) -> EventSource | None:
+    """The Unix sockets on which a server of one rank publishes KV events; None if there are none.
+
+    SGLang describes TCP addresses only, so they are read from the server's own option.
+    """
+    if server.kv_events_config is None or server.dp_size > 1:
+        return None
+    try:
+        config = msgspec.json.decode(server.kv_events_config, type=KvEventsConfig)
+    except msgspec.DecodeError:
+        return None
+    if config.publisher != "zmq" or not config.endpoint.startswith(UNIX_SOCKET + "/"):
+        return None
+    return EventSource(
+        endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, topic=config.topic
+    )
 
 
 def engine_load(loads: Loads, page_size: int, capacity_blocks: int) -> EngineLoad:

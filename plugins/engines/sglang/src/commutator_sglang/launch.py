@@ -12,6 +12,7 @@ from commutator.engine import free_ports
 from commutator.engine.launching import (
     api_key_at,
     argument_names,
+    event_sockets,
     log_command,
     missing_plugin,
     python_at,
@@ -49,6 +50,12 @@ _CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1"}
 _DISAGGREGATION = "--disaggregation-mode"
 _TRANSFER = "--disaggregation-transfer-backend"
 _BOOTSTRAP_PORT = "--disaggregation-bootstrap-port"
+_EVENTS_AT_PORTS = {
+    *("--data-parallel-size", "--dp-size", "--dp", "--attn-dp-size", "--load-publish-endpoint"),
+    _CONFIG,
+}
+"""SGLang names no sockets for several ranks, nor beside its own load reports; a file may ask for
+either."""
 _BACKEND = "--hicache-storage-backend"
 _OPTIONS = "--hicache-storage-backend-extra-config"
 _PAGE_TOKENS = "64"
@@ -158,7 +165,9 @@ def server_arguments(
     if context.model.max_model_len is not None:
         added["--context-length"] = str(context.model.max_model_len)
     if not given & {"--disable-radix-cache"}:
-        added["--kv-events-config"] = _events(context.host, *ports[:2])
+        sockets = None if given & _EVENTS_AT_PORTS else event_sockets(context)
+        at_ports = (f"tcp://{context.host}:{port}" for port in ports[:2])
+        added["--kv-events-config"] = _events(*(sockets or at_ports))
     if context.tiers:
         added |= _tier_arguments(context)
     if config.role != "both":
@@ -217,12 +226,12 @@ def _on_cpu(config: SglangConfig) -> bool:
     return "--device cpu" in " ".join(config.args).replace("=", " ")
 
 
-def _events(host: str, port: int, replay_port: int) -> str:
+def _events(endpoint: str, replay_endpoint: str) -> str:
     # With a host instead of "*", SGLang would connect to it if `bind` were not set.
     events = {
         "publisher": "zmq",
-        "endpoint": f"tcp://{host}:{port}",
-        "replay_endpoint": f"tcp://{host}:{replay_port}",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
         "bind": True,
     }
     return json.dumps(events, separators=(",", ":"))

@@ -272,8 +272,16 @@ def show(reports: Sequence[Report], ideal: float, plot: Path | None, *, as_json:
         click.echo(json.dumps(shown))
     else:
         Console().print(by_policy(reports, ideal))
+        _tell_refused({one.policy: one.refused for one in reports})
     if plot is not None:
         plots().draw(reports, ideal, plot)
+
+
+def _tell_refused(refused: Mapping[str, int]) -> None:
+    for name, number in refused.items():
+        if number:
+            text = f"{name}: {number} requests were refused: every worker was busy (router.busy)"
+            click.secho(text, fg="yellow", err=True)
 
 
 def show_sweep(
@@ -305,6 +313,7 @@ def show_plans(reports: Sequence[PlanReport], plot: Path | None, *, as_json: boo
             for text, number in one.warnings.items():
                 click.secho(f"{one.planner}: {text} ({number} times)", fg="yellow", err=True)
         Console().print(by_planner(reports))
+        _tell_refused({one.planner: one.refused for one in reports})
     if plot is not None:
         plots().draw_plans(reports, plot)
 
@@ -393,8 +402,6 @@ def _table(title: str) -> Table:
 def replay_warnings(loaded: Loaded) -> Iterator[str]:
     """A line for each option of the router that was set and has no effect in a replay."""
     router = loaded.config.router
-    if router.busy.enabled:
-        yield _no_effect("busy", "no worker is ever too busy, and no request waits for one")
     if not router.use_kv_events:
         yield _no_effect("use_kv_events", "cached blocks are known at once, never guessed")
     if _was_set(loaded, "router_ttl_s"):

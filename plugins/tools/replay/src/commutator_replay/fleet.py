@@ -48,8 +48,8 @@ class _Handover:
 class VirtualFleet:
     """Advances every worker's time, in step where one waits for another.
 
-    A worker that takes part in no hand-over is advanced only when it gets a request, because it
-    does not affect the others.
+    A worker that takes part in no hand-over is advanced only when a request arrives, because it
+    does not affect the others; unless they are to be kept in step.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class VirtualFleet:
         """Requests at each worker."""
         self._awake: dict[str, None] = {}
         """Workers for which anything may be left to do."""
+        self._in_step = False
         self._alarms: list[tuple[int, int, Callable[[], None]]] = []
         self._serial = count()
         self.now_ns = 0
@@ -86,6 +87,10 @@ class VirtualFleet:
         """A worker comes, and its time begins now."""
         engine.advance(self.now_ns)
         self._engines[worker_id] = engine
+
+    def keep_in_step(self, in_step: bool) -> None:
+        """Whether to advance all workers in step, while what each does may matter to a request."""
+        self._in_step = in_step
 
     def is_idle(self, worker_id: str) -> bool:
         """Whether the worker takes part in no hand-over, nor holds blocks for one."""
@@ -113,7 +118,7 @@ class VirtualFleet:
             if until_ns is not None and time_ns > until_ns:
                 break
             self.now_ns = time_ns
-            for worker_id in list(self._taking_part):
+            for worker_id in self._stepping():
                 self._catch_up(worker_id)
             while self._alarms and self._alarms[0][0] <= time_ns:
                 heapq.heappop(self._alarms)[2]()
@@ -133,18 +138,21 @@ class VirtualFleet:
     def _next_ns(self) -> int | None:
         """The time of the next event that affects more than one worker, or of the next alarm."""
         self._settle()
-        found = (self._engines[worker_id].next_event_ns() for worker_id in self._taking_part)
+        found = (self._engines[worker_id].next_event_ns() for worker_id in self._stepping())
         times = [time_ns for time_ns in found if time_ns is not None]
         if self._alarms:
             times.append(self._alarms[0][0])
         return min(times, default=None)
+
+    def _stepping(self) -> list[str]:
+        return list(self._engines if self._in_step else self._taking_part)
 
     def _settle(self) -> None:
         """Begin every step that is due now, until none causes another one at another worker."""
         happened = True
         while happened:
             happened = False
-            for worker_id in list(self._taking_part):
+            for worker_id in self._stepping():
                 self._engines[worker_id].next_event_ns()
                 happened |= self._advance(worker_id, self.now_ns)
 

@@ -86,8 +86,11 @@ class PlanReport:
 
     planner: str
     requests: int
+    """Requests that were answered."""
+    refused: int
+    """Requests that found the queue full, or waited too long, because every worker was busy."""
     attained_ttft: float
-    """Fraction of the requests whose first token came within the target."""
+    """Fraction of the requests, refused ones included, whose first token came within the target."""
     attained_itl: float
     """The same for the mean time between tokens."""
     attained: float
@@ -397,7 +400,7 @@ def _is_positive(written: str) -> bool:
 
 def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanReport:
     done, targets = outcome.finished, config.targets
-    number = max(1, len(done))
+    number = max(1, len(done) + outcome.refused)
     hours: dict[str, float] = {}
     for span in outcome.spans:
         hours[span.role.value] = hours.get(span.role.value, 0.0) + span.hours
@@ -407,6 +410,7 @@ def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanRepo
     return PlanReport(
         planner=name,
         requests=len(done),
+        refused=outcome.refused,
         attained_ttft=sum(one.ttft_s <= targets.ttft_s for one in done) / number,
         attained_itl=sum(one.itl_s <= targets.itl_s for one in done) / number,
         attained=sum(one.ttft_s <= targets.ttft_s and one.itl_s <= targets.itl_s for one in done)

@@ -11,10 +11,11 @@ from functools import partial
 from attrs import define, field
 
 from commutator import RequestSummary, RouterConfig, RoutingPolicy
+from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import Role
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
-from commutator.routing.queue import Place
+from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import ModelRouter, Route
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.prefill import PrefillSide, ReplayDisagg, RunningPrefill
@@ -65,11 +66,21 @@ class _Flight:
     first_ns: int = 0
 
 
+@define
+class _Queued:
+    key: int
+    traced: TraceRequest
+    summary: RequestSummary
+    hashes: Sequence[int]
+    arrived_ns: int
+
+
 class _Replay:
     def __init__(
         self,
         workers: Sequence[VirtualWorker],
         policy: RoutingPolicy,
+        busy: BusyConfig,
         disagg: ReplayDisagg | None,
         planning: Planning | None,
         seed: int,
@@ -93,6 +104,10 @@ class _Replay:
         """Prompts at prefill workers, by the request's key."""
         self._held: deque[tuple[int, TraceRequest, int]] = deque()
         """Requests that wait for the first worker, each with its key and time of arrival."""
+        self._busy = busy
+        self._queue = RequestQueue(busy.max_queued_requests)
+        self._queued: dict[Place, _Queued] = {}
+        """Requests that wait because every worker is busy."""
         self._trace_is_over = False
         self._serving = Role.BOTH if any(w.role is Role.BOTH for w in workers) else Role.DECODE
         self._begun = False
@@ -129,11 +144,59 @@ class _Replay:
             prompt_tokens=tokens,
             max_tokens=traced.output_length,
         )
-        route = self._pool.route(summary, hashes, self._decoders)
-        self.outcome.routing_s += route.routing_s
-        if self.outcome.tokens_given_up is not None:
-            self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
-        self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
+        route = None if self._queued else self._route(summary, hashes)
+        if route is not None:
+            self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
+            return
+        if self._workforce is not None and counts:
+            self._workforce.arrived(self._serving, tokens, tokens)
+        self._wait(_Queued(key, traced, summary, hashes, arrived_ns))
+
+    def _route(self, summary: RequestSummary, hashes: Sequence[int]) -> Route | None:
+        """None while every worker is busy."""
+        if not self._busy.enabled:
+            route: Route | None = self._pool.route(summary, hashes, self._decoders)
+        else:
+            route = self._pool.route_to_free(summary, hashes, self._decoders, self._busy)
+        if route is not None:
+            self.outcome.routing_s += route.routing_s
+            if self.outcome.tokens_given_up is not None:
+                self.outcome.tokens_given_up += route.given_up_blocks * self._block_size
+        return route
+
+    def _wait(self, queued: _Queued) -> None:
+        place = self._queue.place(queued.summary.priority)
+        if not self._queue.enter(place):
+            self.outcome.refused += 1
+            return
+        self._queued[place] = queued
+        self._fleet.keep_in_step(True)
+        limit_ns = queued.arrived_ns + round(self._busy.max_queue_s * 1e9)
+        now_ns = self._fleet.now_ns
+        self._fleet.alarm(max(now_ns, limit_ns), partial(self._refuse, place))
+
+    def _refuse(self, place: Place) -> None:
+        if place in self._queued:
+            self._leave_queue(place)
+            self.outcome.refused += 1
+
+    def _leave_queue(self, place: Place) -> _Queued:
+        self._queue.leave(place)
+        queued = self._queued.pop(place)
+        self._fleet.keep_in_step(bool(self._queued))
+        return queued
+
+    def _place_queued(self) -> None:
+        """A worker's load fell, or one came: begin what waits, as far as they take it."""
+        while (place := self._queue.first()) is not None:
+            one = self._queued[place]
+            route = self._route(one.summary, one.hashes)
+            if route is None:
+                return
+            self._leave_queue(place)
+            self._begin(
+                one.key, one.traced, one.summary, one.hashes, route, one.arrived_ns, counts=False
+            )
 
     def finish(self) -> None:
         """Let every request end."""
@@ -156,6 +219,7 @@ class _Replay:
         while self._held:
             key, traced, arrived_ns = self._held.popleft()
             self._serve(key, traced, arrived_ns, counts=False)
+        self._place_queued()
 
     def _drain(self, worker: VirtualWorker) -> None:
         if worker.role is Role.PREFILL:
@@ -176,13 +240,15 @@ class _Replay:
         return {name: sum(sizes) for name, sizes in self._index.blocks_by_worker().items()}
 
     def _waiting_tokens(self) -> Mapping[Role, int]:
-        waiting = {self._serving: sum(traced.input_length for _, traced, _ in self._held)}
+        held = sum(traced.input_length for _, traced, _ in self._held)
+        queued = sum(one.summary.prompt_tokens for one in self._queued.values())
+        waiting = {self._serving: held + queued}
         if self._prefill is not None:
             waiting[Role.PREFILL] = self._prefill.waiting_tokens
         return waiting
 
     def _is_over(self) -> bool:
-        return self._trace_is_over and not self._flights and not self._held
+        return self._trace_is_over and not (self._flights or self._held or self._queued)
 
     # ------------------------------------------------------------------ requests
 
@@ -294,6 +360,7 @@ class _Replay:
         if self._prefill is not None:
             self._measure(flight, self._prefill)
         self._load.progress(flight.ticket, 1)
+        self._place_queued()
         computed = flight.request.prompt_tokens - event.cached_tokens - flight.handed_over_tokens
         self.outcome.computed_tokens[flight.worker_id] += computed
 
@@ -335,6 +402,7 @@ class _Replay:
                 duration_s=(now_ns - flight.arrived_ns) / 1e9,
             )
         )
+        self._place_queued()
 
 
 @contextmanager
@@ -354,6 +422,7 @@ def replay(
     policy: RoutingPolicy,
     disagg: ReplayDisagg | None = None,
     *,
+    busy: BusyConfig = BusyConfig(),  # noqa: B008 - frozen
     planning: Planning | None = None,
     seed: int = 0,
 ) -> Outcome:
@@ -361,6 +430,9 @@ def replay(
 
     With ``planning``, these are the first ones, at least one of each role; a planner starts and
     drains others.
+
+    A request waits, first come first served, while every worker is ``busy``, and is refused when
+    the queue is full or it waited too long.
 
     With ``disagg``, prompts may be computed by the workers of the role prefill. Deterministic:
     equal arguments give equal outcomes. Raises ValueError when the engines' blocks are not of one
@@ -373,7 +445,7 @@ def replay(
             f"the trace's blocks have {TRACE_BLOCK_TOKENS} tokens and the engines' {found}: "
             f"set block_size: {TRACE_BLOCK_TOKENS}, or the same part of it everywhere"
         )
-    running = _Replay(workers, policy, disagg, planning, seed)
+    running = _Replay(workers, policy, busy, disagg, planning, seed)
     for key, request in enumerate(trace):
         running.arrive(key, request, round(request.timestamp * 1e6))
     running.finish()
@@ -414,6 +486,8 @@ class Outcome:
     not_taken: int = 0
     """Requests to be disaggregated that no prefill worker took in time."""
     handed_over_tokens: int = 0
+    refused: int = 0
+    """Requests that found the queue full, or waited too long, because every worker was busy."""
     duration_s: float = 0.0
     spans: list[Span] = field(factory=list)
     """The lives of the workers; empty without a planner."""

@@ -21,6 +21,7 @@ class Report:
 
     policy: str
     requests: int
+    """Requests that were answered."""
     cached_ratio: float
     """Prompt tokens found in a cache, of all prompt tokens."""
     ttft_p50_s: float
@@ -30,7 +31,7 @@ class Report:
     imbalance: float
     """Prompt tokens computed by the busiest worker, over the mean of all."""
     good_ratio: float
-    """Part of the requests that met both targets."""
+    """Part of the requests, refused ones included, that met both targets."""
     goodput_per_s: float
     """Requests a second that met both targets."""
     given_up_ratio: float | None
@@ -42,6 +43,8 @@ class Report:
     """Part of the requests that prefill workers prefilled; None without prefill workers."""
     handed_over_ratio: float = 0.0
     """Prompt tokens whose KV went from one worker to another, of all prompt tokens."""
+    refused: int = 0
+    """Requests that found the queue full, or waited too long, because every worker was busy."""
     decisions: Mapping[str, int] = field(factory=dict)
     """Requests by whether they were prefilled elsewhere, and why."""
 
@@ -65,11 +68,12 @@ def report(policy: str, outcome: Outcome, target_ttft_s: float, target_itl_s: fl
         imbalance=max(computed.values(), default=0)
         * len(computed)
         / max(1, sum(computed.values())),
-        good_ratio=good / max(1, len(done)),
+        good_ratio=good / max(1, len(done) + outcome.refused),
         goodput_per_s=good / max(outcome.duration_s, 1e-9),
         given_up_ratio=None if given_up is None else given_up / max(1, prompt_tokens),
         separate_ratio=_separate_ratio(outcome),
         handed_over_ratio=outcome.handed_over_tokens / max(1, prompt_tokens),
+        refused=outcome.refused,
         decisions={
             f"{'separate' if separate else 'local'}, {reason}": count
             for (separate, reason), count in sorted(outcome.decisions.items())

@@ -114,7 +114,13 @@ class Replays:
                 fleet = self.fleet(roles=disaggregation is not None)
             started_s = time.perf_counter()
             outcome = replay(
-                trace, fleet, policy, disaggregation, planning=planning, seed=self.seed
+                trace,
+                fleet,
+                policy,
+                disaggregation,
+                busy=self.config.router.busy,
+                planning=planning,
+                seed=self.seed,
             )
         except DoesNotFitError as error:
             where = f"line {error.request.line}" if error.request.line else "--chats"
