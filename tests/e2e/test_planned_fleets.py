@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import aiohttp
 import pytest
 from attrs import define, field
 from click.testing import CliRunner
+from tests.fault.test_two_front_doors import front_doors, index_of
 from tests.support.streams import stream
 
 from commutator.cli.main import main
@@ -58,34 +60,41 @@ class Traffic:
     session: aiohttp.ClientSession
     new_tokens: int = 60
     seen: Counter[str] = field(factory=Counter)
+    """Complete answers by worker."""
     wrong: list[object] = field(factory=list)
-    clients: list[asyncio.Task[None]] = field(factory=list)
-    _stopped: asyncio.Event = field(factory=asyncio.Event)
+    """What was not answered in full."""
+    _wanted: int = 0
+    _clients: dict[int, asyncio.Task[None]] = field(factory=dict)
 
-    def begin(self, clients: int) -> None:
-        """From now on there are as many."""
-        self._stopped = asyncio.Event()
-        self.clients += [
-            asyncio.create_task(self._client(number, self._stopped)) for number in range(clients)
-        ]
+    def follow(self, clients: int) -> None:
+        """Have as many clients from now on; those that are too many finish their answer."""
+        self._wanted = clients
+        for number in range(clients):
+            if number not in self._clients or self._clients[number].done():
+                self._clients[number] = asyncio.create_task(self._client(number))
 
     async def end(self) -> None:
         """Let the clients finish what they have begun."""
-        self._stopped.set()
-        await asyncio.gather(*self.clients)
-        self.clients = []
+        self.follow(0)
+        await asyncio.gather(*self._clients.values())
 
     async def ask(self, prompt: str) -> None:
         body = {"model": "m", "prompt": prompt, "max_tokens": self.new_tokens, "ignore_eos": True}
-        answer = await stream(self.session, self.url, body)
-        complete = answer.usage.get("completion_tokens") == self.new_tokens
+        try:
+            answer = await stream(self.session, self.url, body)
+        except (AssertionError, aiohttp.ClientError, TimeoutError) as error:
+            self.wrong.append(repr(error))
+            return
         self.seen[answer.worker] += 1
+        complete = answer.usage.get("completion_tokens") == self.new_tokens
         if answer.outcome != "complete" or not complete:
             self.wrong.append(answer)
 
-    async def _client(self, number: int, stopped: asyncio.Event) -> None:
-        while not stopped.is_set():
-            await self.ask(f"Client {number} asks for the {sum(self.seen.values())}th time")
+    async def _client(self, number: int) -> None:
+        asked = 0
+        while number < self._wanted:
+            asked += 1
+            await self.ask(f"Client {number} asks for the {asked}th time")
 
 
 @asynccontextmanager
@@ -94,11 +103,30 @@ async def traffic(cluster: LocalCluster, new_tokens: int = 60) -> AsyncIterator[
         timeout=aiohttp.ClientTimeout(total=300),
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
     ) as session:
-        yield Traffic(cluster.url, session, new_tokens)
+        clients = Traffic(cluster.url, session, new_tokens)
+        try:
+            yield clients
+        finally:
+            await clients.end()
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as page:
+        text: str = page.read().decode()
+    return text
+
+
+async def health(cluster: LocalCluster) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(await asyncio.to_thread(fetch, f"{cluster.url}/health"))
+    return found
+
+
+async def metrics(cluster: LocalCluster) -> list[str]:
+    return (await asyncio.to_thread(fetch, f"{cluster.url}/metrics")).splitlines()
 
 
 async def workers(cluster: LocalCluster) -> list[str]:
-    found = (await asyncio.to_thread(cluster.health))["workers"]
+    found = (await health(cluster))["workers"]
     return [one["worker_id"] for one in found if one["state"] == "ready"]
 
 
@@ -112,8 +140,23 @@ async def until(cluster: LocalCluster, low: int, high: int) -> None:
 async def until_empty(cluster: LocalCluster) -> None:
     """Wait until there is no worker, draining or not."""
     async with asyncio.timeout(120):
-        while (await asyncio.to_thread(cluster.health))["workers"]:
+        while (await health(cluster))["workers"]:
             await asyncio.sleep(0.1)
+
+
+async def until_clean(cluster: LocalCluster) -> None:
+    """Wait until the index of every front door has the blocks of workers that there are, only."""
+    for socket in front_doors(cluster):
+        async with asyncio.timeout(60):
+            while set(await index_of(socket)) != set(await workers(cluster)):
+                await asyncio.sleep(0.1)
+    assert (await health(cluster))["warnings"] == []
+
+
+def only_answers(page: Sequence[str]) -> bool:
+    """Whether the front doors have answered every request with 200."""
+    counted = [line for line in page if line.startswith("commutator_requests_total{")]
+    return bool(counted) and all('code="200"' in line for line in counted)
 
 
 async def command(cluster: LocalCluster, *arguments: str) -> str:
@@ -123,22 +166,16 @@ async def command(cluster: LocalCluster, *arguments: str) -> str:
     return done.output
 
 
-def metrics(cluster: LocalCluster) -> str:
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as page:
-        text: str = page.read().decode()
-    return text
-
-
 async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lost(
     root: Path, tmp_path: Path
 ) -> None:
     planner, env = of_requests(root, tmp_path, bounds={"both": [0, 3]}, idle_penalty_s=0.5)
     with LocalCluster({**DEPLOYMENT, "planner": planner}, env=env) as cluster:
         async with traffic(cluster, 200) as clients:
-            clients.begin(10)
+            clients.follow(10)
             await until(cluster, 3, 3)
             await clients.end()
-            clients.begin(1)  # its answers take longer than a drain may: they migrate
+            clients.follow(1)  # its answers take longer than a drain may: they migrate
             await until(cluster, 1, 1)
             await clients.end()
             await until_empty(cluster)
@@ -149,11 +186,10 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back_and_no_request_is_lo
             assert "+2 both: need 3 (10 requests in flight)" in said
             assert "drains" in said
             assert "requests in flight" in await command(cluster, "explain")
-        page = await asyncio.to_thread(metrics, cluster)
+        page = "\n".join(await metrics(cluster))
         assert 'commutator_planner_desired_workers{frontend="frontend-0",role="both"}' in page
         assert "commutator_planner_actions_total" in page
-        index = (await asyncio.to_thread(cluster.health))["warnings"]
-        assert index == []
+        assert (await health(cluster))["warnings"] == []
 
 
 @pytest.mark.long
@@ -161,26 +197,23 @@ async def test_a_hundred_resizes_lose_no_request(root: Path, tmp_path: Path) -> 
     planner, env = of_requests(root, tmp_path, bounds={"both": [1, 6]})
     config = {**DEPLOYMENT, "planner": planner, "router": {"kind": "kv"}}
     with LocalCluster(config, env=env) as cluster:
-        async with traffic(cluster, 150) as clients:
-            resizes, began_s = 0, time.monotonic()
+        began_s = time.monotonic()
+        async with traffic(cluster, 150) as clients:  # for 3 s and more, drains take 1 s: they move
+            resizes = 0
             while resizes < 100:
                 for load, low, high in ((20, 5, 6), (3, 1, 1)):
-                    clients.begin(load)
+                    clients.follow(load)
                     await until(cluster, low, high)
-                    await clients.end()
                 said = await command(cluster, "history", "-n", "1000")
-                resizes = said.count("starts") + said.count(" drains")
-            assert clients.wrong == []
-            took_s = time.monotonic() - began_s
-            print(f"{resizes} resizes, {clients.seen.total()} requests in {took_s:.0f} s")
-            health = await asyncio.to_thread(cluster.health)
-            assert health["warnings"] == []
-        page = await asyncio.to_thread(metrics, cluster)
-        drained = [line for line in page.splitlines() if 'reason="drained"' in line]
-        print("\n".join(drained))
-        assert drained, "streams migrated"
-        lost = [line for line in page.splitlines() if line.startswith("commutator_requests_total")]
-        assert all('code="200"' in line for line in lost), lost
+                resizes = said.count(" starts") + said.count(" drains")
+        took_s = time.monotonic() - began_s
+        page = await metrics(cluster)
+        moved = [line for line in page if 'reason="drained"' in line]
+        print(f"{resizes} resizes, {clients.seen.total()} requests in {took_s:.0f} s; {moved}")
+        assert clients.wrong == []
+        assert only_answers(page), page
+        assert sum(float(line.split()[-1]) for line in moved) > 0
+        await until_clean(cluster)
 
 
 @pytest.mark.long
@@ -217,20 +250,25 @@ async def test_real_engines_grow_to_three_and_shrink_again_under_load(
     )
     engine = {"kind": "reference", "name": "r", "threads": 1, "kv_cache_bytes": 60_000_000}
     config = {**DEPLOYMENT, "engines": [engine], "frontend": {}, "planner": planner}
-    config["runtime"] = {"restart_backoff_s": 0.1, "drain_timeout_s": 5, "lease_s": 30}
+    config["router"] = {"kind": "kv"}
+    config["runtime"] = {"restart_backoff_s": 0.1, "drain_timeout_s": 1, "lease_s": 30}
     with LocalCluster(config, env=env) as cluster:
-        async with traffic(cluster, 8) as clients:
-            clients.begin(2)
-            await asyncio.sleep(10)
-            clients.begin(9)
-            await until(cluster, 3, 3)
-            await asyncio.sleep(10)
-            await clients.end()
-            clients.begin(1)
-            await until(cluster, 1, 1)
-            await clients.end()
-            assert clients.wrong == []
-            print(clients.seen)
-            print(await command(cluster, "history"))
-            print(await command(cluster, "explain"))
-            assert len(clients.seen) >= 2
+        began_s = time.monotonic()
+        async with traffic(cluster, 24) as clients:
+            for load, count in ((2, 1), (6, 2), (10, 3), (6, 2), (2, 1)):
+                clients.follow(load)
+                await until(cluster, count, count)
+                before = clients.seen.total()
+                async with asyncio.timeout(300):
+                    while clients.seen.total() < before + 2 * load:
+                        await asyncio.sleep(0.1)
+                print(f"{time.monotonic() - began_s:.0f} s: {load} clients, {count} workers")
+        page = await metrics(cluster)
+        print(f"{clients.seen.total()} requests", dict(clients.seen))
+        print([line for line in page if 'reason="drained"' in line])
+        print(await command(cluster, "history"))
+        print(await command(cluster, "explain"))
+        assert clients.wrong == []
+        assert only_answers(page), page
+        assert len(clients.seen) == 3
+        await until_clean(cluster)

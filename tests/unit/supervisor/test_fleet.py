@@ -224,6 +224,21 @@ async def test_a_worker_that_dies_at_start_counts_as_starting_and_can_be_cancell
         await rig.until("w-1", None)
 
 
+async def test_a_launch_that_is_cancelled_when_its_worker_has_become_ready_drains_it(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as rig:
+        await rig.until("w-0", WorkerPhase.READY)
+        rig.fleet.launch(Role.BOTH)
+        await rig.until("w-1", WorkerPhase.READY)
+        rig.doors.requests["w-1"] = 1
+        assert rig.fleet.cancel("w-1").text == "w-1 drains"
+        await asyncio.sleep(0.2)
+        assert rig.phase("w-1") is WorkerPhase.DRAINING, "front doors had sent it a request"
+        rig.doors.requests.clear()
+        await rig.until("w-1", None)
+
+
 async def test_a_launcher_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
     class Hanging(FakeLauncher):
         async def start(self, name: str, plan: LaunchPlan) -> FakeProcess:

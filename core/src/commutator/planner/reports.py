@@ -141,6 +141,11 @@ class DoorReports:
         if (door := self._doors.pop(name, None)) is not None:
             self._left.append(door)
 
+    @property
+    def doors(self) -> int:
+        """The front doors that report here."""
+        return len(self._doors)
+
     def in_flight(self, worker_id: str) -> int:
         """Requests that the front doors have in flight at a worker."""
         return sum(door.newest.loads.get(worker_id, (0, 0))[0] for door in self._doors.values())

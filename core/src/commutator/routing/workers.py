@@ -32,11 +32,16 @@ AnswerT = TypeVar("AnswerT")
 
 @define(eq=False)
 class LiveWorker:
-    """A worker of ``LiveWorkers``. It gets requests only while ``connected`` and not draining."""
+    """A worker of ``LiveWorkers``. It gets requests while ``connected`` and not draining.
+
+    Where no other can take them, it gets them also while it drains, until a worker that has just
+    been announced is connected for the first time.
+    """
 
     record: WorkerRecord
     client: EngineClient
     connected: bool = False
+    ever_connected: bool = False
     reconnecting: asyncio.Task[None] | None = None
     gone: str | None = None
     """Why the worker was removed; None while it is registered."""
@@ -68,15 +73,21 @@ class LiveWorkers:
         """
         known = self._routable.get((model, prefill))
         if known is None:
-            known = self._routable[model, prefill] = tuple(
-                worker
-                for worker in self._workers.values()
-                if worker.connected
-                and (record := worker.record).model == model
-                and not record.draining
-                and (record.role is Role.PREFILL) is prefill
-            )
+            known = self._routable[model, prefill] = self._find_routable(model, prefill=prefill)
         return known
+
+    def _find_routable(self, model: str, *, prefill: bool) -> tuple[LiveWorker, ...]:
+        workers = [
+            worker
+            for worker in self._workers.values()
+            if worker.record.model == model and (worker.record.role is Role.PREFILL) is prefill
+        ]
+        staying = [worker for worker in workers if not worker.record.draining]
+        found = [worker for worker in staying if worker.connected]
+        if not found and not all(worker.ever_connected for worker in staying):
+            # Whoever had the old worker drained counts on the new one, as the registry has it.
+            found = [worker for worker in workers if worker.connected]
+        return tuple(found)
 
     def max_model_len(self, model: str) -> int | None:
         """Prompt plus answer, in tokens, that every routable worker can hold; None without any."""
@@ -134,7 +145,7 @@ class LiveWorkers:
             log.warning("worker %s: connecting failed: %s", worker.record.worker_id, error)
             return
         worker.record = evolve(worker.record, info=info)
-        worker.connected = True
+        worker.connected = worker.ever_connected = True
         self._changed()
         self._on_routable()
 

@@ -305,7 +305,10 @@ class Fleet:
         return ActionResult(True, f"{member.agent.name} starts")
 
     def cancel(self, worker_id: str) -> ActionResult:
-        """Stop a worker that is not ready."""
+        """Stop a worker that is not ready; one that has become ready meanwhile is drained."""
+        found = self._members.get(worker_id)
+        if found is not None and found.agent.ready.is_set():
+            return self.drain(worker_id)  # front doors may have sent it requests
         if (member := self._leave(worker_id)) is None:
             return ActionResult(False, f"{worker_id} is gone")
         self._stop(member)

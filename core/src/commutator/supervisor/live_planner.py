@@ -161,6 +161,9 @@ class LivePlanner:
             what = f"acts from now on (mode {self._config.mode})" if acts else "does not act"
             log.info("this planner %s", what)
         if workers is None:
+            if not self._reports.doors:
+                # They report to the planner that acts now: what this one knew is of the past.
+                self._state = self._known_s = None
             return None
         began_s = time.perf_counter()
         if self._planned_s is not None:

@@ -1,0 +1,65 @@
+"""Which workers a front door sends requests to while a fleet changes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from tests.support.supervised import INFO
+
+from commutator.contract.worker import EngineInfo, Role, WorkerRecord
+from commutator.errors import EngineUnavailableError
+from commutator.routing.workers import LiveWorkers
+
+
+class Client:
+    """Connects when the test lets it."""
+
+    def __init__(self, *, reachable: bool = True) -> None:
+        self.reached = asyncio.Event()
+        if reachable:
+            self.reached.set()
+        self.fails = False
+
+    async def start(self) -> EngineInfo:
+        await self.reached.wait()
+        if self.fails:
+            raise EngineUnavailableError("gone")
+        return INFO
+
+    async def close(self) -> None:
+        pass
+
+
+def record(name: str, *, draining: bool = False) -> WorkerRecord:
+    return WorkerRecord(
+        worker_id=name, engine="e", kind="k", model="m", address="a", info=INFO, draining=draining
+    )
+
+
+def routable(workers: LiveWorkers) -> list[str]:
+    return [one.record.worker_id for one in workers.routable("m")]
+
+
+async def test_a_draining_worker_serves_until_the_one_that_replaces_it_is_connected() -> None:
+    workers = LiveWorkers()
+    old = await workers.put(record("old"), cast(Any, Client()))
+    client = Client(reachable=False)
+    adding = asyncio.create_task(workers.put(record("new"), cast(Any, client)))
+    await asyncio.sleep(0)
+    workers.change(old, draining=True, role=Role.BOTH)
+    assert routable(workers) == ["old"], "the registry has a ready worker, so none is refused"
+    client.reached.set()
+    new = await adding
+    assert routable(workers) == ["new"]
+    client.fails = True
+    workers.lost(new)
+    assert routable(workers) == [], "the drain is over, whatever becomes of the other one"
+    await workers.close()
+
+
+async def test_a_worker_that_is_drained_without_another_gets_nothing() -> None:
+    workers = LiveWorkers()
+    await workers.put(record("old", draining=True), cast(Any, Client()))
+    assert routable(workers) == []
+    await workers.close()
