@@ -115,6 +115,70 @@ def first_actions(policy: PlannerPolicy, workers: Sequence[PlannedWorker]) -> li
     return [(action.kind.value, action.worker_id) for action in plan.actions]
 
 
+def two_roles(prefill: int, decode: int, workers: Sequence[PlannedWorker]) -> list[Any]:
+    """What a plan that wants so many does: action, worker, role that it has afterwards."""
+    config = PlannerConfig(kind="test", hold_s=0.0, start_up_s=30.0)
+    speeds = {Role.PREFILL: SIM, Role.DECODE: SIM}
+    planner = Planner(config, speeds, Wanted(prefill=prefill, decode=decode), no_growth())
+    state = planner.begin()
+    for time_s in (0.0, 5.0, 100.0):
+        seen = Observation(
+            time_s=time_s, window_s=5.0 if time_s else 0.0, arrivals={}, workers=workers
+        )
+        state, plan = planner.plan(state, seen)
+    return [(one.kind.value, one.worker_id, one.role.value) for one in plan.actions]
+
+
+def of_role(role: Role, *others: Role, **requests: int) -> list[PlannedWorker]:
+    return [
+        evolve(
+            worker(name, WorkerPhase.READY, active_requests=active), role=role, may_become=others
+        )
+        for name, active in requests.items()
+    ]
+
+
+def test_a_worker_that_one_role_spares_and_another_needs_changes_its_role() -> None:
+    workers = [
+        *of_role(Role.PREFILL, Role.DECODE, p0=1),
+        *of_role(Role.DECODE, Role.PREFILL, d0=9, d1=2, d2=5),
+    ]
+    assert two_roles(1, 3, workers) == []
+    assert two_roles(2, 2, workers) == [("set_role", "d1", "prefill")], "the least busy one"
+    assert two_roles(3, 2, workers) == [("set_role", "d1", "prefill"), ("launch", None, "prefill")]
+    assert two_roles(2, 1, workers) == [("set_role", "d1", "prefill"), ("drain", "d2", "decode")]
+
+
+def test_a_worker_that_cannot_change_its_role_is_drained_and_another_launched() -> None:
+    workers = [*of_role(Role.PREFILL, p0=1), *of_role(Role.DECODE, d0=9, d1=2)]
+    assert two_roles(2, 1, workers) == [("launch", None, "prefill"), ("drain", "d1", "decode")]
+    held = [workers[0], *(evolve(one, may_become=[Role.PREFILL]) for one in workers[1:])]
+    held[1:] = [evolve(one, held=True) for one in held[1:]]
+    assert two_roles(2, 1, held) == [("launch", None, "prefill")]
+
+
+def test_a_draining_worker_comes_back_before_another_changes_its_role() -> None:
+    back = evolve(worker("p1", WorkerPhase.DRAINING), role=Role.PREFILL)
+    workers = [
+        back,
+        *of_role(Role.PREFILL, Role.DECODE, p0=1),
+        *of_role(Role.DECODE, Role.PREFILL, d0=1, d1=0),
+    ]
+    assert two_roles(2, 1, workers) == [("undrain", "p1", "prefill"), ("drain", "d1", "decode")]
+
+
+def test_a_worker_that_is_changing_its_role_counts_for_the_new_one() -> None:
+    """Else the next plan would change another."""
+    changing = evolve(worker("d1", WorkerPhase.STARTING, 0.0), role=Role.PREFILL)
+    workers = [
+        changing,
+        *of_role(Role.PREFILL, Role.DECODE, p0=1),
+        *of_role(Role.DECODE, Role.PREFILL, d0=1),
+    ]
+    assert two_roles(2, 1, workers) == []
+    assert two_roles(1, 1, workers) == [("cancel", "d1", "prefill")]
+
+
 def test_draining_workers_are_used_again_before_others_are_launched() -> None:
     workers = [
         worker("ready", WorkerPhase.READY),

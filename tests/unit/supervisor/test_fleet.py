@@ -7,15 +7,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from tests.support.supervised import FakeEngine, FakeLauncher, FakeProcess
+from attrs import evolve
+from tests.support.supervised import INFO, FakeEngine, FakeLauncher, FakeProcess
 
 from commutator.config.model import RuntimeConfig
 from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.planner import PlannedWorker, WorkerPhase
-from commutator.contract.worker import EngineLoad, Role
+from commutator.contract.worker import EngineLoad, KvTransferInfo, Role
 from commutator.errors import ConfigError
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor.fleet import Fleet
@@ -23,6 +25,7 @@ from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
 RUNTIME = RuntimeConfig(restart_backoff_s=0.01, lease_s=30.0)
 BUSY = EngineLoad(running=1)
+HANDOVER = KvTransferInfo(protocol="p", identity="i", block_size=4, token_bytes=8)
 
 
 class Engine(FakeEngine):
@@ -66,10 +69,16 @@ class Rig:
             poll_s=0.02,
         )
 
-    def spec(self, number: int) -> WorkerSpec:
+    def spec(
+        self,
+        number: int,
+        role: Literal["both", "prefill", "decode"] = "both",
+        **options: Any,
+    ) -> WorkerSpec:
+        name = "w" if role == "both" else role
         return WorkerSpec(
-            worker_id=f"w-{number}",
-            config=EngineConfig(kind="fake", name="w"),
+            worker_id=f"{name}-{number}",
+            config=EngineConfig(kind="fake", name=name, role=role, **options),
             model=ModelConfig(name="m", source="s"),
             connector=self.engine,
         )
@@ -151,6 +160,99 @@ async def test_a_drain_that_takes_too_long_ends_with_a_stop(tmp_path: Path) -> N
         rig.fleet.drain("w-1")
         await rig.until("w-1", None)
         assert rig.phase("w-0") is WorkerPhase.READY
+
+
+@asynccontextmanager
+async def disaggregated(folder: Path, **options: Any) -> AsyncIterator[Rig]:
+    """A prefill worker and two that decode, with these options more."""
+    rig = Rig(folder, 600.0, FakeLauncher())
+    rig.engine.info = evolve(INFO, handover=HANDOVER)
+    decodes = [rig.spec(number, "decode", **options) for number in (0, 1)]
+    rig.fleet.begin([rig.spec(0, "prefill"), *decodes])
+    task = asyncio.create_task(rig.fleet.run())
+    try:
+        await rig.until("decode-1", WorkerPhase.READY)
+        await rig.until("prefill-0", WorkerPhase.READY)
+        yield rig
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await rig.registry.close()
+
+
+async def test_a_worker_changes_its_role_when_its_last_request_has_ended(tmp_path: Path) -> None:
+    async with disaggregated(tmp_path) as rig:
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert (one.role, list(one.may_become)) == (Role.DECODE, [Role.PREFILL])
+        rig.doors.requests["decode-1"] = 1
+        done = rig.fleet.set_role("decode-1", Role.PREFILL)
+        assert done.text == "decode-1 drains to become prefill"
+        assert not rig.fleet.set_role("decode-1", Role.PREFILL).done, "once"
+        assert not rig.fleet.drain("decode-1").done
+        await asyncio.sleep(0.2)
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert (one.role, one.phase) == (Role.PREFILL, WorkerPhase.STARTING)
+        rig.doors.requests.clear()
+        await rig.until("decode-1", WorkerPhase.READY)
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert (one.role, one.held, list(one.may_become)) == (Role.PREFILL, False, [Role.DECODE])
+        assert len(rig.launcher.processes) == 3, "no process was started or stopped"
+        rig.fleet.set_role("decode-1", Role.DECODE)
+        await until(lambda: (back := rig.seen("decode-1")) is not None and back.role is Role.DECODE)
+        await rig.until("decode-1", WorkerPhase.READY)
+
+
+async def test_a_change_of_role_that_is_cancelled_leaves_the_worker_as_it_was(
+    tmp_path: Path,
+) -> None:
+    async with disaggregated(tmp_path) as rig:
+        rig.doors.requests["decode-1"] = 1
+        rig.fleet.set_role("decode-1", Role.PREFILL)
+        await asyncio.sleep(0.1)
+        assert rig.fleet.cancel("decode-1").text == "decode-1 stays decode"
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert (one.role, one.phase, one.held) == (Role.DECODE, WorkerPhase.READY, False)
+        await asyncio.sleep(0.1)
+        await rig.registry.set_draining("decode-1", True)  # by hand, and it is known as such
+        await rig.until("decode-1", WorkerPhase.DRAINING)
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert one.held
+
+
+async def test_a_change_of_role_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 0.2, FakeLauncher())
+    rig.engine.info = evolve(INFO, handover=HANDOVER)
+    rig.fleet.begin([rig.spec(0, "prefill"), rig.spec(0, "decode")])
+    task = asyncio.create_task(rig.fleet.run())
+    await rig.until("decode-0", WorkerPhase.READY)
+    rig.doors.requests["decode-0"] = 1
+    rig.fleet.set_role("decode-0", Role.PREFILL)
+    await until(lambda: (one := rig.seen("decode-0")) is not None and one.role is Role.DECODE)
+    one = rig.seen("decode-0")
+    assert one is not None
+    assert (one.phase, list(one.may_become)) == (WorkerPhase.READY, []), "not again at once"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await rig.registry.close()
+
+
+async def test_workers_of_other_options_or_without_a_handover_keep_their_role(
+    tmp_path: Path,
+) -> None:
+    async with disaggregated(tmp_path, start_timeout_s=77.0) as rig:
+        one = rig.seen("decode-1")
+        assert one is not None
+        assert not one.may_become
+    async with running(tmp_path) as rig:
+        await rig.until("w-0", WorkerPhase.READY)
+        one = rig.seen("w-0")
+        assert one is not None
+        assert not one.may_become
 
 
 async def test_without_word_of_the_front_doors_no_drained_worker_is_stopped(

@@ -117,6 +117,11 @@ class WorldFleet:
         self.world.acts.append(f"undrain {worker_id}")
         return ActionResult(True, "back")
 
+    def set_role(self, worker_id: str, role: Role) -> ActionResult:
+        self.world.workers[worker_id] = evolve(self.world.workers[worker_id], role=role)
+        self.world.acts.append(f"set_role {worker_id} {role}")
+        return ActionResult(True, "changes")
+
 
 class Rig:
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -265,7 +265,7 @@ class WorkerPhase(StrEnum):
     """Where a worker is in its life."""
 
     STARTING = "starting"
-    """Launched, and not ready."""
+    """Launched, or about to change its role, and not ready."""
     READY = "ready"
     """Gets requests."""
     DRAINING = "draining"
@@ -283,13 +283,15 @@ class PlannedWorker:
     phase: WorkerPhase
     """Where it is in its life."""
     age_s: float
-    """Seconds since its launch."""
+    """Seconds since its launch; 0 while it changes its role."""
     active_requests: int = 0
     """Requests in flight at it."""
     active_prefill_tokens: int = 0
     """Prompt tokens that it has still to compute."""
     cached_blocks: int = 0
     """KV blocks that it caches."""
+    may_become: Collection[Role] = ()
+    """The roles that it could be given instead of its own."""
     held: bool = False
     """Whether people, or another deployment, decide about it: a plan counts it, and leaves it as it
     is."""
@@ -452,7 +454,9 @@ class ActionKind(StrEnum):
     UNDRAIN = "undrain"
     """Give a draining worker requests again."""
     CANCEL = "cancel"
-    """End a worker that is not ready yet."""
+    """End a worker that is not ready yet; one that is about to change its role keeps it."""
+    SET_ROLE = "set_role"
+    """Give a worker another role once it has no requests."""
     LAUNCH = "launch"
     """Start a worker."""
     DRAIN = "drain"
@@ -466,7 +470,7 @@ class PlanAction:
     kind: ActionKind
     """What to do."""
     role: Role
-    """The role of the worker."""
+    """The role of the worker; the new one if it changes."""
     worker_id: str | None
     """The worker; None for a launch."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -55,6 +55,10 @@ _START_UPS = 32
 _START_UP_QUANTILE = 0.9
 _OVERDUE = 3.0
 """A launch that takes this many times the usual start-up time is given up."""
+_PATIENCE = 1.5
+"""After a launch that was given up, start-ups are taken to need this many times as long. Not as
+long as it took to give up: a launcher that hangs once with several launches would stop all for
+hours."""
 _CAUTION = 4.0
 """To shrink, demand counts with this many standard deviations of its number of arrivals more."""
 _HOUR_S = 3600.0
@@ -200,14 +204,13 @@ class Planner:
             roles={role: evolve(one, desired=desired[role]) for role, one in state.roles.items()},
         )
         actions: list[PlanAction] = []
-        for role in self._performance if seen.workers is not None else ():
-            late, chosen = fleet_actions(role, desired[role], seen.workers or (), start_up_s)
-            actions += chosen
-            if late:
+        if seen.workers is not None:
+            given_up, actions = fleet_actions(desired, seen.workers, start_up_s)
+            for role, late in given_up.items():
                 # The next launch may take longer: else a slow start would be given up for ever.
-                state = _remember_start_ups(state, late)
+                state = _remember_start_ups(state, [_PATIENCE * start_up_s] * late)
                 warnings.append(
-                    f"{len(late)} {role} not ready after {_OVERDUE:g} times the usual "
+                    f"{late} {role} not ready after {_OVERDUE:g} times the usual "
                     f"{start_up_s:.0f} s, given up"
                 )
         plans = {
@@ -497,33 +500,51 @@ class Planner:
 
 
 def fleet_actions(
-    role: Role, desired: int, workers: Sequence[PlannedWorker], start_up_s: float
-) -> tuple[list[float], list[PlanAction]]:
-    """How a role gets to ``desired`` workers, cheapest actions first.
+    desired: Mapping[Role, int], workers: Sequence[PlannedWorker], start_up_s: float
+) -> tuple[Mapping[Role, int], list[PlanAction]]:
+    """How roles get to ``desired`` workers, cheapest actions first.
 
-    Also returns the ages in seconds of the launches that are given up, because they take more than
+    Also returns the number of launches of each role that are given up, because they take more than
     three times ``start_up_s``.
     """
-    mine = [one for one in workers if one.role is role]
-    supply = _supply(mine, role, start_up_s)
-    late = [
-        one
-        for one in mine
-        if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
-    ]
-    actions = [_act(ActionKind.CANCEL, one) for one in late]
-    missing = desired - len(supply)
-    if missing > 0:
-        draining = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
-        draining.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
-        actions += [_act(ActionKind.UNDRAIN, one) for one in draining[:missing]]
-        launches = missing - min(missing, len(draining))
-        actions += [
-            PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None) for _ in range(launches)
+    given_up: dict[Role, int] = {}
+    missing: dict[Role, int] = {}
+    leaving: list[PlannedWorker] = []
+    actions: list[PlanAction] = []
+    for role, wanted in desired.items():
+        mine = [one for one in workers if one.role is role]
+        supply = _supply(mine, role, start_up_s)
+        late = [
+            one
+            for one in mine
+            if one.phase is WorkerPhase.STARTING and one not in supply and not one.held
         ]
-    elif missing < 0:
-        actions += _removals([one for one in supply if not one.held], -missing)
-    return [one.age_s for one in late], actions
+        if late:
+            given_up[role] = len(late)
+        actions += [_act(ActionKind.CANCEL, one) for one in late]
+        missing[role] = wanted - len(supply)
+        if missing[role] > 0:
+            back = [one for one in mine if one.phase is WorkerPhase.DRAINING and not one.held]
+            back.sort(key=lambda one: (-one.active_requests, -one.cached_blocks, one.worker_id))
+            actions += [_act(ActionKind.UNDRAIN, one) for one in back[: missing[role]]]
+            missing[role] -= min(missing[role], len(back))
+        elif missing[role] < 0:
+            leaving += _leaving([one for one in supply if not one.held], -missing[role])
+    for role, count in missing.items():
+        for _ in range(count):
+            able = [
+                one for one in leaving if one.phase is WorkerPhase.READY and role in one.may_become
+            ]
+            if able:
+                chosen = min(able, key=_loss)
+                leaving.remove(chosen)
+                actions.append(_act(ActionKind.SET_ROLE, evolve(chosen, role=role)))
+            else:
+                actions.append(PlanAction(kind=ActionKind.LAUNCH, role=role, worker_id=None))
+    for one in leaving:
+        starts = one.phase is WorkerPhase.STARTING
+        actions.append(_act(ActionKind.CANCEL if starts else ActionKind.DRAIN, one))
+    return given_up, actions
 
 
 def _counts(proposals: Mapping[Role, Proposal]) -> dict[Role, int]:
@@ -551,15 +572,17 @@ def _supply(workers: Sequence[PlannedWorker], role: Role, start_up_s: float) -> 
     ]
 
 
-def _removals(supply: Sequence[PlannedWorker], count: int) -> Iterator[PlanAction]:
-    """Cancel the youngest launches; then drain the workers that lose least."""
+def _leaving(supply: Sequence[PlannedWorker], count: int) -> Sequence[PlannedWorker]:
+    """The youngest launches; then the workers that lose least."""
     starting = [one for one in supply if one.phase is WorkerPhase.STARTING]
     starting.sort(key=lambda one: (one.age_s, one.worker_id))
     ready = [one for one in supply if one.phase is WorkerPhase.READY]
-    ready.sort(key=lambda one: (one.active_requests, one.cached_blocks, one.worker_id))
-    for one in [*starting, *ready][:count]:
-        starts = one.phase is WorkerPhase.STARTING
-        yield _act(ActionKind.CANCEL if starts else ActionKind.DRAIN, one)
+    return [*starting, *sorted(ready, key=_loss)][:count]
+
+
+def _loss(worker: PlannedWorker) -> tuple[int, int, str]:
+    """What is lost when a worker stops what it does."""
+    return worker.active_requests, worker.cached_blocks, worker.worker_id
 
 
 def _act(kind: ActionKind, worker: PlannedWorker) -> PlanAction:

@@ -132,6 +132,12 @@ class DoorReports:
         """
         door = self._doors.get(report.door)
         if door is None:
+            # It was taken for gone, or lost its connection, and nothing has been planned since.
+            door = next((one for one in self._left if one.newest.door == report.door), None)
+            if door is not None:
+                self._left.remove(door)
+                self._doors[report.door] = door
+        if door is None:
             self._doors[report.door] = _Door(report, report, now_s)
         elif report.number > door.newest.number:
             door.newest, door.heard_s = report, now_s

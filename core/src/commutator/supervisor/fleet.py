@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import define, evolve, field, frozen
 
+from commutator.contract.engine import EngineConfig
 from commutator.contract.planner import PlannedWorker, WorkerPhase
 from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.worker import EngineLoad, Role, WorkerRecord
@@ -25,6 +26,8 @@ _POLL_S = 0.25
 _IDLE_LOOKS = 3
 """Looks without requests, in a row, after which a drained worker is stopped."""
 _RETRY_S = 1.0
+_ROLE_STAYS_S = 60.0
+"""After a change of role that took too long, the next one of that worker waits."""
 _NOTHING = (0, 0)
 
 
@@ -69,11 +72,22 @@ class _Member:
     launched_s: float
     planned: bool
     """Launched by a plan: that it cannot start does not end the deployment."""
+    role: Role
+    """The last one that the registry had."""
+    roles: Sequence[Role]
+    """Its own, and those of workers that differ from it by nothing else."""
     task: asyncio.Task[None] = field(init=False)
     drain: asyncio.Task[None] | None = None
-    """Waits until its requests have ended, then stops it; None while it is to get requests."""
+    """Waits until its requests have ended, then stops it or gives it another role; None while it is
+    to get requests."""
     drain_is_known: bool = False
     """The registry has confirmed the drain."""
+    becoming: Role | None = None
+    """The role that it gets after its drain; None: it is stopped then."""
+    returning: bool = False
+    """A plan's drain has ended, and the registry has not confirmed it yet."""
+    role_stays_until_s: float = 0.0
+    """It had too many requests to change its role."""
     kept: bool = False
     """People brought it back from a plan's drain."""
     leaving: bool = False
@@ -131,6 +145,7 @@ class Fleet:
         """Start the first workers, and launch others later like the first of each role."""
         for spec in specs:
             self._prototypes.setdefault(Role(spec.config.role), spec)
+        for spec in specs:
             self._add(spec, planned=False)
 
     @property
@@ -213,6 +228,8 @@ class Fleet:
         member = self._members.get(name)
         if member is None:
             return
+        member.role = record.role
+        member.returning &= record.draining
         if not member.ever_ready:
             member.ever_ready = True
             self._refusals.pop(Role(member.spec.config.role), None)
@@ -227,6 +244,7 @@ class Fleet:
             log.info("%s was brought back by hand: it stays until it is drained by hand", name)
             member.drain.cancel()
             member.drain, member.drain_is_known, member.kept = None, False, True
+            member.becoming = None
 
     # ----------------------------------------------------------------- observing
 
@@ -254,11 +272,15 @@ class Fleet:
         name = member.agent.name
         record = self._records.get(name)
         held = member.kept
+        if member.becoming is not None:
+            return PlannedWorker(
+                worker_id=name, role=member.becoming, phase=WorkerPhase.STARTING, age_s=0.0
+            )
         if member.drain is not None:
             phase = WorkerPhase.DRAINING
         elif record is None:
             phase = WorkerPhase.STARTING
-        elif record.draining:
+        elif record.draining and not member.returning:
             phase, held = WorkerPhase.DRAINING, member.ever_ready
         else:
             phase = WorkerPhase.READY
@@ -268,9 +290,10 @@ class Fleet:
             since_s = member.lost_s
         return PlannedWorker(
             worker_id=name,
-            role=Role(member.spec.config.role) if record is None else record.role,
+            role=member.role,
             phase=phase,
             age_s=max(0.0, now_s - since_s),
+            may_become=self._may_become(member, record, now_s),
             held=held,
         )
 
@@ -281,6 +304,13 @@ class Fleet:
             if not member.leaving and (unready := member.agent.unready) is not None:
                 found[unready.worker_id] = unready
         return [found[name] for name in sorted(found)]
+
+    def _may_become(
+        self, member: _Member, record: WorkerRecord | None, now_s: float
+    ) -> Collection[Role]:
+        if record is None or record.info.handover is None or now_s < member.role_stays_until_s:
+            return ()
+        return [role for role in member.roles if role is not member.role]
 
     def take_start_ups(self) -> Sequence[float]:
         """The start-up times, in seconds, of the workers that became ready since the last call."""
@@ -307,6 +337,9 @@ class Fleet:
     def cancel(self, worker_id: str) -> ActionResult:
         """Stop a worker that is not ready; one that has become ready meanwhile is drained."""
         found = self._members.get(worker_id)
+        if found is not None and found.becoming is not None:
+            self.undrain(worker_id)
+            return ActionResult(True, f"{worker_id} stays {found.role}")
         if found is not None and found.agent.ready.is_set():
             return self.drain(worker_id)  # front doors may have sent it requests
         if (member := self._leave(worker_id)) is None:
@@ -319,9 +352,22 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is None or member.leaving or member.drain is not None:
             return ActionResult(False, f"{worker_id} is gone")
-        member.drain_is_known = False
+        member.drain_is_known = member.returning = False
         member.drain = asyncio.create_task(self._drain(member))
         return ActionResult(True, f"{worker_id} drains")
+
+    def set_role(self, worker_id: str, role: Role) -> ActionResult:
+        """Drain a worker, and give it requests again in another role.
+
+        A worker that still has requests after the time limit of drains keeps its role.
+        """
+        member = self._members.get(worker_id)
+        if member is None or member.leaving or member.drain is not None:
+            return ActionResult(False, f"{worker_id} is gone")
+        member.drain_is_known = member.returning = False
+        member.becoming = role
+        member.drain = asyncio.create_task(self._change_role(member, role))
+        return ActionResult(True, f"{worker_id} drains to become {role}")
 
     def undrain(self, worker_id: str) -> ActionResult:
         """Give a worker requests again that a plan drains."""
@@ -329,12 +375,28 @@ class Fleet:
         if member is None or member.leaving or member.drain is None:
             return ActionResult(False, f"{worker_id} is gone")
         member.drain.cancel()
-        member.drain, member.drain_is_known = None, False
-        self._in_task(self._tell(member))
+        self._return(member)
         return ActionResult(True, f"{worker_id} gets requests again")
 
+    def _return(self, member: _Member) -> None:
+        member.drain, member.drain_is_known, member.becoming = None, False, None
+        member.returning = True
+        self._in_task(self._bring_back(member))
+
+    async def _bring_back(self, member: _Member) -> None:
+        await self._tell(member)
+        record = self._records.get(member.agent.name)
+        if record is None or not record.draining:  # no change will be seen that ends it
+            member.returning = False
+
     def _add(self, spec: WorkerSpec, *, planned: bool) -> _Member:
-        member = _Member(spec, self._make_agent(spec), self._clock(), planned)
+        roles = [
+            role
+            for role, other in self._prototypes.items()
+            if _with_role_of(spec.config, other.config) == other.config
+        ]
+        role = Role(spec.config.role)
+        member = _Member(spec, self._make_agent(spec), self._clock(), planned, role, roles)
         member.task = asyncio.create_task(member.agent.run())
         self._members[spec.worker_id] = member
         self._changed.set()
@@ -359,10 +421,35 @@ class Fleet:
         if await self._becomes_idle(member, drained_s):
             log.info("%s has no requests left and is stopped", name)
         else:
-            log.info("%s still has requests after %g s and is stopped: they migrate",
+            log.info("%s is stopped after a drain of %g s: what it still serves migrates",
                      name, self._drain_timeout_s)  # fmt: skip
         if self._leave(name) is not None:
             self._stop(member)
+
+    async def _change_role(self, member: _Member, role: Role) -> None:
+        name = member.agent.name
+        await self._tell(member)
+        if await self._becomes_idle(member, self._clock()):
+            await self._set_role(name, role)
+            member.role = role
+            log.info("%s has no requests left and becomes %s", name, role)
+        else:
+            member.role_stays_until_s = self._clock() + _ROLE_STAYS_S
+            log.info("%s still has requests after %g s and stays %s",
+                     name, self._drain_timeout_s, member.role)  # fmt: skip
+        if not member.leaving:
+            self._return(member)
+
+    async def _set_role(self, name: str, role: Role) -> None:
+        """Tell the registry, as soon as it can be reached."""
+        while True:
+            try:
+                await self._registry.set_role(name, role)
+            except RegistryError as error:
+                log.warning("%s: its role was not set to %s: %s", name, role, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
 
     async def _becomes_idle(self, member: _Member, drained_s: float) -> bool:
         """Wait until the worker has no requests; False: it still has some after the time limit."""
@@ -404,6 +491,11 @@ class Fleet:
         task = asyncio.create_task(work)
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
+
+
+def _with_role_of(config: EngineConfig, other: EngineConfig) -> EngineConfig:
+    """``config`` with what may differ between workers that can take each other's role."""
+    return evolve(config, name=other.name, role=other.role, replicas=other.replicas)
 
 
 def loaded(

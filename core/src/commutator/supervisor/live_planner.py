@@ -60,6 +60,8 @@ class PlannedFleet(Protocol):
 
     def undrain(self, worker_id: str) -> ActionResult: ...
 
+    def set_role(self, worker_id: str, role: Role) -> ActionResult: ...
+
 
 class SteadyClock:
     """A clock that does not go back, and passes at most ``most_s`` between two looks at it.
@@ -216,6 +218,8 @@ class LivePlanner:
                     result = self._fleet.drain(worker_id)
                 case ActionKind.UNDRAIN:
                     result = self._fleet.undrain(worker_id)
+                case ActionKind.SET_ROLE:
+                    result = self._fleet.set_role(worker_id, action.role)
         except Exception as error:
             log.exception("%s %s failed", action.kind, worker_id or action.role)
             return ActionResult(False, f"failed: {error}")

@@ -83,7 +83,7 @@ _FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
 """In the run's folder."""
 _DOOR_SILENCE_S = 5.0
 _DOOR_GONE_S = 15.0
-_MOST_INTERVALS = 6.0
+_MOST_INTERVALS = 2.0
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 

@@ -166,7 +166,7 @@ class PeerPlanner:
         fewest, most = self._config.bounds.of(role)
         limits = [most] if (budget := self._config.budget.workers) is None else [most, budget]
         state.desired = min(max(wanted, fewest), *limits)
-        _, actions = fleet_actions(role, state.desired, workers, math.inf)
+        _, actions = fleet_actions({role: state.desired}, workers, math.inf)
         plan = RolePlan(
             desired=state.desired,
             proposed=wanted,
