@@ -108,7 +108,7 @@ OTHERS = ("register", 1, record("h3-w-0", "h3"), 60.0)
 DISGUISED = ("register", 1, record("h3-w-0", "h2"), 60.0)
 DRAIN = ("set_draining", 1, "h1-w-0", True)
 ROLE = ("set_role", 1, "h1-w-0", "both")
-COUNTS = ("refused_connections", 1)
+STATE = ("run", 1)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ COUNTS = ("refused_connections", 1)
         (Kind.WORKER, DRAIN, "failed"),
         (Kind.OPERATOR, ROLE, "answer"),
         (Kind.FRONTEND, ROLE, "failed"),
-        (Kind.FRONTEND, COUNTS, "answer"),
+        (Kind.FRONTEND, STATE, "answer"),
         (Kind.WORKER, ("share", "door", 1, {}), "closed"),
         (Kind.FRONTEND, ("watch",), "snapshot"),
     ],
