@@ -286,10 +286,14 @@ async def test_when_the_acting_supervisor_is_killed_another_takes_over_and_nothi
     name = fresh_cluster()
 
     def deployment(host: str) -> dict[str, Any]:
-        registry = {"kind": "etcd", "endpoints": etcd.urls, "cluster": name}
-        runtime = {**DEPLOYMENT["runtime"], "host_name": host, "lease_s": 3.0}
-        shared = {"registry": registry, "runtime": runtime, "planner": planner, "frontend": {}}
-        return {**DEPLOYMENT, **shared}
+        return {
+            **DEPLOYMENT,
+            "registry": {"kind": "etcd", "endpoints": etcd.urls},
+            "cluster": {"name": name, "host": {"name": host}},
+            "runtime": {**DEPLOYMENT["runtime"], "lease_s": 3.0},
+            "planner": planner,
+            "frontend": {},
+        }
 
     with (
         LocalCluster(deployment("h1"), env=env) as one,
