@@ -148,6 +148,7 @@ async def test_a_drained_worker_is_stopped_when_its_last_request_has_ended(tmp_p
         rig.engine.now = EngineLoad()
         await rig.until("w-1", None)
         await until(lambda: rig.launcher.processes[1].stopped)
+        await until(lambda: "w-1" not in rig.fleet._members)
         # Its name is free again, and the next worker of that name is not drained.
         assert rig.fleet.launch(Role.BOTH).text == "w-1 starts"
         await rig.until("w-1", WorkerPhase.READY)
