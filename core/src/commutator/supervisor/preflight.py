@@ -137,7 +137,7 @@ def _missing(config: Config) -> Iterator[str]:
         yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
     if problem := _folder_problem(config.runtime.state_dir):
         yield f"runtime.state_dir: {problem}"
-    for index, (tier, place) in _tier_folders(config):
+    for index, tier, place in _tier_folders(config):
         if problem := _place_problem(place):
             yield f"tiers[{index}].path: {problem}; name another folder for the tier {tier.kind}"
 
@@ -154,30 +154,35 @@ def _missing_models(config: Config) -> Iterator[str]:
             yield f"models[{index}].chat_template: no such file: {template}"
 
 
-def _tier_folders(config: Config) -> Iterator[tuple[int, tuple[TierConfig, Path]]]:
+def _tier_folders(config: Config) -> Iterator[tuple[int, TierConfig, Path]]:
     """The folders that tiers make on this machine, up to the first part that varies by worker."""
     for index, tier in enumerate(config.tiers):
         path = getattr(tier, "path", None)
         if isinstance(path, str) and path.strip():
-            yield index, (tier, Path(path.partition(_WORKER)[0] or ".").expanduser().absolute())
+            yield index, tier, Path(path.partition(_WORKER)[0] or ".").expanduser().absolute()
 
 
 def _place_problem(path: Path) -> str | None:
     """Why no folder can be made at ``path``; None if it can, or is there."""
-    for parent in (path, *path.parents):
-        if parent.exists():
-            if not parent.is_dir():
-                return f"{parent} is not a folder"
-            return None if os.access(parent, os.W_OK | os.X_OK) else f"{parent} cannot be written"
-    return None
+    there = _existing(path)
+    if there is None:
+        return None
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def _existing(path: Path) -> Path | None:
+    """``path``, or the nearest folder above it that exists."""
+    return next((one for one in (path, *path.parents) if one.exists()), None)
 
 
 def _disk_warnings(config: Config) -> Iterator[str]:
     """A line for each tier whose disk is too small for it, even if it were empty."""
     workers = sum(engine.replicas for engine in config.engines)
-    for index, (tier, path) in _tier_folders(config):
+    for index, tier, path in _tier_folders(config):
         capacity = getattr(tier, "capacity", None)
-        there = next((one for one in (path, *path.parents) if one.exists()), None)
+        there = _existing(path)
         if not isinstance(capacity, int) or there is None:
             continue
         total = shutil.disk_usage(there).total
