@@ -143,7 +143,7 @@ class EngineClient(ABC):
         """Take only this worker for the one to connect to, where the engine can tell.
 
         Called at most once, before ``start``. Addresses are used again: after a restart, another
-        process may listen at one. Default: whoever answers is the worker.
+        process may listen at one. By default the process that answers is the worker.
         """
         del record
 

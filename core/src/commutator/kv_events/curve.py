@@ -1,7 +1,7 @@
 """CURVE on sockets of KV events: between hosts they are encrypted, and know their readers.
 
 Each publisher makes a key pair at its start, whose public key readers find in the registry. Readers
-have one pair in common, made from the run's secret: whoever does not know the secret is refused.
+have one pair in common, made from the run's secret: readers that do not know it are refused.
 """
 
 from __future__ import annotations

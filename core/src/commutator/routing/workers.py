@@ -85,7 +85,8 @@ class LiveWorkers:
         staying = [worker for worker in workers if not worker.record.draining]
         found = [worker for worker in staying if worker.connected]
         if not found and not all(worker.ever_connected for worker in staying):
-            # Whoever had the old worker drained counts on the new one, as the registry has it.
+            # The old worker was drained because the registry has the new one as ready. It serves
+            # until this front door is connected to the new one.
             found = [worker for worker in workers if worker.connected]
         return tuple(found)
 
