@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.MULTILINE | re.DOTALL)
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 def pages() -> list[Path]:
@@ -21,7 +22,10 @@ def pages() -> list[Path]:
 
 
 def run(command: str) -> str:
-    """What ``command`` prints, run from the root, without colours, 100 columns wide."""
+    """What ``command`` prints, run from the root, without colours, 100 columns wide.
+
+    Raises RuntimeError for a traceback: no page shows one.
+    """
     env = {
         **os.environ,
         "COLUMNS": "100",
@@ -32,6 +36,8 @@ def run(command: str) -> str:
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
+    if _TRACEBACK in done.stderr:
+        raise RuntimeError(f"{command}\n{done.stderr}")
     lines = (done.stdout + done.stderr).replace(str(ROOT) + "/", "").splitlines()
     return "".join(line.rstrip() + "\n" for line in lines)
 

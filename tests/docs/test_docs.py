@@ -54,6 +54,11 @@ def test_commands_print_what_the_page_says(page: Path) -> None:
     assert docs_console.check(page) == "", "run `make docs`"
 
 
+def test_a_command_that_ends_in_a_traceback_is_no_output_for_a_page() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: broken"):
+        docs_console.run("python -c 'raise ValueError(\"broken\")'")
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if "```yaml" in p.read_text()], ids=name)
 def test_yaml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(YAML_BLOCK.findall(page.read_text())):
