@@ -97,6 +97,8 @@ class FakeDispatcher:
 
     script: Script = field(factory=lambda: answer("Hello there!"))
     delay_s: float = 0.0
+    closing_s: float = 0.0
+    """How long closing a request takes that has finished already."""
     refuse: Exception | None = None
     """Raised by ``dispatch``."""
     is_ready: bool = True
@@ -278,6 +280,8 @@ class FakeDispatch:
         if not self.over:
             self.over = True
             self.dispatcher.open -= 1
+        elif self.dispatcher.closing_s:
+            await asyncio.sleep(self.dispatcher.closing_s)
 
     async def stop(self) -> None:
         await self.aclose()

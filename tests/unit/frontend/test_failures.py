@@ -257,3 +257,23 @@ async def test_a_worker_that_dies_while_others_stream() -> None:
         except ClientPayloadError:
             pytest.fail("the connection was torn")
     assert "worker_lost" in events[-1]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_an_answer_that_was_read_whole_succeeded_however_soon_the_client_leaves(
+    n: int,
+) -> None:
+    dispatcher = FakeDispatcher(answer("one two three"), closing_s=0.05)
+    async with front_door(dispatcher) as door:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            body = json.dumps({**PAYLOAD, "stream": True, "n": n}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + body)
+            await reader.readuntil(b"data: [DONE]\n\n")
+            writer.transport.abort()
+        while door.services.limiter.running:
+            await asyncio.sleep(0.001)
+        metrics = door.services.metrics.render().decode()
+    assert 'code="200",endpoint="/v1/chat/completions",model="smol"} 5.0' in metrics
+    assert 'code="499"' not in metrics

@@ -279,8 +279,7 @@ class EventStream:
     async def finish(self, events: bytes) -> None:
         """Send the last events and the end mark, all in one write."""
         await self._start()
-        self._request[EXCHANGE].ended = True
-        await self.response.write_eof(events + event(b"[DONE]"))
+        await self._request[EXCHANGE].end(self.response, events + event(b"[DONE]"))
 
     async def _start(self) -> None:
         if not self.started:

@@ -87,6 +87,8 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         response = await handler(request)
         code = response.status
     except (asyncio.CancelledError, ConnectionError):
+        if known.begun is not None and known.sent:
+            code = known.begun.status
         raise
     except Exception as error:  # noqa: BLE001 - any error must be answered
         answer = to_http_error(error, known.request_id)
@@ -314,6 +316,8 @@ class Exchange:
     """The response, once its headers are sent: an error from then on can only end it."""
     ended: bool = False
     """Its last bytes are written, though perhaps not sent."""
+    sent: bool = False
+    """Its last bytes are the network's: a client that leaves from then on may have read it all."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -321,6 +325,12 @@ class Exchange:
     workers: tuple[str, ...] = ()
     headers: dict[str, str] = field(factory=dict)
     """To be added to the response."""
+
+    async def end(self, response: web.StreamResponse, last: bytes = b"") -> None:
+        """Write the ``last`` bytes of ``response``."""
+        self.ended = True
+        await response.write_eof(last)
+        self.sent = True
 
     def used(self, prompt: int, cached: int, generated: int) -> None:
         """A worker took the request; tokens so far."""

@@ -200,8 +200,7 @@ async def _relay(
             await write_in_parts(response, part)
     finally:
         exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
-    exchange.ended = True
-    await response.write_eof()
+    await exchange.end(response)
     return response
 
 
