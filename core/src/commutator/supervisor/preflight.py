@@ -20,7 +20,7 @@ from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
 from commutator.tokenizer.chat_template import ChatTemplate
-from commutator.tokenizer.hub import download, downloaded, is_hub_name
+from commutator.tokenizer.downloads import download, downloaded, is_model_name
 from commutator.tokenizer.load import load_text_model, locate_model
 from commutator.tracing import DISTRIBUTIONS, missing_package
 
@@ -87,7 +87,7 @@ def fetch_models(config: Config) -> None:
 
 def _to_download(config: Config) -> Iterator[tuple[int, str]]:
     for index, model in enumerate(config.models):
-        if is_hub_name(model.source) and downloaded(model.source) is None:
+        if is_model_name(model.source) and downloaded(model.source) is None:
             yield index, model.source
 
 
@@ -147,7 +147,7 @@ def _missing_models(config: Config) -> Iterator[str]:
         try:
             locate_model(model.source)
         except ConfigError as error:
-            if not is_hub_name(model.source):  # `fetch_models` downloads those
+            if not is_model_name(model.source):  # `fetch_models` downloads those
                 yield from (f"models[{index}].source: {problem}" for problem in error.problems)
         template = model.chat_template
         if template is not None and not Path(template).exists():

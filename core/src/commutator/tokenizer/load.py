@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from commutator.errors import ConfigError
+from commutator.tokenizer.downloads import downloaded, is_model_name
 from commutator.tokenizer.gguf import load_gguf
-from commutator.tokenizer.hub import downloaded, is_hub_name
 from commutator.tokenizer.huggingface import load_huggingface
 from commutator.tokenizer.text_model import TextModel
 
@@ -43,7 +43,7 @@ def locate_model(source: str) -> Path:
         return path
     if (path / "config.json").is_file():
         return path
-    if is_hub_name(source):
+    if is_model_name(source):
         if (path_in_cache := downloaded(source)) is not None:
             return path_in_cache
         problem = (

@@ -145,10 +145,10 @@ def _ask_model(yes: bool) -> str:
 
 def _model_name(source: str) -> str:
     """What clients will call the model. Raises ConfigError when there is no model at ``source``."""
-    from commutator.tokenizer.hub import is_hub_name
+    from commutator.tokenizer.downloads import is_model_name
     from commutator.tokenizer.load import locate_model
 
-    if is_hub_name(source):
+    if is_model_name(source):
         return source.rpartition("/")[2]
     path = locate_model(source).resolve()
     return path.stem if path.is_file() else path.name

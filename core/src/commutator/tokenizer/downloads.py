@@ -7,14 +7,14 @@ from pathlib import Path
 
 from commutator.errors import ConfigError
 
-__all__ = ["download", "downloaded", "is_hub_name"]
+__all__ = ["download", "downloaded", "is_model_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["*.pt", "*.pth", "*.onnx", "*.h5", "*.msgpack", "original/*", "onnx/*", "*.gguf"]
 """Weights in formats beside the one that engines read; together they often double the bytes."""
 
 
-def is_hub_name(source: str) -> bool:
+def is_model_name(source: str) -> bool:
     """Whether a source is like "Qwen/Qwen3-0.6B", and no path of a folder of this machine."""
     return _NAME.fullmatch(source) is not None and not Path(source).parent.is_dir()
 

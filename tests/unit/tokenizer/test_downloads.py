@@ -15,7 +15,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.errors import ConfigError
 from commutator.plugins import load_plugins
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
-from commutator.tokenizer.hub import download, is_hub_name
+from commutator.tokenizer.downloads import download, is_model_name
 from commutator.tokenizer.load import locate_model
 from commutator_openai.config import OpenAiConfig
 
@@ -72,9 +72,9 @@ def answered(kind: type[Exception]) -> Exception:
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    assert is_hub_name(NAME)
+    assert is_model_name(NAME)
     for path in ("models/none", "/a/b", "./a", "../a/b", "~/a", "a", "a/b/c", "package:a", "a/"):
-        assert not is_hub_name(path), path
+        assert not is_model_name(path), path
 
 
 def test_it_is_downloaded_once_and_then_found(hub: Hub, cached: Path) -> None:
