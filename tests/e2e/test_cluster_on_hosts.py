@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,4 +31,5 @@ def test_the_demonstration(registry: str) -> None:
     assert "# done" in done.stdout
     assert "h3-w-0 gets no new requests" in done.stdout
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    assert "cmh" not in left.stdout
+    (number,) = set(re.findall(r"http://10\.(\d+)\.0\.1:8000", done.stdout))
+    assert f"cmh{number}-" not in left.stdout

@@ -70,11 +70,9 @@ def hosts(count: int) -> Iterator[Sequence[Host]]:
 
     Processes in them must have ended before the block does.
     """
-    number = os.getpid() % 250 + 1
-    bridge, net = f"cmh{number}", f"10.{number}.0"
+    bridge, net = _network()
     made = [Host(f"h{i}", f"{bridge}-h{i}", f"{net}.{i}") for i in range(1, count + 1)]
     try:
-        _run(f"ip link add {bridge} type bridge")
         _run(f"ip addr add {net}.254/24 dev {bridge}")
         _run(f"ip link set {bridge} up")
         for host in made:
@@ -92,6 +90,19 @@ def hosts(count: int) -> Iterator[Sequence[Host]]:
                 _run(f"ip netns del {host.namespace}")
         with suppress(RuntimeError):
             _run(f"ip link del {bridge}")
+
+
+def _network() -> tuple[str, str]:
+    """A bridge that no other run has, and the beginning of its hosts' addresses."""
+    last = 250
+    for number in range(200, last):
+        try:
+            _run(f"ip link add cmh{number} type bridge")
+        except RuntimeError:
+            continue
+        return f"cmh{number}", f"10.{number}.0"
+    _run(f"ip link add cmh{last} type bridge")
+    return f"cmh{last}", f"10.{last}.0"
 
 
 def _run(command: str) -> None:
