@@ -214,7 +214,8 @@ class LedgerMachine(RuleBasedStateMachine):
             account.tokens.advance(self.now_s)
             account.requests.advance(self.now_s)
             for window, what in ((account.tokens, "tokens"), (account.requests, "requests")):
-                slots = list(window._slots)
+                slots = list(window._slots.items())
+                assert slots == sorted(slots)
                 assert window.total == sum(amount for _, amount in slots)
                 assert len(slots) <= WINDOW_S + 1
                 assert all(amount >= 0 for _, amount in slots)

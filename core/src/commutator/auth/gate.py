@@ -51,8 +51,6 @@ class Gate:
 
     async def principal(self, credentials: Credentials) -> Principal:
         """Who sent the credentials. Raises AuthenticationError when no authenticator knows."""
-        if self.is_open:
-            return ANONYMOUS
         for kind, authenticator in self._authenticators:
             try:
                 found = await authenticator.authenticate(credentials)
@@ -65,4 +63,6 @@ class Gate:
                 ) from error
             if found is not None:
                 return found
+        if self.is_open:
+            return ANONYMOUS
         raise AuthenticationError("no valid API key: send the header Authorization: Bearer KEY")

@@ -64,7 +64,8 @@ class Weighted(FairnessPolicy):
 
     def arrived(self, flow: str | None, weight: float) -> None:
         self._counters[flow] = max(self.rank(flow), self._virtual_time)
-        self._forget()
+        if len(self._counters) > self._most:
+            self._forget()
 
     def admitted(self, flow: str | None) -> None:
         self._virtual_time = max(self._virtual_time, self.rank(flow))
@@ -73,24 +74,24 @@ class Weighted(FairnessPolicy):
         self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
     ) -> None:
         cost = prompt_tokens + self.generated_token_weight * generated_tokens
-        self._counters[flow] = self.rank(flow) + cost / weight
-        self._forget()
+        counters = self._counters
+        counters[flow] = counters.get(flow, self._virtual_time) + cost / weight
+        if len(counters) > self._most:
+            self._forget()
 
     def rank(self, flow: str | None) -> float:
         return self._counters.get(flow, self._virtual_time)
 
     def _forget(self) -> None:
-        """Keep the counters few, at no one's profit.
+        """Make the counters fewer, at no one's profit.
 
         A flow at or below the virtual time is lifted to it when it comes back, so its counter is
         not needed. With too many flows above it, the virtual time is raised to half of them, so
         that those forgotten keep their debt. Flows that wait and are forgotten rank equal then,
         in the order of their priorities and arrivals.
         """
-        counters = self._counters
-        if len(counters) <= self._most:
-            return
-        kept = {flow: counter for flow, counter in counters.items() if counter > self._virtual_time}
+        counters = self._counters.items()
+        kept = {flow: counter for flow, counter in counters if counter > self._virtual_time}
         if len(kept) > self._most // 2:
             largest = heapq.nlargest(self._most // 2, kept.values())
             self._virtual_time = max(self._virtual_time, largest[-1])

@@ -40,7 +40,7 @@ _MERGED_PIECES = 64
 _EXPLAINED = 8
 
 
-@define  # one is made for each delta, and a frozen class takes three times as long to fill
+@define  # many are made for each request, and a frozen class takes twice as long to fill
 class Piece:
     """What one delta adds to the answer; the last piece has a finish reason."""
 
@@ -54,7 +54,7 @@ Batch = list[tuple[int, Piece]]
 """(number of the answer, what is new)"""
 
 
-@frozen
+@define  # as above
 class ChoiceRules:
     """What ends an answer, and which of its tokens are shown."""
 
@@ -67,7 +67,7 @@ class ChoiceRules:
     """Stop strings are looked for only after this many tokens."""
 
 
-@frozen
+@define  # as above
 class Plan:
     """The engine requests of one client request, and how to turn their tokens into answers."""
 

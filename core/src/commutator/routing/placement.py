@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.request import GenerateRequest, RequestSummary
@@ -145,7 +145,8 @@ class Placer:
             )
             if await self._reachable(placement):
                 placement.ticket.on_served = partial(queue.charge, place)
-                return evolve(placement, route=evolve(placement.route, waited_s=waited_s))
+                placement.route.waited_s = waited_s
+                return placement
             queue.charge(place, -_prompt_tokens(placement), 0)
             again = True
 

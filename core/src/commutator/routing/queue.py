@@ -11,9 +11,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig
@@ -54,16 +54,15 @@ class _Waiter(Generic[ResultT]):
     """Called once, when the request's turn is near."""
 
 
-@frozen(order=True)
-class Place:
+class Place(NamedTuple):
     """A position in the queue. Of one flow, the smallest is served first."""
 
     priority: int
     number: int
-    """Counts arrivals, so that equal priorities are served in their order."""
-    flow: str | None = field(default=None, order=False)
+    """Counts arrivals, so that equal priorities are served in their order: all are different."""
+    flow: str | None = None
     """The flow of its principal; see ``FairnessPolicy.flow``."""
-    weight: float = field(default=1.0, order=False)
+    weight: float = 1.0
     """The principal's weight."""
 
 
@@ -344,12 +343,15 @@ class RequestQueue:
     def admitted(self, place: Place) -> None:
         """The request got its worker, whether or not it waited."""
         self._policy.admitted(place.flow)
-        self._note_change(place.flow)
+        if place.flow in self._flows:
+            self._changed.add(place.flow)
 
     def charge(self, place: Place, prompt_tokens: int, generated_tokens: int) -> None:
         """Count tokens that the workers compute for the flow of ``place``."""
-        self._policy.charge(place.flow, place.weight, prompt_tokens, generated_tokens)
-        self._note_change(place.flow)
+        flow = place.flow
+        self._policy.charge(flow, place.weight, prompt_tokens, generated_tokens)
+        if flow in self._flows:
+            self._changed.add(flow)
 
     def nearest(self, count: int) -> list[Place]:
         """About the first ``count`` positions, as if each flow's turn came once in each round.
@@ -386,11 +388,9 @@ class RequestQueue:
         if flow.places[0] is place:
             self._changed.add(place.flow)
 
-    def _note_change(self, name: str | None) -> None:
-        if name in self._flows:
-            self._changed.add(name)
-
     def _first_entry(self) -> _Entry | None:
+        if not self._flows:
+            return None
         heap = self._heap
         for name in self._changed:
             flow = self._flows[name]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import asdict, define, field
 
 from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import (
@@ -50,7 +50,7 @@ _SCANNED = 32
 """Up to this number of workers, a look at each is as fast as an index."""
 
 
-@frozen(eq=False)
+@define(eq=False)  # one is made for each request, and a frozen class takes twice as long to fill
 class Route:
     """A routing decision and everything that it was based on."""
 

@@ -78,8 +78,9 @@ class WorkerRequest:
         """Correct the expected cost of the prompt by the cache hits that the worker reported."""
         ticket = self.ticket
         if ticket.prefilling and ticket.on_served is not None:
-            computed = max(0, ticket.prompt_tokens - cached_tokens)
-            ticket.on_served(computed - ticket.prefill_tokens, 0)
+            more = max(0, ticket.prompt_tokens - cached_tokens) - ticket.prefill_tokens
+            if more:
+                ticket.on_served(more, 0)
 
     def _first_token(self) -> None:
         if self.span is not None:

@@ -12,7 +12,6 @@ A day is one of UTC. Day totals and windows live in the ledger's process, not on
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
@@ -114,8 +113,8 @@ class SlidingWindow:
     """What was charged in the last ``WINDOW_S`` seconds, by second."""
 
     total: int = 0
-    _slots: deque[list[int]] = field(factory=deque)
-    """[second, amount], in ascending order; only seconds in which something was charged."""
+    _slots: dict[int, int] = field(factory=dict)
+    """Amounts by second, in ascending order; only seconds in which something was charged."""
     _changed_s: float = math.inf
     """The earliest second that changed since ``changes`` was called."""
 
@@ -127,7 +126,7 @@ class SlidingWindow:
     def changes(self) -> list[tuple[int, int]]:
         """The slots from the first one on that changed since the last call."""
         found: list[tuple[int, int]] = []
-        for second, amount in reversed(self._slots):
+        for second, amount in reversed(self._slots.items()):
             if second < self._changed_s:
                 break
             found.append((second, amount))
@@ -136,42 +135,36 @@ class SlidingWindow:
 
     def replace(self, slots: Sequence[tuple[int, int]]) -> None:
         """``slots`` stand for all from the first of them on, as another window's ``changes``."""
-        while slots and self._slots and self._slots[-1][0] >= slots[0][0]:
-            self.total -= self._slots.pop()[1]
+        if not slots:
+            return
+        for second in [known for known in self._slots if known >= slots[0][0]]:
+            self.total -= self._slots.pop(second)
         for second, amount in slots:
-            self._slots.append([second, amount])
+            self._slots[second] = self._slots.get(second, 0) + amount
             self.total += amount
 
     def advance(self, now_s: float) -> None:
         """Forget what left the window."""
         slots, last = self._slots, int(now_s) - WINDOW_S - 1
-        while slots and slots[0][0] <= last:
-            self.total -= slots.popleft()[1]
+        while slots and (first := next(iter(slots))) <= last:
+            self.total -= slots.pop(first)
 
     def add(self, now_s: float, amount: int) -> None:
-        slots, second = self._slots, int(now_s)
-        if slots and slots[-1][0] >= second:
-            slots[-1][1] += amount
-        else:
-            slots.append([second, amount])
+        second = int(now_s)
+        self._slots[second] = self._slots.get(second, 0) + amount
         self.total += amount
         self._changed_s = min(self._changed_s, second)
 
     def take_back(self, charged_s: float, amount: int) -> None:
         """Undo a part of what was charged at ``charged_s``; nothing if that left the window."""
         second = int(charged_s)
-        for slot in reversed(self._slots):
-            if slot[0] <= second:
-                if slot[0] == second:
-                    slot[1] -= amount
-                    self.total -= amount
-                    self._changed_s = min(self._changed_s, second)
-                return
+        if second in self._slots:
+            self.add(second, -amount)
 
     def wait_s(self, now_s: float, excess: int) -> float:
         """Seconds until at least ``excess`` of the total has left the window."""
         leaves_s = now_s
-        for second, amount in self._slots:
+        for second, amount in self._slots.items():
             if excess <= 0:
                 break
             excess -= amount
@@ -180,7 +173,7 @@ class SlidingWindow:
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until everything has left the window."""
-        for second, amount in reversed(self._slots):
+        for second, amount in reversed(self._slots.items()):
             if amount:
                 return second + WINDOW_S + 1 - now_s
         return 0.0
@@ -293,7 +286,7 @@ class Ledger:
         if limits.tokens_per_minute is not None:
             if beyond > 0:
                 account.tokens.add(now_s, beyond)
-            else:
+            elif beyond:
                 account.tokens.take_back(ticket.at_s, -beyond)
         if limits.tokens_per_day is not None and (ticket.day == self._day or beyond > 0):
             used = self._day_tokens.get(ticket.principal, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -30,24 +30,18 @@ class Detokenizer:
     waits for its next token, and an invalid one becomes U+FFFD as soon as that is certain.
     """
 
-    def __init__(
-        self,
-        table: Sequence[bytes],
-        *,
-        skip_ids: Collection[int] = frozenset(),
-        strip_space: bool = False,
-    ) -> None:
+    def __init__(self, table: Sequence[bytes], *, strip_space: bool = False) -> None:
         """``table`` holds the bytes by token id; ``strip_space`` drops one space at the start."""
         self._table = table
-        self._skip_ids = skip_ids
         self._strip_space = strip_space
         self._decoder = _Utf8Decoder("replace")
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; ids without a token add nothing."""
-        table, skip_ids, count = self._table, self._skip_ids, len(self._table)
-        data = b"".join([table[i] for i in token_ids if i not in skip_ids and 0 <= i < count])
-        return self._strip(self._decoder.decode(data))
+        table = self._table
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < len(table):
+            token_ids = [token_id for token_id in token_ids if 0 <= token_id < len(table)]
+        return self._strip(self._decoder.decode(b"".join(map(table.__getitem__, token_ids))))
 
     def flush(self) -> str:
         """The rest at the end: U+FFFD for an unfinished character, or nothing."""

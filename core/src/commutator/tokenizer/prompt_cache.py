@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from commutator.tokenizer.cut_points import CutPoints
 from commutator.tokenizer.encoder import Encoder
@@ -77,7 +77,7 @@ class _Chunk:
         return _CHUNK_BYTES + hashes_bytes + sum(map(sys.getsizeof, contents))
 
 
-@frozen(eq=False)
+@define(eq=False)  # one is made for each request, and a frozen class takes twice as long to fill
 class FoundPrefix:
     """What is known of a prompt."""
 

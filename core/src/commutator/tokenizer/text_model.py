@@ -47,6 +47,11 @@ class TextModel:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
+        self._shown = tuple(
+            b"" if token_id in self.special_ids else data
+            for token_id, data in enumerate(self._bytes.table)
+        )
+        """The bytes of every token by id, none of special ones."""
         self._special_tokens = dict(special_tokens or {})
         self._chat_template: ChatTemplate | None = None
         if chat_template is not None:
@@ -87,18 +92,13 @@ class TextModel:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
-        detokenizer = Detokenizer(
-            self._bytes.table,
-            skip_ids=self.special_ids if skip_special_tokens else frozenset(),
-            strip_space=self._bytes.leading_space,
-        )
+        table = self._shown if skip_special_tokens else self._bytes.table
+        detokenizer = Detokenizer(table, strip_space=self._bytes.leading_space)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one answer. Its first space stays, because it follows a prompt."""
-        return Detokenizer(
-            self._bytes.table, skip_ids=self.special_ids if skip_special_tokens else frozenset()
-        )
+        return Detokenizer(self._shown if skip_special_tokens else self._bytes.table)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt for a conversation; options as for ``ChatTemplate.render``.

@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import islice, repeat
 
 import xxhash
 
@@ -72,18 +72,11 @@ def chain_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list
     ``parent`` is the sequence hash of the block before the first; None when there is none.
     """
     pack, hash64, seed = _PAIR.pack, _hash64, HASH_SEED
-    result: list[int] = []
-    append = result.append
     remaining = iter(local_hashes)
-    previous = next(remaining, None) if parent is None else parent
-    if previous is None:
-        return result
-    if parent is None:
-        append(previous)
-    for local_hash in remaining:
-        previous = hash64(pack(previous, local_hash), seed)
-        append(previous)
-    return result
+    first = [] if parent is not None else list(islice(remaining, 1))
+    previous = first[0] if first else parent
+    rest = [previous := hash64(pack(previous, each), seed) for each in remaining]
+    return first + rest
 
 
 def sequence_hashes(

@@ -112,24 +112,27 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal, but not for probes and the page's files, and asks for permissions."""
-    known = request[EXCHANGE]
-    if request.path not in _WITHOUT_KEY:
-        await _identify(request)
-        if request.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
-            require(known.principal, "metrics")
-        if request.method == "POST" and request.headers.get(_EXPLAIN_HEADER) == "1":
-            require(known.principal, "explain", _EXPLAIN_HEADER)
-        if request.method == "POST" and not request.path.startswith(ADMIN_PREFIX):
-            with known.services.meter.request(known.principal) as known.metered:
-                return await handler(request)
-    return await handler(request)
+    known, path = request[EXCHANGE], request.path
+    if path in _WITHOUT_KEY:
+        return await handler(request)
+    await _identify(request, known)
+    if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
+        require(known.principal, "metrics")
+    if request.method != "POST":
+        return await handler(request)
+    if request.headers.get(_EXPLAIN_HEADER) == "1":
+        require(known.principal, "explain", _EXPLAIN_HEADER)
+    if path.startswith(ADMIN_PREFIX):
+        return await handler(request)
+    with known.services.meter.request(known.principal) as known.metered:
+        return await handler(request)
 
 
 @web.middleware
 async def authenticate_administrator(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal of a request that may change the deployment; asks nobody else."""
     if request.path.startswith(ADMIN_PREFIX):
-        await _identify(request)
+        await _identify(request, request[EXCHANGE])
     return await handler(request)
 
 
@@ -196,8 +199,7 @@ def own_user(request: web.Request) -> str:
     return local_user(request) or "unknown"
 
 
-async def _identify(request: web.Request) -> None:
-    known = request[EXCHANGE]
+async def _identify(request: web.Request, known: Exchange) -> None:
     known.principal = await known.services.gate.principal(
         Credentials(
             bearer=_bearer(request.headers.get("Authorization", "")),
