@@ -197,19 +197,12 @@ class ModelRouter:
             if not (among := table.free()):
                 return None
             return self._decide_in(table, among, summary, hashes, started_s)
-        # Usually the first rank is free. When none is, the prompt need not be matched.
-        if all(self._hits(workers, busy)):
+        hits = list(self._hits(workers, busy))
+        if all(hits):  # then the prompt need not be matched
             return None
-        free: list[tuple[Candidate, LiveWorker]] = []
-        left_out: list[tuple[Candidate, str]] = []
-        for pair in self._pairs(hashes, workers):
-            candidate = pair[0]
-            capacity = candidate.worker.info.rank_capacity_blocks(self.block_size)
-            hit = threshold_hit(busy, candidate.load, capacity)
-            if hit is None:
-                free.append(pair)
-            else:
-                left_out.append((candidate, hit))
+        ranks = list(zip(self._pairs(hashes, workers), hits, strict=True))
+        free = [pair for pair, hit in ranks if hit is None]
+        left_out = [(candidate, hit) for (candidate, _), hit in ranks if hit is not None]
         return self._decide(summary, hashes, free, left_out, started_s)
 
     def candidates(self, hashes: Sequence[int], workers: Sequence[LiveWorker]) -> list[Candidate]:
