@@ -46,7 +46,7 @@ def test_each_process_has_only_the_secrets_that_it_needs_and_no_line_shows_one(
     os.environ.pop("COMMUTATOR_SECRET_FILE", None)
     folder = tmp_path / "kv"
     folder.mkdir(0o700)
-    with LocalCluster(config(folder), env=SECRETS) as cluster:
+    with LocalCluster(config(folder), env=SECRETS | {"UCX_NET_DEVICES": ""}) as cluster:
         assert cluster.process is not None
         found: dict[str, set[str]] = {}
         for child in psutil.Process(cluster.process.pid).children(recursive=True):
@@ -58,6 +58,7 @@ def test_each_process_has_only_the_secrets_that_it_needs_and_no_line_shows_one(
             found[kind] = found.get(kind, set()) | held
             if kind != "other":
                 assert "\0PATH=" in f"\0{environment}"
+                assert "\0UCX_NET_DEVICES=lo\0" in f"\0{environment}", "UCX listens nowhere else"
         log = cluster.log()
     assert found == {"reference": {"BLOCK_KEY"}, "frontend": {"CLIENT_KEY"}, "other": set()}
     assert not any(value in log for value in SECRETS.values())

@@ -166,6 +166,7 @@ def test_an_unknown_stability() -> None:
     assert "alpha, beta, stable" in refused(module(router_register=router))
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("bad_first", [True, False])
 def test_every_plugin_is_called_even_when_one_raises(
     caplog: pytest.LogCaptureFixture, bad_first: bool

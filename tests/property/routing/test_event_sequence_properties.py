@@ -13,7 +13,7 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.kv_events.sequence import Action, Apply, EventSequence, Replay, Reset
+from commutator.kv_events.sequence import Action, Apply, EventSequence, GoOn, Replay, Reset
 
 Message = tuple[int, bytes]
 
@@ -29,6 +29,7 @@ class World:
     live: deque[Message] = field(factory=deque)
     asked: Replay | None = None
     answer: deque[Message] | None = None
+    goes_on: bool = False
     applied: list[bytes] = field(factory=list)
 
     def do(self, actions: Sequence[Action]) -> None:
@@ -40,6 +41,9 @@ class World:
                     self.applied.clear()
                 case Replay():
                     self.asked, self.answer = action, None
+                case GoOn():
+                    assert not self.goes_on
+                    self.goes_on = True
 
     def publish(self, *, lost: bool = False) -> None:
         message = (len(self.log), f"{self.life}:{len(self.log)}".encode())
@@ -80,18 +84,27 @@ class World:
             number, self.asked = self.asked.number, None
             self.do(self.sequence.on_replay_failed(number))
 
+    def go_on(self) -> None:
+        if self.goes_on:
+            self.goes_on = False
+            self.do(self.sequence.go_on())
+
     def settle(self) -> None:
         for _ in range(2_000):
             if self.live:
                 self.deliver()
             elif self.asked is not None:
                 self.replay()
+            elif self.goes_on:
+                self.go_on()
             else:
                 return
         raise AssertionError("replays never come to an end")
 
 
-STEPS = ["publish"] * 6 + ["lose"] * 2 + ["deliver"] * 6 + ["replay"] * 6 + ["hole", "fail"]
+STEPS = (
+    ["publish"] * 6 + ["lose"] * 2 + ["deliver"] * 6 + ["replay"] * 6 + ["hole", "fail", "go_on"]
+)
 MORE = ["restart", "check", "connect", "stale"]
 
 
@@ -101,6 +114,7 @@ def step(world: World, name: str) -> None:
         "deliver": world.deliver,
         "replay": world.replay,
         "fail": world.fail,
+        "go_on": world.go_on,
         "restart": world.restart,
     }
     match name:
@@ -124,11 +138,17 @@ def bodies(world: World) -> list[bytes]:
 
 
 @settings(max_examples=1000, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 12), st.lists(st.sampled_from(STEPS + MORE)))
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.lists(st.sampled_from(STEPS + MORE)),
+)
 def test_with_replay_the_end_is_known_and_nothing_lies_between(
-    keep: int, max_held: int, names: list[str]
+    keep: int, max_held: int, most_at_once: int, names: list[str]
 ) -> None:
-    world = World(keep, EventSequence(can_replay=True, max_held=max_held))
+    sequence = EventSequence(can_replay=True, max_held=max_held, most_at_once=most_at_once)
+    world = World(keep, sequence)
     world.do(world.sequence.connected())
     for name in names:
         step(world, name)
@@ -158,7 +178,7 @@ def test_without_replay_a_gap_drops_what_was_known(names: list[str]) -> None:
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.sampled_from(["publish", "publish", "deliver", "replay", "check", "connect"])))
 def test_nothing_is_dropped_when_nothing_is_lost(names: list[str]) -> None:
-    world = World(1000, EventSequence(can_replay=True))
+    world = World(1000, EventSequence(can_replay=True, most_at_once=2))
     world.do(world.sequence.connected())
     for name in names:
         step(world, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -422,6 +422,72 @@ async def test_invalid_frames_end_the_connection_not_the_server() -> None:
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()
         await client.load()
+
+
+@contextlib.asynccontextmanager
+async def client_of(answer: Callable[[list[Any]], list[Any] | None]) -> AsyncIterator[Any]:
+    """A client of a worker that greets properly, and then answers each frame so; None: not."""
+
+    def connected() -> FrameProtocol:
+        def on_frame(frame: list[Any]) -> None:
+            answered = ["info", INFO] if frame[0] == "hello" else answer(frame)
+            if answered is not None:
+                protocol.send(answered)
+
+        protocol = FrameProtocol(on_frame, lambda _: None)
+        return protocol
+
+    server = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    client = TokenApiClient(address, answer_timeout_s=60.0)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+        server.close()
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["deltas", 7],
+        ["deltas", [[1, [2]]]],
+        ["deltas", [[1, [2], [3]]]],
+        ["deltas", [[1, [2], {"finish": "never"}]]],
+        ["deltas", [[1, [2], {"logprobs": 5}]]],
+        ["deltas", [[{}, [2], None]]],
+        ["refused", [], "reason", "engine"],
+        ["answer", [], 1],
+        ["failed", {}, "reason", "engine"],
+    ],
+    ids=str,
+)
+async def test_a_worker_that_sends_a_wrong_frame_is_lost_and_says_why(
+    wrong: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client_of(lambda frame: wrong if frame[0] == "generate" else None) as client:
+        with pytest.raises(EngineUnavailableError, match=f"sent a wrong '{wrong[0]}' frame"):
+            async with asyncio.timeout(60):
+                await anext(client.generate(request("a")))
+        assert await client.start() == INFO, "and connected again"
+    assert "Fatal error" not in caplog.text
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("value", [None, 7, "much", [1]], ids=str)
+async def test_an_answer_of_another_type_is_an_error_of_the_worker(value: Any) -> None:
+    async with client_of(lambda frame: ["answer", frame[1], value]) as client:
+        for question in (
+            client.load,
+            client.handover_statistics,
+            client.refused_connections,
+            client.kv_statistics,
+            client.kv_contents,
+        ):
+            with pytest.raises(EngineError, match=r"worker at .*Expected"):
+                await question()
 
 
 async def test_a_slow_answer_about_tiers_holds_up_nothing() -> None:

@@ -27,6 +27,8 @@ PROTECTED = [
     ("GET", "/openapi.json"),
     ("GET", "/health"),
     ("GET", "/metrics"),
+    ("GET", "/admin/live"),
+    ("GET", "/admin/planner"),
 ]
 
 
@@ -37,6 +39,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Secret, ...]:
     return Secret(env="DOOR_KEY"), Secret(file=str(tmp_path / "key"))
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
 @pytest.mark.parametrize("value", [None, "Bearer wrong", "Bearer ", "first-key", "Basic first-key"])
 async def test_without_a_key(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.support.kv_world import KvWorld, stored
 
+from commutator.auth.rights import salted
 from commutator.contract.block import PLAIN, BlockDescriptor, BlockKey, RetentionHints
+from commutator.contract.principal import PrincipalConfig
 from commutator.kv.block_manager.actions import (
     DEVICE,
     FreeBlocks,
@@ -19,6 +21,7 @@ from commutator.kv.block_manager.block_pool import TierSpec
 from commutator.kv.block_manager.break_even import LoadCost, PrefillSpeed
 from commutator_eviction.lru import Lru
 
+ALICE, BOB = (PrincipalConfig().principal(name) for name in ("alice", "bob"))
 UNKNOWN = PrefillSpeed(tokens_per_s=None, block_size=16)
 
 
@@ -315,6 +318,16 @@ def test_a_tenant_makes_room_with_its_own_blocks() -> None:
     load(world, 4, name="b")
     keep(world, 6, facts=mine)
     assert world.manager.explain(keys(6), 0.0)[0].reason == "not taken by dram: tenant quota"
+
+
+@pytest.mark.security
+def test_fresh_salts_of_a_principal_get_no_share_of_their_own() -> None:
+    world = KvWorld([tier("dram", 4, tenant_share=0.5)])
+    keep(world, 1, facts=RetentionHints(tenant=salted(BOB, None)))
+    for number in range(2, 9):
+        keep(world, number, facts=RetentionHints(tenant=salted(ALICE, f"fresh {number}")))
+    keep(world, 9, facts=RetentionHints(tenant=salted(ALICE, None)))
+    assert world.committed == [set(keys(1, 8, 9))]
 
 
 def test_admission_rules_and_their_counters() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from commutator.kv_events.sequence import Apply, EventSequence, Position, Replay, Reset
+import pytest
+
+from commutator.kv_events.sequence import Apply, EventSequence, GoOn, Position, Replay, Reset
 
 
 def body(sequence: int, life: str = "a") -> bytes:
@@ -240,3 +242,25 @@ def test_without_a_replay_endpoint_what_was_sent_after_a_snapshot_is_lost() -> N
     sequence = EventSequence(can_replay=False, position=started(can_replay=False).position)
     actions = sequence.on_live(4, body(4))
     assert actions == [Reset("1 messages before 4 are lost"), Apply(body(4))]
+
+
+@pytest.mark.security
+def test_what_waited_for_a_replay_is_not_applied_all_at_once() -> None:
+    """An engine that answers no replay would else hold the event loop with 10,000 messages."""
+    sequence = EventSequence(can_replay=True, max_held=10_000)
+    sequence.connected()
+    for number in range(9_000):
+        assert sequence.on_live(number, body(number)) == []
+    applied: list[bytes] = []
+    actions, next_number = sequence.on_replay_failed(1), 9_000
+    while GoOn() in actions:
+        assert len(actions) <= 65
+        applied += [one.body for one in actions if isinstance(one, Apply)]
+        for _ in range(32):  # no more come in one turn of the loop
+            assert sequence.on_live(next_number, body(next_number)) == []
+            next_number += 1
+        assert sequence.check() == [], "a replay would bring what waits already"
+        actions = sequence.go_on()
+    applied += [one.body for one in actions if isinstance(one, Apply)]
+    assert applied == [body(number) for number in range(next_number)]
+    assert sequence.on_live(next_number, body(next_number)) == [Apply(body(next_number))]

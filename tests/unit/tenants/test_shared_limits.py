@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from attrs import define, field
@@ -114,6 +115,46 @@ async def test_a_refusal_says_which_limit_and_when_to_come_back(deployment: Depl
         assert (refusal.limit, refusal.retry_after_s) == ("requests_per_minute", WINDOW_S + 1 - 10)
         assert refusal.standing.remaining_requests == 0
         assert not isinstance((await second.admit("bob", limits, 1))[1], Refusal)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [SERVICE],
+        [SERVICE, 1, 7, None, None],
+        [SERVICE, 1, ["many"] * 6, None, None],
+        [SERVICE, 1, [None] * 5, None, None],
+        [SERVICE, 1, [None] * 6, "no limit of ours", None],
+        [SERVICE, 1, [None] * 6, "tokens_per_day", "soon"],
+        [SERVICE, {}, [None] * 6, None, None],
+        ["x" * 100_000, []],
+    ],
+    ids=lambda frame: str(frame)[:40],
+)
+async def test_a_wrong_answer_of_the_ledger_is_passed_over_and_logged_in_short(
+    wrong: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment()
+
+    def answers_wrongly(send: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        answer = deployment.service.connected(send)
+
+        def on_frame(frame: list[Any]) -> None:
+            send(wrong)
+            answer(frame)
+
+        return on_frame
+
+    deployment.server.services[SERVICE] = answers_wrongly
+    await deployment.listen()
+    async with deployment.door("door-0") as door:
+        assert await admitted(door, Limits(requests_per_minute=1)) is not None
+    await deployment.server.stop()
+    said = [record.getMessage() for record in caplog.records]
+    assert any("the ledger sent a wrong frame" in line for line in said)
+    assert max(map(len, said)) < 300
+    assert "Fatal error" not in caplog.text
 
 
 async def test_what_a_request_did_not_take_is_free_at_every_door(deployment: Deployment) -> None:

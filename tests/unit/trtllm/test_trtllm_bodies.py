@@ -99,7 +99,6 @@ def test_headers() -> None:
 
 
 @pytest.mark.security
-@pytest.mark.security
 def test_a_salt_that_the_server_ignores_is_refused_in_bodies_that_pass_through() -> None:
     check_forwarded(b'{"model": "m", "cache_salt": null, "tools": []}')
     with pytest.raises(RequestError, match="ignore cache_salt") as refused:

@@ -158,7 +158,7 @@ class TokenApiClient(EngineClient):
         return self._session.generate(request)
 
     async def load(self) -> EngineLoad:
-        return msgspec.convert(await self._ask("load"), EngineLoad)
+        return self._as(EngineLoad, await self._ask("load"))
 
     async def drain(self) -> None:
         await self._ask("drain")
@@ -207,15 +207,15 @@ class TokenApiClient(EngineClient):
 
     async def handover_statistics(self, *, timeout_s: float = 5.0) -> TransferStatistics:
         answer = await self._ask("transfer_statistics", timeout_s=timeout_s)
-        try:
-            return msgspec.convert(answer, TransferStatistics)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"worker at {self.address}: {error}") from error
+        return self._as(TransferStatistics, answer)
 
     async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
         answer = await self._ask("refused_connections", timeout_s=timeout_s)
+        return self._as(dict[str, int], answer)
+
+    def _as(self, kind: type[AnswerT], answer: Any) -> AnswerT:
         try:
-            return msgspec.convert(answer, dict[str, int])
+            return msgspec.convert(answer, kind)
         except msgspec.ValidationError as error:
             raise EngineError(f"worker at {self.address}: {error}") from error
 
@@ -300,6 +300,13 @@ class _Session:
 
     def _on_frame(self, frame: list[Any]) -> None:
         self.unanswered_pings = 0
+        try:
+            self._take(frame)
+        # To check the type of every delta before it is used would cost time for each token.
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.frames.abort(f"it sent a wrong {kind_of(frame)} frame: {error!r:.200}")
+
+    def _take(self, frame: list[Any]) -> None:
         match frame:
             case ["deltas", deltas]:
                 for key, token_ids, extras in deltas:

@@ -17,6 +17,7 @@ __all__ = [
     "Action",
     "Apply",
     "EventSequence",
+    "GoOn",
     "Position",
     "Replay",
     "Reset",
@@ -47,7 +48,12 @@ class Replay:
     first: int
 
 
-Action = Apply | Reset | Replay
+@frozen
+class GoOn:
+    """Call ``go_on`` after other work was done: more messages wait than are applied at once."""
+
+
+Action = Apply | Reset | Replay | GoOn
 
 
 @frozen
@@ -83,7 +89,8 @@ class EventSequence:
     """One source's messages, applied in order and each once.
 
     ``can_replay``: the source has a replay endpoint. While a replay runs, at most ``max_held``
-    live messages wait for it. Without a replay endpoint, or when it cannot fill a gap, all
+    live messages wait for it; then they are applied, ``most_at_once`` by each call, as requests
+    must not wait for all of them. Without a replay endpoint, or when it cannot fill a gap, all
     blocks are dropped: a block whose removal was missed would attract requests for ever. Without
     an endpoint every new connection drops them too, because most come from a restarted engine,
     whose next message may happen to have the expected number.
@@ -96,6 +103,7 @@ class EventSequence:
     max_held: int = 10_000
     position: Position | None = None
     restarts: bool = True
+    most_at_once: int = 64
     live: int = -1
     """Watermark of the live messages since the engine started."""
     replayed: int = -1
@@ -104,6 +112,9 @@ class EventSequence:
     failed_in_a_row: int = 0
     """The number of replays in a row, up to the last, that failed."""
     _held: deque[tuple[int, bytes]] = field(factory=deque)
+    """Live messages that wait for a replay, or after it for their turn."""
+    _going_on: bool = False
+    """``GoOn`` was returned, and ``go_on`` not called yet."""
     _replay: int = 0
     _running: bool = False
     _asked_from: int = -1
@@ -151,7 +162,7 @@ class EventSequence:
 
     def check(self) -> list[Action]:
         """A regular check is due: ask whether anything was missed."""
-        return [self._ask()] if self.can_replay and not self._running else []
+        return [self._ask()] if self.can_replay and not self._running and not self._held else []
 
     def on_live(self, sequence: int, body: bytes) -> list[Action]:
         """A message came on the live connection."""
@@ -163,7 +174,7 @@ class EventSequence:
             self._early = not quiet
             return self._restarted(sequence, body)
         self.live = sequence
-        if self._running:
+        if self._running or self._held:
             self._hold(sequence, body)
             return []
         return self._advance(sequence, body)
@@ -217,6 +228,11 @@ class EventSequence:
             return [reset, *self._drain()]
         return self._drain()
 
+    def go_on(self) -> list[Action]:
+        """Apply more of what waited for a replay."""
+        self._going_on = False
+        return [] if self._running else self._drain()
+
     def _advance(self, sequence: int, body: bytes) -> list[Action]:
         known_to = -1 if self.position is None else self.position.sequence
         if sequence == known_to + 1:
@@ -235,9 +251,11 @@ class EventSequence:
         return [self._ask()]
 
     def _drain(self) -> list[Action]:
-        """Apply what waited for the replay that just ended."""
+        """Apply what waited for the replay that just ended, or a part of it."""
         actions: list[Action] = []
-        while self._held:
+        for _ in range(self.most_at_once):
+            if not self._held:
+                break
             sequence, body = self._held.popleft()
             known_to = -1 if self.position is None else self.position.sequence
             fruitless = known_to == self._asked_from and sequence <= self._asked_live
@@ -249,6 +267,9 @@ class EventSequence:
             if self._running:  # a gap: the message is now the last in the queue
                 self._held.rotate(1)
                 break
+        if self._held and not self._running and not self._going_on:
+            self._going_on = True
+            actions.append(GoOn())
         return actions
 
     def _restarted(self, sequence: int, body: bytes) -> list[Action]:

@@ -13,7 +13,15 @@ from attrs import frozen
 from commutator.contract.event_bus import EventBus
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
-from commutator.kv_events.sequence import Action, Apply, EventSequence, Position, Replay, Reset
+from commutator.kv_events.sequence import (
+    Action,
+    Apply,
+    EventSequence,
+    GoOn,
+    Position,
+    Replay,
+    Reset,
+)
 
 __all__ = ["EventSink", "EventSubscriber", "SourceTimes"]
 
@@ -64,6 +72,7 @@ class EventSubscriber:
         self._tasks: list[asyncio.Task[None]] = []
         self._replaying: asyncio.Task[None] | None = None
         self._settling: asyncio.TimerHandle | None = None
+        self._going_on: asyncio.Handle | None = None
 
     def start(self) -> None:
         """Subscribe. Earlier messages are requested once the subscription is in force.
@@ -79,8 +88,9 @@ class EventSubscriber:
         tasks = [*self._tasks, *([self._replaying] if self._replaying else [])]
         for task in tasks:
             task.cancel()
-        if self._settling is not None:
-            self._settling.cancel()
+        for handle in (self._settling, self._going_on):
+            if handle is not None:
+                handle.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._tasks:
             self._tasks = []
@@ -138,6 +148,11 @@ class EventSubscriber:
                     if self._replaying is not None:
                         self._replaying.cancel()
                     self._replaying = self._spawn(self._replay(action))
+                case GoOn():
+                    self._going_on = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._do(self.sequence.go_on())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -132,7 +132,7 @@ class LocalLimiter(RequestLimiter):
                     self._ledger.restore(day, unpack_accounts(accounts), self._clock())
                     self.ready.set()
             case _:
-                log.warning("the ledger of limits sent an unknown frame %r", frame[:2])
+                raise ValueError("unknown frame")
 
     async def _copy(self, link: _Link) -> None:
         await self.ready.wait()
@@ -217,7 +217,7 @@ class SharedLimiter(RequestLimiter):
                     ticket, tokens = self._unsettled.popleft()
                     self._link.connection.send([SERVICE, "settle", ticket, tokens])
             case _:
-                log.warning("the ledger of limits sent an unknown frame %r", frame[:2])
+                raise ValueError("unknown frame")
 
     def _on_lost(self) -> None:
         for question in self._questions.values():
@@ -266,7 +266,7 @@ class _Link:
         while True:
             lost = asyncio.Event()
             try:
-                connection = await self._hub.connect(self._on_frame, lost.set)
+                connection = await self._hub.connect(self._take, lost.set)
             except RegistryError as error:
                 log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
             else:
@@ -284,3 +284,9 @@ class _Link:
                 log.warning("limits: the connection to the hub was lost; reconnecting")
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
+
+    def _take(self, frame: list[Any]) -> None:
+        try:
+            self._on_frame(frame)
+        except (TypeError, ValueError) as error:
+            log.warning("limits: the ledger sent a wrong frame: %.200s", error)

@@ -39,6 +39,10 @@ SERVICE = "limits"
 _Packed = tuple[int | None, int | None, int | None, int | None]
 
 
+_Facts = tuple[int | None, int | None, float | None, int | None, int | None, float | None]
+_Answer = tuple[_Facts, LimitName | None, float | None]
+
+
 _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
 
 
@@ -77,11 +81,10 @@ def unpack_accounts(packed: list[Any]) -> list[Account]:
     return [Account(*one) for one in msgspec.convert(packed, list[_PackedAccount])]
 
 
-def unpack_answer(
-    standing: Sequence[Any], limit: LimitName | None, retry_after_s: float | None
-) -> Standing | Refusal:
-    """What ``Ledger.admit`` returned at the other end."""
-    stands = Standing(*standing)
+def unpack_answer(standing: Any, limit: Any, retry_after_s: Any) -> Standing | Refusal:
+    """What ``Ledger.admit`` returned at the other end. Raises ValueError for anything else."""
+    facts, limit, retry_after_s = msgspec.convert((standing, limit, retry_after_s), _Answer)
+    stands = Standing(*facts)
     return stands if limit is None else Refusal(limit, retry_after_s, stands)
 
 
