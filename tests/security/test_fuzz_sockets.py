@@ -5,91 +5,49 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import socket
 import struct
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.support.front_door import FakeDispatcher, make_services
+from tests.support.fuzz_process import (
+    CASES,
+    DEEP,
+    FEW_CASES,
+    VALUES,
+    FuzzedProcess,
+    framed,
+    run_cases,
+)
 from tests.support.fuzz_target import KEY
 
 from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.contract.worker import Role
 from commutator.engine.protocol import PROTOCOL, pack_request
+from commutator.frontend import LiveFeed
+from commutator.planner.reports import DoorReport, RoleCounts
 from commutator.trust.handshake import MAGIC
+from commutator_openai.app import build_app, build_local_app, build_operations_app
+from commutator_openai.config import OpenAiConfig
 from commutator_openai.ui import PAGE_PATHS
 
 pytestmark = pytest.mark.security
 
-CASES = int(os.environ.get("FUZZ_CASES", "200"))
-FEW_CASES = CASES if CASES > 1000 else CASES // 4
-"""Of what is tried at a second and third address in a usual test run."""
-WARM_UP = max(50, CASES // 10)
-MOST_TURN_S = 0.05
-MOST_GROWTH_BYTES = 24 << 20
-"""Allocators keep what they freed: this is what 10,000 cases may leave behind, not each."""
 ANSWER_S = 0.02
 """Enough for most answers; a case without one, such as half a request, is left after it."""
 
 
-class Target:
-    """The process under attack."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.fuzz_target"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        self.addresses: dict[str, str] = self._read()
-
-    def report(self) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        report: dict[str, float] = self._read()
-        return report
-
-    def errors(self) -> list[str]:
-        """What no input may cause: exceptions that nobody caught."""
-        wrong = re.compile(r"Traceback|never retrieved|Exception in callback|Fatal error")
-        return [line for line in self._log.read_text().splitlines() if wrong.search(line)]
-
-    def log_bytes(self) -> int:
-        return self._log.stat().st_size
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the process ended:\n{self._log.read_text()[-3000:]}"
-        return json.loads(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.terminate()
-        self._process.wait(20)
-
-
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    with Target(tmp_path_factory.mktemp("fuzz") / "log.txt") as target:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedProcess]:
+    log = tmp_path_factory.mktemp("fuzz") / "log.txt"
+    with FuzzedProcess(log, "tests.support.fuzz_target") as target:
         yield target
 
 
@@ -113,66 +71,6 @@ def exchange(address: str, sent: bytes, timeout_s: float = ANSWER_S) -> bytes:
         while part := connection.recv(65536):
             got += part
     return got
-
-
-def run_cases(
-    target: Target,
-    cases: st.SearchStrategy[Any],
-    attack: Callable[[Any], None],
-    still_serves: Callable[[], None],
-    count: int = CASES,
-) -> None:
-    """Attack with ``count`` cases; assert what this module promises."""
-
-    def many(count: int) -> None:
-        @given(cases)
-        @settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        def run(case: Any) -> None:
-            attack(case)
-
-        run()
-
-    many(WARM_UP)
-    still_serves()
-    before, log_before = target.report(), target.log_bytes()
-    many(count)
-    still_serves()
-    after = target.report()
-    assert target.errors() == []
-    assert after["longest_s"] <= MOST_TURN_S, "a case held the event loop"
-    assert after["rss_bytes"] - before["rss_bytes"] <= MOST_GROWTH_BYTES
-    assert target.log_bytes() - log_before <= count * 2000, "a case filled the log"
-
-
-LEAVES: st.SearchStrategy[Any] = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=20)
-    | st.binary(max_size=40)
-    | st.sampled_from(["", 0, -1, 1e308, float("nan"), "x" * 5000, b"\0" * 5000])
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
-DEEP = st.integers(1, 5000).map(lambda depth: b"\x91" * depth + b"\xc0")
-"""Arrays in arrays."""
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + body
 
 
 def wire(*known: list[Any]) -> st.SearchStrategy[bytes]:
@@ -218,8 +116,8 @@ def changed_requests() -> st.SearchStrategy[bytes]:
     )
 
 
-def test_the_token_api(target: Target) -> None:
-    address = target.addresses["token"]
+def test_the_token_api(target: FuzzedProcess) -> None:
+    address = target.said["token"]
     known = wire(
         ["hello", PROTOCOL],
         ["generate", 1, REQUEST],
@@ -247,8 +145,12 @@ def unread(address: str, sent: bytes) -> None:
         )
 
 
-def test_the_registry(target: Target) -> None:
-    address = target.addresses["registry"]
+ARRIVED = {Role.BOTH: RoleCounts(requests=2, prompt_tokens=9, prompt_lengths={8: 2})}
+
+
+def test_the_registry(target: FuzzedProcess) -> None:
+    """Also the ledger of limits and the planner, which answer on its port."""
+    address = target.said["registry"]
     record = {"worker_id": "w", "engine": "e", "kind": "k", "model": "m", "address": "a:1"}
     known = wire(
         ["register", 1, record, 5.0],
@@ -256,9 +158,22 @@ def test_the_registry(target: Target) -> None:
         ["deregister", 1, 1, "stopped"],
         ["set_draining", 1, "w", True],
         ["set_role", 1, "w", "prefill"],
+        ["run", 1],
         ["watch"],
         ["share", "peer", 1, {"w": [1, 2, 3]}],
+        ["limits", "open", "door", "first", [1, 2]],
+        ["limits", "changes", 20_000, [["tenant", [[1, 2]], [[1, 30]], 30]]],
+        ["planner", "report", DoorReport(door="d", number=1, arrived=ARRIVED).pack()],
+        ["planner", "leave", "d"],
+        ["planner", "ask", 1, "explain", 5.0],
     )
+    opened = framed(msgspec.msgpack.encode(["limits", "open", "door", "first", []]))
+    of_a_door = wire(
+        ["limits", "admit", 1, "tenant", [9, 900, 9000, 3], 30],
+        ["limits", "settle", 1, 20],
+        ["limits", "changes", 20_000, [["tenant", [[1, 2]], [[1, 30]], 30]]],
+    )
+    known |= of_a_door.map(opened.__add__)
 
     def still_serves() -> None:
         sent = framed(msgspec.msgpack.encode(["keep_alive", 7, 1]))
@@ -269,8 +184,8 @@ def test_the_registry(target: Target) -> None:
     run_cases(target, known, lambda case: unread(address, case), still_serves)
 
 
-def test_the_exporter_of_peers_and_hand_overs(target: Target) -> None:
-    address = target.addresses["exporter"]
+def test_the_exporter_of_peers_and_hand_overs(target: FuzzedProcess) -> None:
+    address = target.said["exporter"]
     known = wire(
         ["ask", 1, "hello", {}],
         ["ask", 1, "watch", {"id": "x", "have": 0, "state": "unknown", "wait_s": 0.1}],
@@ -288,9 +203,9 @@ def test_the_exporter_of_peers_and_hand_overs(target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["token", "registry", "exporter"])
-def test_a_stranger_at_a_wire_that_requires_the_secret(target: Target, name: str) -> None:
+def test_a_stranger_at_a_wire_that_requires_the_secret(target: FuzzedProcess, name: str) -> None:
     """It gets no frame, whatever it sends before or instead of the handshake."""
-    address = target.addresses[f"closed {name}"]
+    address = target.said[f"closed {name}"]
     known = wire(
         ["hello", PROTOCOL],
         ["watch"],
@@ -312,17 +227,17 @@ ANSWERS = (b"info", b"answer", b"failed", b"snapshot", b"deltas", b"refused")
 
 
 @pytest.mark.parametrize("socket_name", ["events", "replay"])
-def test_kv_events_as_bytes(target: Target, socket_name: str) -> None:
+def test_kv_events_as_bytes(target: FuzzedProcess, socket_name: str) -> None:
     """ZMQ's own greeting and frames, damaged."""
-    address = target.addresses[socket_name].removeprefix("tcp://")
+    address = target.said[socket_name].removeprefix("tcp://")
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
     cases = st.binary(max_size=300) | st.tuples(
         st.just(greeting), st.lists(st.binary(max_size=80), max_size=4).map(b"".join)
     ).map(b"".join)
-    run_cases(target, cases, lambda case: unread(address, case), lambda: replayed(target.addresses))
+    run_cases(target, cases, lambda case: unread(address, case), lambda: replayed(target.said))
 
 
-def test_replay_requests(target: Target) -> None:
+def test_replay_requests(target: FuzzedProcess) -> None:
     """Readers that speak ZMQ and ask for anything."""
     parts = st.lists(st.binary(max_size=16) | st.just(b""), min_size=1, max_size=5)
     sequences = st.integers(0, 2**64 - 1).map(lambda first: [b"", first.to_bytes(8, "big")])
@@ -331,12 +246,12 @@ def test_replay_requests(target: Target) -> None:
     def attack(case: list[bytes]) -> None:
         asking = context.socket(zmq.DEALER)
         asking.setsockopt(zmq.LINGER, 0)
-        asking.connect(target.addresses["replay"])
+        asking.connect(target.said["replay"])
         asking.send_multipart(case)
         asking.poll(1)
         asking.close()
 
-    run_cases(target, parts | sequences, attack, lambda: replayed(target.addresses))
+    run_cases(target, parts | sequences, attack, lambda: replayed(target.said))
 
 
 def replayed(addresses: dict[str, str]) -> None:
@@ -350,20 +265,20 @@ def replayed(addresses: dict[str, str]) -> None:
 
 
 METHODS = st.sampled_from([b"GET", b"POST", b"PUT", b"OPTIONS", b"HEAD", b"DELETE", b"PRI", b"X"])
-PATHS = st.sampled_from(
-    [
-        *(b"/v1/chat/completions", b"/v1/completions", b"/v1/models", b"/v1/responses"),
-        *(b"/tokenize", b"/detokenize", b"/metrics", b"/health", b"/openapi.json"),
-        *(b"/admin/tiers", b"/admin/tiers/explain", b"/admin/tiers/evict?tier=%00&worker=x"),
-        *(b"/admin/tiers/verify?timeout_s=nan", b"/admin/workers/x/drain"),
-        *(b"/admin/workers/%ff%00/load", b"/admin/workers/x/role/%0a", b"/admin/workers/x/load"),
-        *(b"/admin/workers/x/undrain", b"/admin/workers/x/role/prefill", b"/admin/"),
-        *(b"/admin/tiers?model=smol", b"/admin/tiers/statistics?worker=x", b"/admin/tiers/verify"),
-        *(b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/models/smol", b"/live", b"/ready"),
-        *(b"/", b"/ui", b"/ui/app.js", b"/ui/../x", b"/admin/live/door", b"/admin/live/"),
-        *(b"/%00", b"/..", b"*"),
-    ]
-)
+PATHS = [
+    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/models", b"/v1/responses"),
+    *(b"/tokenize", b"/detokenize", b"/metrics", b"/health", b"/openapi.json"),
+    *(b"/admin/tiers", b"/admin/tiers/explain", b"/admin/tiers/evict?tier=%00&worker=x"),
+    *(b"/admin/tiers/verify?timeout_s=nan", b"/admin/workers/x/drain"),
+    *(b"/admin/workers/%ff%00/load", b"/admin/workers/x/role/%0a", b"/admin/workers/x/load"),
+    *(b"/admin/workers/x/undrain", b"/admin/workers/x/role/prefill", b"/admin/"),
+    *(b"/admin/tiers?model=smol", b"/admin/tiers/statistics?worker=x", b"/admin/tiers/verify"),
+    *(b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/models/smol", b"/live", b"/ready"),
+    *(b"/admin/planner", b"/admin/planner/explain?at=nan", b"/admin/planner/history"),
+    *(b"/admin/planner/explain", b"/admin/planner/explain?at=%00&at=1e999", b"/admin/planner/x"),
+    *(path.encode() for path in sorted(PAGE_PATHS)),
+    *(b"/admin/live", b"/admin/live/door", b"/admin/live/", b"/ui/../x", b"/%00", b"/..", b"*"),
+]
 HEADERS = st.sampled_from(
     [
         *(b"Host: x", b"Content-Type: application/json", b"Content-Length: 5"),
@@ -387,7 +302,7 @@ BODIES = st.binary(max_size=100) | st.sampled_from(
 def http_requests(*headers: bytes) -> st.SearchStrategy[bytes]:
     """Requests in which one part or another is wrong, and mere bytes."""
     lines = st.lists(HEADERS, max_size=5)
-    made = st.tuples(METHODS, PATHS, lines, BODIES).map(
+    made = st.tuples(METHODS, st.sampled_from(PATHS), lines, BODIES).map(
         lambda parts: (
             b"%b %b HTTP/1.1\r\n%b\r\n\r\n%b"
             % (parts[0], parts[1], b"\r\n".join([*headers, *parts[2]]), parts[3])
@@ -396,14 +311,36 @@ def http_requests(*headers: bytes) -> st.SearchStrategy[bytes]:
     return made | st.binary(max_size=400)
 
 
+def test_no_path_is_forgotten() -> None:
+    """Each route of each application stands in the list of what is fuzzed."""
+    services = make_services(FakeDispatcher())
+    feed = LiveFeed(services)
+    forgotten = {
+        route.resource.canonical
+        for app in (
+            build_app(OpenAiConfig(), services, feed=feed),
+            build_local_app(OpenAiConfig(), services, "door.sock", feed),
+            build_operations_app(services, None, feed),
+        )
+        for route in app.router.routes()
+        if route.resource is not None and not is_fuzzed(route.resource.get_info())
+    }
+    assert forgotten == set()
+
+
+def is_fuzzed(resource: Mapping[str, Any]) -> bool:
+    pattern = resource.get("pattern") or re.compile(re.escape(resource["path"]))
+    return any(pattern.fullmatch(path.decode().split("?")[0]) for path in PATHS)
+
+
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 THE_PAGE = {path.encode() for path in PAGE_PATHS}
-OPEN = {b"/openapi.json", b"/live", b"/ready", *THE_PAGE}
+OPEN = {b"/live", b"/ready", *THE_PAGE}
 OPEN_TO_OPERATORS = {b"/live", b"/ready", b"/health", b"/metrics", *THE_PAGE}
 
 
-def test_http_without_a_key(target: Target) -> None:
-    address = target.addresses["http"]
+def test_http_without_a_key(target: FuzzedProcess) -> None:
+    address = target.said["http"]
 
     def attack(case: bytes) -> None:
         path = case.split(b" ", 2)[1:2]
@@ -415,10 +352,13 @@ def test_http_without_a_key(target: Target) -> None:
     run_cases(target, http_requests(), attack, lambda: chat(address))
 
 
-@pytest.mark.parametrize("name", ["http", "operators", "local"])
-def test_http_with_a_key(target: Target, name: str) -> None:
-    """Also at the address for operators, and on the Unix socket, which asks for no key."""
-    address = target.addresses[name]
+@pytest.mark.parametrize("name", ["http", "operators", "local", "open"])
+def test_http_with_a_key(target: FuzzedProcess, name: str) -> None:
+    """Also at the address for operators, and on the Unix socket, which asks for no key.
+
+    The last front door knows no keys.
+    """
+    address = target.said[name]
 
     def attack(case: bytes) -> None:
         for status in STATUS.findall(exchange(address, case)):
@@ -433,9 +373,9 @@ def test_http_with_a_key(target: Target, name: str) -> None:
     )
 
 
-def test_operators_without_a_key(target: Target) -> None:
+def test_operators_without_a_key(target: FuzzedProcess) -> None:
     """On their address they read without a key, but nothing under /admin/."""
-    address = target.addresses["operators"]
+    address = target.said["operators"]
 
     def attack(case: bytes) -> None:
         path = case.split(b" ", 2)[1:2]

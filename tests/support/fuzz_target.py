@@ -1,7 +1,7 @@
 """A process with one server of every socket that Commutator opens, for fuzzers: prints addresses.
 
 Those whose names begin with "closed" require the secret of a run; the others serve everyone, as a
-process that knows the secret is served.
+process that knows the secret is served. Of the front doors, "open" knows no keys.
 
 Each line on stdin is answered by one JSON object: the longest turn of the event loop in CPU
 seconds since the last line, and the resident memory now.
@@ -16,26 +16,39 @@ import os
 import selectors
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from tests.support.front_door import FakeDispatcher, answer, front_door
 from tests.support.principals import gate_of
 
 from commutator.contract.block import BlockStored
 from commutator.contract.frontend import AdminConfig
+from commutator.contract.planner import PlannerConfig, PlannerTargets
 from commutator.contract.principal import Principal
 from commutator.contract.tier import RemoteAgent
+from commutator.contract.worker import Role
 from commutator.engine.server import TokenApiServer
+from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator.kv_events import EventPublisher
 from commutator.launcher.child import calm_garbage_collector
 from commutator.launcher.ports import reserved_port
+from commutator.planner.pipeline import Planner
+from commutator.planner.reports import DoorReports
+from commutator.registry.claims import PLANNER
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
+from commutator.routing.dispatcher import Dispatcher
+from commutator.routing.load import InFlightLoad
+from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
+from commutator.tenants.service import SERVICE as LIMITS
+from commutator.tenants.service import LedgerService
 from commutator.trust import RunSecret
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
@@ -44,7 +57,7 @@ KEY = "tenant"
 """The name of a principal, and the token by which the front door knows it."""
 
 
-class _Watched(selectors.DefaultSelector):
+class Watched(selectors.DefaultSelector):
     """Measures the CPU time of the loop's thread between two waits."""
 
     longest_s = 0.0
@@ -58,12 +71,17 @@ class _Watched(selectors.DefaultSelector):
         return ready
 
 
-async def serve(watched: _Watched) -> None:
+async def serve(watched: Watched) -> None:
     async with AsyncExitStack() as stack:
         token_api = TokenApiServer(_engine())
         token_port = await token_api.start("127.0.0.1", 0)
         stack.push_async_callback(token_api.stop)
-        registry = RegistryServer(MemoryRegistry())
+        reports = DoorReports(silence_s=8.0, gone_s=20.0)
+        services = {
+            LIMITS: LedgerService().connected,
+            PLANNER: PlannerService(_idle_planner(reports), reports).connected,
+        }
+        registry = RegistryServer(MemoryRegistry(), services)
         registry_address = await registry.start()
         stack.push_async_callback(registry.stop)
         exporter = BlockExporter(lambda: None, look_up=_look_up)
@@ -91,10 +109,16 @@ async def serve(watched: _Watched) -> None:
             publisher.publish([block])
         folder = stack.enter_context(TemporaryDirectory())
         local, operators = f"{folder}/door.sock", stack.enter_context(reserved_port("127.0.0.1", 0))
+        link = _link_to_planner(registry_address)
+        planning = asyncio.create_task(link.run())
+        stack.callback(planning.cancel)
         doors = []
+        gate = gate_of(Principal(name=KEY, permissions=frozenset({"admin"})))
         each: list[dict[str, Any]] = [
-            {"local_socket": local},
-            {"admin": AdminConfig(port=operators)},  # then the address of clients has no such paths
+            {"local_socket": local, "gate": gate},
+            # Then the address of clients has no such paths.
+            {"admin": AdminConfig(port=operators), "gate": gate},
+            {},
         ]
         for options in each:
             door = await stack.enter_async_context(
@@ -102,13 +126,13 @@ async def serve(watched: _Watched) -> None:
                     FakeDispatcher(
                         answer("An answer."), addresses={"x": f"127.0.0.1:{token_port}"}
                     ),
-                    gate=gate_of(Principal(name=KEY, permissions=frozenset({"admin"}))),
                     header_timeout_s=1.0,
                     body_timeout_s=1.0,
                     **options,
                 )
             )
             door.services.registry = registry.registry
+            door.services.planner = link
             doors.append(door)
         addresses = {
             "token": f"127.0.0.1:{token_port}",
@@ -122,16 +146,22 @@ async def serve(watched: _Watched) -> None:
             "http": f"127.0.0.1:{doors[0].port}",
             "operators": f"127.0.0.1:{operators}",
             "local": local,
+            "open": f"127.0.0.1:{doors[2].port}",
         }
         calm_garbage_collector()  # as front doors and workers do
         print(json.dumps(addresses), flush=True)
-        loop = asyncio.get_running_loop()
-        while await loop.run_in_executor(None, sys.stdin.readline):
-            gc.collect()
-            report = {"longest_s": watched.longest_s, "rss_bytes": _rss_bytes()}
-            print(json.dumps(report), flush=True)
-            await asyncio.sleep(0)
-            watched.longest_s = 0.0  # the collection was ours
+        await answer_reports(watched)
+
+
+async def answer_reports(watched: Watched, more: Callable[[], Mapping[str, float]] = dict) -> None:
+    """Answer each line on stdin, until its end, with a report, to which ``more`` adds."""
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        gc.collect()
+        report = {"longest_s": watched.longest_s, "rss_bytes": _rss_bytes(), **more()}
+        print(json.dumps(report), flush=True)
+        await asyncio.sleep(0)
+        watched.longest_s = 0.0  # the collection was ours
 
 
 def _engine() -> SimEngine:
@@ -140,6 +170,26 @@ def _engine() -> SimEngine:
         model="m",
         max_model_len=4096,
     )
+
+
+def _idle_planner(reports: DoorReports) -> LivePlanner:
+    """It takes reports and answers questions, and never plans."""
+    return LivePlanner(
+        cast(Planner, None),
+        PlannerConfig(kind="none"),
+        cast(PlannedFleet, None),
+        reports,
+        lambda: False,
+        time.monotonic,
+    )
+
+
+def _link_to_planner(address: str) -> PlannerLink:
+    counter = DemandCounter(PlannerTargets(), Role.BOTH)
+    dispatcher = SimpleNamespace(load=InFlightLoad(), cached_blocks=dict)
+    link = PlannerLink("door", counter, cast(Dispatcher, dispatcher))
+    link.on_claim(PLANNER, address)
+    return link
 
 
 async def _look_up(request: LookupRequest) -> LentBlocks:
@@ -152,6 +202,6 @@ def _rss_bytes() -> int:
 
 
 if __name__ == "__main__":
-    watched = _Watched()
+    watched = Watched()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
         runner.run(serve(watched))
