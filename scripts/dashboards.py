@@ -284,6 +284,39 @@ DASHBOARDS = (
         ),
     ),
     Dashboard(
+        name="planner",
+        title="Planner",
+        what="commutator_planner_",
+        panels=(
+            Panel(
+                title="Workers: wanted, and there",
+                queries=tuple(
+                    Query(
+                        expr=f"max by (role) (commutator_planner_{what}_workers)",
+                        legend=f"{{{{role}}}} {word}",
+                    )
+                    for what, word in (("desired", "wanted"), ("ready", "ready"))
+                ),
+            ),
+            Panel(
+                title="Workers on their way",
+                queries=tuple(
+                    Query(
+                        expr=f"max by (role) (commutator_planner_{what}_workers)",
+                        legend=f"{{{{role}}}} {what}",
+                    )
+                    for what in ("starting", "draining")
+                ),
+            ),
+            _one(
+                "Part of requests that met the target",
+                "max by (target) (commutator_planner_attained_ratio)",
+                "{{target}}",
+                "percentunit",
+            ),
+        ),
+    ),
+    Dashboard(
         name="tenants",
         title="Tenants",
         what="commutator_(principal|requests_rejected)",
@@ -346,9 +379,9 @@ def _panel(metric: Definition) -> Panel:
     labels = [label for label in metric.labels if label != "worker"] or list(metric.labels)
     # What is an age, a time or a fact about each is not a sum of them.
     most = re.search(r"_(seconds|age_seconds|info|up)$", metric.name) and metric.kind == "gauge"
-    expr = f"{'max' if most else 'sum'} by ({', '.join(labels)}) ({value})"
-    if not labels:
-        expr = f"{'max' if most else 'sum'}({value})"
+    # Every front door says the same of the one planner.
+    combine = "max" if most or metric.name.startswith("commutator_planner_") else "sum"
+    expr = f"{combine} by ({', '.join(labels)}) ({value})" if labels else f"{combine}({value})"
     legend = " ".join(f"{{{{{label}}}}}" for label in labels)
     if labels == ["worker"]:
         expr = f"topk(20, {expr})"

