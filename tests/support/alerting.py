@@ -26,7 +26,7 @@ from tests.support.prometheus import program
 __all__ = ["Clients", "Expected", "Recording", "Scrape", "input_series", "misfired", "recording"]
 
 _PAUSE_S = 0.5
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
 _INSTANCE = {"instance": "front-door", "job": "commutator"}
 _RULES_EVERY_S = 15
 
@@ -56,7 +56,7 @@ class Recording:
 
     scrapes: list[Scrape] = field(factory=list)
 
-    def wait(self, scrapes: int, timeout_s: float = 600.0) -> int:
+    def wait(self, scrapes: int, timeout_s: float = 900.0) -> int:
         """Wait for so many more; returns how many there are then."""
         until, deadline_s = len(self.scrapes) + scrapes, time.monotonic() + timeout_s
         while len(self.scrapes) < until:
@@ -66,7 +66,7 @@ class Recording:
 
     def wait_for(self, what: Callable[[Mapping[str, float]], bool]) -> int:
         """Wait until ``what`` is true of the sums of the last scrape's samples, by name."""
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 600
         while True:
             count = self.wait(1)
             sums: dict[str, float] = {}

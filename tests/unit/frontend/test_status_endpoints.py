@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import jsonschema
 import pytest
@@ -228,6 +229,22 @@ async def test_one_log_line_a_request(caplog: pytest.LogCaptureFixture) -> None:
     assert line.startswith("/v1/chat/completions 200 id=")
     assert "model=smol worker=fake-0 tokens=31+3 cached=4 ttft=" in line
     assert r'user="ann\n\"x\""' in line
+
+
+async def test_the_log_line_of_a_refused_request_tells_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "commutator_openai")
+    async with front_door(FakeDispatcher()) as door:
+        await door.chat(n=0)
+        await door.get('/v1/no"where?key=secret')
+        await door.post("/v1/responses", {"model": MODEL, "input": "x"})
+    lines = [record.getMessage() for record in caplog.records if " id=" in record.getMessage()]
+    assert [re.sub(r"id=\S+ took=\S+ ", "", line) for line in lines] == [
+        '/v1/chat/completions 400 reason=invalid_value param="n"',
+        r'other 404 path="/v1/no\"where" reason=not_found',
+        f"/v1/responses 400 reason=unsupported_endpoint model={MODEL}",
+    ]
 
 
 async def test_openapi_describes_what_is_answered() -> None:

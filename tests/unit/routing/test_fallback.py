@@ -52,7 +52,8 @@ FAILURES = pytest.mark.parametrize(
             lambda _: Decision(worker_id="gone", policy="broken", reason="x"),
             "chose 'gone', which is not a candidate",
         ),
-        (lambda _: None, "raised AttributeError"),
+        (lambda _: None, "returned NoneType, not a Decision"),
+        (lambda candidates: candidates[0].worker_id, "returned str, not a Decision"),
     ],
 )
 
@@ -91,3 +92,36 @@ def test_many_failures_are_not_each_logged(caplog: pytest.LogCaptureFixture) -> 
               .worker_id for _ in range(1500)}  # fmt: skip
     assert chosen == {"w-1"}
     assert len(caplog.records) == 2
+
+
+def test_a_second_bug_shows_beside_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    def at_another_line(candidates: Sequence[Candidate]) -> Decision:
+        return Decision(worker_id=str(2 // (len(candidates) - 3)), policy="broken", reason="never")
+
+    def an_empty_list(_: Sequence[Candidate]) -> Any:
+        return [].pop()
+
+    answers: list[Answer] = [division, at_another_line, an_empty_list, lambda _: 1, lambda _: "w-1"]
+    calls = iter(answers * 3)
+    broken = pool(lambda candidates: next(calls)(candidates))  # noqa: PLW0108 - a new one each time
+    for _ in range(3 * len(answers)):
+        broken.route(SUMMARY, (), WORKERS)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition("Broken ")[2].partition(";")[0] for line in said] == [
+        "raised ZeroDivisionError: integer division or modulo by zero",
+        "raised ZeroDivisionError: integer division or modulo by zero",
+        "raised IndexError: pop from empty list",
+        "returned int, not a Decision",
+    ]
+
+
+def test_failures_of_very_many_kinds_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    lines = iter(range(1000))
+
+    def somewhere(_: Sequence[Candidate]) -> None:
+        exec(compile("\n" * next(lines) + "1 / 0", "generated", "exec"))
+
+    broken = pool(somewhere)
+    for _ in range(1000):
+        broken.route(SUMMARY, (), WORKERS)
+    assert len(caplog.records) == 101

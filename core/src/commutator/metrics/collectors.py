@@ -108,7 +108,9 @@ class _Families:
             "commutator_kv_capacity_blocks", "Blocks that fit into a bounded tier.", labels=tier
         )
         self.latency = GaugeMetricFamily(
-            "commutator_kv_load_latency_seconds", "Of a load from a tier, as measured.", labels=tier
+            "commutator_kv_load_latency_seconds",
+            "Measured time of a load from a tier, beside that of its blocks.",
+            labels=tier,
         )
         self.block_s = GaugeMetricFamily(
             "commutator_kv_load_block_seconds",
@@ -117,12 +119,12 @@ class _Families:
         )
         self.loads = CounterMetricFamily(
             "commutator_kv_loads",
-            "Blocks asked of a tier; only the outcome loaded was used.",
+            "Blocks requested from a tier, by outcome; only `loaded` ones were used.",
             labels=(*tier, "outcome"),
         )
         self.not_loaded = CounterMetricFamily(
             "commutator_kv_not_loaded",
-            "Blocks that a tier had and that were computed instead.",
+            "Blocks that a tier had and that were computed instead of loaded, by reason.",
             labels=(*tier, "reason"),
         )
         self.removed = CounterMetricFamily(
@@ -140,7 +142,7 @@ class _Families:
             labels=(*tier, "when"),
         )
         self.stored = CounterMetricFamily(
-            "commutator_kv_stored", "Blocks that came into a tier.", labels=edge
+            "commutator_kv_stored", "Blocks stored in a tier.", labels=edge
         )
         self.not_admitted = CounterMetricFamily(
             "commutator_kv_not_admitted",
@@ -149,7 +151,7 @@ class _Families:
         )
         self.store_failed = CounterMetricFamily(
             "commutator_kv_store_failed",
-            "Blocks that a tier took and that could not be stored.",
+            "Blocks that a tier accepted and failed to store.",
             labels=(*edge, "reason"),
         )
 
@@ -221,12 +223,21 @@ def worker_metrics(statuses: Iterable[WorkerStatus]) -> Iterable[Metric]:
 
 
 _OF_SOURCES = {
-    "lost": ("messages_lost", "KV event messages of a worker that no replay brought."),
-    "gaps": ("gaps", "Times that messages were missing before one that came."),
-    "replays": ("replays", "Times that missed messages were asked for; some are regular checks."),
+    "lost": (
+        "messages_lost",
+        "KV event messages of a worker that are lost: no replay recovered them.",
+    ),
+    "gaps": ("gaps", "Gaps in the numbers of a worker's messages."),
+    "replays": ("replays", "Replays requested from a worker; some are regular checks."),
     "replays_failed": ("replays_failed", "Replays that were not answered, or not to the end."),
-    "resyncs": ("resyncs", "Times that all that was known of a worker was dropped for a loss."),
-    "restarts": ("engine_restarts", "Times that a worker's messages began anew."),
+    "resyncs": (
+        "resyncs",
+        "Times that a worker's blocks left the prefix index because messages were lost.",
+    ),
+    "restarts": (
+        "engine_restarts",
+        "Times that a worker's messages began anew: its engine restarted.",
+    ),
     "interruptions": (
         "interruptions",
         "Times that the subscription broke, or dropped messages because they were read too slowly.",
@@ -256,7 +267,9 @@ def event_metrics(statistics: Iterable[tuple[str, WorkerEvents]]) -> Iterable[Me
         labels=("worker", "tier"),
     )
     messages = _counter("messages", "KV event messages of a worker that were understood.")
-    undecodable = _counter("messages_undecodable", "Messages of a worker that are no KV events.")
+    undecodable = _counter(
+        "messages_undecodable", "Messages of a worker that could not be read as KV events."
+    )
     of_sources = {field: _counter(*about) for field, about in _OF_SOURCES.items()}
     for worker, events in statistics:
         for tier, blocks in zip(CacheLevel, events.blocks, strict=True):

@@ -143,7 +143,7 @@ class FrontendMetrics(Observer):
         )
         self._router_queue_s = histogram(
             "commutator_router_queue_seconds",
-            "How long requests waited that got a worker after waiting.",
+            "Time that requests waited for a worker, of those that got one after a wait.",
             buckets=_DURATION_BUCKETS_S,
         )
         self._ttft_s = histogram(
@@ -176,8 +176,8 @@ class FrontendMetrics(Observer):
         )
         self.tokenizer_differences = prometheus_client.Counter(
             "commutator_tokenizer_differences",
-            "Times that fastokens or the prompt cache was found to give other tokens than "
-            "tokenizers, which has tokenized the model's prompts alone since.",
+            "Times that fastokens or the prompt cache gave other tokens than tokenizers; from then "
+            "on, tokenizers alone tokenizes the model's prompts.",
             ("model",),
             registry=registry,
         )
@@ -219,7 +219,7 @@ class FrontendMetrics(Observer):
         )
         self._migrations = counter(
             "commutator_migrations",
-            "Answers that another worker continued, by what became of the one before.",
+            "Answers that another worker continued, by what happened to the worker before.",
             labels=("model", "reason"),
         )
         self._migrated_tokens = counter(
@@ -238,7 +238,7 @@ class FrontendMetrics(Observer):
         )
         self._prefill_queue_s = histogram(
             "commutator_prefill_queue_seconds",
-            "How long requests waited that got a prefill worker after waiting.",
+            "Time that requests waited for a prefill worker, of those that got one after a wait.",
             buckets=_HANDOVER_BUCKETS_S,
         )
         self._handover_s = histogram(
@@ -428,15 +428,19 @@ def _ending(code: str) -> str:
 def _collectors(readings: Readings) -> Iterable[Collector]:
     """What reads ``readings`` at each scrape."""
     yield gauge("commutator_active_requests", "Requests being served.", readings.running)
-    yield gauge("commutator_queued_requests", "Requests waiting for a place.", readings.queued)
+    yield gauge(
+        "commutator_queued_requests",
+        "Requests waiting for a place in the front door.",
+        readings.queued,
+    )
     yield gauge(
         "commutator_router_load_peers",
-        "Other front doors whose load this one hears of.",
+        "Other front doors that share their load with this one.",
         readings.load_peers,
     )
     yield gauge(
         "commutator_registry_age_seconds",
-        "How old this front door's view of the workers may be, as the registry tells.",
+        "Seconds since the registry confirmed this front door's view of the workers.",
         readings.registry_age_s,
     )
     yield AtScrape(lambda: (__version__,), version_metrics)
@@ -463,7 +467,7 @@ def _collectors(readings: Readings) -> Iterable[Collector]:
     )
     yield gauge_by_model(
         "commutator_prefill_queue_age_seconds",
-        "How long the request has waited that waits longest for a prefill worker.",
+        "Age of the oldest request waiting for a prefill worker.",
         lambda: {name: queue.oldest_s for name, queue in readings.prefill_queues().items()},
     )
     yield AtScrape(readings.warnings, warning_metrics)

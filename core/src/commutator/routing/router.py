@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -44,6 +45,8 @@ FALLBACK = "fallback"
 
 _EXPLAINED = 100
 _LOG_EVERY = 1000
+_MOST_ORIGINS = 100
+"""Failures from further places are counted together."""
 _NOTHING = Overlap()
 _MOST_GONE = 64
 _SCANNED = 32
@@ -354,10 +357,13 @@ class ModelRouter:
         """
         try:
             decision = self.policy.pick(request, candidates, self._rng)
-            if (chosen := named(decision.worker_id)) is not None:
-                return decision, chosen
-            problem = f"chose {decision.worker_id!r}, which is not a candidate"
             cause = None
+            if not isinstance(decision, Decision):
+                problem = f"returned {type(decision).__name__}, not a Decision"
+            elif (chosen := named(decision.worker_id)) is not None:
+                return decision, chosen
+            else:
+                problem = f"chose {decision.worker_id!r}, which is not a candidate"
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             problem, cause = f"raised {type(error).__name__}: {error}", error
         problem = self._runner.failed(
@@ -369,27 +375,40 @@ class ModelRouter:
 class PolicyRunner:
     """Handles failures of a policy plugin, so that no request fails with it.
 
-    A failure is an exception of the policy, or an answer that cannot be used. The first of every
-    1,000 is logged. ``strict``: a failure raises RoutingError instead.
+    A failure is an exception of the policy, or an answer that cannot be used. Of the failures with
+    the same cause (an exception's type and the line that raised it), the first of every 1,000 is
+    logged, so a second bug shows beside the first. ``strict``: a failure raises RoutingError
+    instead.
     """
 
     def __init__(self, what: str, policy: object, *, strict: bool = False) -> None:
         """``what`` names the kind of policy in messages, such as "routing policy"."""
         self._name = f"{what} {type(policy).__name__}"
         self._strict = strict
-        self._failures = 0
+        self._failures: Counter[object] = Counter()
 
     def failed(self, problem: str, cause: Exception | None, instead: str) -> str:
         """The problem, with the policy's name. ``instead``: what is done without its answer."""
         problem = f"{self._name} {problem}"
         if self._strict:
             raise RoutingError(problem) from cause
-        if self._failures % _LOG_EVERY == 0:
-            log.error("%s; %s (failure %d, one in %d is logged)",
-                      problem, instead, self._failures + 1, _LOG_EVERY,
+        origin = _origin(cause)
+        if origin not in self._failures and len(self._failures) >= _MOST_ORIGINS:
+            origin = None
+        if self._failures[origin] % _LOG_EVERY == 0:
+            log.error("%s; %s (failure %d of this kind, one in %d is logged)",
+                      problem, instead, self._failures[origin] + 1, _LOG_EVERY,
                       exc_info=cause)  # fmt: skip
-        self._failures += 1
+        self._failures[origin] += 1
         return problem
+
+
+def _origin(cause: Exception | None) -> object:
+    """Equal for exceptions of one type from one line; None without an exception."""
+    if cause is None or cause.__traceback__ is None:
+        return None if cause is None else type(cause)
+    *_, (frame, line) = traceback.walk_tb(cause.__traceback__)
+    return type(cause), frame.f_code.co_filename, line
 
 
 def _fewest_requests(

@@ -68,6 +68,8 @@ FORWARD_HEADERS: web.AppKey[tuple[str, ...]] = web.AppKey("forward_headers", tup
 _CLIENT_GONE = 499
 _REFUSED = frozenset({403, 429})
 _MAX_PATH = 256
+_OTHER = "other"
+"""Stands for every path that is none of ours."""
 _MAX_HEADER = 256
 _EXPLAIN_HEADER = "X-Commutator-Explain"
 _NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS | PAGE_PATHS
@@ -81,7 +83,9 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
     If the response has already begun, the error ends it.
     """
     services = request.app[SERVICES]
-    known = request[EXCHANGE] = Exchange(services, request_id_of(request), _endpoint(request))
+    known = request[EXCHANGE] = Exchange(
+        services, request_id_of(request), _endpoint(request), path=request.path
+    )
     code = _CLIENT_GONE
     try:
         response = await handler(request)
@@ -95,6 +99,7 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         log_failure(error, answer, known.request_id)
         code = answer.status
         known.reason = error.limit if isinstance(error, RateLimitError) else answer.code
+        known.param = answer.param
         if known.begun is not None:
             response = known.begun
             await end_failed(request, response, answer)
@@ -247,7 +252,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 def _endpoint(request: web.Request) -> str:
     resource = request.match_info.route.resource
-    return "other" if resource is None else resource.canonical
+    return _OTHER if resource is None else resource.canonical
 
 
 def _read_no_further(request: web.Request, response: web.StreamResponse) -> None:
@@ -308,8 +313,12 @@ class Exchange:
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
     metered: MeteredRequest | None = None
     """Counts the request against the limits of its principal; None where nobody is asked."""
+    path: str = ""
+    """As the client wrote it."""
     reason: str | None = None
     """Why it was refused or failed."""
+    param: str | None = None
+    """What of the request was wrong."""
     body: bytes = b""
     model: str = ""
     """Set once a served model is found."""
@@ -343,6 +352,12 @@ class Exchange:
     def log_line(self, code: int, duration_s: float) -> str:
         """One line; values from clients are quoted."""
         parts = [f"{self.endpoint} {code} id={self.request_id} took={duration_s:.3f}s"]
+        if self.endpoint == _OTHER:
+            parts.append(f"path={json.dumps(self.path[:_MAX_PATH])}")
+        if self.reason is not None:
+            parts.append(f"reason={self.reason}")
+        if self.param is not None:
+            parts.append(f"param={json.dumps(self.param[:128])}")
         if self.model:
             parts.append(f"model={self.model}")
         if self.workers:

@@ -112,7 +112,7 @@ async def engine_only(request: web.Request) -> web.StreamResponse:
         request[EXCHANGE].model = name
         if not services.dispatcher.forwards(name):
             raise RequestError(
-                f"{request.path} is not served here, and no worker of {name} serves it",
+                f"{name}'s engine does not support {request.path}; vllm and sglang do",
                 code="unsupported_endpoint",
             )
         async with services.limiter.of(caller(request, user=None, session_id=None)):
