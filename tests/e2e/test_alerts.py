@@ -81,6 +81,8 @@ CACHES = frozenset({"CommutatorEventsLost", "CommutatorPrefixIndexWrong", "Commu
 STRANGE = frozenset(
     {"CommutatorPolicyFails", "CommutatorTokenizerDiffers", "CommutatorConnectionsRefused"}
 )
+OF_A_BUSY_MACHINE = frozenset({"CommutatorSlowFirstToken", "CommutatorSlowTokens"})
+"""True where the machine has other work; rules_test.yml has them silent for an hour."""
 TOLD_AT_START = frozenset({"CommutatorTokenizerDiffers"})
 """A front door checks the library before it is ever scraped."""
 TIERS = frozenset({"CommutatorTierDown", "CommutatorStoresFail", "CommutatorBlocksCorrupt"})
@@ -461,5 +463,5 @@ def test_an_hour_of_normal_load_is_silent(tmp_path: Path) -> None:
     assert {name for scrape in made.scrapes for name, _ in scrape.samples or ()} >= {
         name for name in asked() if name not in ONLY_AFTER_FAULTS
     }
-    hour = Expected(len(made.scrapes), frozenset(alerts()), frozenset())
+    hour = Expected(len(made.scrapes), frozenset(alerts() - OF_A_BUSY_MACHINE), frozenset())
     assert misfired(RULES, made.scrapes, HALF_MINUTE, [hour], tmp_path) == ""

@@ -157,12 +157,10 @@ def as_svg(console: Console, title: str) -> str:
 
 
 def of_terminal(page: Page, svg: str, folder: Path) -> bytes:
-    (folder / "terminal.svg").write_text(svg)
-    size = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', svg)
-    assert size is not None
-    page.driver.set_window_size(*(round(float(side)) for side in size.groups()))
-    page.driver.get(f"file://{folder}/terminal.svg")
-    picture: bytes = page.driver.get_screenshot_as_png()
+    (folder / "terminal.html").write_text(f"<!doctype html><body style='margin: 0'>{svg}")
+    page.driver.set_window_size(1240, 1600)
+    page.driver.get(f"file://{folder}/terminal.html")
+    picture: bytes = page.one("svg").screenshot_as_png
     return picture
 
 
@@ -196,8 +194,9 @@ def narrow(page: Page) -> bytes:
     """The beginning of the page, and the planner's part of it."""
     page.driver.set_window_size(500, 1150)
     parts = []
-    for place in ("main", "#flow-title"):
-        page.run("document.querySelector(arguments[0]).scrollIntoView()", place)
+    top = "document.querySelector(arguments[0]).getBoundingClientRect().top"
+    for place in ("main", "#planner-panel"):
+        page.run(f"scrollBy(0, {top} - 100)", place)  # below the head of the page
         page.run("return new Promise(done => setTimeout(done, 800))")
         parts.append(page.driver.get_screenshot_as_png())
     return beside(*parts)
@@ -211,32 +210,32 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
     with (
         LocalCluster(deployment(tmp_path / "tiers"), start_timeout_s=WAIT_S) as cluster,
         traffic(cluster.url),
+        browser() as page,
     ):
+        page.open(cluster.url, theme="light")
+        page.one("#key").send_keys(f"{KEYS['ops']}\ue007")
+        page.until(lambda: page.count("#pairs li") > 0, WAIT_S)
+        page.until(lambda: page.count("#decisions tbody tr") > 14, WAIT_S)
+        page.until(lambda: page.count("#plans li") > 0, WAIT_S)
+        page.until_text("#workers", "decode-1", WAIT_S)
         svg = top_as_svg(FrontDoor(cluster.url, KEYS["ops"]))
-        with browser() as page:
-            page.open(cluster.url, theme="light")
-            page.one("#key").send_keys(f"{KEYS['ops']}\ue007")
-            page.until(lambda: page.count("#pairs li") > 0, WAIT_S)
-            page.until(lambda: page.count("#decisions tbody tr") > 14, WAIT_S)
-            page.until(lambda: page.count("#plans li") > 0, WAIT_S)
-            page.until_text("#workers", "decode-1", WAIT_S)
-            save(of_page(page, 1360, 1300), "live-light.png", folder)
-            page.one("#theme").click()  # dark
-            save(of_page(page, 1360, 1300), "live-dark.png", folder)
-            save(narrow(page), "live-narrow.png", folder)
-            page.run("scrollTo(0, 0)")
-            page.one("#theme").click()  # auto
-            page.one("#theme").click()  # light
-            page.driver.set_window_size(1000, 800)
-            page.one("#tab-chat").click()
-            page.run("document.querySelector('#temperature').value = 0")
-            for question in ("What is the capital of France?", "And of Spain?"):
-                found = page.count(".facts")
-                page.one("#question").send_keys(f"{question}\n")
-                page.until(partial(more_facts, page, found), WAIT_S)
-            save(page.driver.get_screenshot_as_png(), "chat.png", folder)
-            assert page.problems() == []
-            save(of_terminal(page, svg, tmp_path), "top.png", folder)
+        save(of_page(page, 1360, 1300), "live-light.png", folder)
+        page.one("#theme").click()  # dark
+        save(of_page(page, 1360, 1300), "live-dark.png", folder)
+        save(narrow(page), "live-narrow.png", folder)
+        page.run("scrollTo(0, 0)")
+        page.one("#theme").click()  # auto
+        page.one("#theme").click()  # light
+        page.driver.set_window_size(1000, 800)
+        page.one("#tab-chat").click()
+        page.run("document.querySelector('#temperature').value = 0")
+        for question in ("What is the capital of France?", "And of Spain?"):
+            found = page.count(".facts")
+            page.one("#question").send_keys(f"{question}\n")
+            page.until(partial(more_facts, page, found), WAIT_S)
+        save(page.driver.get_screenshot_as_png(), "chat.png", folder)
+        assert page.problems() == []
+        save(of_terminal(page, svg, tmp_path), "top.png", folder)
 
 
 def test_picture_of_the_demo(tmp_path: Path, root: Path) -> None:

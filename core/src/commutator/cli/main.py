@@ -42,18 +42,18 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Show what the planner wants, why, and what it did.",
     ),
     "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
-    "key": ("commutator.cli.key:key", "Make an API key for a principal."),
+    "key": ("commutator.cli.key:key", "Create an API key for a principal."),
     "certs": (
         "commutator.cli.cluster.certs:certs",
-        "Make and renew the certificates of a cluster's hosts.",
+        "Create and renew the certificates of a cluster's hosts.",
     ),
     "new-plugin": (
         "commutator.cli.scaffold.new_plugin:new_plugin",
-        "Make a package for a plugin of your own.",
+        "Create a package for a plugin of your own.",
     ),
     "completion": (
         "commutator.cli.scaffold.completion:completion",
-        "Make a shell complete commands and options.",
+        "Let the shell complete commands and options.",
     ),
     "demo": (
         "commutator.cli.demo:demo",
@@ -108,7 +108,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         rows = [(name, text) for name, (_, text) in COMMANDS.items()]
-        rows += [(name, f"Added by {_distribution(point)}.") for name, point in _added().items()]
+        rows += [(name, _about(point)) for name, point in _added().items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
@@ -123,6 +123,13 @@ def _added() -> dict[str, EntryPoint]:
     """The commands of other distributions, by name. They cannot replace core's."""
     found = sorted(set(entry_points(group=GROUP)), key=lambda point: point.name)
     return {point.name: point for point in found if point.name not in COMMANDS}
+
+
+def _about(point: EntryPoint) -> str:
+    """The summary of the distribution that adds a command; asking the command would import it."""
+    summary = None if point.dist is None else point.dist.metadata["Summary"]
+    name = _distribution(point)
+    return f"{summary.rstrip('.')} ({name})." if summary else f"Added by {name}."
 
 
 def _distribution(point: EntryPoint) -> str:

@@ -356,7 +356,7 @@ class ModelRouter:
         When the policy fails, the candidate with the fewest requests in flight is chosen.
         """
         try:
-            decision = self.policy.pick(request, candidates, self._rng)
+            decision: object = self.policy.pick(request, candidates, self._rng)
             cause = None
             if not isinstance(decision, Decision):
                 problem = f"returned {type(decision).__name__}, not a Decision"
