@@ -28,8 +28,8 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
 TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
-# For deployments on several hosts: a laptop needs neither gRPC nor NATS.
-SHARED := $(filter plugins/registries/% plugins/buses/%,$(PROJECTS))
+# For deployments on several hosts: a laptop needs neither gRPC, NATS nor Ray.
+SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
 .PHONY: serve tiers demo cluster-demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean

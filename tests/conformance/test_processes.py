@@ -50,4 +50,6 @@ class TestOverTcp(RegistryContract):
 class TestProcess(LauncherContract):
     def make_launcher(self, context: LauncherContext) -> Launcher:
         config = LauncherConfig(kind="process")
-        return HOST.launchers.kinds[config.kind].thing(config, context)
+        launcher = HOST.launchers.kinds[config.kind].thing(config, context)
+        assert isinstance(launcher, Launcher)
+        return launcher

@@ -22,6 +22,7 @@
     ├── TierError              a storage tier cannot be used
     ├── RegistryError          the registry of workers cannot be reached
     │   └── NameTakenError     another live worker has the worker id
+    ├── LauncherError          the cluster on whose hosts workers are launched cannot be reached
     └── DeadlineError          the request's time limit passed
 
 Messages say what happened, where, and what to do next.
@@ -41,6 +42,7 @@ __all__ = [
     "EngineOverloadedError",
     "EngineUnavailableError",
     "EngineWithoutTiersError",
+    "LauncherError",
     "NameTakenError",
     "OverloadedError",
     "PermissionDeniedError",
@@ -203,6 +205,10 @@ class NameTakenError(RegistryError):
         )
         self.worker_id = worker_id
         self.holder = holder
+
+
+class LauncherError(CommutatorError):
+    """The cluster on whose hosts workers are launched cannot be reached, or did not answer."""
 
 
 class DeadlineError(CommutatorError):

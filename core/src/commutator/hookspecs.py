@@ -172,7 +172,9 @@ def launcher_register(register: LauncherRegister) -> None:
 
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``LauncherConfig``; ``factory(config, context)`` makes the ``Launcher`` of one run of a
-    deployment, whose ``LauncherContext`` it gets. Collect-all; must not block.
+    deployment, whose ``LauncherContext`` it gets. With a subclass of ``AgentLauncherConfig`` it
+    makes an ``AgentLauncher``, which runs workers on other hosts; front doors are processes of
+    this one then. Collect-all; must not block.
     """
 
 

@@ -27,7 +27,12 @@ from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
-from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
+from commutator.contract.launcher import (
+    AgentLauncher,
+    Launcher,
+    LauncherConfig,
+    LauncherContext,
+)
 from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -163,8 +168,8 @@ class PluginHost(Observer):
         self.registries: Catalog[Callable[[Any], Registry]] = Catalog(
             "registry", RegistryConfig, _must_be_factory
         )
-        self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher]] = Catalog(
-            "launcher", LauncherConfig, _must_be_factory
+        self.launchers: Catalog[Callable[[Any, LauncherContext], Launcher | AgentLauncher]] = (
+            Catalog("launcher", LauncherConfig, _must_be_factory)
         )
         self.event_buses: Catalog[Callable[[Any], EventBus]] = Catalog(
             "event bus", EventBusConfig, _must_be_factory

@@ -29,6 +29,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "commutator.cli.cluster.workers:cluster",
         "List and drain workers of all hosts.",
     ),
+    "down": (
+        "commutator.cli.cluster.down:down",
+        "Stop the workers that a launcher such as ray has placed.",
+    ),
     "plugins": ("commutator.cli.plugins:plugins", "List the installed plugins."),
     "config": ("commutator.cli.config:config", "Check or show a configuration; print its schema."),
     "worker": (

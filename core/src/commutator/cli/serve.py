@@ -104,6 +104,30 @@ def must_be_shared(config: Config, otherwise: str) -> None:
         raise ConfigError([problem], "this command")
 
 
+def must_launch_here(config: Config, engine: str | None) -> None:
+    """Raises ConfigError when another process has to place the workers of a launcher of agents."""
+    from commutator.errors import ConfigError
+    from commutator.registry.memory import MemoryConfig
+    from commutator.supervisor.hosts import network_of, serves_registry
+
+    kind, registry = config.launcher.kind, config.registry
+    if engine == "":  # front doors alone
+        return
+    if engine is not None:
+        problem = (
+            f'launcher: "{kind}" places all workers of the configuration from `commutator serve`; '
+            "use that, or the launcher process"
+        )
+        raise ConfigError([problem], "this command")
+    if isinstance(registry, MemoryConfig) and serves_registry(config, network_of(config)) is None:
+        problem = (
+            f'launcher: "{kind}" places workers from the host that serves the registry, '
+            f"{registry.address}; run `commutator serve` there and `commutator frontend` here, or "
+            "use the registry etcd"
+        )
+        raise ConfigError([problem], "this machine")
+
+
 def run_deployment(
     loaded: Loaded,
     url_file: Path | None = None,
@@ -119,6 +143,7 @@ def run_deployment(
     from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
+    from commutator.supervisor.placed_fleet import of_agents
     from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
     from commutator.supervisor.supervisor import Supervisor
 
@@ -127,6 +152,9 @@ def run_deployment(
     here = config
     if engine is not None:  # what other hosts run need not work on this one
         here = evolve(config, engines=tuple(e for e in config.engines if e.name == engine))
+    if of_agents(config) is not None:  # each worker's host checks itself
+        must_launch_here(config, engine)
+        here = evolve(config, engines=(), tiers=())
     fetch_models(here)
     check_machine(here, loaded.host, front_doors=front_doors != 0)
 

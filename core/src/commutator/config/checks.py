@@ -15,6 +15,8 @@ import attrs
 from commutator.config.model import Config
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
+from commutator.contract.launcher import AgentLauncherConfig
+from commutator.contract.registration import Catalog
 from commutator.contract.tier import Memory, TierConfig
 from commutator.plugins import PluginHost
 from commutator.schema.structure import nearest, show
@@ -22,7 +24,7 @@ from commutator.schema.structure import nearest, show
 __all__ = [
     "cross_problems",
     "fill_in",
-    "fill_in_registry",
+    "fill_in_cluster",
     "tier_warnings",
 ]
 
@@ -58,24 +60,29 @@ def fill_in(tree: Node) -> Node:
     return tree
 
 
-def fill_in_registry(tree: Node, host: PluginHost) -> Node:
-    """``tree`` with what a registry leaves out and the section `cluster` says.
+def fill_in_cluster(tree: Node, host: PluginHost) -> Node:
+    """``tree`` with what a registry or a launcher leaves out and the section `cluster` says.
 
-    A registry that has options `cluster`, `tls` or `insecure` gets the cluster's name, its
+    If they have options `cluster`, `tls` or `insecure`, they get the cluster's name, its
     certificates (for endpoints that begin with https), and whether plain text is allowed.
     """
     data = plain(tree)
-    cluster, registry = data.get("cluster"), data.get("registry")
-    if not isinstance(cluster, Mapping) or not isinstance(registry, Mapping):
+    cluster = data.get("cluster")
+    if not isinstance(cluster, Mapping):
         return tree
-    kind = host.registries.kinds.get(_text(registry, "kind"))
-    options = set() if kind is None else {field.name for field in attrs.fields(kind.config_class)}
-    given = {"cluster": cluster.get("name"), "insecure": cluster.get("insecure")}
-    if any(str(url).startswith("https:") for url in _list(registry, "endpoints")):
-        given["tls"] = cluster.get("tls")
-    for name, value in given.items():
-        if name in options and value is not None and name not in registry:
-            tree = _put(tree, ("registry", name), value)
+    catalogs: Mapping[str, Catalog[Any]] = {"registry": host.registries, "launcher": host.launchers}
+    for section, catalog in catalogs.items():
+        entry = data.get(section)
+        if not isinstance(entry, Mapping):
+            continue
+        kind = catalog.kinds.get(_text(entry, "kind"))
+        options = {field.name for field in attrs.fields(kind.config_class)} if kind else set()
+        given = {"cluster": cluster.get("name"), "insecure": cluster.get("insecure")}
+        if any(str(url).startswith("https:") for url in _list(entry, "endpoints")):
+            given["tls"] = cluster.get("tls")
+        for name, value in given.items():
+            if name in options and value is not None and name not in entry:
+                tree = _put(tree, (section, name), value)
     return tree
 
 
@@ -115,6 +122,7 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
         yield from _tier_problems(tiers, [engine for _, engine in engines], host)
     yield from _role_problems(data, engines, host)
     yield from _cluster_problems(data, engines, tiers, host)
+    yield from _agent_problems(data, engines, host)
 
 
 def _engine_problems(
@@ -221,6 +229,48 @@ def _cluster_problems(
     yield from _open_engines(cluster, engines, host)
     if cluster.get("kv_network") != "isolated":
         yield from _kv_between_hosts(data, engines, tiers, host)
+
+
+def _agent_problems(
+    data: Mapping[str, Any], engines: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    """What does not fit a launcher that places workers on other hosts."""
+    launcher, registry = _section(data, "launcher"), _section(data, "registry")
+    name = _text(launcher, "kind")
+    kind = host.launchers.kinds.get(name)
+    if kind is None or not issubclass(kind.config_class, AgentLauncherConfig):
+        return
+    if data.get("planner"):
+        yield (
+            "planner",
+            (
+                "it starts and stops the workers of one machine only, so it does not work with "
+                f'the launcher "{name}" yet; remove it, or use the launcher process'
+            ),
+        )
+    if registry.get("kind") == "memory" and registry.get("address") is None:
+        yield (
+            "registry",
+            (
+                f'the launcher "{name}" runs workers elsewhere, which cannot announce themselves '
+                "in this supervisor's memory; use the kind etcd, or set registry.address"
+            ),
+        )
+    if _section(data, "runtime").get("secret") is None:
+        yield (
+            "runtime.secret",
+            (
+                f'required with the launcher "{name}", the same on each host: processes prove to '
+                "each other that they know it; such as {file: /etc/commutator/secret}"
+            ),
+        )
+    known = sorted({_text(engine, "name") for _, engine in engines} - {""})
+    for engine_name in _section(launcher, "resources"):
+        if known and engine_name not in known:
+            yield (
+                f"launcher.resources.{engine_name}",
+                f'no engine is named "{engine_name}"; there are: {", ".join(known)}',
+            )
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

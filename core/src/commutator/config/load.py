@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from commutator.config.checks import cross_problems, fill_in, fill_in_registry
+from commutator.config.checks import cross_problems, fill_in, fill_in_cluster
 from commutator.config.kinds import DEFAULT_KINDS, config_converter
 from commutator.config.model import Config
 from commutator.config.tree import (
@@ -122,7 +122,7 @@ def build_config(
     tree: Node, host: PluginHost, files: Sequence[str | Path], problems: Iterable[str] = ()
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
-    tree = fill_in_registry(fill_in(tree), host)
+    tree = fill_in_cluster(fill_in(tree), host)
     data: dict[str, Any] = plain(tree)
     found: list[tuple[str, str]] = []
     config = None

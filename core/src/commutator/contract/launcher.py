@@ -1,21 +1,27 @@
-"""Launchers: how processes are started and stopped."""
+"""Launchers: how processes are started and stopped, on this machine or on hosts of a cluster."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 
 from attrs import field, frozen
 
-from commutator.contract.settings import setting
+from commutator.contract.settings import PositiveSeconds, setting
 
 __all__ = [
+    "AgentLauncher",
+    "AgentLauncherConfig",
+    "AgentPlan",
+    "AgentState",
     "LaunchPlan",
     "LaunchedProcess",
     "Launcher",
     "LauncherConfig",
     "LauncherContext",
+    "PlacedAgent",
 ]
 
 
@@ -103,3 +109,108 @@ class Launcher(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End every process, and remove ``LauncherContext.folder``. Idempotent."""
+
+
+# ------------------------------------------------------------- hosts of a cluster
+
+
+@frozen(kw_only=True)
+class AgentLauncherConfig(LauncherConfig):
+    """Options of every launcher that places agents; each such plugin adds its own."""
+
+    cluster: str = setting(
+        "Agents of other clusters are left alone; `cluster.name` by default.", "default"
+    )
+    cut_off_s: PositiveSeconds = setting(
+        "A worker is stopped when its host has reached neither the registry nor the launcher's own "
+        "cluster for this long, because another host may have replaced it.",
+        30.0,
+    )
+
+
+@frozen(kw_only=True)
+class AgentPlan:
+    """An agent: a process that runs one worker on whichever host the launcher chooses.
+
+    The host's own Python runs ``python -m MODULE FOLDER ADDRESS CONTROL``: a private folder with
+    ``files``, the IP address at which others reach the host, and HOST:PORT where the launcher's
+    cluster answers TCP connections for as long as the host is not cut off from it. SIGTERM lets the
+    agent end.
+    """
+
+    name: str
+    """Unique in the cluster: letters, digits, '.', '_' and '-'."""
+    engine: str
+    """The name of the `engines` entry; the launcher's options may say what its workers need."""
+    generation: str
+    """Differs between plans of one name that start different things; hexadecimal digits."""
+    module: str
+    """The Python module that is the agent."""
+    files: Mapping[str, str] = field(factory=dict, repr=False)
+    """The contents of text files by name. They hold no secret."""
+    grace_s: float
+    """Seconds that the agent may take to end after SIGTERM, before it is killed."""
+
+
+class AgentState(StrEnum):
+    """What an agent does."""
+
+    WAITING = "waiting"
+    """For a host with room for it, or for its host to answer."""
+    RUNNING = "running"
+    """Its process runs, or is about to be started again."""
+    FAILED = "failed"
+    """Its process has ended and said that no further start can succeed."""
+
+
+@frozen(kw_only=True)
+class PlacedAgent:
+    """An agent as its launcher knows it."""
+
+    name: str
+    """As ``AgentPlan.name``."""
+    generation: str
+    """As ``AgentPlan.generation``; empty for what is left of an agent that was placed half."""
+    state: AgentState
+    """What it does."""
+    host: str = ""
+    """The address of its host; empty while it has none."""
+    cause: str | None = None
+    """What it waits for, why it ended last, or why it failed; for people."""
+
+
+class AgentLauncher(ABC):
+    """Runs agents on the hosts of a cluster, each at most once. Used from one event loop.
+
+    Agents outlive the process that launched them: the next one finds them in ``agents``. One whose
+    process ends is started again on its host, with a back-off; one whose host is lost, on another.
+    When the launcher's own process on a host ends in any way, the agent and its children do, too.
+    """
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect to the cluster. Raises LauncherError when it cannot be reached."""
+
+    @abstractmethod
+    async def agents(self) -> Sequence[PlacedAgent]:
+        """Every agent of the cluster, also those that others placed. Raises LauncherError."""
+
+    @abstractmethod
+    async def place(self, plan: AgentPlan) -> None:
+        """Have an agent started as soon as a host has room. Raises LauncherError.
+
+        Does nothing if there is one of that name and generation. The plan is kept for as long as
+        the agent exists.
+        """
+
+    @abstractmethod
+    async def remove(self, name: str, grace_s: float) -> None:
+        """End an agent within ``grace_s`` and forget it; return when nothing of it runs any more.
+
+        On a host that cannot be reached it may still run: see ``AgentLauncherConfig.cut_off_s``.
+        Does nothing if there is none. Raises LauncherError.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Disconnect; agents are left running. Idempotent."""

@@ -13,7 +13,12 @@ from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
 from commutator.contract.frontend import Frontend, FrontendConfig
-from commutator.contract.launcher import Launcher, LauncherConfig, LauncherContext
+from commutator.contract.launcher import (
+    AgentLauncher,
+    Launcher,
+    LauncherConfig,
+    LauncherContext,
+)
 from commutator.contract.observer import Observer, ObserverConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -203,8 +208,14 @@ AuthenticatorRegister = Register[AuthenticatorConfig, Callable[[Any], Authentica
 process."""
 RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""
-LauncherRegister = Register[LauncherConfig, Callable[[Any, LauncherContext], Launcher]]
-"""Offers a launcher by ``factory(config, context)``, called once for a run of a deployment."""
+LauncherRegister = Register[
+    LauncherConfig, Callable[[Any, LauncherContext], Launcher | AgentLauncher]
+]
+"""Offers a launcher by ``factory(config, context)``, called once for a run of a deployment.
+
+A launcher whose options are an ``AgentLauncherConfig`` is an ``AgentLauncher``, any other one a
+``Launcher``.
+"""
 EventBusRegister = Register[EventBusConfig, Callable[[Any], EventBus]]
 """Offers an event bus by ``factory(config)``, called once in each supervisor and front door."""
 PlannerRegister = Register[PlannerConfig, Callable[[Any], PlannerPolicy]]

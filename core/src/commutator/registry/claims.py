@@ -17,7 +17,7 @@ from commutator.contract.registry import Change, Registry, WorkerUp
 from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 
-__all__ = ["HUB", "PLANNER", "Claim", "is_claim", "workers_only"]
+__all__ = ["HUB", "LAUNCHER", "PLANNER", "Claim", "is_claim", "workers_only"]
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ PLANNER = "planner"
 """The name that the acting planner holds; no worker has it, as theirs end with a number."""
 HUB = "hub"
 """The name that the host holds where front doors of several hosts share (``registry.hub``)."""
+
+LAUNCHER = "launcher"
+"""The name that the process holds which places workers by a launcher of agents, such as Ray's."""
 
 
 def is_claim(record: WorkerRecord) -> bool:

@@ -32,15 +32,17 @@ from commutator.config.secrets import (
 from commutator.config.show import effective
 from commutator.contract.event_bus import EventBus
 from commutator.contract.frontend import FrontendAddress
-from commutator.contract.launcher import Launcher, LauncherContext
+from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
+from commutator.launcher.process import LocalLauncher
 from commutator.planner.reports import DoorReports
 from commutator.plugins import BLOCKED_PLUGINS, PluginHost
-from commutator.registry.claims import HUB, PLANNER, Claim
+from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
+from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.fleet import Agent, Fleet
 from commutator.supervisor.frontend_agent import FrontendAgent
@@ -54,6 +56,7 @@ from commutator.supervisor.hosts import (
 )
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
+from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
 from commutator.supervisor.planning import make_planner
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
@@ -84,6 +87,8 @@ _FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
 _DOOR_SILENCE_S = 5.0
 _DOOR_GONE_S = 15.0
 _MOST_INTERVALS = 2.0
+_SETTLE_LEASES = 3.0
+"""Leases after which workers of before have registered with a registry that has just begun."""
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
@@ -159,8 +164,10 @@ class Supervisor:
         self._front_doors = self._config.frontend.replicas if front_doors is None else front_doors
         self._secret = run_secret(self._config)
         self._secret.save(self._folder / _FILE_OF_SECRET)
+        self._agents: AgentLauncher | None = None
+        """Where workers are launched that are not processes of this supervisor."""
         self._launcher = self._make_launcher()
-        self._fleet: Fleet | None = None
+        self._fleet: Fleet | PlacedFleet | None = None
         self._frontends: list[FrontendAgent] = []
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
@@ -180,7 +187,12 @@ class Supervisor:
             on_line=self._on_line,
             listen="127.0.0.1" if network is None else network.listen,
         )
-        return self._loaded.host.launchers.kinds[config.kind].thing(config, context)
+        made = self._loaded.host.launchers.kinds[config.kind].thing(config, context)
+        if isinstance(made, Launcher):
+            return made
+        if self._specs:
+            self._agents = made
+        return LocalLauncher(context)
 
     def _on_line(self, process: str, stream: str, line: str) -> None:
         self._printer.line(process, stream, hidden_line(line))
@@ -228,6 +240,8 @@ class Supervisor:
             self._kill.set()
 
     async def _run_and_drain(self) -> None:
+        if self._agents is not None:
+            await self._agents.open()
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
         ledger = LedgerService()
@@ -241,10 +255,11 @@ class Supervisor:
         if planner is not None:
             clock = SteadyClock(most_s=_MOST_INTERVALS * planner.interval_s)
             reports = DoorReports(silence_s=_DOOR_SILENCE_S, gone_s=_DOOR_GONE_S)
-        fleet = self._fleet = self._make_fleet(registry, clock, reports, bus)
+        fleet, placing = self._make_workers(registry, address, clock, reports, bus)
+        self._fleet = fleet
         server.unready = fleet.unready
         planning: list[asyncio.Task[None]] = []
-        if planner is not None and reports is not None:
+        if planner is not None and reports is not None and isinstance(fleet, Fleet):
             name = self._config.cluster.host.name or ""
             claim = Claim(PLANNER, address, registry, self._config.runtime.lease_s, host=name)
             live = LivePlanner(
@@ -259,15 +274,20 @@ class Supervisor:
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
         shared, claiming = await self._share(registry, ledger)
         self._make_frontends(address)
-        fleet.begin(self._first_workers())
+        if isinstance(fleet, Fleet):
+            fleet.begin(self._first_workers())
         workers = asyncio.create_task(fleet.run())
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
-            await self._until_stopped([workers, *frontends, *planning, *claiming])
+            await self._until_stopped([workers, *frontends, *planning, *claiming, *placing])
         finally:
             await _cancel([*planning, *claiming])
             await _cancel(frontends)  # first, as their running requests need the workers
             await _cancel([workers])
+            await _cancel(placing)
+            if self._agents is not None:
+                await self._agents.close()
+                log.info("the workers stay where they run; `commutator down` stops them")
             await bus.close()
             for one in (server, shared):
                 if one is not None:
@@ -345,6 +365,34 @@ class Supervisor:
             in_flight=reports,
         )
 
+    def _make_workers(
+        self,
+        registry: Registry,
+        address: str,
+        clock: Callable[[], float],
+        reports: DoorReports | None,
+        bus: EventBus,
+    ) -> tuple[Fleet | PlacedFleet, list[asyncio.Task[None]]]:
+        if self._agents is None:
+            return self._make_fleet(registry, clock, reports, bus), []
+        return self._place_workers(self._agents, registry, address)
+
+    def _place_workers(
+        self, launcher: AgentLauncher, registry: Registry, address: str
+    ) -> tuple[PlacedFleet, list[asyncio.Task[None]]]:
+        """The fleet on the hosts of a launcher of agents; the task holds the claim to launch."""
+        options = of_agents(self._config)
+        assert options is not None
+        workers = [PlacedWorker(agent_plan(self._loaded, options, one), one) for one in self._specs]
+        if isinstance(self._config.registry, MemoryConfig):
+            # This process is the registry, so nobody else launches.
+            settle_s = _SETTLE_LEASES * self._config.runtime.lease_s
+            return PlacedFleet(launcher, registry, workers, lambda: True, settle_s=settle_s), []
+        name = self._config.cluster.host.name or ""
+        claim = Claim(LAUNCHER, address, registry, self._config.runtime.lease_s, host=name)
+        fleet = PlacedFleet(launcher, registry, workers, lambda: claim.held)
+        return fleet, [asyncio.create_task(claim.run())]
+
     def _make_frontends(self, address: str) -> None:
         runtime = self._config.runtime
         config_file = self._folder / "config.json"
@@ -374,13 +422,13 @@ class Supervisor:
         while self._not_ready():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SAY_WAITING_EVERY_S):
-                    for agent in self._agents():
+                    for agent in self._all():
                         await agent.ready.wait()
             if waiting := self._not_ready():
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
         if not self._frontends:
-            names = ", ".join(agent.name for agent in self._agents())
+            names = ", ".join(agent.name for agent in self._all())
             self._printer.announce(f"Ready: {names}", f"ready: {names}")
             return
         address = front_door_address(self._config, self._loaded.host, self._port)
@@ -393,10 +441,10 @@ class Supervisor:
             draft.replace(self._url_file)  # atomically, so that no reader finds half of it
 
     def _not_ready(self) -> list[str]:
-        return [agent.name for agent in self._agents() if not agent.ready.is_set()]
+        return [agent.name for agent in self._all() if not agent.ready.is_set()]
 
-    def _agents(self) -> list[Agent | FrontendAgent]:
-        """Of all processes that are to run now."""
+    def _all(self) -> list[Agent | PlacedWorker | FrontendAgent]:
+        """Everything that is to run now."""
         assert self._fleet is not None
         return [*self._fleet.agents(), *self._frontends]
 

