@@ -8,6 +8,7 @@
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
 # make pictures take the pictures of the docs from a running deployment
+# make test-cluster   faults of hosts, networks, etcd and NATS, and 100,000 simulated schedules; needs root
 # make cluster-demo   three hosts on this machine, with etcd, certificates and requests; needs root
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
@@ -32,7 +33,7 @@ TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-cluster vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -52,6 +53,15 @@ test: $(VENV)/.test
 
 test-all: test peers
 	$(BIN)/pytest -m "(slow or long) and not vllm and not sglang"
+
+# What goes wrong between hosts: the table in docs/how-to/cluster.md.
+test-cluster: $(VENV)/.test
+	$(BIN)/pytest tests/e2e/test_cluster_on_hosts.py \
+		tests/e2e/test_faults_between_hosts.py \
+		tests/fault/test_etcd_members.py tests/conformance/test_etcd_registry.py \
+		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py
+	REGISTRY_SCHEDULES=$${REGISTRY_SCHEDULES:-100000} $(BIN)/pytest --timeout 14400 \
+		tests/property/registry/test_etcd_schedules.py
 
 vllm: $(VENV)/.serve
 	$(BIN)/python scripts/install_vllm.py
