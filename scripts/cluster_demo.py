@@ -1,7 +1,8 @@
 """`make cluster-demo`: three hosts in network namespaces, etcd on each, workers on two of them.
 
 Certificates, etcd with TLS, `commutator frontend`, `serve` and `worker`, requests to either front
-door, and routing by prefix to a worker of another host. Needs root, for the namespaces.
+door, routing by prefix to a worker of another host, and KV blocks that one host computes and
+another one uses. Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,23 @@ ENGINES = {
     "sim": {"kind": "sim", "name": "w", "replicas": 2},
     "reference": {"kind": "reference", "name": "w", "replicas": 2, "threads": 1},
 }
+KV = {
+    "sim": "",
+    "reference": """\
+tiers: [{kind: dram, capacity: 200MB}, {kind: peer, listen: 'tcp://$LISTEN:*', ask_timeout_s: 2}]
+disaggregation: {kind: always}
+""",
+}
+"""`sim` computes no KV that could be moved."""
+COMMANDS = {"h1": "frontend", "h2": "serve", "h3": "worker"}
+MORE = {"h3": ("--engine", "w", "--replicas", "2")}
 WORKERS = 4
 STORY = "The tower stands at the river, and its bell rings at noon. " * 20
 TRIES = 12
+LEAST_TOKEN_BYTES = 20_000
+"""Of KV, for a token; this model has more."""
+CHARACTERS_PER_TOKEN = 8
+"""At most, on average."""
 _SHOWN_CHARACTERS = 24
 
 
@@ -48,7 +63,6 @@ class Demo:
         self.hosts = places
         self._engine = engine
         self._registry = registry
-        self._stack = ExitStack()
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def command(self, *argv: str) -> str:
@@ -76,8 +90,15 @@ class Demo:
             )
         self._processes.append((f"{host.name}-{name}", process))
 
+    def begin_commutator(self, host: Host) -> None:
+        """Start what a host of the cluster runs: front doors, workers or both."""
+        argv = (COMMANDS[host.name], f"{host.name}.yaml", *MORE.get(host.name, ()))
+        self.begin(host, argv[0], COMMUTATOR, *argv, shown=shlex.join(["commutator", *argv]))
+
     def _env(self) -> dict[str, str]:
-        return {**os.environ, "CLUSTER_SECRET": "a passphrase that every host has"}
+        # Without UCX_TLS, UCX sees one machine, and moves KV through its memory instead.
+        secret = "a passphrase that every host has"
+        return {**os.environ, "CLUSTER_SECRET": secret, "UCX_TLS": "tcp,self"}
 
     def until(self, what: str, true: Callable[[], bool], timeout_s: float = 180.0) -> None:
         """Wait, and say for what; ends the demo when a process does, or time is up."""
@@ -91,7 +112,7 @@ class Demo:
 
     def start(self) -> None:
         """Certificates, the registry, and processes on all hosts; returns when they serve."""
-        h1, h2, h3 = self.hosts
+        h1, h2, _ = self.hosts
         say("Three hosts, each with a certificate of one authority")
         self.command("certs", "init", "--cluster", "demo")
         for host in self.hosts:
@@ -101,14 +122,8 @@ class Demo:
         say("The configuration, the same on each host but for its address and certificate")
         self.write_configuration()
         say("h1 has a front door, h2 a front door and two workers, h3 two workers")
-        self.begin(
-            h1, "frontend", COMMUTATOR, "frontend", "h1.yaml", shown="commutator frontend h1.yaml"
-        )
-        self.begin(h2, "serve", COMMUTATOR, "serve", "h2.yaml", shown="commutator serve h2.yaml")
-        self.begin(
-            h3, "worker", COMMUTATOR, "worker", "h3.yaml", "--engine", "w", "--replicas", "2",
-            shown="commutator worker h3.yaml --engine w --replicas 2",
-        )  # fmt: skip
+        for host in self.hosts:
+            self.begin_commutator(host)
         self.until("the workers", lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)))
         self.until("front doors to share", lambda: peers_of(h1) == peers_of(h2) == 1)
 
@@ -137,11 +152,12 @@ router: {{kind: kv}}
 cluster:
   name: demo
   host: {{listen: $LISTEN}}
+  kv_network: isolated
   tls: {{ca_file: certs/ca.pem, cert_file: certs/$HOST.pem, key_file: certs/$HOST.key}}
 registry: {registry}
 runtime: {{secret: {{env: CLUSTER_SECRET}}}}
 frontend: {{host: 0.0.0.0, port: 8000}}
-"""
+{KV[self._engine]}"""
         print(text, end="", flush=True)
         for host in self.hosts:
             mine = text.replace("$LISTEN", host.address).replace("$HOST", host.name)
@@ -185,22 +201,25 @@ def get(url: str) -> Any:
         return None
 
 
-def ask(host: Host, prompt: str, *, by: str = "") -> dict[str, Any]:
+def ask(host: Host, prompt: str, *, by: str = "", salt: str | None = None) -> dict[str, Any]:
     """A completion by the front door of a host, as `curl` would ask for it.
 
-    Printed only if a worker answers whose id begins with ``by``.
+    Printed only if a worker answers whose id begins with ``by``. What is cached with another
+    ``salt`` is not used.
     """
     body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    if salt is not None:
+        body["cache_salt"] = salt
     url = f"http://{host.address}:8000/v1/completions"
     shown = {**body, "prompt": prompt}
     if len(prompt) > _SHOWN_CHARACTERS:
         shown["prompt"] = prompt[:_SHOWN_CHARACTERS] + "..."
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "X-Commutator-Explain": "1"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         result: dict[str, Any] = json.load(answer)
         worker = answer.headers["X-Commutator-Worker"]
+        decision = json.loads(answer.headers["X-Commutator-Decision"])
     usage = result["usage"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     text = result["choices"][0]["text"]
@@ -208,7 +227,13 @@ def ask(host: Host, prompt: str, *, by: str = "") -> dict[str, Any]:
     if worker.startswith(by):
         print(f"$ curl {url} -d '{json.dumps(shown)}'", flush=True)
         print(f"{text!r}, by {worker}: {of_prompt}", flush=True)
-    return {"text": text, "cached": cached, "worker": worker}
+    return {
+        "text": text,
+        "cached": cached,
+        "prompt_tokens": usage["prompt_tokens"],
+        "worker": worker,
+        "apart": decision.get("disaggregation") or {},
+    }
 
 
 def workers_of(host: Host) -> dict[str, dict[str, Any]]:
@@ -224,6 +249,69 @@ def peers_of(host: Host) -> int:
 
 def ready_workers(host: Host) -> int:
     return sum(one["state"] == "ready" for one in workers_of(host).values())
+
+
+def drain(demo: Demo, host: Host, *, draining: bool = True) -> None:
+    """Drain the workers of a host, or undrain them, and wait until the front doors know."""
+    names = [f"{host.name}-w-{number}" for number in range(2)]
+    for name in names:
+        demo.command("cluster", "drain" if draining else "undrain", name, "h1.yaml")
+    until_known(demo, "state", dict.fromkeys(names, "draining" if draining else "ready"))
+
+
+def set_roles(demo: Demo, roles: Mapping[str, str]) -> None:
+    """Give the workers of each host a role, and wait until the front doors know."""
+    names = {f"{host}-w-{number}": role for host, role in roles.items() for number in range(2)}
+    for name, role in names.items():
+        demo.command("cluster", "role", name, role, "h1.yaml")
+    until_known(demo, "role", names)
+
+
+def until_known(demo: Demo, what: str, expected: Mapping[str, str]) -> None:
+    """Wait until both front doors know something of workers."""
+
+    def known() -> bool:
+        views = [workers_of(door) for door in demo.hosts[:2]]
+        return all(view.get(name, {}).get(what) == value
+                   for view in views for name, value in expected.items())  # fmt: skip
+
+    demo.until(f"the {what} of workers", known)
+
+
+@contextmanager
+def counting_received(host: Host) -> Iterator[Callable[[], int]]:
+    """Prints how much came over the host's network meanwhile; in the block, what came so far."""
+    before = host.received_bytes()
+    yield lambda: host.received_bytes() - before
+    print(f"{host.name} received {(host.received_bytes() - before) / 1e6:.1f} MB", flush=True)
+
+
+def show_peers(demo: Demo, story: str, expected: str) -> None:
+    """h2 uses the blocks of a prompt that only workers of h3 have computed."""
+    h1, h2, h3 = demo.hosts
+    say("Without the workers of h3, those of h2 answer, with KV blocks read out of h3's memory")
+    drain(demo, h3)
+    with counting_received(h2) as received:
+        answer = ask(h1, story)
+        assert (answer["text"], answer["worker"][:3]) == (expected, "h2-")
+        assert answer["cached"] > 0
+        assert received() > answer["cached"] * LEAST_TOKEN_BYTES
+    drain(demo, h3, draining=False)
+
+
+def show_handover(demo: Demo, story: str, expected: str) -> None:
+    """h2 computes a prompt, h3 answers."""
+    h1, _, h3 = demo.hosts
+    say("Workers get roles: h2 computes prompts, and hands their KV blocks over to h3")
+    set_roles(demo, {"h2": "prefill", "h3": "decode"})
+    with counting_received(h3) as received:
+        answer = ask(h1, story, salt="apart")
+        assert (answer["text"], answer["worker"][:3]) == (expected, "h3-")
+        apart = answer["apart"]
+        print(f"prefill: {apart['prefill_worker_id']}, {apart['outcome']}", flush=True)
+        assert (apart["outcome"], apart["prefill_worker_id"][:3]) == ("handed over", "h2-")
+        assert received() > len(story) // CHARACTERS_PER_TOKEN * LEAST_TOKEN_BYTES
+    set_roles(demo, {"h2": "both", "h3": "both"})
 
 
 @contextmanager
@@ -263,6 +351,9 @@ def main() -> None:
         again = ask(h1, story)
         assert (again["text"], again["worker"]) == (first["text"], first["worker"])
         assert again["cached"] > 0
+        if engine == "reference":
+            show_peers(demo, story, first["text"])
+            show_handover(demo, story, first["text"])
         say("A worker of h3 is drained from h1, without any front door")
         demo.command("cluster", "drain", "h3-w-0", "h1.yaml")
         demo.until("the change", lambda: workers_of(h2)["h3-w-0"]["state"] == "draining")

@@ -5,6 +5,7 @@ Needs root and iproute2. Each host has the address 10.N.0.NUMBER on the interfac
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -43,6 +44,11 @@ class Host:
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def received_bytes(self) -> int:
+        """What has come over its network so far."""
+        shown = _run(f"ip -n {self.namespace} -s -j link show dev eth")
+        return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
     def set_link(self, up: bool) -> None:
         """Plug the host's cable in, or pull it: packets are lost, and nobody is told."""
@@ -105,7 +111,8 @@ def _network() -> tuple[str, str]:
     return f"cmh{last}", f"10.{last}.0"
 
 
-def _run(command: str) -> None:
+def _run(command: str) -> str:
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr.strip()}")
+    return done.stdout

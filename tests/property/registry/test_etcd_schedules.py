@@ -1,7 +1,7 @@
 """The registry `etcd` whole, over a simulated etcd, network and clock: schedules of faults.
 
 Lease holders, watchers and what puts lost keys back are the real code, on several hosts. CI runs a
-few hundred schedules; REGISTRY_SCHEDULES=100000, as in `make test-cluster`, runs more.
+hundred schedules; REGISTRY_SCHEDULES=100000, as in `make test-cluster`, runs more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from commutator_etcd.registry import EtcdRegistry
 from commutator_etcd.view import Desired, Keys, decoded
 from commutator_testing.registries import make_worker
 
-SCHEDULES = int(os.environ.get("REGISTRY_SCHEDULES", "150"))
+SCHEDULES = int(os.environ.get("REGISTRY_SCHEDULES", "100"))
 HOSTS = 3
 HOMES = {"a": 0, "b": 0, "c": 1}
 """The host of each worker; the last host has only a front door."""
