@@ -67,6 +67,7 @@ def stream(door: Host, prompt: str, on_worker: str = "", fault: signal.Signals |
             now_s = time.monotonic()
             gaps_s.append(now_s - last_s)
             last_s = now_s
+            assert b'"choices"' in line, line
             pieces.append(json.loads(line[6:])["choices"][0]["text"])
             if len(pieces) == 10 and victim is not None:
                 if fault is None:

@@ -92,8 +92,10 @@ def hosts(count: int) -> Iterator[Sequence[Host]]:
         yield made
     finally:
         for host in made:
-            with suppress(RuntimeError):
-                _run(f"ip netns del {host.namespace}")
+            # Without the link, which the kernel would delete some time after the namespace.
+            for command in (f"link del {bridge}{host.name}", f"netns del {host.namespace}"):
+                with suppress(RuntimeError):
+                    _run(f"ip {command}")
         with suppress(RuntimeError):
             _run(f"ip link del {bridge}")
 
