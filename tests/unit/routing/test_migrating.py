@@ -151,7 +151,9 @@ class World:
         )
         self.dispatcher = Dispatcher(config, host, random.Random(1))
 
-    async def up(self, name: str, worker: Worker | None = None, address: str = "") -> Worker:
+    async def up(
+        self, name: str, worker: Worker | None = None, address: str = "", host: str = ""
+    ) -> Worker:
         worker = self.workers[address or name] = worker or Worker()
         record = WorkerRecord(
             worker_id=name,
@@ -160,6 +162,7 @@ class World:
             model="m",
             address=address or name,
             info=worker.info,
+            host=host,
         )
         await self.dispatcher.membership.worker_up(record)
         return worker
@@ -215,6 +218,19 @@ async def test_a_lost_worker_is_replaced_without_a_trace_in_the_answer() -> None
     rest = world.workers["w-1"].asked[0]
     assert (rest.token_ids, rest.generated_prefix) == ([*PROMPT, 0, 1, 2, 3], 4)
     assert rest.sampling == world.workers["w-0"].asked[0].sampling
+    await world.dispatcher.close()
+
+
+@pytest.mark.parametrize(("host", "to_worker"), [("h2", "w-2"), ("h1", "w-1")])
+async def test_workers_of_other_hosts_than_the_lost_one_come_first(
+    host: str, to_worker: str
+) -> None:
+    world = World()
+    await world.up("w-0", Worker([(4, LOST)]), host="h1")
+    await world.up("w-1", host="h1")
+    await world.up("w-2", host=host)
+    assert tokens(await world.run()) == list(range(10))
+    assert f"w-0 to {to_worker}: connection_lost after 4" in world.seen
     await world.dispatcher.close()
 
 

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,7 @@ class Dispatch:
         self._retry_until_s = 0.0
         self._lost: set[LiveWorker] = set()
         self._full: set[LiveWorker] = set()
+        self._suspect_hosts: set[str] = set()
         self._over = False
         self._disagg: DisaggDecision | None = None
         self._begin(request, placement)
@@ -232,7 +234,9 @@ class Dispatch:
             self._full.add(current.worker)
         else:
             self._lost.add(current.worker)
-            self._failures += action.cause is not Cause.DRAINED
+            if action.cause is not Cause.DRAINED:
+                self._failures += 1
+                self._suspect_hosts.add(current.worker.record.host)
             self._retry_until_s = asyncio.get_running_loop().time() + self._limits.wait_s
         request = self._rest()
         placement = await self._place_again(request)
@@ -266,7 +270,8 @@ class Dispatch:
         """A worker that can continue the answer; None if none is found in time.
 
         A request that lost its worker retries for ``limits.wait_s``. A request that a full worker
-        refused does not retry.
+        refused does not retry. What took a worker may have taken its whole host, which the others
+        there do not show at once, so workers of other hosts come first.
         """
         begun = request.generated_prefix > 0
 
@@ -274,6 +279,9 @@ class Dispatch:
             if worker in self._lost or worker in self._full:
                 return False
             return worker.record.info.continues_answers or not begun
+
+        def elsewhere(worker: LiveWorker) -> bool:
+            return usable(worker) and worker.record.host not in self._suspect_hosts
 
         routing = self._routing
         summary = evolve(
@@ -283,12 +291,14 @@ class Dispatch:
         )
         hashes = routing.router.hashes(request)
         while True:
-            try:
-                return await routing.placer.place(summary, hashes, may_wait=False, usable=usable)
-            except RoutingError:
-                now_s = asyncio.get_running_loop().time()
-                if now_s >= self._retry_until_s or self._limits.time_left_s(now_s) <= 0:
-                    return None
+            for choice in (elsewhere, usable):
+                with suppress(RoutingError):
+                    return await routing.placer.place(
+                        summary, hashes, may_wait=False, usable=choice
+                    )
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._retry_until_s or self._limits.time_left_s(now_s) <= 0:
+                return None
             await asyncio.sleep(_RETRY_S)
             self._full.clear()  # full workers may have room now
 
