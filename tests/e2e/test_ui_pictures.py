@@ -217,7 +217,7 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
         page.until(lambda: page.count("#pairs li") > 0, WAIT_S)
         page.until(lambda: page.count("#decisions tbody tr") > 14, WAIT_S)
         page.until(lambda: page.count("#plans li") > 0, WAIT_S)
-        page.until_text("#workers", "decode-1", WAIT_S)
+        page.until_text("#workers-count", "3 ready", WAIT_S)
         svg = top_as_svg(FrontDoor(cluster.url, KEYS["ops"]))
         save(of_page(page, 1360, 1300), "live-light.png", folder)
         page.one("#theme").click()  # dark
