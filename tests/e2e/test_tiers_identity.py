@@ -117,7 +117,8 @@ def test_memory_disk_and_s3_together(
         print(f"\narena {num_blocks} blocks, prompts {total} blocks, loaded {loaded}")
         assert all(loaded.values()), loaded
         for tier in engine.connector.statistics().tiers:
-            assert set(tier.loads) <= {"loaded"}, tier
+            # Not run: another request computed or evicted blocks before the load began.
+            assert set(tier.loads) <= {"loaded", "not run"}, tier
 
 
 @pytest.mark.parametrize("kind", ["dram", "nvme", "s3"])
