@@ -33,6 +33,17 @@ SECRET, OTHER_SECRET = RunSecret.new(), RunSecret.new()
 
 
 @asynccontextmanager
+async def client_of(server: NatsServer) -> AsyncIterator[Client]:
+    """A client of the server itself, which is no part of a run."""
+    client = Client()
+    await client.connect(server.url)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
 async def opened(config: NatsConfig) -> AsyncIterator[EventBus]:
     bus = NatsEventBus(config)
     try:
@@ -82,12 +93,11 @@ async def test_who_does_not_know_the_secret_is_not_believed(nats: NatsServer) ->
             opened(config) as door,
             WorkerEvents(host) as worker,
             EventReader(door, worker.source) as reader,
+            client_of(nats) as stranger,
         ):
             worker.publish(5)
             await reader.has(5)
             before = refused_connections().get("event bus", 0)
-            stranger = Client()
-            await stranger.connect(nats.url)
             subject = subject_of(worker.source)
             forged = msgspec.msgpack.encode(Frame("i", 5, 0, 1, b"poison"))
             await stranger.publish(subject, forged)
@@ -102,24 +112,27 @@ async def test_who_does_not_know_the_secret_is_not_believed(nats: NatsServer) ->
             await reader.has(10)
             assert reader.resets == []
             assert refused_connections()["event bus"] == before + 4
-            await stranger.close()
 
 
 @pytest.mark.security
 async def test_what_was_sent_before_changes_nothing_when_it_is_sent_again(nats: NatsServer) -> None:
     config = at(nats)
     with adopt(SECRET):
-        async with opened(config) as host, opened(config) as door:
-            recorder, recorded = Client(), list[bytes]()
-            await recorder.connect(nats.url)
+        async with opened(config) as host, opened(config) as door, client_of(nats) as recorder:
+            recorded: list[bytes] = []
 
             async def record(msg: Msg) -> None:
                 recorded.append(msg.data)
 
             await recorder.subscribe(f"commutator.{config.cluster}.kv.>", cb=record)
             await recorder.flush()
-            async with WorkerEvents(host, instance="i") as before:
+            async with (
+                WorkerEvents(host, instance="i") as before,
+                EventReader(door, before.source) as connected,
+            ):
                 subject = subject_of(before.source)
+                before.publish()
+                await connected.has(1)  # what comes before the host is connected is only replayed
                 before.publish(20)
                 await until(lambda: len(recorded) >= 20)
             async with (
@@ -134,7 +147,6 @@ async def test_what_was_sent_before_changes_nothing_when_it_is_sent_again(nats: 
                 after.publish(10)
                 await reader.has(20)
                 assert (reader.resets, reader.malformed) == ([], 0)
-            await recorder.close()
 
 
 @pytest.mark.security
@@ -142,9 +154,13 @@ async def test_a_stranger_gets_no_replay(nats: NatsServer) -> None:
     """Neither by a request of its own, nor by one that it has seen, for its own inbox."""
     config = at(nats)
     with adopt(SECRET):
-        async with opened(config) as host, opened(config) as door, WorkerEvents(host) as worker:
-            stranger, asked, answers = Client(), list[Msg](), list[bytes]()
-            await stranger.connect(nats.url)
+        async with (
+            opened(config) as host,
+            opened(config) as door,
+            WorkerEvents(host) as worker,
+            client_of(nats) as stranger,
+        ):
+            asked, answers = list[Msg](), list[bytes]()
 
             async def see(msg: Msg) -> None:
                 asked.append(msg)
@@ -172,7 +188,6 @@ async def test_a_stranger_gets_no_replay(nats: NatsServer) -> None:
             async with EventReader(door, worker.source) as reader:
                 await reader.has(5)
             assert answers == []
-            await stranger.close()
 
 
 async def test_two_clusters_on_one_server(nats: NatsServer) -> None:
