@@ -20,7 +20,8 @@ from tests.support.principals import gate_of, key_of
 
 from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
-from commutator.tenants.audit import AuditConfig, AuditFile, AuditLog
+from commutator.log_file import OwnFile
+from commutator.tenants.audit import AuditConfig, AuditLog
 from commutator_testing.observers import ObserverContract
 
 ONE = AnsweredRequest(
@@ -93,22 +94,22 @@ def test_a_link_or_somebody_elses_file_is_refused(
     victim.write_text("precious")
     (tmp_path / "audit.0.jsonl").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link"):
-        AuditFile(tmp_path / "audit.jsonl", 100, 100.0, 1)
+        OwnFile(tmp_path / "audit.jsonl", 100, 100.0, 1)
     (tmp_path / "audit.0.jsonl").unlink()
     (tmp_path / "audit.0.jsonl").touch()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="not a file of this user"):
-        AuditFile(tmp_path / "audit.jsonl", 100, 100.0, 1)
+        OwnFile(tmp_path / "audit.jsonl", 100, 100.0, 1)
     assert victim.read_text() == "precious"
 
 
 def test_each_process_has_a_file_of_its_own_and_gets_it_again(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    first, second = (AuditFile(path, 100, 100.0, 1) for _ in range(2))
+    first, second = (OwnFile(path, 100, 100.0, 1) for _ in range(2))
     assert [one.path.name for one in (first, second)] == ["audit.0.jsonl", "audit.1.jsonl"]
     first.close()
     first.close()
-    again = AuditFile(path, 100, 100.0, 1)
+    again = OwnFile(path, 100, 100.0, 1)
     assert again.path.name == "audit.0.jsonl"
     again.close()
     second.close()
@@ -116,7 +117,7 @@ def test_each_process_has_a_file_of_its_own_and_gets_it_again(tmp_path: Path) ->
 
 @pytest.mark.parametrize("keep", [0, 2])
 def test_files_are_rotated_by_size(tmp_path: Path, keep: int) -> None:
-    one = AuditFile(tmp_path / "a", 100, 1_000.0, keep)
+    one = OwnFile(tmp_path / "a", 100, 1_000.0, keep)
     for number in range(8):
         one.write([f"{number}{'x' * 60}\n".encode()])
     one.close()
@@ -130,7 +131,7 @@ def test_files_are_rotated_by_size(tmp_path: Path, keep: int) -> None:
 def test_files_are_rotated_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1_000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    one = AuditFile(tmp_path / "a", 1_000, 60.0, 2)
+    one = OwnFile(tmp_path / "a", 1_000, 60.0, 2)
     one.write([b"old\n"])
     now_s += 59
     one.write([b"old too\n"])
@@ -146,14 +147,14 @@ async def test_a_disk_that_hangs_stops_no_request_and_the_queue_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck, go_on = threading.Event(), threading.Event()
-    write = AuditFile.write
+    write = OwnFile.write
 
-    def slow(file: AuditFile, written: list[bytes]) -> None:
+    def slow(file: OwnFile, written: list[bytes]) -> None:
         stuck.set()
         go_on.wait()
         write(file, written)
 
-    monkeypatch.setattr(AuditFile, "write", slow)
+    monkeypatch.setattr(OwnFile, "write", slow)
     async with running(tmp_path / "a", max_waiting_lines=10) as log:
         log.request_answered(ONE)
         await asyncio.to_thread(stuck.wait)
@@ -168,17 +169,17 @@ async def test_a_disk_that_hangs_stops_no_request_and_the_queue_is_bounded(
 async def test_a_disk_that_is_full_costs_lines_that_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failed, write = threading.Event(), AuditFile.write
+    failed, write = threading.Event(), OwnFile.write
 
-    def full(file: AuditFile, written: list[bytes]) -> None:
+    def full(file: OwnFile, written: list[bytes]) -> None:
         failed.set()
         raise OSError(28, "No space left on device")
 
     async with running(tmp_path / "a") as log:
-        monkeypatch.setattr(AuditFile, "write", full)
+        monkeypatch.setattr(OwnFile, "write", full)
         log.request_answered(ONE)
         await asyncio.to_thread(failed.wait)
-        monkeypatch.setattr(AuditFile, "write", write)
+        monkeypatch.setattr(OwnFile, "write", write)
     log.request_answered(ONE)
     assert [line.get("dropped") for line in lines(tmp_path / "a.0")] == [1]
     assert "No space left on device; 1 lines were lost" in caplog.text

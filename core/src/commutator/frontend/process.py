@@ -21,6 +21,7 @@ from commutator.contract.frontend import Frontend
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter
+from commutator.frontend.recording import TraceRecorder
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import calm_garbage_collector, raise_descriptor_limit
 from commutator.plugins import PluginHost
@@ -72,6 +73,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         loaded.host,
         on_waiting=limiter.stepped,
         on_placed=None if counter is None else counter.placed,
+        recorder=_recorder(config, loaded.host),
     )
     link = None if counter is None else PlannerLink(door, counter, dispatcher)
     authenticators = loaded.host.authenticators.kinds
@@ -240,6 +242,15 @@ def _demand_counter(config: Config, host: PluginHost) -> DemandCounter | None:
     counter = DemandCounter(config.planner.targets, config.serving_role)
     host.add_observer("planner", counter)
     return counter
+
+
+def _recorder(config: Config, host: PluginHost) -> TraceRecorder | None:
+    """An observer of ``host`` that records requests; None where nobody asked for that."""
+    if config.recording is None:
+        return None
+    recorder = TraceRecorder(config.recording)
+    host.add_observer("recording", recorder)
+    return recorder
 
 
 def _limiter(config: Config, door: str, hub: Hub) -> RequestLimiter:

@@ -122,6 +122,11 @@ class Dispatch:
         served = (m.from_worker for m in self.migrations if m.reason != Cause.OVERLOADED)
         return tuple(dict.fromkeys((*served, self.worker_id)))
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._generated)
+
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self
 

@@ -27,7 +27,7 @@ from commutator_replay.peers import PEERS, Peer, PeerPlanner, Schedule
 from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
 from commutator_replay.setup import Replays
-from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from commutator_replay.trace import TraceRequest
 from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
 
@@ -381,7 +381,7 @@ def work_by_second(trace: Sequence[TraceRequest], performance: EnginePerformance
         blocks = one.full_blocks
         cached = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
         seen.update(blocks)
-        tokens = one.input_length - cached * TRACE_BLOCK_TOKENS
+        tokens = one.input_length - cached * one.block_tokens
         second = int(one.timestamp / 1000 - begun_s)
         work[second] += performance.work_s(tokens, one.output_length)
     return work

@@ -19,7 +19,7 @@ from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import ModelRouter, Route
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.prefill import PrefillSide, ReplayDisagg, RunningPrefill
-from commutator_replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from commutator_replay.trace import TraceRequest
 from commutator_replay.virtual import (
     BlocksGone,
     BlocksHeld,
@@ -436,15 +436,18 @@ def replay(
 
     With ``disagg``, prompts may be computed by the workers of the role prefill. Deterministic:
     equal arguments give equal outcomes. Raises ValueError when the engines' blocks are not of one
-    size that divides the trace's, DoesNotFitError for a request longer than a worker's memory.
+    size that is a part or a multiple of the trace's, DoesNotFitError for a request longer than a
+    worker's memory.
     """
+    trace = list(trace)
     sizes = {worker.engine.block_size for worker in workers}
-    if len(sizes) > 1 or TRACE_BLOCK_TOKENS % min(sizes):
-        found = ", ".join(map(str, sorted(sizes)))
-        raise ValueError(
-            f"the trace's blocks have {TRACE_BLOCK_TOKENS} tokens and the engines' {found}: "
-            f"set block_size: {TRACE_BLOCK_TOKENS}, or the same part of it everywhere"
-        )
+    for tokens in sorted({one.block_tokens for one in trace}):
+        if len(sizes) > 1 or (tokens % min(sizes) and min(sizes) % tokens):
+            found = ", ".join(map(str, sorted(sizes)))
+            raise ValueError(
+                f"the trace's blocks have {tokens} tokens and the engines' {found}: "
+                f"set block_size: {tokens}, or the same part or multiple of it everywhere"
+            )
     running = _Replay(workers, policy, busy, disagg, planning, seed)
     for key, request in enumerate(trace):
         running.arrive(key, request, round(request.timestamp * 1e6))

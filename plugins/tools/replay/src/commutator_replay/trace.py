@@ -1,10 +1,14 @@
-"""Request traces in the format of Mooncake (FAST'25): one JSON object a line."""
+"""Request traces in the format of Mooncake (FAST'25), which front doors record, too.
+
+One JSON object a line. In recorded traces `block_tokens` says how long blocks are.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from attrs import evolve, field, frozen
@@ -22,13 +26,15 @@ __all__ = [
 ]
 
 TRACE_BLOCK_TOKENS = 512
+_UNIX_MS = 1e11
+"""Times from here on, of 1973, count from 1970: those of recorded traffic."""
 _MAX_PROBLEMS = 20
 """Reported for one trace; in another format every line is wrong."""
 
 
 @frozen
 class TraceRequest:
-    """One request. Equal first ``hash_ids`` mean an equal prefix, in blocks of 512 tokens."""
+    """One request. Equal first ``hash_ids`` mean an equal prefix."""
 
     timestamp: float
     """Milliseconds since the trace began."""
@@ -37,39 +43,53 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
     line: int = field(default=0, eq=False)
     """Line in the file; 0 if it is from no file."""
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    """Prompt tokens of each of ``hash_ids``; fewer of the last one."""
 
     @property
     def full_blocks(self) -> Sequence[int]:
         """Ids of the blocks that the prompt fills; the last id of a line may be a partial block."""
-        return self.blocks(TRACE_BLOCK_TOKENS)
+        return self.blocks(self.block_tokens)
 
     def sped_up(self, factor: float) -> TraceRequest:
         """The same request, ``factor`` times as early."""
         return evolve(self, timestamp=self.timestamp / factor)
 
     def blocks(self, block_size: int) -> Sequence[int]:
-        """Ids of the full blocks of another size, which divides 512, equal for equal prefixes."""
-        parts = TRACE_BLOCK_TOKENS // block_size
+        """Ids of the full blocks of another size, equal for equal prefixes.
+
+        The size is a part of ``block_tokens``, or a multiple.
+        """
+        if block_size > self.block_tokens:
+            step = block_size // self.block_tokens  # an id tells the whole prefix that it ends
+            return self.hash_ids[step - 1 :: step][: self.input_length // block_size]
+        parts = self.block_tokens // block_size
         ids = [block * parts + part for block in self.hash_ids for part in range(parts)]
         return ids[: self.input_length // block_size]
 
 
 class _Row(msgspec.Struct):
-    """The keys that a line must have; others are ignored."""
+    """The keys that a line must have, and ``block_tokens``; others are ignored."""
 
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_TOKENS
 
     def request(self, line: int) -> TraceRequest:
         return TraceRequest(
-            self.timestamp, self.input_length, self.output_length, self.hash_ids, line
+            self.timestamp,
+            self.input_length,
+            self.output_length,
+            self.hash_ids,
+            line,
+            self.block_tokens,
         )
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Every request, or the first ``limit``, ordered by time.
+    """Every request, or the first ``limit``, ordered by time; Unix times count from the first.
 
     Raises ConfigError with each wrong line.
     """
@@ -95,7 +115,11 @@ def checked(
         problems.append("no requests; a trace has one JSON object a line")
     if problems:
         raise ConfigError(problems, str(path))
-    return sorted(trace, key=lambda request: request.timestamp)
+    trace.sort(key=lambda request: request.timestamp)
+    first_ms = trace[0].timestamp
+    if first_ms >= _UNIX_MS:
+        trace = [evolve(one, timestamp=one.timestamp - first_ms) for one in trace]
+    return trace
 
 
 def _lines(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
@@ -120,8 +144,10 @@ def _lines(path: Path) -> Iterator[tuple[int, TraceRequest | str]]:
 def _problem(request: TraceRequest) -> str | None:
     """What is wrong with the request, and what to do."""
     tokens, ids = request.input_length, len(request.hash_ids)
-    needed = -(-tokens // TRACE_BLOCK_TOKENS)
-    with_answer = tokens // TRACE_BLOCK_TOKENS + 1  # the block that the answer begins may be named
+    needed = -(-tokens // request.block_tokens)
+    with_answer = (
+        tokens // request.block_tokens + 1
+    )  # the block that the answer begins may be named
     if request.timestamp < 0:
         return f"timestamp {request.timestamp} is negative; count milliseconds from the start"
     if tokens < 1:
@@ -131,7 +157,7 @@ def _problem(request: TraceRequest) -> str | None:
     if ids not in (needed, with_answer):
         return (
             f"input_length {tokens} needs {needed} hash_ids and there are {ids}; give one for each "
-            f"{TRACE_BLOCK_TOKENS} tokens and for what is left of them"
+            f"{request.block_tokens} tokens and for what is left of them"
         )
     return None
 
@@ -145,7 +171,7 @@ def ideal_hit_ratio(trace: Sequence[TraceRequest]) -> float:
         for block in request.full_blocks:
             if block not in seen:
                 break
-            saved += TRACE_BLOCK_TOKENS
+            saved += request.block_tokens
         seen.update(request.full_blocks)
     return saved / total if total else 0.0
 

@@ -1,0 +1,164 @@
+"""A front door records its requests as a trace: times, lengths and block ids, no text, no tokens.
+
+One JSON object a line, in the order in which requests end. Block ids are chained keyed hashes:
+equal first ids mean an equal prefix of the same model, adapter and cache salt, and without the key
+nobody can tell whether a prompt of their choice is in the trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from attrs import define
+
+from commutator.config.model import RecordingConfig
+from commutator.contract.observer import Observer
+from commutator.contract.request import GenerateRequest, RequestOutcome, RequestSummary
+from commutator.errors import ConfigError
+from commutator.log_file import LineWriter, OwnFile
+from commutator.routing.dispatch import Dispatch
+
+__all__ = ["TraceRecorder", "block_ids"]
+
+_KEY_BYTES = 32
+_CHAIN_BYTES = 16
+_ID_MASK = (1 << 53) - 1
+"""Ids are exact in every reader of JSON."""
+_TOKEN_BYTES = 36
+"""Memory of a token id in a list."""
+
+_encode = msgspec.json.encode
+
+
+@define
+class _Open:
+    """A request that has not ended."""
+
+    time_s: float
+    request: GenerateRequest
+    dispatch: Dispatch | None = None
+
+
+class TraceRecorder(Observer):
+    """Writes a line for each request that came to routing, served or not.
+
+    It is the dispatcher's ``RequestRecorder``. Requests that a server gets as the client sent
+    them are not recorded, as their lengths are not known.
+    """
+
+    def __init__(self, config: RecordingConfig, clock: Callable[[], float] = time.time) -> None:
+        """``clock``: seconds since 1970."""
+        self._config = config
+        self._clock = clock
+        self._key = b""
+        self._open: dict[int, _Open] = {}
+        """By the identity of the summary, which every hook gets; ids may be those of clients."""
+        self._writer = LineWriter("trace of requests", self._open_file, config.max_waiting_lines)
+
+    async def start(self) -> None:
+        """Raises ConfigError when the file cannot be written, or is somebody else's."""
+        try:
+            await self._writer.start()
+        except OSError as error:
+            raise ConfigError([f"recording.path: {error}"]) from error
+
+    async def stop(self) -> None:
+        """Writes what waits."""
+        await self._writer.stop()
+
+    def received(self, summary: RequestSummary, request: GenerateRequest) -> None:
+        """A request came to routing."""
+        self._open[id(summary)] = _Open(self._clock(), request)
+
+    def dispatched(self, summary: RequestSummary, dispatch: Dispatch) -> None:
+        """It has its first worker."""
+        if (one := self._open.get(id(summary))) is not None:
+            one.dispatch = dispatch
+
+    def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
+        if (one := self._open.pop(id(request), None)) is not None:
+            self._add(request, one, outcome.generated_tokens)
+
+    def request_failed(
+        self, request: RequestSummary, error: BaseException, worker_id: str | None
+    ) -> None:
+        if (one := self._open.pop(id(request), None)) is not None:
+            generated = 0 if one.dispatch is None else one.dispatch.generated_tokens
+            self._add(request, one, generated, failed=True)
+
+    def _add(self, summary: RequestSummary, one: _Open, output_length: int, **more: Any) -> None:
+        said = {
+            "timestamp": round(one.time_s * 1000, 3),
+            "input_length": len(one.request.token_ids),
+            "output_length": output_length,
+            "block_tokens": self._config.block_tokens,
+            "model": summary.model,
+            **more,
+        }
+        size = _TOKEN_BYTES * len(one.request.token_ids)
+        self._writer.add(partial(self._line, said, summary.model, one.request), size)
+
+    def _line(self, said: dict[str, Any], model: str, request: GenerateRequest) -> bytes:
+        ids = block_ids(self._key, model, request, self._config.block_tokens)
+        return _encode({**said, "hash_ids": list(ids)}) + b"\n"
+
+    def _open_file(self) -> OwnFile:
+        one = self._config
+        path = Path(one.path)
+        file = OwnFile(path, one.rotate_bytes, one.rotate_s, one.keep)
+        try:
+            self._key = _shared_key(path.with_name(path.name + ".key"))
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def block_ids(key: bytes, model: str, request: GenerateRequest, block_tokens: int) -> Iterator[int]:
+    """An id for each block of the prompt, the last of which may be partial.
+
+    Two prompts have equal first ids where they begin with equal tokens for the same model, adapter
+    and cache salt.
+    """
+    # A client can send lone surrogates, which UTF-8 refuses.
+    who = json.dumps([model, request.lora_name, request.cache_salt]).encode("ascii")
+    chain = blake2b(who, key=key, digest_size=_CHAIN_BYTES).digest()
+    tokens = memoryview(array("Q", request.token_ids)).cast("B")
+    size = block_tokens * 8
+    for begin in range(0, len(tokens), size):
+        block = chain + tokens[begin : begin + size]
+        chain = blake2b(block, key=key, digest_size=_CHAIN_BYTES).digest()
+        yield int.from_bytes(chain[:8], "big") & _ID_MASK
+
+
+def _shared_key(path: Path) -> bytes:
+    """The key of all front doors that record here, made by the first. Raises OSError."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name) as made:  # mode 0600
+        made.write(secrets.token_bytes(_KEY_BYTES))
+        made.flush()
+        with suppress(FileExistsError):
+            os.link(made.name, path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{path}: not a file of this user")
+        if found.st_mode & 0o077:
+            raise PermissionError(f"{path}: others may read it; chmod 600, or remove it")
+        key = file.read()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{path}: expected {_KEY_BYTES} bytes, found {len(key)}; remove it")
+    return key
