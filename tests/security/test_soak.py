@@ -183,13 +183,19 @@ def rss_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def sample(pids: list[int], ends_s: float) -> dict[int, list[tuple[float, float]]]:
-    """(seconds, MiB) of each process, every ``SAMPLE_S``."""
-    found: dict[int, list[tuple[float, float]]] = {pid: [] for pid in pids}
+async def sample(
+    processes: dict[int, str], ends_s: float, log: Callable[[], str]
+) -> dict[int, list[tuple[float, float]]]:
+    """(seconds, MiB) of each process, every ``SAMPLE_S``. Fails with ``log`` when one has ended."""
+    found: dict[int, list[tuple[float, float]]] = {pid: [] for pid in processes}
     began_s = time.monotonic()
     while (now_s := time.monotonic()) < ends_s:
-        for pid in pids:
-            found[pid].append((now_s - began_s, rss_mb(pid)))
+        for pid, command in processes.items():
+            try:
+                found[pid].append((now_s - began_s, rss_mb(pid)))
+            except FileNotFoundError:
+                ended = f"after {now_s - began_s:.0f} s this process has ended: {command}"
+                pytest.fail(f"{ended}\n{log()[-8000:]}")
         await asyncio.sleep(SAMPLE_S)
     return found
 
@@ -204,7 +210,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
 
         async def run() -> tuple[Soak, dict[int, list[tuple[float, float]]]]:
             soak = Soak(cluster.url, keys, ends_s)
-            samples, _ = await asyncio.gather(sample(list(processes), ends_s), soak.run())
+            samples, _ = await asyncio.gather(sample(processes, ends_s, cluster.log), soak.run())
             return soak, samples
 
         soak, samples = asyncio.run(run())

@@ -195,6 +195,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def what_a_copy_got_in_parts_is_the_whole(self) -> None:
         self.copy.restore(*self.ledger.changes(sorted(self.not_copied), self.now), self.now)
         self.not_copied.clear()
+        for account in self.copy._accounts.values():
+            for window in (account.requests, account.tokens):
+                slots = list(window._slots.items())
+                assert window.reset_s(self.now_s) == seconds_to_reset(slots, self.now_s)
         copied, now = Ledger(), self.now
         copied.restore(*self.copy.accounts(now), now)
         assert sorted(map(without_zeros, copied.accounts(now)[1])) == sorted(
@@ -219,11 +223,17 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert window.total == sum(amount for _, amount in slots)
                 assert len(slots) <= WINDOW_S + 1
                 assert all(amount >= 0 for _, amount in slots)
+                assert window.reset_s(self.now_s) == seconds_to_reset(slots, self.now_s)
                 limit = getattr(self.limits, f"{what}_per_minute")
                 if limit is not None:
                     least = self.charged(principal, what, WINDOW_S)
                     most = self.charged(principal, what, WINDOW_S + 1)
                     assert least <= window.total <= most
+
+
+def seconds_to_reset(slots: list[tuple[int, int]], now_s: float) -> float:
+    leaves_s = [second + WINDOW_S + 1 for second, amount in slots if amount]
+    return max(leaves_s, default=now_s) - now_s
 
 
 def without_zeros(account: Account) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from commutator.metrics.tallies import Counter, Histogram
+from commutator.metrics.tallies import Counter, CounterGroup, Histogram
 
 BUCKETS = (0.5, 1, 2.5)
 LABELS = ("model", "reason")
@@ -41,6 +41,21 @@ def test_as_prometheus_own(steps: list[tuple[tuple[str, str], float]]) -> None:
         their_sums.labels(*values).inc(amount)
         spread.observe(amount, *values)
         their_spread.labels(*values).observe(amount)
+    assert shown(ours) == shown(theirs)
+
+
+@given(st.lists(st.tuples(labels, st.tuples(amounts, amounts))))
+def test_a_group_as_counters_of_prometheus(
+    steps: list[tuple[tuple[str, str], tuple[float, float]]],
+) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    abouts = (("some_requests", "Of a kind."), ("some_tokens", "Of them."))
+    group = CounterGroup(*abouts, labels=LABELS, registry=ours)
+    separate = [prometheus_client.Counter(*about, LABELS, registry=theirs) for about in abouts]
+    for values, counted in steps:
+        group.add(values, *counted)
+        for counter, amount in zip(separate, counted, strict=True):
+            counter.labels(*values).inc(amount)
     assert shown(ours) == shown(theirs)
 
 

@@ -68,7 +68,8 @@ class Weighted(FairnessPolicy):
             self._forget()
 
     def admitted(self, flow: str | None) -> None:
-        self._virtual_time = max(self._virtual_time, self.rank(flow))
+        rank = self.rank(flow)
+        self._virtual_time = max(self._virtual_time, rank)
 
     def charge(
         self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int

@@ -30,7 +30,7 @@ from commutator.metrics.collectors import (
     warning_metrics,
     worker_metrics,
 )
-from commutator.metrics.tallies import Counter, Histogram
+from commutator.metrics.tallies import Counter, CounterGroup, Histogram
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
@@ -162,10 +162,15 @@ class FrontendMetrics(Observer):
             labels=("endpoint", "model"),
             buckets=_DURATION_BUCKETS_S,
         )
-        self._prompt_tokens = counter("commutator_prompt_tokens", "Prompt tokens of answers.")
-        self._cached_tokens = counter(
-            "commutator_cached_tokens",
-            "Prompt tokens that the workers found in their KV caches.",
+        self._tokens = CounterGroup(
+            ("commutator_prompt_tokens", "Prompt tokens of answers."),
+            (
+                "commutator_cached_tokens",
+                "Prompt tokens that the workers found in their KV caches.",
+            ),
+            ("commutator_output_tokens", "Tokens generated."),
+            labels=("model",),
+            registry=registry,
         )
         # Also counted by the threads that tokenize long prompts.
         self.prompt_cache_hits = prometheus_client.Counter(
@@ -181,7 +186,6 @@ class FrontendMetrics(Observer):
             ("model",),
             registry=registry,
         )
-        self._output_tokens = counter("commutator_output_tokens", "Tokens generated.")
         self._input_lengths = histogram(
             "commutator_input_sequence_tokens",
             "Prompt tokens of each request.",
@@ -256,20 +260,19 @@ class FrontendMetrics(Observer):
             buckets=_BANDWIDTH_BUCKETS,
         )
         self._principals: set[str] = set()
-        by_principal = partial(counter, labels=("principal",))
-        self._principal_requests = by_principal(
-            "commutator_principal_requests",
-            f"Requests of a principal; `other` stands for all after the first {_MAX_PRINCIPALS}.",
-        )
-        self._principal_prompt_tokens = by_principal(
-            "commutator_principal_prompt_tokens", "Prompt tokens of a principal's requests."
-        )
-        self._principal_cached_tokens = by_principal(
-            "commutator_principal_cached_tokens",
-            "Prompt tokens of a principal that the workers found in their KV caches.",
-        )
-        self._principal_output_tokens = by_principal(
-            "commutator_principal_output_tokens", "Tokens generated for a principal."
+        self._principal_usage = CounterGroup(
+            (
+                "commutator_principal_requests",
+                f"Requests of a principal; `other`: of all after the first {_MAX_PRINCIPALS}.",
+            ),
+            ("commutator_principal_prompt_tokens", "Prompt tokens of a principal's requests."),
+            (
+                "commutator_principal_cached_tokens",
+                "Prompt tokens of a principal that the workers found in their KV caches.",
+            ),
+            ("commutator_principal_output_tokens", "Tokens generated for a principal."),
+            labels=("principal",),
+            registry=registry,
         )
         self._principal_refusals = counter(
             "commutator_principal_refusals",
@@ -333,12 +336,8 @@ class FrontendMetrics(Observer):
 
     def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
         """A principal's request ended, with so many tokens."""
-        name = self._principal_label(principal)
-        self._principal_requests.add(1, name)
-        if prompt:
-            self._principal_prompt_tokens.add(prompt, name)
-            self._principal_cached_tokens.add(cached, name)
-            self._principal_output_tokens.add(generated, name)
+        label = self._principal_label(principal)
+        self._principal_usage.add((label,), 1, prompt, cached, generated)
 
     def principal_refused(self, principal: str, reason: str) -> None:
         """``reason`` is a limit's name or an error's code."""
@@ -364,9 +363,7 @@ class FrontendMetrics(Observer):
             self._fallbacks.add(1, model)
 
     def tokens_used(self, model: str, prompt: int, cached: int, generated: int) -> None:
-        self._prompt_tokens.add(prompt, model)
-        self._cached_tokens.add(cached, model)
-        self._output_tokens.add(generated, model)
+        self._tokens.add((model,), prompt, cached, generated)
         self._input_lengths.observe(prompt, model)
         self._output_lengths.observe(generated, model)
 
@@ -383,27 +380,25 @@ class FrontendMetrics(Observer):
         for (_, model, code), count in self._requests.sums().items():
             if model:
                 requests[_ending(code)] += count
-        principals: dict[str, dict[str, float]] = {}
-        for name, counter in (
-            ("requests", self._principal_requests),
-            ("prompt_tokens", self._principal_prompt_tokens),
-            ("cached_tokens", self._principal_cached_tokens),
-            ("output_tokens", self._principal_output_tokens),
-        ):
-            for (principal,), count in counter.sums().items():
-                principals.setdefault(principal, {})[name] = count
+        names = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
+        principals = {
+            principal: dict(zip(names, sums, strict=True))
+            for (principal,), sums in self._principal_usage.sums().items()
+        }
         refusals: dict[str, float] = {}
         for (principal, _), count in self._principal_refusals.sums().items():
             refusals[principal] = refusals.get(principal, 0.0) + count
         for principal, count in refusals.items():
             principals.setdefault(principal, {})["refused"] = count
+        by_model = self._tokens.sums().values()
+        tokens = [sum(sums[number] for sums in by_model) for number in range(3)]
         ttft, ttft_s = self._ttft_s.summed()
         itl, itl_s = self._itl_s.summed()
         return {
             "requests": requests,
-            "prompt_tokens": sum(self._prompt_tokens.sums().values()),
-            "cached_tokens": sum(self._cached_tokens.sums().values()),
-            "output_tokens": sum(self._output_tokens.sums().values()),
+            "prompt_tokens": tokens[0],
+            "cached_tokens": tokens[1],
+            "output_tokens": tokens[2],
             "migrations": sum(self._migrations.sums().values()),
             "ttft": {"counts": ttft, "sum_s": ttft_s},
             "itl": {"counts": itl, "sum_s": itl_s},

@@ -6,6 +6,7 @@ look the same to who scrapes them.
 
 from __future__ import annotations
 
+import operator
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 __all__ = [
     "Counter",
+    "CounterGroup",
     "Histogram",
 ]
 
@@ -57,6 +59,46 @@ class Counter(Collector):
 
     def describe(self) -> Iterable[Metric]:
         return [CounterMetricFamily(*self._about, labels=self._labels)]
+
+
+class CounterGroup(Collector):
+    """Several sums that are counted together, by the same label values. Used from one thread."""
+
+    def __init__(
+        self, *abouts: tuple[str, str], labels: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        """``abouts``: the name and the documentation of each sum."""
+        self._abouts = abouts
+        self._labels = tuple(labels)
+        self._sums: dict[Labels, list[float]] = {}
+        self._created_s: dict[Labels, float] = {}
+        registry.register(self)
+
+    def add(self, labels: Labels, *amounts: float) -> None:
+        """``labels`` are the values, ``amounts`` one for each sum, not negative; both in order."""
+        sums = self._sums.get(labels)
+        if sums is None:
+            self._sums[labels] = list(amounts)
+            self._created_s[labels] = time.time()
+        else:
+            sums[:] = map(operator.add, sums, amounts)
+
+    def sums(self) -> Mapping[Labels, Sequence[float]]:
+        """The sums of each combination of label values since start; they change with additions."""
+        return self._sums
+
+    def collect(self) -> Iterable[Metric]:
+        families = self._families()
+        for labels, sums in self._sums.items():
+            for family, total in zip(families, sums, strict=True):
+                family.add_metric(labels, total, self._created_s[labels])
+        return families
+
+    def describe(self) -> Iterable[Metric]:
+        return self._families()
+
+    def _families(self) -> list[CounterMetricFamily]:
+        return [CounterMetricFamily(*about, labels=self._labels) for about in self._abouts]
 
 
 @define

@@ -115,6 +115,8 @@ class SlidingWindow:
     total: int = 0
     _slots: dict[int, int] = field(factory=dict)
     """Amounts by second, in ascending order; only seconds in which something was charged."""
+    _last: int = -1
+    """The last second in which something was charged, even if all of it was taken back."""
     _changed_s: float = math.inf
     """The earliest second that changed since ``changes`` was called."""
 
@@ -142,6 +144,7 @@ class SlidingWindow:
         for second, amount in slots:
             self._slots[second] = self._slots.get(second, 0) + amount
             self.total += amount
+        self._last = max(self._last, slots[-1][0])
 
     def advance(self, now_s: float) -> None:
         """Forget what left the window."""
@@ -149,15 +152,19 @@ class SlidingWindow:
         while slots and (first := next(iter(slots))) <= last:
             self.total -= slots.pop(first)
 
-    def add(self, now_s: float, amount: int) -> None:
-        second = int(now_s)
-        self._slots[second] = self._slots.get(second, 0) + amount
+    def add(self, second: int, amount: int) -> None:
+        """Charge in ``second``: the present one, or one that was charged before."""
+        slots = self._slots
+        try:
+            slots[second] += amount
+        except KeyError:
+            slots[second] = amount
         self.total += amount
+        self._last = max(self._last, second)
         self._changed_s = min(self._changed_s, second)
 
-    def take_back(self, charged_s: float, amount: int) -> None:
-        """Undo a part of what was charged at ``charged_s``; nothing if that left the window."""
-        second = int(charged_s)
+    def take_back(self, second: int, amount: int) -> None:
+        """Undo a part of what was charged in ``second``; nothing if that left the window."""
         if second in self._slots:
             self.add(second, -amount)
 
@@ -173,6 +180,8 @@ class SlidingWindow:
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until everything has left the window."""
+        if self._slots.get(self._last):
+            return self._last + WINDOW_S + 1 - now_s
         for second, amount in reversed(self._slots.items()):
             if amount:
                 return second + WINDOW_S + 1 - now_s
@@ -201,7 +210,8 @@ class _Ticket:
     limits: Limits
     """Those of its admission: what they do not name was not charged."""
     tokens: int
-    at_s: float
+    second: int
+    """Of its admission, by the monotonic clock."""
     day: int
 
 
@@ -256,14 +266,22 @@ class Ledger:
 
         ``door`` has opened, and ``number`` is new among its tickets.
         """
-        now_s = now.monotonic_s
-        account = self._touched(principal, now_s)
         self._turn_day(now)
+        account = self._touched(principal, now.monotonic_s)
         refused = self._refused(account, principal, limits, tokens, now)
         if refused is not None:
             limit, retry_after_s = refused
             return Refusal(limit, retry_after_s, self._standing(account, principal, limits, now))
-        self._charge(account, _Ticket(principal, limits, tokens, now_s, self._day), door, number)
+        second = account.second
+        account.running += 1
+        if limits.requests_per_minute is not None:
+            account.requests.add(second, 1)
+        if limits.tokens_per_minute is not None:
+            account.tokens.add(second, tokens)
+        if limits.tokens_per_day is not None:
+            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
+        ticket = _Ticket(principal, limits, tokens, second, self._day)
+        self._doors[door].tickets[number] = ticket
         return self._standing(account, principal, limits, now)
 
     def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> str | None:
@@ -276,18 +294,18 @@ class Ledger:
         ticket = None if known is None else known.tickets.pop(number, None)
         if ticket is None:
             return None
-        limits, now_s = ticket.limits, now.monotonic_s
-        account = self._touched(ticket.principal, now_s)
-        account.running -= 1
+        limits = ticket.limits
         self._turn_day(now)
+        account = self._touched(ticket.principal, now.monotonic_s)
+        account.running -= 1
         if tokens is None and limits.requests_per_minute is not None:
-            account.requests.take_back(ticket.at_s, 1)
+            account.requests.take_back(ticket.second, 1)
         beyond = (tokens or 0) - ticket.tokens
         if limits.tokens_per_minute is not None:
             if beyond > 0:
-                account.tokens.add(now_s, beyond)
+                account.tokens.add(account.second, beyond)
             elif beyond:
-                account.tokens.take_back(ticket.at_s, -beyond)
+                account.tokens.take_back(ticket.second, -beyond)
         if limits.tokens_per_day is not None and (ticket.day == self._day or beyond > 0):
             used = self._day_tokens.get(ticket.principal, 0)
             self._day_tokens[ticket.principal] = used + beyond
@@ -338,17 +356,6 @@ class Ledger:
         """Requests of the principal that run now."""
         account = self._accounts.get(principal)
         return 0 if account is None else account.running
-
-    def _charge(self, account: _Usage, ticket: _Ticket, door: str, number: int) -> None:
-        principal, limits = ticket.principal, ticket.limits
-        account.running += 1
-        if limits.requests_per_minute is not None:
-            account.requests.add(ticket.at_s, 1)
-        if limits.tokens_per_minute is not None:
-            account.tokens.add(ticket.at_s, ticket.tokens)
-        if limits.tokens_per_day is not None:
-            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + ticket.tokens
-        self._doors[door].tickets[number] = ticket
 
     def _touched(self, principal: str, now_s: float) -> _Usage:
         accounts, second = self._accounts, int(now_s)

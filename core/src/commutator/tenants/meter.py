@@ -85,6 +85,8 @@ class Meter:
 class MeteredRequest:
     """One request inside ``with``. Leaving settles it; costs nothing without limits."""
 
+    __slots__ = ("_limited", "_meter", "_principal", "_ticket", "_tokens", "standing")
+
     def __init__(self, meter: Meter, principal: Principal) -> None:
         self._meter = meter
         self._principal = principal

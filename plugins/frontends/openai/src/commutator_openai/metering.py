@@ -15,9 +15,9 @@ from commutator_openai.middleware import Exchange
 __all__ = [
     "RATE_LIMIT_HEADERS",
     "AnswerUsage",
+    "add_rate_limit_headers",
     "admit",
     "as_duration",
-    "rate_limit_headers",
     "stated_answers",
 ]
 
@@ -49,21 +49,19 @@ async def admit(
         await metered.admit(prompt_tokens, answers, max_tokens)
     finally:
         if metered.standing is not None:
-            exchange.headers.update(rate_limit_headers(metered.standing))
+            add_rate_limit_headers(exchange.headers, metered.standing)
 
 
-def rate_limit_headers(standing: Standing) -> dict[str, str]:
-    """The headers by which OpenAI's clients know their limits, for those that there are."""
-    found = {}
+def add_rate_limit_headers(headers: dict[str, str], standing: Standing) -> None:
+    """Add the headers by which OpenAI's clients know their limits, for those that there are."""
     if standing.limit_requests is not None:
-        found["x-ratelimit-limit-requests"] = str(standing.limit_requests)
-        found["x-ratelimit-remaining-requests"] = str(standing.remaining_requests)
-        found["x-ratelimit-reset-requests"] = as_duration(standing.reset_requests_s or 0.0)
+        headers["x-ratelimit-limit-requests"] = str(standing.limit_requests)
+        headers["x-ratelimit-remaining-requests"] = str(standing.remaining_requests)
+        headers["x-ratelimit-reset-requests"] = as_duration(standing.reset_requests_s or 0.0)
     if standing.limit_tokens is not None:
-        found["x-ratelimit-limit-tokens"] = str(standing.limit_tokens)
-        found["x-ratelimit-remaining-tokens"] = str(standing.remaining_tokens)
-        found["x-ratelimit-reset-tokens"] = as_duration(standing.reset_tokens_s or 0.0)
-    return found
+        headers["x-ratelimit-limit-tokens"] = str(standing.limit_tokens)
+        headers["x-ratelimit-remaining-tokens"] = str(standing.remaining_tokens)
+        headers["x-ratelimit-reset-tokens"] = as_duration(standing.reset_tokens_s or 0.0)
 
 
 def as_duration(seconds: float) -> str:
