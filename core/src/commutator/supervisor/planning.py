@@ -52,7 +52,7 @@ def planner_problems(config: Config, host: PluginHost) -> Iterator[str]:
     for role in sorted(roles - set(_performance(config, planner, host))):
         yield (
             f"planner.performance: required, as the engine of the {role} workers does not tell how "
-            "fast one is; measure prefill_tokens_per_s and step_s with one client at a time"
+            "fast one is; serve it without `planner`, and `commutator planner profile` measures it"
         )
 
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
+from commutator.cli.planner.profile import profile_command
 from commutator.cli.planner.text import observed_lines, role_lines, time_of_day
 from commutator.errors import CommutatorError
 
@@ -20,6 +21,9 @@ _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 @click.group()
 def planner() -> None:
     """Show what the planner of a running deployment wants, why, and what it did."""
+
+
+planner.add_command(profile_command)
 
 
 @planner.command(epilog="Example: commutator planner status")
