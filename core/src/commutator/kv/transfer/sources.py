@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,6 +68,9 @@ class Connection:
             frames.close()
             what = "no answer" if isinstance(error, TimeoutError) else str(error)
             raise self._unavailable(what) from error
+        except asyncio.CancelledError:
+            frames.close()  # nobody else knows of it
+            raise
         if transport.is_closing():
             raise self._unavailable("connection lost at once")
         self._frames = frames
@@ -139,6 +143,10 @@ class _Source:
     """Whether ``memory`` was asked for on the present connection: a later one may be to another
     process."""
     connecting: asyncio.Lock = field(factory=asyncio.Lock)
+    users: int = 0
+    """Those who use the connection, or wait until they can."""
+    dropped: bool = False
+    """Whether ``Sources`` no longer has it, so that nobody would close a further connection."""
     silences: int = 0
     """Consecutive look-ups without an answer."""
     backoff: Backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -147,9 +155,18 @@ class _Source:
 
     async def connect(self) -> None:
         """Connect if necessary. Only with ``connecting`` held. Raises EngineUnavailableError."""
-        if not self.connection.connected:
+        if not self.connection.connected and not self.dropped:
             self.greeted = False
             await self.connection.start()
+        if self.dropped:
+            await self.connection.close()
+            what = "its connection was closed, because it is no longer in use"
+            raise EngineUnavailableError(f"exporter at {self.connection.address}: {what}")
+
+    async def drop(self) -> None:
+        """Disconnect for good."""
+        self.dropped = True
+        await self.connection.close()
 
     def answered(self) -> None:
         self.silences, self.backoff = 0, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -190,28 +207,24 @@ class Sources:
 
         Raises EngineError without an answer, for a refusal, and for one of another type.
         """
-        source = self._source(address)
-        async with source.connecting:
-            await source.connect()
-        return _as(
-            answer, address, await source.connection.ask(what, arguments, timeout_s=timeout_s)
-        )
+        with self._used(address) as source:
+            async with source.connecting:
+                await source.connect()
+            said = await source.connection.ask(what, arguments, timeout_s=timeout_s)
+        return _as(answer, address, said)
 
     async def memory(self, address: str) -> ExportedMemory:
         """The arena at this address; asks once for each connection. Raises EngineError."""
-        source = self._source(address)
-        async with source.connecting:
-            await source.connect()
-            if source.memory is not None and source.greeted:
-                return source.memory
-            found = _as(
-                ExportedMemory,
-                address,
-                await source.connection.ask("hello", {}, timeout_s=self._hello_timeout_s),
-            )
-            if source.memory is not None and source.memory != found:
-                self._forget(source.memory)
-            source.memory, source.greeted = found, True
+        with self._used(address) as source:
+            async with source.connecting:
+                await source.connect()
+                if source.memory is not None and source.greeted:
+                    return source.memory
+                said = await source.connection.ask("hello", {}, timeout_s=self._hello_timeout_s)
+                found = _as(ExportedMemory, address, said)
+                if source.memory is not None and source.memory != found:
+                    self._forget(source.memory)
+                source.memory, source.greeted = found, True
         await self._forget_lost()
         return found
 
@@ -228,7 +241,7 @@ class Sources:
         EngineError.
         """
         for address in self._sources.keys() - {*addresses, *keep}:
-            await self._sources.pop(address).connection.close()
+            await self._sources.pop(address).drop()
         now_s = time.monotonic()
         asked = [each for each in addresses if self._source(each).open_until_s <= now_s]
         answers = await asyncio.gather(*(self._look_up(a, request, timeout_s) for a in asked))
@@ -244,7 +257,7 @@ class Sources:
         """Disconnect from all exporters."""
         sources, self._sources = self._sources, {}
         for source in sources.values():
-            await source.connection.close()
+            await source.drop()
 
     async def _look_up(
         self, address: str, request: LookupRequest, timeout_s: float
@@ -265,12 +278,21 @@ class Sources:
     async def _forget_lost(self) -> None:
         """Drop the sources whose connection is lost: workers come and go."""
         for address, source in list(self._sources.items()):
-            idle = not source.connection.connected and not source.connecting.locked()
+            idle = not source.connection.connected and not source.users
             # While another connection was closed, this source may have been replaced.
             if source.memory is not None and idle and self._sources.get(address) is source:
                 del self._sources[address]
                 self._forget(source.memory)
-                await source.connection.close()
+                await source.drop()
+
+    @contextmanager
+    def _used(self, address: str) -> Iterator[_Source]:
+        source = self._source(address)
+        source.users += 1
+        try:
+            yield source
+        finally:
+            source.users -= 1
 
     def _source(self, address: str) -> _Source:
         source = self._sources.get(address)
