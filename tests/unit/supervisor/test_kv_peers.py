@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import pytest
 from attrs import evolve
 
 from commutator.contract.worker import EngineInfo, KvExchange, WorkerRecord
 from commutator.engine.client import TokenApiClient
 from commutator.errors import EngineUnavailableError
 from commutator.registry.memory import MemoryRegistry
-from commutator.supervisor.worker_agent import KvPeers, peer_addresses
+from commutator.supervisor.worker_agent import KvPeers
 
 
 def record(worker_id: str, address: str | None = None, model: str = "m") -> WorkerRecord:
@@ -47,7 +48,7 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_only_others_of_the_same_model_that_lend() -> None:
+async def test_only_others_of_the_same_model_that_lend() -> None:
     mine = record("w0", "tcp://h:1")
     none = evolve(
         record("w5"),
@@ -63,7 +64,53 @@ def test_only_others_of_the_same_model_that_lend() -> None:
         record("w4"),
         none,
     ]
-    assert peer_addresses(others, mine) == ["tcp://h:2", "tcp://h:3"]
+    registry, peers = MemoryRegistry(), KvPeers()
+    for other in others:
+        await registry.register(other, 60.0)
+    following = asyncio.create_task(peers.follow(registry))
+    await until(lambda: bool(peers.addresses(mine)))
+    assert peers.addresses(mine) == ["tcp://h:2", "tcp://h:3"]
+    following.cancel()
+    await registry.close()
+
+
+async def test_what_changes_while_a_worker_is_told_is_told_next() -> None:
+    class Slow(FakeClient):
+        async def set_peers(self, addresses: Sequence[str], *, timeout_s: float = 5.0) -> None:
+            await super().set_peers(addresses)
+            if len(self.told) == 1:
+                await registry.register(record("w2", "tcp://h:3"), 60.0)
+                await until(lambda: len(peers.addresses(mine)) == 2)
+
+    registry, peers, client = MemoryRegistry(), KvPeers(), Slow()
+    mine = record("w0", "tcp://h:1")
+    following = asyncio.create_task(peers.follow(registry))
+    await registry.register(record("w1", "tcp://h:2"), 60.0)
+    await until(lambda: bool(peers.addresses(mine)))
+    for _ in range(3):
+        await peers.send(client, mine)
+    assert client.told == [["tcp://h:2"], ["tcp://h:2", "tcp://h:3"]]
+    following.cancel()
+    await registry.close()
+
+
+async def test_a_renewal_without_news_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of workers, and each renews its lease every second or two."""
+    registry, peers, client = MemoryRegistry(), KvPeers(), FakeClient()
+    mine = record("w0", "tcp://h:1")
+    following = asyncio.create_task(peers.follow(registry))
+    lender = record("w1", "tcp://h:2")
+    await registry.register(lender, 60.0)
+    await until(lambda: bool(peers.addresses(mine)))
+    await peers.send(client, mine)
+    monkeypatch.setattr(KvPeers, "addresses", None)
+    await peers.send(client, mine)
+    # A change of what it does not need is no news either.
+    await registry.set_draining("w1", True)
+    await peers.send(client, mine)
+    assert client.told == [["tcp://h:2"]]
+    following.cancel()
+    await registry.close()
 
 
 async def test_a_worker_hears_when_others_come_and_go() -> None:
@@ -72,12 +119,12 @@ async def test_a_worker_hears_when_others_come_and_go() -> None:
     following = asyncio.create_task(peers.follow(registry))
     await registry.register(mine, 60.0)
     lease = await registry.register(record("w1", "tcp://h:2"), 60.0)
-    await until(lambda: len(peers.live) == 2)
+    await until(lambda: bool(peers.addresses(mine)))
     await peers.send(client, mine)
     await peers.send(client, mine)
     assert client.told == [["tcp://h:2"]], "once"
     await registry.deregister(lease, "failed")
-    await until(lambda: len(peers.live) == 1)
+    await until(lambda: not peers.addresses(mine))
     client.silent = True
     await peers.send(client, mine)
     client.silent = False
@@ -92,7 +139,7 @@ async def test_a_new_process_gets_its_peers_again_and_others_get_nothing() -> No
     mine = record("w0")
     following = asyncio.create_task(peers.follow(registry))
     await registry.register(record("w1", "tcp://h:2"), 60.0)
-    await until(lambda: len(peers.live) == 1)
+    await until(lambda: bool(peers.addresses(mine)))
     await peers.send(client, mine)
     peers.started()
     await peers.send(client, mine)

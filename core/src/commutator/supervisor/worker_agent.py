@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,7 +46,6 @@ __all__ = [
     "KvPeers",
     "WorkerAgent",
     "WorkerSpec",
-    "peer_addresses",
 ]
 
 log = logging.getLogger(__name__)
@@ -362,48 +361,68 @@ def _sentence(error: Exception) -> str:
     return f"failed: {kind}{error}"
 
 
-def peer_addresses(records: Iterable[WorkerRecord], mine: WorkerRecord) -> list[str]:
-    """Sorted addresses at which the other workers of the same model lend blocks."""
-    return sorted(
-        record.info.kv_exchange.address
-        for record in records
-        if record.worker_id != mine.worker_id
-        and record.model == mine.model
-        and record.info.kv_exchange is not None
-        and record.info.kv_exchange.address is not None
-    )
-
-
 class KvPeers:
     """Keeps one worker's list of peers current."""
 
     def __init__(self) -> None:
-        self.live: dict[str, WorkerRecord] = {}
+        self._lenders: dict[str, tuple[str, str]] = {}
+        """The model and the address of each worker that lends blocks. Not its record: there may be
+        thousands, and a supervisor has one list for each of its workers."""
         self._sent: list[str] = []
+        self._current = False
+        """Whether nothing has changed since ``_sent`` was sent, so that nothing need be sorted."""
 
     async def follow(self, registry: Registry) -> None:
         """Follow the registry until cancelled."""
         async for changes in registry.watch():
             for change in changes:
                 if isinstance(change, WorkerUp):
-                    self.live[change.record.worker_id] = change.record
+                    self._set(change.record.worker_id, _lender(change.record))
                 else:
-                    self.live.pop(change.worker_id, None)
+                    self._set(change.worker_id, None)
 
     def started(self) -> None:
         """The worker is a new process and has no peers yet."""
         self._sent = []
+        self._current = False
 
     async def send(self, client: EngineClient, mine: WorkerRecord) -> None:
         """Send the worker its peers if they changed; a failure is retried by the next call."""
-        if mine.info.kv_exchange is None:
+        if mine.info.kv_exchange is None or self._current:
             return
-        addresses = peer_addresses(self.live.values(), mine)
+        self._current = True  # before the wait, in which something may change again
+        addresses = self.addresses(mine)
         if addresses == self._sent:
             return
         try:
             await client.set_peers(addresses)
         except EngineError as error:
+            self._current = False
             log.warning("%s: its peers could not be sent: %s", mine.worker_id, error)
         else:
             self._sent = addresses
+
+    def addresses(self, mine: WorkerRecord) -> list[str]:
+        """Sorted addresses at which the other workers of the same model lend blocks."""
+        return sorted(
+            address
+            for worker_id, (model, address) in self._lenders.items()
+            if worker_id != mine.worker_id and model == mine.model
+        )
+
+    def _set(self, worker_id: str, lender: tuple[str, str] | None) -> None:
+        if self._lenders.get(worker_id) == lender:
+            return
+        if lender is None:
+            del self._lenders[worker_id]
+        else:
+            self._lenders[worker_id] = lender
+        self._current = False
+
+
+def _lender(record: WorkerRecord) -> tuple[str, str] | None:
+    """The model and the address at which a worker lends blocks; None if it lends none."""
+    exchange = record.info.kv_exchange
+    if exchange is None or exchange.address is None:
+        return None
+    return record.model, exchange.address
