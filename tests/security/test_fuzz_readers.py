@@ -47,6 +47,7 @@ pytestmark = pytest.mark.security
 
 WITHIN_S = 60.0
 """Long enough for a machine that does much else."""
+_LOOK_S = 0.001
 
 
 class Events:
@@ -107,14 +108,19 @@ class Liar:
         )
         self._open: dict[str, tuple[socket.socket, list[Any]]] = {}
         """The connection and the frame of the last question of each name."""
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        """Held where an answer is chosen, so that a connection has got the usual one before a case
+        is waiting, or gets the case."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def say(self, question: str, answer: bytes | list[Any]) -> None:
         """Give this answer to the next such question, and wait until it was asked."""
         cases = self._cases[question]
-        cases.put(answer)
-        if question == "hello":  # asked once for each connection
-            self._cut()
+        with self._lock:
+            cases.put(answer)
+            if question == "hello":  # asked once for each connection
+                self._cut()
         until(cases.empty, f"nobody asks for {question} any more")
 
     def push(self, question: str, said: bytes | list[Any]) -> None:
@@ -132,7 +138,7 @@ class Liar:
                 connection.sendall(packed(said, asked))
 
     def _cut(self) -> None:
-        for connection, _ in list(self._open.values()):
+        for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -144,11 +150,21 @@ class Liar:
         with suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
+                with self._lock:
+                    self._connections.add(connection)
                 threading.Thread(target=self._serve, args=[connection], daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        try:
+            self._converse(connection)
+        finally:
+            with self._lock:  # closed only then, as its number may soon be another's
+                self._connections.discard(connection)
+                connection.close()
+
+    def _converse(self, connection: socket.socket) -> None:
         question = None
-        with connection, suppress(OSError), connection.makefile("rb") as stream:
+        with suppress(OSError), connection.makefile("rb") as stream:
             while len(length := stream.read(4)) == 4:
                 asked = msgspec.msgpack.decode(stream.read(struct.unpack(">I", length)[0]))
                 question = asked[2] if asked[0] == "ask" else asked[0]
@@ -166,7 +182,7 @@ class Liar:
 
     def _answer_to(self, question: str) -> tuple[bool, bytes | list[Any] | None]:
         """Whether the fuzzer gave the answer, and the answer."""
-        with suppress(queue.Empty):
+        with self._lock, suppress(queue.Empty):
             return True, self._cases[question].get_nowait()
         if question == "watch":
             time.sleep(0.002)  # as an exporter that waits for news
@@ -193,10 +209,12 @@ def packed(frame: list[Any], asked: list[Any]) -> bytes:
 
 
 def until(done: Callable[[], bool], problem: str) -> None:
-    deadline_s = time.monotonic() + WITHIN_S
-    while not done():
-        assert time.monotonic() < deadline_s, problem
-        time.sleep(0.001)
+    """Looks as often as fits into ``WITHIN_S``: a machine that stood still meanwhile has not."""
+    for _ in range(round(WITHIN_S / _LOOK_S)):
+        if done():
+            return
+        time.sleep(_LOOK_S)
+    raise AssertionError(problem)
 
 
 MEMORY = ExportedMemory(OWN, "agent", b"", "DRAM", 4096, BLOCK * OWN.token_bytes, 100)
