@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.support.slow_link import slow_link
+from tests.support.open_ports import listeners, of_others, outside_host
 
 from commutator.supervisor.local_cluster import LocalCluster
 
@@ -31,29 +29,6 @@ CONFIG: dict[str, Any] = {
     "tiers": [{"kind": "dram", "capacity": "20MB"}, {"kind": "peer"}],
 }
 
-# Prints the ports of a host that accept a connection.
-SCAN = """
-import json, socket, sys
-found = []
-for port in range(1, 65536):
-    with socket.socket() as probe:
-        probe.settimeout(2)
-        if probe.connect_ex((sys.argv[1], port)) == 0:
-            found.append(port)
-print(json.dumps(found))
-"""
-
-
-def listeners(pid: int) -> list[tuple[str, int]]:
-    """The addresses at which a process and its descendants listen."""
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    return [
-        (connection.laddr.ip, connection.laddr.port)
-        for process in processes
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-
 
 def chat(cluster: LocalCluster) -> None:
     """One request, so that everything that opens its sockets late has opened them."""
@@ -65,15 +40,9 @@ def chat(cluster: LocalCluster) -> None:
     )  # fmt: skip
 
 
-def of_others(open_ports: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that other hosts reach."""
-    return [(ip, port) for ip, port in open_ports if ip not in ("127.0.0.1", "::1")]
-
-
 def test_every_process_listens_on_the_loopback_interface_only(cluster: LocalCluster) -> None:
     """By default; of tiers and hand-overs, the next test tells."""
-    assert cluster.process is not None
-    open_ports = listeners(cluster.process.pid)
+    open_ports = listeners(cluster)
     assert int(cluster.url.rpartition(":")[2]) in {port for _, port in open_ports}
     assert len(open_ports) > 3
     assert of_others(open_ports) == []
@@ -82,31 +51,22 @@ def test_every_process_listens_on_the_loopback_interface_only(cluster: LocalClus
 def test_another_host_finds_the_front_door_and_nothing_else(tmp_path: Path) -> None:
     nvme = {"kind": "nvme", "path": str(tmp_path), "capacity": "20MB"}
     config = CONFIG | {"tiers": [*CONFIG["tiers"], nvme]}
-    with slow_link() as link:
-        here = link.fast.host.rpartition(".")[0] + ".254"
-
-        def found() -> set[int]:
-            scan = [*link.fast.command, sys.executable, "-c", SCAN, here]
-            done = subprocess.run(scan, check=True, capture_output=True, timeout=300)
-            return set(json.loads(done.stdout))
-
-        before = found()
+    with outside_host() as outside:
+        before = outside.reachable_ports()
         with LocalCluster(config, arguments=("--set", "frontend.host=0.0.0.0")) as cluster:
             chat(cluster)
             door = int(cluster.url.rpartition(":")[2])
-            assert cluster.process is not None
-            open_ports = listeners(cluster.process.pid)
+            open_ports = listeners(cluster)
             assert len(open_ports) > 5
             assert {port for _, port in of_others(open_ports)} == {door}
-            assert found() - before == {door}
+            assert outside.reachable_ports() - before == {door}
 
 
 def test_interfaces_that_the_configuration_names_are_used() -> None:
     name, address = another_interface()
     with LocalCluster(CONFIG | {"runtime": {"kv_interfaces": ["lo", name]}}) as cluster:
         chat(cluster)
-        assert cluster.process is not None
-        assert address in {ip for ip, _ in listeners(cluster.process.pid)}
+        assert address in {ip for ip, _ in listeners(cluster)}
 
 
 def another_interface() -> tuple[str, str]:
