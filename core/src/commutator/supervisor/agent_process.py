@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,27 @@ from attrs import evolve, frozen
 
 from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
-from commutator.config.secrets import foreign_variables, hidden_line, variables_of_worker
+from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import RETIRED, Change, Registry
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import CommutatorError, ConfigError, NameTakenError, RegistryError
 from commutator.launcher.child import (
-    LOG_LEVEL,
     StartFailure,
     raise_descriptor_limit,
     report_start_failure,
 )
 from commutator.launcher.process import LocalLauncher
-from commutator.plugins import BLOCKED_PLUGINS
-from commutator.registry.client import RegistryClient
-from commutator.registry.memory import MemoryConfig
-from commutator.supervisor.hosts import kv_host, network_of, transport_variables
+from commutator.supervisor.hosts import (
+    child_environment,
+    kv_host,
+    network_of,
+    registry_client,
+    those_set,
+)
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
-from commutator.trust import NETWORK, SECRET_FILE, Network, RunSecret, adopt, use_network
+from commutator.trust import Network, RunSecret, adopt, use_network
 
 __all__ = ["CONFIG", "ORDER", "CutOff", "Order", "main"]
 
@@ -136,24 +138,18 @@ class _WatchedRegistry(Registry):
     async def close(self) -> None:
         await self._inner.close()
 
-    def _watched(self) -> _Answer:
-        return _Answer(self._on_answer)
-
-
-class _Answer:
-    """Reports how its block ended."""
-
-    def __init__(self, on_answer: Callable[[bool], None]) -> None:
-        self._on_answer = on_answer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, NameTakenError):
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Report how the block ends: a name that is taken is an answer, too."""
+        try:
+            yield
+        except NameTakenError:
             self._on_answer(True)
-        elif issubclass(kind, RegistryError):
+            raise
+        except RegistryError:
             self._on_answer(False)
+            raise
+        self._on_answer(True)
 
 
 class _Host:
@@ -173,14 +169,9 @@ class _Host:
         self._cut_off = CutOff(order.cut_off_s, time.monotonic())
 
     def _open_registry(self) -> Registry:
-        config = self._config.registry
-        inner: Registry
-        if isinstance(config, MemoryConfig) and config.address is not None:
-            inner = RegistryClient(config.address)
-        else:
-            inner = self._loaded.host.registries.kinds[config.kind].thing(config)
         return _WatchedRegistry(
-            inner, lambda answered: self._cut_off.saw("registry", answered, time.monotonic())
+            registry_client(self._loaded),
+            lambda answered: self._cut_off.saw("registry", answered, time.monotonic()),
         )
 
     async def run(self) -> None:
@@ -194,11 +185,7 @@ class _Host:
         await launcher.open()
         try:
             while not self._stop.is_set():
-                env = {
-                    name: os.environ[name]
-                    for name in variables_of_worker(self._config, spec.config)
-                    if name in os.environ
-                }
+                env = those_set(variables_of_worker(self._config, spec.config))
                 agent = WorkerAgent(
                     spec, self._config.runtime, registry, launcher, self._folder, env, bus=bus
                 )
@@ -213,17 +200,9 @@ class _Host:
         secret_file = self._folder / _SECRET
         self._secret.save(secret_file)
         network = self._network
-        foreign = foreign_variables(self._config)
         return LauncherContext(
             folder=self._folder,
-            env={
-                **{name: value for name, value in os.environ.items() if name not in foreign},
-                **transport_variables(self._config, network, os.environ),
-                **({} if network is None else {NETWORK: network.to_json()}),
-                LOG_LEVEL: self._config.log.level.upper(),
-                SECRET_FILE: str(secret_file),
-                BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
-            },
+            env=child_environment(self._config, network, secret_file),
             on_line=_print_line,
             listen="127.0.0.1" if network is None else network.listen,
         )

@@ -1,4 +1,4 @@
-"""This host among the others of its cluster: its network, and how KV moves to other hosts."""
+"""This host among the others of its cluster: its network, and what its processes are told of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
+from commutator.config.load import Loaded
 from commutator.config.model import ClusterConfig, Config
+from commutator.config.secrets import foreign_variables
+from commutator.contract.registry import Registry
 from commutator.errors import ConfigError
+from commutator.launcher.child import LOG_LEVEL
+from commutator.plugins import BLOCKED_PLUGINS
+from commutator.registry.client import RegistryClient
 from commutator.registry.memory import MemoryConfig
 from commutator.trust import (
+    NETWORK,
     SECRET_FILE,
     Network,
     Right,
@@ -24,11 +32,14 @@ from commutator.trust.wire import certificates_of
 
 __all__ = [
     "can_be_hub",
+    "child_environment",
     "cluster_warnings",
     "host_problems",
     "kv_host",
     "network_of",
+    "registry_client",
     "serves_registry",
+    "those_set",
     "transport_variables",
 ]
 
@@ -152,6 +163,32 @@ def transport_variables(
         address = kv_host(config, network)
         interfaces = ("lo" if is_loopback(address) else interface_of(address),)
     return {"UCX_NET_DEVICES": ",".join(interfaces), "UCX_TCP_PORT_RANGE": config.cluster.kv_ports}
+
+
+def those_set(names: Iterable[str]) -> dict[str, str]:
+    """Of ``names``, the environment variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def child_environment(config: Config, network: Network | None, secret_file: Path) -> dict[str, str]:
+    """What every child process gets: this environment without the secrets that others need."""
+    return {
+        **those_set(os.environ.keys() - foreign_variables(config)),
+        **transport_variables(config, network, os.environ),
+        **({} if network is None else {NETWORK: network.to_json()}),
+        LOG_LEVEL: config.log.level.upper(),
+        SECRET_FILE: str(secret_file),
+        BLOCKED_PLUGINS: ",".join(config.plugins.block),
+    }
+
+
+def registry_client(loaded: Loaded) -> Registry:
+    """A client of the cluster's registry, also on the host that serves it."""
+    config = loaded.config.registry
+    if isinstance(config, MemoryConfig) and config.address is not None:
+        return RegistryClient(config.address)
+    registry: Registry = loaded.host.registries.kinds[config.kind].thing(config)
+    return registry
 
 
 def interface_of(address: str) -> str:

@@ -24,7 +24,6 @@ from rich.text import Text
 from commutator.config.load import Loaded
 from commutator.config.model import Config
 from commutator.config.secrets import (
-    foreign_variables,
     hidden_line,
     variables_of_frontends,
     variables_of_worker,
@@ -36,11 +35,10 @@ from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContex
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
-from commutator.launcher.child import LOG_LEVEL
 from commutator.launcher.output import Printer
 from commutator.launcher.process import LocalLauncher
 from commutator.planner.reports import DoorReports
-from commutator.plugins import BLOCKED_PLUGINS, PluginHost
+from commutator.plugins import PluginHost
 from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
 from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
@@ -49,10 +47,11 @@ from commutator.supervisor.frontend_agent import FrontendAgent
 from commutator.supervisor.generation import generation_of
 from commutator.supervisor.hosts import (
     can_be_hub,
+    child_environment,
     kv_host,
     network_of,
     serves_registry,
-    transport_variables,
+    those_set,
 )
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
@@ -61,7 +60,6 @@ from commutator.supervisor.planning import make_planner
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
 from commutator.trust import (
-    NETWORK,
     SECRET_FILE,
     Network,
     RunSecret,
@@ -176,14 +174,7 @@ class Supervisor:
         config, network = self._config.launcher, self._network
         context = LauncherContext(
             folder=self._folder,
-            env={
-                **_environment(os.environ.keys() - foreign_variables(self._config)),
-                **transport_variables(self._config, network, os.environ),
-                **({} if network is None else {NETWORK: network.to_json()}),
-                LOG_LEVEL: self._config.log.level.upper(),
-                SECRET_FILE: str(self._folder / _FILE_OF_SECRET),
-                BLOCKED_PLUGINS: ",".join(self._config.plugins.block),
-            },
+            env=child_environment(self._config, network, self._folder / _FILE_OF_SECRET),
             on_line=self._on_line,
             listen="127.0.0.1" if network is None else network.listen,
         )
@@ -353,7 +344,7 @@ class Supervisor:
                 registry,
                 self._launcher,
                 self._folder,
-                _environment(variables_of_worker(self._config, spec.config)),
+                those_set(variables_of_worker(self._config, spec.config)),
                 bus=bus,
             )
 
@@ -397,7 +388,7 @@ class Supervisor:
         runtime = self._config.runtime
         config_file = self._folder / "config.json"
         write_effective(self._config, self._port, config_file)
-        secrets = _environment(variables_of_frontends(self._config))
+        secrets = those_set(variables_of_frontends(self._config))
         env = {**secrets, "COMMUTATOR_REGISTRY": address}
         self._frontends = [
             FrontendAgent(f"frontend-{number}", runtime, self._launcher, env, config_file)
@@ -447,11 +438,6 @@ class Supervisor:
         """Everything that is to run now."""
         assert self._fleet is not None
         return [*self._fleet.agents(), *self._frontends]
-
-
-def _environment(names: Iterable[str]) -> dict[str, str]:
-    """Those of the variables that are set."""
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def run_secret(config: Config) -> RunSecret:

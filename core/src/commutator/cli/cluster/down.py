@@ -88,7 +88,7 @@ async def _must_not_be_launching(loaded: Loaded) -> None:
 
     config = loaded.config.registry
     if isinstance(config, MemoryConfig):
-        # `commutator serve` is the registry: whoever answers there launches.
+        # `commutator serve` is the registry: the process that answers there launches.
         assert config.address is not None
         client = RegistryClient(config.address)
         try:

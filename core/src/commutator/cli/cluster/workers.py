@@ -39,9 +39,7 @@ def _ask(
 ) -> Any:
     """Put a question to the registry of a configuration. Raises CommutatorError."""
     from commutator.config.load import load_config
-    from commutator.registry.client import RegistryClient
-    from commutator.registry.memory import MemoryConfig
-    from commutator.supervisor.hosts import network_of
+    from commutator.supervisor.hosts import network_of, registry_client
     from commutator.supervisor.supervisor import run_secret
     from commutator.trust import adopt, use_network
 
@@ -50,11 +48,7 @@ def _ask(
     must_be_shared(config, "only its own front doors know it (commutator worker ls)")
 
     async def ask() -> Any:
-        registry: Registry
-        if isinstance(config.registry, MemoryConfig) and config.registry.address is not None:
-            registry = RegistryClient(config.registry.address)
-        else:
-            registry = loaded.host.registries.kinds[config.registry.kind].thing(config.registry)
+        registry = registry_client(loaded)
         try:
             return await question(registry)
         finally:
