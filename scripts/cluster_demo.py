@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +60,18 @@ def say(text: str) -> None:
 class Demo:
     """What runs, and the folder that it runs in."""
 
-    def __init__(self, folder: Path, places: Sequence[Host], engine: str, registry: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        places: Sequence[Host],
+        engine: str,
+        registry: str,
+        etcd_hosts: Sequence[Host] = (),
+    ) -> None:
+        """``places`` are three hosts; etcd's members are on ``etcd_hosts``, by default on these."""
         self.folder = folder
         self.hosts = places
+        self.etcd_hosts = etcd_hosts or places
         self._engine = engine
         self._registry = registry
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -81,19 +92,44 @@ class Demo:
             raise SystemExit(f"failed with status {done.returncode}")
         return done.stdout
 
-    def begin(self, host: Host, name: str, *argv: str | Path, shown: str | None = None) -> None:
-        """Start a process on a host."""
+    def begin(
+        self,
+        host: Host,
+        name: str,
+        *argv: str | Path,
+        shown: str | None = None,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start a process on a host, with ``env`` beside what all have."""
         print(f"{host.name}$ {shown or shlex.join(map(str, argv))} &", flush=True)
-        with (self.folder / f"{host.name}-{name}.log").open("wb") as log:
+        with (self.folder / f"{host.name}-{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                host.command(*argv), cwd=self.folder, env=self._env(), stdout=log, stderr=log
+                host.command(*argv),
+                cwd=self.folder,
+                env={**self._env(), **env},
+                stdout=log,
+                stderr=log,
             )
         self._processes.append((f"{host.name}-{name}", process))
 
-    def begin_commutator(self, host: Host) -> None:
+    def begin_commutator(self, host: Host, env: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start what a host of the cluster runs: front doors, workers or both."""
         argv = (COMMANDS[host.name], f"{host.name}.yaml", *MORE.get(host.name, ()))
-        self.begin(host, argv[0], COMMUTATOR, *argv, shown=shlex.join(["commutator", *argv]))
+        self.begin(
+            host, argv[0], COMMUTATOR, *argv, shown=shlex.join(["commutator", *argv]), env=env
+        )
+
+    def end(self, host: Host, number: signal.Signals) -> None:
+        """End all processes of a host: SIGKILL as a power cut does, SIGTERM as systemd does."""
+        mine = [one for one in self._processes if one[0].startswith(f"{host.name}-")]
+        self._processes = [one for one in self._processes if one not in mine]
+        if number is signal.SIGKILL:
+            host.signal(number)
+        else:
+            for _, process in mine:
+                process.send_signal(number)
+        for _, process in mine:
+            process.wait(60)
 
     def _env(self) -> dict[str, str]:
         # Without UCX_TLS, UCX sees one machine, and moves KV through its memory instead.
@@ -115,7 +151,7 @@ class Demo:
         h1, h2, _ = self.hosts
         say("Three hosts, each with a certificate of one authority")
         self.command("certs", "init", "--cluster", "demo")
-        for host in self.hosts:
+        for host in dict.fromkeys((*self.hosts, *self.etcd_hosts)):
             self.command("certs", "issue", "--name", host.name, "--ip", host.address)
         if self._registry == "etcd":
             self.begin_all_of_etcd()
@@ -140,7 +176,7 @@ class Demo:
 
     def write_configuration(self) -> None:
         """The one file that all hosts have."""
-        urls = [f"https://{host.address}:2379" for host in self.hosts]
+        urls = [f"https://{host.address}:2379" for host in self.etcd_hosts]
         registry = f"{{kind: etcd, endpoints: {json.dumps(urls)}}}"
         if self._registry == "memory":
             registry = f"{{kind: memory, address: '{self.hosts[1].address}:7700'}}"
@@ -166,14 +202,18 @@ frontend: {{host: 0.0.0.0, port: 8000}}
     def begin_all_of_etcd(self) -> None:
         """Three members, one a host."""
         say("An etcd of three members, which asks for certificates")
-        for host in self.hosts:
+        for host in self.etcd_hosts:
             self.begin_etcd(host)
-        probes = [f"http://{host.address}:2381/health" for host in self.hosts]
+        self.until_etcd_answers()
+
+    def until_etcd_answers(self) -> None:
+        """Wait for every member."""
+        probes = [f"http://{host.address}:2381/health" for host in self.etcd_hosts]
         self.until("etcd", lambda: all((get(url) or {}).get("health") == "true" for url in probes))
 
     def begin_etcd(self, host: Host) -> None:
         """A member that asks everyone for a certificate."""
-        peers = ",".join(f"{one.name}=https://{one.address}:2380" for one in self.hosts)
+        peers = ",".join(f"{one.name}=https://{one.address}:2380" for one in self.etcd_hosts)
         client, peer = f"https://{host.address}:2379", f"https://{host.address}:2380"
         files = (
             "--trusted-ca-file", "certs/ca.pem", "--cert-file", f"certs/{host.name}.pem",
@@ -315,10 +355,11 @@ def show_handover(demo: Demo, story: str, expected: str) -> None:
 
 
 @contextmanager
-def running(engine: str, registry: str) -> Iterator[Demo]:
-    """The whole cluster."""
-    with hosts(3) as places, tempfile.TemporaryDirectory(prefix="cluster-demo-") as folder:
-        demo = Demo(Path(folder), places, engine, registry)
+def running(engine: str, registry: str, *, etcd_apart: bool = False) -> Iterator[Demo]:
+    """The whole cluster, to be started. ``etcd_apart``: etcd has three hosts of its own."""
+    count = 6 if etcd_apart else 3
+    with hosts(count) as places, tempfile.TemporaryDirectory(prefix="cluster-demo-") as folder:
+        demo = Demo(Path(folder), places[:3], engine, registry, places[3:])
         try:
             yield demo
         finally:

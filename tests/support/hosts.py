@@ -18,6 +18,8 @@ from attrs import frozen
 
 __all__ = ["Host", "hosts", "why_not"]
 
+_NOBODY = "02:00:00:00:00:00"
+
 
 @frozen
 class Host:
@@ -49,6 +51,17 @@ class Host:
         """What has come over its network so far."""
         shown = _run(f"ip -n {self.namespace} -s -j link show dev eth")
         return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
+
+    def cut_off(self, *others: Host, cut: bool = True) -> None:
+        """Lose every packet to and from other hosts, and nobody is told; or no longer."""
+        for other in others:
+            for here, there in ((self, other), (other, self)):
+                # Frames for an address of the link layer that nobody has reach nobody.
+                if cut:
+                    entry = f"replace {there.address} lladdr {_NOBODY} nud permanent"
+                else:
+                    entry = f"del {there.address}"
+                _run(f"ip -n {here.namespace} neigh {entry} dev eth")
 
     def set_link(self, up: bool) -> None:
         """Plug the host's cable in, or pull it: packets are lost, and nobody is told."""

@@ -33,6 +33,10 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
+    # A connection that loses every packet is given up, instead of repeating them ever more rarely:
+    # after minutes it would be found to work again only minutes later.
+    ("grpc.keepalive_time_ms", 10_000),  # etcd refuses less than 5 s
+    ("grpc.keepalive_timeout_ms", 3_000),
 )
 _FINAL = frozenset(
     {
