@@ -77,7 +77,7 @@ class Demo:
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def command(self, *argv: str) -> str:
-        """Run `commutator` on this machine, show it, and return its output."""
+        """Run `commutator` on this machine, show it, and return its output. Raises RuntimeError."""
         print(f"$ commutator {shlex.join(argv)}", flush=True)
         done = subprocess.run(
             [COMMUTATOR, *argv],
@@ -89,7 +89,7 @@ class Demo:
         )
         print(done.stdout + done.stderr, end="", flush=True)
         if done.returncode:
-            raise SystemExit(f"failed with status {done.returncode}")
+            raise RuntimeError(f"failed with status {done.returncode}")
         return done.stdout
 
     def begin(
@@ -137,13 +137,13 @@ class Demo:
         return {**os.environ, "CLUSTER_SECRET": secret, "UCX_TLS": "tcp,self"}
 
     def until(self, what: str, true: Callable[[], bool], timeout_s: float = 180.0) -> None:
-        """Wait, and say for what; ends the demo when a process does, or time is up."""
+        """Wait. Raises RuntimeError, with a log, when a process ends meanwhile, or time is up."""
         deadline_s = time.monotonic() + timeout_s
         while not true():
             for name, process in self._processes:
                 if process.poll() is not None or time.monotonic() > deadline_s:
                     log = (self.folder / f"{name}.log").read_text(errors="replace")
-                    raise SystemExit(f"waiting for {what}; the log of {name}:\n{log[-4000:]}")
+                    raise RuntimeError(f"waiting for {what}; the log of {name}:\n{log[-4000:]}")
             time.sleep(0.1)
 
     def start(self) -> None:
@@ -368,7 +368,7 @@ def running(engine: str, registry: str, *, etcd_apart: bool = False) -> Iterator
 
 def main() -> None:
     if (reason := why_not()) is not None:
-        raise SystemExit(f"no hosts can be made on this machine: {reason}")
+        raise RuntimeError(f"no hosts can be made on this machine: {reason}")
     engine, registry = [*sys.argv[1:], *("reference", "etcd")[len(sys.argv) - 1 :]]
     with running(engine, registry) as demo:
         demo.start()
@@ -387,7 +387,7 @@ def main() -> None:
             if first["worker"].startswith("h3-"):
                 break
         else:
-            raise SystemExit(f"none of {TRIES} prompts went to a worker of h3")
+            raise RuntimeError(f"none of {TRIES} prompts went to a worker of h3")
         time.sleep(1)  # KV events take milliseconds
         again = ask(h1, story)
         assert (again["text"], again["worker"]) == (first["text"], first["worker"])
@@ -403,4 +403,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -32,21 +33,33 @@ pytestmark = [
 PINGS_S = PING_EVERY_S * MAX_MISSES
 LEASE_S = 5.0
 """``runtime.lease_s``, by default."""
+REMOVED_S = LEASE_S + 1.0
 CONVERGED_S = 2.0
 LOADED_S = 2.0
 """What a loaded machine takes to compute a prompt again, and to notice what the test looks for."""
 PER_S = 3.0
+CLOCK_JUMP_S = 3600
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/time.h>
 #include <time.h>
-static time_t offset(void) { const char *s = getenv("CLOCK_OFFSET_S"); return s ? atol(s) : 0; }
+#include <unistd.h>
+static volatile long *offset;
+static int (*real)(clockid_t, struct timespec *);
+__attribute__((constructor)) static void begin(void) {
+  int fd = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
+  offset = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, fd, 0);
+  close(fd);
+  real = dlsym(RTLD_NEXT, "clock_gettime");
+}
 int clock_gettime(clockid_t id, struct timespec *ts) {
-  int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+  if (!real) begin();
   int result = real(id, ts);
-  if (!result && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) ts->tv_sec += offset();
+  if (!result && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) ts->tv_sec += *offset;
   return result;
 }
 int gettimeofday(struct timeval *tv, void *zone) {
@@ -63,7 +76,10 @@ time_t time(time_t *t) {
   return ts.tv_sec;
 }
 """
-"""A library that shifts the time of day of a process; lengths of time stay right."""
+"""A library that shifts the time of day of processes by the seconds that a file has, at any time.
+
+Lengths of time (the monotonic clock) stay right, as they do when someone sets a real clock.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +101,11 @@ def expected(cluster: Demo) -> Mapping[str, str]:
 
 @pytest.fixture
 def traffic(cluster: Demo, expected: Mapping[str, str]) -> Iterator[SteadyTraffic]:
-    """At both front doors; before and after each test the cluster is whole."""
+    """At both front doors; workers of h3 answer some. Before and after the cluster is whole."""
     whole_again(cluster)
     doors = [door.address for door in cluster.hosts[:2]]
     with SteadyTraffic(doors, expected, PER_S) as running_traffic:
-        time.sleep(1.0)
+        running_traffic.until_streaming_at("h3")
         yield running_traffic
     whole_again(cluster)
 
@@ -102,19 +118,16 @@ def whole_again(demo: Demo) -> None:
     demo.until("front doors to share", lambda: all(peers_of(d) == 1 for d in doors), timeout_s=60.0)
 
 
-def measured(what: str, true: Callable[[], bool], limit_s: float) -> float:
-    """How long it takes until something is so; fails when that is longer than ``limit_s``."""
-    began_s = time.monotonic()
+def measured(what: str, since_s: float, limit_s: float, true: Callable[[], bool]) -> None:
+    """Wait until something is so; fails when that is longer than ``limit_s`` after ``since_s``."""
     while not true():
-        assert time.monotonic() < began_s + limit_s + LOADED_S, what
+        assert time.monotonic() < since_s + limit_s + LOADED_S, what
         time.sleep(0.05)
-    took_s = time.monotonic() - began_s
-    print(f"{what}: {took_s:.1f} s (promised: {limit_s:g})")
-    return took_s
+    print(f"{what}: {time.monotonic() - since_s:.1f} s (promised: {limit_s:g})")
 
 
 def last_at(outcomes: Sequence[Outcome], victim: Host, since_s: float) -> float:
-    """How long after ``since_s`` a request was last begun that was sent to workers of a host."""
+    """How long after ``since_s`` a request was last begun that workers of a host answered."""
     prefix = f"{victim.name}-"
     begun = [one.began_s - since_s for one in outcomes if one.worker.startswith(prefix)]
     took_s = max([0.0, *begun])
@@ -124,13 +137,34 @@ def last_at(outcomes: Sequence[Outcome], victim: Host, since_s: float) -> float:
 
 def longest_gap(outcomes: Sequence[Outcome]) -> float:
     gap_s = max(one.longest_gap_s for one in outcomes)
-    print(f"longest gap in a stream {gap_s:.1f} s")
+    print(f"longest gap in one of {len(outcomes)} streams: {gap_s:.1f} s")
     return gap_s
+
+
+def assert_migrated_in_time(outcomes: Sequence[Outcome], victim: Host, lost_s: float) -> None:
+    """Streams of a lost host went on elsewhere, and nothing that came later waited for it."""
+    struck = [one for one in outcomes if one.runs_at(victim.name, lost_s)]
+    assert struck
+    print(f"streams in flight at {victim.name}: {len(struck)}")
+    assert longest_gap(struck) < PINGS_S + LOADED_S
+    later = [one for one in outcomes if one.began_s > lost_s + PINGS_S + LOADED_S]
+    assert later
+    assert not any(one.worker.startswith(f"{victim.name}-") for one in later)
+    assert longest_gap(later) < LOADED_S
 
 
 def known_at(door: Host, worker_host: Host) -> list[str]:
     """The workers of a host that a front door has in its view."""
     return [name for name in workers_of(door) if name.startswith(f"{worker_host.name}-")]
+
+
+def measure_removal(demo: Demo, victim: Host, since_s: float) -> None:
+    """Both front doors have removed the workers of a host in time."""
+    doors = demo.hosts[:2]
+    measured(
+        "both front doors have removed the workers", since_s, REMOVED_S,
+        lambda: [known_at(door, victim) for door in doors] == [[], []],
+    )  # fmt: skip
 
 
 def age_s(door: Host) -> float:
@@ -156,30 +190,27 @@ def cut_off(host: Host, *others: Host) -> Iterator[None]:
 
 @pytest.mark.parametrize("told", [False, True], ids=["no packet", "connections reset"])
 def test_the_host_of_workers_is_killed(cluster: Demo, traffic: SteadyTraffic, told: bool) -> None:
-    h1, h2, h3 = cluster.hosts
+    _, _, h3 = cluster.hosts
+    killed_s = time.monotonic()
     if not told:
         h3.set_link(False)
-    killed_s = time.monotonic()
     cluster.end(h3, signal.SIGKILL)
-    for door in (h1, h2):
-        measured(
-            f"{door.name} has removed the workers",
-            lambda door=door: known_at(door, h3) == [],  # type: ignore[misc]
-            LEASE_S + 1.0,
-        )
+    measure_removal(cluster, h3, killed_s)
+    time.sleep(2.0)
     outcomes = traffic.outcomes()
     h3.set_link(True)
     cluster.begin_commutator(h3)
     assert traffic.lost(outcomes) == []
     assert last_at(outcomes, h3, killed_s) < PINGS_S + LOADED_S
-    assert longest_gap(outcomes) < PINGS_S + LOADED_S
+    assert_migrated_in_time(outcomes, h3, killed_s)
 
 
 def test_the_host_of_a_front_door_is_killed(cluster: Demo, traffic: SteadyTraffic) -> None:
     h1, h2, _ = cluster.hosts
+    killed_s = time.monotonic()
     h1.set_link(False)
     cluster.end(h1, signal.SIGKILL)
-    measured("its load no longer counts", lambda: peers_of(h2) == 0, 1.0)
+    measured("its load no longer counts", killed_s, 1.0, lambda: peers_of(h2) == 0)
     time.sleep(3.0)
     h1.set_link(True)  # so that its clients are told
     outcomes = traffic.outcomes()
@@ -195,8 +226,8 @@ def test_the_host_of_workers_is_paused(
     """For less than what pings allow, and for much longer than a lease."""
     h1, h2, h3 = cluster.hosts
     engines = engines_of(h3)
-    h3.signal(signal.SIGSTOP)
     paused_s = time.monotonic()
+    h3.signal(signal.SIGSTOP)
     try:
         time.sleep(pause_s)
         known = [known_at(door, h3) for door in (h1, h2)]
@@ -204,48 +235,42 @@ def test_the_host_of_workers_is_paused(
         h3.signal(signal.SIGCONT)
     resumed_s = time.monotonic()
     measured(
-        "its workers serve again",
+        "its workers serve again", resumed_s, LEASE_S,
         lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)),
-        LEASE_S,
-    )
+    )  # fmt: skip
     time.sleep(2.0)
     outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
     assert engines_of(h3) == engines, "no engine was started anew"
     if pause_s < PINGS_S:
         assert known == [["h3-w-0", "h3-w-1"]] * 2, "nothing was removed"
+        assert any(one.runs_at(h3.name, paused_s) for one in outcomes)
         return
     assert known == [[], []]
     meanwhile = [one for one in outcomes if one.began_s < resumed_s]
     assert last_at(meanwhile, h3, paused_s) < PINGS_S + LOADED_S
-    assert longest_gap(outcomes) < PINGS_S + LOADED_S
+    assert_migrated_in_time(meanwhile, h3, paused_s)
 
 
 def test_workers_are_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic) -> None:
     """Not from front doors: they get nothing new, and what they had goes on here or there."""
     h1, h2, h3 = cluster.hosts
     engines = engines_of(h3)
+    cut_s = time.monotonic()
     with cut_off(h3, *cluster.etcd_hosts):
-        cut_s = time.monotonic()
-        for door in (h1, h2):
-            measured(
-                f"{door.name} has removed the workers",
-                lambda door=door: known_at(door, h3) == [],  # type: ignore[misc]
-                LEASE_S + 1.0,
-            )
+        measure_removal(cluster, h3, cut_s)
         time.sleep(4.0)
-        healed_s = time.monotonic()
+    healed_s = time.monotonic()
     measured(
-        "they are back",
+        "they are back", healed_s, CONVERGED_S,
         lambda: all(len(known_at(door, h3)) == 2 for door in (h1, h2)),
-        CONVERGED_S,
-    )
+    )  # fmt: skip
     outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
     assert engines_of(h3) == engines, "no engine was started anew"
     assert longest_gap(outcomes) < LOADED_S
     meanwhile = [one for one in outcomes if one.began_s < healed_s]
-    assert last_at(meanwhile, h3, cut_s) < LEASE_S + 1.0 + LOADED_S
+    assert last_at(meanwhile, h3, cut_s) < REMOVED_S + LOADED_S
 
 
 def test_a_front_door_is_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic) -> None:
@@ -254,19 +279,22 @@ def test_a_front_door_is_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic
     with cut_off(h1, *cluster.etcd_hosts):
         time.sleep(3.0)
         assert age_s(h1) > 2.0
-        h3.set_link(False)
+        traffic.until_streaming_at("h3", h1.address)
         killed_s = time.monotonic()
+        h3.set_link(False)
         cluster.end(h3, signal.SIGKILL)
         time.sleep(LEASE_S + 4.0)
         assert len(known_at(h1, h3)) == 2, "silence removes nobody"
         assert known_at(h2, h3) == []
-    measured("its view is that of the other", lambda: known_at(h1, h3) == [], CONVERGED_S)
-    measured("its view is fresh", lambda: age_s(h1) < 2.0, CONVERGED_S)
+    healed_s = time.monotonic()
+    measured("its view is that of the other", healed_s, CONVERGED_S, lambda: not known_at(h1, h3))
+    measured("its view is fresh", healed_s, CONVERGED_S, lambda: age_s(h1) < 2.0)
     outcomes = traffic.outcomes()
     h3.set_link(True)
     cluster.begin_commutator(h3)
     assert traffic.lost(outcomes) == []
     assert last_at(outcomes, h3, killed_s) < PINGS_S + LOADED_S
+    assert_migrated_in_time(outcomes, h3, killed_s)
 
 
 def test_workers_are_cut_off_from_one_of_two_front_doors(
@@ -274,9 +302,10 @@ def test_workers_are_cut_off_from_one_of_two_front_doors(
 ) -> None:
     """Only that one stops asking them."""
     h1, h2, h3 = cluster.hosts
+    traffic.until_streaming_at("h3", h1.address)
     with cut_off(h3, h1):
         cut_s = time.monotonic()
-        time.sleep(12.0)
+        time.sleep(15.0)
         healed_s = time.monotonic()
     time.sleep(3.0)
     outcomes = traffic.outcomes()
@@ -285,6 +314,7 @@ def test_workers_are_cut_off_from_one_of_two_front_doors(
     mine = [one for one in meanwhile if one.door == h1.address]
     others = [one for one in meanwhile if one.door == h2.address]
     assert last_at(mine, h3, cut_s) < PINGS_S + LOADED_S
+    assert_migrated_in_time(mine, h3, cut_s)
     assert last_at(others, h3, cut_s) > PINGS_S + LOADED_S
     assert longest_gap(others) < LOADED_S
 
@@ -314,11 +344,8 @@ def test_etcd_is_without_quorum(cluster: Demo, traffic: SteadyTraffic) -> None:
     for member in cluster.etcd_hosts[:2]:
         cluster.begin_etcd(member)
     cluster.until_etcd_answers()
-    measured(
-        "the views are fresh",
-        lambda: max(age_s(h1), age_s(h2)) < 2.0,
-        CONVERGED_S,
-    )
+    answers_s = time.monotonic()
+    measured("the views are fresh", answers_s, CONVERGED_S, lambda: max(age_s(h1), age_s(h2)) < 2.0)
     outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
     assert longest_gap(outcomes) < LOADED_S
@@ -327,50 +354,67 @@ def test_etcd_is_without_quorum(cluster: Demo, traffic: SteadyTraffic) -> None:
 def test_a_front_door_is_started_while_all_of_etcd_is_gone(
     cluster: Demo, traffic: SteadyTraffic
 ) -> None:
-    """It says that it knows no worker; the other one serves on."""
+    """Clients cannot reach it until it knows the workers, and it says why; the other serves on."""
     h1, h2, _ = cluster.hosts
     for member in cluster.etcd_hosts:
         cluster.end(member, signal.SIGKILL)
     cluster.end(h1, signal.SIGTERM)
     cluster.begin_commutator(h1)
-    cluster.until("its answer", lambda: get(f"http://{h1.address}:8000/health") is not None)
-    health = get(f"http://{h1.address}:8000/health")
-    assert health["status"] == "degraded"
-    assert health["workers"] == []
-    refused = stream(h1.address, "0. Tell me about the river, and the tower at it.")
-    assert refused.problem.startswith("503")
+    log = cluster.folder / "h1-frontend.log"
+    cluster.until(
+        "its reason", lambda: "the registry has not said which workers there are" in log.read_text()
+    )
+    assert "refused" in stream(h1.address, "Does it answer?").problem
     for member in cluster.etcd_hosts:
         cluster.begin_etcd(member)
     cluster.until_etcd_answers()
-    measured("it knows the workers", lambda: ready_workers(h1) == WORKERS, CONVERGED_S)
+    answers_s = time.monotonic()
+    measured("it serves", answers_s, CONVERGED_S, lambda: ready_workers(h1) == WORKERS)
     outcomes = traffic.outcomes()
     assert traffic.lost(outcomes, but_at=h1.address) == []
     assert longest_gap([one for one in outcomes if one.door == h2.address]) < LOADED_S
 
 
-def test_hosts_have_wrong_clocks(cluster: Demo, traffic: SteadyTraffic, tmp_path: Path) -> None:
-    """An hour behind and an hour ahead: leases, pings and timeouts count lengths of time."""
-    h1, h2, h3 = cluster.hosts
+@pytest.fixture
+def clocks(cluster: Demo, tmp_path: Path) -> Iterator[Mapping[str, Path]]:
+    """Files with the seconds by which the clocks of h1 and h3 are ahead."""
     library = tmp_path / "clock.so"
     (tmp_path / "clock.c").write_text(CLOCK)
     build = f"cc -shared -fPIC -o {library} {tmp_path / 'clock.c'} -ldl"
     subprocess.run(build.split(), check=True)
-    for host, offset_s in ((h1, -3600), (h3, 3600)):
+    files = {host: tmp_path / f"{host}.offset" for host in ("h1", "h3")}
+    moved = [host for host in cluster.hosts if host.name in files]
+    for host in moved:
+        files[host.name].write_bytes(struct.pack("l", 0))
         cluster.end(host, signal.SIGTERM)
-        env = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_S": str(offset_s)}
+        cluster.begin_commutator(host, clock_env(library, files[host.name]))
+    yield files
+    for host in moved:
+        cluster.end(host, signal.SIGTERM)
+        cluster.begin_commutator(host)
+    whole_again(cluster)
+
+
+def clock_env(library: Path, offset: Path) -> dict[str, str]:
+    return {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
+
+
+def test_clocks_jump(cluster: Demo, clocks: Mapping[str, Path], traffic: SteadyTraffic) -> None:
+    """An hour back and an hour ahead: leases, pings and timeouts count lengths of time."""
+    h1, h2, _ = cluster.hosts
+    for host, offset_s in (("h1", -CLOCK_JUMP_S), ("h3", CLOCK_JUMP_S)):
+        with clocks[host].open("r+b") as file:
+            file.write(struct.pack("l", offset_s))
+        env = clock_env(clocks[host].with_name("clock.so"), clocks[host])
         asked = subprocess.run(
             [sys.executable, "-c", "import time; print(time.time())"],
             env=os.environ | env, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert abs(float(asked.stdout) - time.time() - offset_s) < 60.0, "the library does nothing"
-        cluster.begin_commutator(host, env)
-    whole_again(cluster)
-    time.sleep(2 * LEASE_S)
-    assert [ready_workers(door) for door in (h1, h2)] == [WORKERS] * 2, "no lease lapsed"
+    watched_until_s = time.monotonic() + 3 * LEASE_S
+    while time.monotonic() < watched_until_s:
+        assert [ready_workers(door) for door in (h1, h2)] == [WORKERS] * 2, "no lease lapsed"
+        time.sleep(0.2)
     outcomes = traffic.outcomes()
-    assert traffic.lost(outcomes, but_at=h1.address) == []  # its front door was stopped, too
-    skewed = [stream(h1.address, one.prompt) for one in outcomes[:20]]
-    assert traffic.lost(skewed) == []
-    for host in (h1, h3):
-        cluster.end(host, signal.SIGTERM)
-        cluster.begin_commutator(host)
+    assert traffic.lost(outcomes) == []
+    assert longest_gap(outcomes) < LOADED_S

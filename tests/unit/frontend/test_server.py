@@ -10,7 +10,7 @@ import pytest
 from tests.support.front_door import FakeDispatcher, answer, front_door, make_services
 
 from commutator.errors import ConfigError
-from commutator.frontend.process import run_with_fast_loop
+from commutator.frontend.process import run_with_fast_loop, wait_for_workers
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.server import open_server
 
@@ -147,6 +147,22 @@ async def test_a_draining_door_is_not_ready() -> None:
         )
         assert (await door.get("/health"))[1]["status"] == "draining"
         assert (await door.chat())[0] == 200
+
+
+async def test_a_front_door_says_for_what_it_waits_before_its_port_opens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    informed = asyncio.Event()
+    waiting = asyncio.create_task(wait_for_workers(informed, 0.0))
+    async with asyncio.timeout(30):
+        while "the port opens once it has" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert not waiting.done()
+    informed.set()
+    await waiting
+    caplog.clear()
+    await wait_for_workers(informed)
+    assert caplog.text == ""
 
 
 def test_the_loop_is_uvloop_where_there_is_one() -> None:

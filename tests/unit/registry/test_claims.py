@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import aclosing
+
+import pytest
 
 from commutator.contract.registry import WorkerUp
 from commutator.contract.worker import EngineInfo, WorkerRecord
+from commutator.errors import RegistryError
 from commutator.registry.claims import PLANNER, Claim, is_claim, workers_only
 from commutator.registry.memory import MemoryRegistry
 
@@ -41,6 +45,38 @@ async def test_after_the_death_of_a_planner_another_takes_over_once_its_lease_la
     assert (dead.held, heir.held) == (False, True)
     await dead.renew()  # it was only paused
     assert (dead.held, heir.held) == (False, True)
+    await registry.close()
+
+
+class AwayRegistry(MemoryRegistry):
+    """Out of reach while ``away``."""
+
+    away = True
+
+    async def register(self, record: WorkerRecord, ttl_s: float) -> int:
+        if self.away:
+            raise RegistryError("out of reach")
+        return await super().register(record, ttl_s)
+
+
+async def test_a_registry_that_is_away_is_logged_once_each_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 0.0
+    registry = AwayRegistry(clock=lambda: now_s)
+    claim = Claim(PLANNER, "h:1", registry, TTL_S, clock=lambda: now_s)
+    for _ in range(5):
+        await claim.renew()
+    assert [one.message for one in caplog.records if one.levelno == logging.WARNING] == [
+        f"the claim of {PLANNER} was not renewed: out of reach"
+    ]
+    registry.away = False
+    await claim.renew()
+    assert claim.held
+    await claim.give_up()
+    registry.away = True
+    await claim.renew()
+    assert caplog.text.count("WARNING") == 2
     await registry.close()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, cast
 
+import pytest
 from tests.support.supervised import INFO
 
 from commutator.contract.worker import EngineInfo, Role, WorkerRecord
@@ -62,4 +64,29 @@ async def test_a_worker_that_is_drained_without_another_gets_nothing() -> None:
     workers = LiveWorkers()
     await workers.put(record("old", draining=True), cast(Any, Client()))
     assert routable(workers) == []
+    await workers.close()
+
+
+async def test_a_worker_that_stays_unreachable_is_logged_once_and_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    workers = LiveWorkers()
+    client = Client()
+    worker = await workers.put(record("w"), cast(Any, client))
+    for _ in range(2):
+        caplog.clear()
+        client.fails = True
+        workers.lost(worker)
+        async with asyncio.timeout(30):
+            while worker.failures < 3:
+                await asyncio.sleep(0.01)
+        client.fails = False
+        async with asyncio.timeout(30):
+            while not worker.connected:
+                await asyncio.sleep(0.01)
+        assert [one.message for one in caplog.records] == [
+            "worker w: connecting failed: gone",
+            "worker w: connected at last",
+        ]
     await workers.close()

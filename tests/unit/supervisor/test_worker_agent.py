@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class CountingRegistry(MemoryRegistry):
         self.refusal: RegistryError | None = None
         """What every registration raises."""
         self.refused = 0
+        self.unknown = False
+        """Renewals get no answer."""
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         if self.refusal is not None:
@@ -48,6 +51,8 @@ class CountingRegistry(MemoryRegistry):
 
     async def keep_alive(self, lease_id: int) -> bool:
         self.renewals += 1
+        if self.unknown:
+            raise RegistryError("no answer")
         return await super().keep_alive(lease_id)
 
 
@@ -316,6 +321,22 @@ async def test_a_registry_out_of_reach_stops_no_engine(watch: Watch) -> None:
     assert isinstance(up, WorkerUp)
     assert up.record.instance
     assert len(engine.contexts) == 1, "the process was not restarted"
+
+
+async def test_renewals_without_an_answer_are_logged_once_and_when_they_are_answered_again(
+    watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    watched = watch(FakeEngine(PROGRAM))
+    assert isinstance(await watched.next(), WorkerUp)
+    watched.registry.unknown = True
+    seen = watched.registry.renewals
+    await until(lambda: watched.registry.renewals >= seen + 4)
+    watched.registry.unknown = False
+    # The lease has lapsed meanwhile, or it has not, as the machine was fast or slow.
+    again = ("is back in the registry", "its lease is renewed again")
+    await until(lambda: any(text in caplog.text for text in again))
+    assert caplog.text.count("its lease was not renewed: no answer") == 1
 
 
 async def test_a_name_that_another_worker_has_ends_the_first_start(watch: Watch) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -44,6 +45,7 @@ __all__ = [
     "main",
     "run_with_fast_loop",
     "serve_frontend",
+    "wait_for_workers",
 ]
 
 log = logging.getLogger("commutator.frontend.process")  # not "__main__"
@@ -52,6 +54,7 @@ REGISTRY = "COMMUTATOR_REGISTRY"
 """The environment variable with the registry's "HOST:PORT"."""
 
 _SUPERVISOR_EVERY_S = 1.0
+_REGISTRY_PATIENCE_S = 5.0
 
 T = TypeVar("T")
 
@@ -118,7 +121,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     following.add_done_callback(end)
     try:
         # A front door that knows no worker yet would refuse what its siblings could serve.
-        await follower.informed.wait()
+        await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -144,6 +147,18 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await registry.close()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)
+
+
+async def wait_for_workers(
+    informed: asyncio.Event, patience_s: float = _REGISTRY_PATIENCE_S
+) -> None:
+    """Wait until the registry has said which workers there are; log it after ``patience_s``."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_s):
+            await informed.wait()
+    if not informed.is_set():
+        log.warning("the registry has not said which workers there are: the port opens once it has")
+        await informed.wait()
 
 
 def _place(config: Config, socket_path: str, registry_address: str) -> tuple[str, Hub]:

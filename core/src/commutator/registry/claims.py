@@ -90,6 +90,7 @@ class Claim:
         self._clock = clock
         self._lease_id: int | None = None
         self._until_s = -math.inf
+        self._failed = False
 
     @property
     def held(self) -> bool:
@@ -107,23 +108,31 @@ class Claim:
 
     async def renew(self) -> None:
         """Renew the lease, or try to get one, which may take as long as ``Registry.register``."""
-        asked_s = self._clock()
         try:
-            if self._lease_id is not None:
-                if await self._registry.keep_alive(self._lease_id):
-                    self._until_s = asked_s + self._ttl_s
-                    return
-                self._lease_id, self._until_s = None, -math.inf
-                log.warning("the claim of %s has lapsed", self._record.worker_id)
-            self._lease_id = await self._registry.register(self._record, self._ttl_s)
-            # Getting it may have taken long; this renewal surely begins after now.
-            asked_s = self._clock()
-            if await self._registry.keep_alive(self._lease_id):
-                self._until_s = asked_s + self._ttl_s
+            await self._renew()
         except NameTakenError as error:
             log.debug("%s", error)
         except RegistryError as error:
-            log.warning("the claim of %s was not renewed: %s", self._record.worker_id, error)
+            # It is tried several times in each ``ttl_s``, however long the registry is away.
+            level = logging.DEBUG if self._failed else logging.WARNING
+            log.log(level, "the claim of %s was not renewed: %s", self._record.worker_id, error)
+            self._failed = True
+            return
+        self._failed = False
+
+    async def _renew(self) -> None:
+        asked_s = self._clock()
+        if self._lease_id is not None:
+            if await self._registry.keep_alive(self._lease_id):
+                self._until_s = asked_s + self._ttl_s
+                return
+            self._lease_id, self._until_s = None, -math.inf
+            log.warning("the claim of %s has lapsed", self._record.worker_id)
+        self._lease_id = await self._registry.register(self._record, self._ttl_s)
+        # Getting it may have taken long; this renewal surely begins after now.
+        asked_s = self._clock()
+        if await self._registry.keep_alive(self._lease_id):
+            self._until_s = asked_s + self._ttl_s
 
     async def give_up(self) -> None:
         """End the lease, so that another process can take the name at once."""

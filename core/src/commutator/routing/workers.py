@@ -42,6 +42,8 @@ class LiveWorker:
     client: EngineClient
     connected: bool = False
     ever_connected: bool = False
+    failures: int = 0
+    """Attempts to connect that failed since it was last connected."""
     reconnecting: asyncio.Task[None] | None = None
     gone: str | None = None
     """Why the worker was removed; None while it is registered."""
@@ -143,8 +145,14 @@ class LiveWorkers:
         try:
             info = await worker.client.start()
         except CommutatorError as error:
-            log.warning("worker %s: connecting failed: %s", worker.record.worker_id, error)
+            # One that stays unreachable is tried every second.
+            level = logging.DEBUG if worker.failures else logging.WARNING
+            log.log(level, "worker %s: connecting failed: %s", worker.record.worker_id, error)
+            worker.failures += 1
             return
+        if worker.failures:
+            log.info("worker %s: connected at last", worker.record.worker_id)
+            worker.failures = 0
         worker.record = evolve(worker.record, info=info)
         worker.connected = worker.ever_connected = True
         self._changed()

@@ -98,6 +98,7 @@ class WorkerAgent:
         self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
         self._registry = registry
         self._lease_id: int | None = None
+        self._unrenewed = False
         self._launcher = launcher
         self._folder = state_dir / self.name
         self._env = env
@@ -316,8 +317,13 @@ class WorkerAgent:
             if self._lease_id is None or not await self._registry.keep_alive(self._lease_id):
                 await self._register(record)
                 log.info("%s is back in the registry", self.name)
+            elif self._unrenewed:
+                log.info("%s: its lease is renewed again", self.name)
+            self._unrenewed = False
         except RegistryError as error:
-            log.warning("%s: its lease was not renewed: %s", self.name, error)
+            level = logging.DEBUG if self._unrenewed else logging.WARNING
+            log.log(level, "%s: its lease was not renewed: %s", self.name, error)
+            self._unrenewed = True
 
     async def _deregister(self, reason: str) -> None:
         """End the lease, if any."""
