@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from commutator.config.tree import (
     Node,
     find,
     from_plain,
+    idle_resets,
     merge,
     origin_of,
     path_steps,
@@ -60,6 +62,70 @@ def test_merging_follows_the_model(a: Any, b: Any) -> None:
 def test_each_file_goes_over_all_before_it(a: Any, b: Any, c: Any) -> None:
     # The order matters: a value that is no mapping forgets the mapping below it.
     assert merged(a, b, c) == merged(merged(a, b), c) == model_merge(model_merge(a, b), c)
+
+
+class Reset:
+    """A value behind the tag ``!reset``; None removes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"!reset {self.value!r}"
+
+
+WITH_RESETS = st.dictionaries(
+    KEYS,
+    st.recursive(
+        SCALARS | VALUES.map(Reset),
+        lambda inner: st.dictionaries(KEYS, inner | inner.map(Reset), max_size=3),
+    ),
+    max_size=4,
+)
+
+
+def tagged(value: Any) -> Node:
+    if isinstance(value, Reset):
+        return evolve(tagged(value.value), resets=True)
+    if isinstance(value, dict):
+        return Node({key: tagged(item) for key, item in value.items()}, "over")
+    return from_plain(value, "over")
+
+
+def model_reset(base: Any, over: Any) -> Any:
+    """``...`` stands for nothing."""
+    if isinstance(over, Reset):
+        while isinstance(over, Reset):
+            over = over.value
+        return ... if over is None else model_reset(..., over)
+    if not isinstance(over, dict):
+        return over
+    below = base if isinstance(base, dict) else {}
+    every = {
+        key: model_reset(below.get(key, ...), over[key]) if key in over else below[key]
+        for key in below | over
+    }
+    return {key: value for key, value in every.items() if value is not ...}
+
+
+@given(MAPPINGS, WITH_RESETS)
+def test_resets_forget_what_was_there(a: Any, b: Any) -> None:
+    base, over = from_plain(a, "base"), tagged(b)
+    result = merge(base, over)
+    assert plain(result) == model_reset(a, b)
+    assert plain(base) == a
+    assert not any(node.resets for node in nodes(result))
+    for steps, node in idle_resets(base, over):
+        assert node.removes
+        assert find(over, steps) is node
+
+
+def nodes(node: Node) -> list[Node]:
+    inside = node.value
+    children = inside.values() if isinstance(inside, dict) else inside
+    if not isinstance(inside, dict | list):
+        return [node]
+    return [node, *(below for child in children for below in nodes(child))]
 
 
 @given(MAPPINGS, MAPPINGS)

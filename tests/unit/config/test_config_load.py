@@ -162,7 +162,7 @@ tiers: [{kind: dram}]
         ),
         '0.yaml:6: engines[2].cylindres: unknown key; did you mean "cylinders"?',
         (
-            '0.yaml:8: tiers[0].kind: no installed plugin offers the tier "dram"; none are known; '
+            '0.yaml:8: tiers[0].kind: no installed plugin offers the tier "dram"; '
             "not loaded: warp (test): cannot be imported: ImportError: No module named 'warp_drive'"
         ),
         "0.yaml:7: frontend.port: expected an integer from 0 to 65535, got 99999",
@@ -236,10 +236,73 @@ def test_an_option_of_a_kind_that_a_later_file_changes_names_that_kind(tmp_path:
     assert problems(tmp_path, first, "router: {kind: round_robin}") == [
         (
             '0.yaml:8: router.temperature: unknown key for the kind "round_robin", which '
-            "1.yaml:1 sets; known keys: "
+            "1.yaml:1 sets; remove it there with `temperature: !reset`; known keys: "
             "block_size, busy, kind, router_replica_sync, router_ttl_s, use_kv_events"
         )
     ]
+
+
+def test_what_earlier_sources_set_can_be_reset(tmp_path: Path) -> None:
+    first = MINIMAL + "router: {kind: least_loaded, temperature: 2, block_size: 32}\n"
+    second = "router: {kind: round_robin, temperature: !reset }"
+    assert load(tmp_path, first, second).config.router.block_size == 32, "it stays"
+    whole = load(tmp_path, first, "router: !reset {kind: round_robin}").config.router
+    assert (whole.kind, whole.block_size) == ("round_robin", 16)
+    default = load(tmp_path, first, sets=["router=!reset"]).config.router
+    assert (default.kind, default.block_size) == ("round_robin", 16)
+    sets = ["router.kind=round_robin", "router.temperature=!reset"]
+    assert load(tmp_path, first, sets=sets).config.router.kind == "round_robin"
+    environ = {"COMMUTATOR__ENGINES__0__REPLICAS": "!reset"}
+    engine = MINIMAL + "    replicas: 3\n"
+    assert load(tmp_path, engine, environ=environ).config.engines[0].replicas == 1
+
+
+def test_a_reset_that_removes_nothing_is_a_mistake(tmp_path: Path) -> None:
+    first = MINIMAL + "router: {kind: round_robin, block_size: 32}\n"
+    assert problems(
+        tmp_path,
+        first,
+        "router:\n  temprature: !reset\nlog: !reset {level: !reset }",
+        sets=["frontend.port=!reset", "engines[0]=!reset", "engines[7]=!reset"],
+    ) == [
+        "1.yaml:2: router.temprature: there is nothing to reset: no earlier source sets it",
+        "1.yaml:3: log.level: there is nothing to reset: no earlier source sets it",
+        (
+            "frontend.port: there is nothing to reset: no earlier source sets it "
+            "(from --set frontend.port)"
+        ),
+        (
+            "engines.0: an entry of a list cannot be reset; set the whole list "
+            "(from --set engines[0])"
+        ),
+        ("engines.7: there is nothing to reset: no earlier source sets it (from --set engines[7])"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sources", "hint"),
+    [
+        ({"sets": ["router.kind=round_robin"]}, "remove it with --set 'router.temperature=!reset'"),
+        (
+            {"environ": {"COMMUTATOR__ROUTER__KIND": "round_robin"}},
+            "remove it with --set 'router.temperature=!reset'",
+        ),
+    ],
+)
+def test_a_key_of_an_earlier_kind_is_removed_by_the_option_that_the_error_names(
+    tmp_path: Path, sources: dict[str, Any], hint: str
+) -> None:
+    first = MINIMAL + "router: {kind: least_loaded, temperature: 2}\n"
+    (problem,) = problems(tmp_path, first, **sources)
+    assert hint in problem
+    again = [*sources.get("sets", []), "router.temperature=!reset"]
+    assert load(tmp_path, first, **(sources | {"sets": again})).config.router.kind == "round_robin"
+
+
+def test_a_wrong_key_after_its_kind_is_not_to_be_reset(tmp_path: Path) -> None:
+    first = MINIMAL + "router: {kind: round_robin}\n"
+    (problem,) = problems(tmp_path, first, "router: {temperature: 2}")
+    assert "0.yaml:6 sets; known keys" in problem
 
 
 def test_the_line_is_that_of_the_key(tmp_path: Path) -> None:
@@ -291,6 +354,8 @@ def test_a_key_that_is_no_step_of_a_path_is_reported_all_the_same(tmp_path: Path
             "log:\n  level: info\n format: text",
             "0.yaml:3: not YAML: while parsing a block mapping expected <block end>",
         ),
+        ("log: !rest {level: info}", "0.yaml:1: unknown tag !rest"),
+        ("log: {level: !rest info}", "0.yaml:1: not YAML: could not determine a constructor"),
         ("a: &x [*x]", "0.yaml:1: not YAML: maximum recursion depth exceeded"),
     ],
 )
@@ -307,7 +372,9 @@ def test_the_indentation_is_often_wrong(tmp_path: Path) -> None:
 def test_without_a_tier_plugin_the_command_that_installs_some_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL + "\ntiers: [{kind: dram}]\n")
     installed = [point for point in POINTS if point.name != "warp"]
-    with pytest.raises(ConfigError, match="none are known; in a checkout, run `make tiers`"):
+    with pytest.raises(
+        ConfigError, match='offers the tier "dram"; in a checkout, run `make tiers`'
+    ):
         load_config([tmp_path / "c.yaml"], environ={}, found=installed)
 
 
@@ -315,7 +382,7 @@ def test_without_a_front_door_the_package_to_install_is_named(tmp_path: Path) ->
     installed = [point for point in POINTS if point.name not in {"doors", "warp"}]
     (line,) = problems(tmp_path, MINIMAL, found=installed)
     assert line == (
-        'frontend.kind: no installed plugin offers the frontend "openai"; none are known; '
+        'frontend.kind: no installed plugin offers the frontend "openai"; '
         "install its package, such as commutator-openai"
     )
 

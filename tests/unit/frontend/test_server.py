@@ -95,6 +95,32 @@ async def test_what_takes_too_long_is_ended_with_an_error(streaming: bool) -> No
     assert dispatcher.open == 0
 
 
+async def test_the_log_says_how_many_requests_are_finished_and_until_when(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commutator.frontend.limits._REPORT_EVERY_S", 0.1)
+    caplog.set_level("INFO", "commutator.frontend.process")
+    dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
+    async with front_door(dispatcher, drain_timeout_s=3.0) as door:
+        asked = [asyncio.create_task(door.chat(max_tokens=2000)) for _ in range(2)]
+        while dispatcher.open < 2:
+            await asyncio.sleep(0.001)
+        door.stop.set()
+        await asyncio.gather(*asked)
+    first, *more = [line for line in caplog.messages if "finishing" in line]
+    assert first == "finishing 2 requests (at most 3 s)"
+    assert "finishing 2 requests (at most 1 s)" in more, "and says so again while they run"
+
+
+async def test_a_door_without_requests_ends_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "commutator.frontend.process")
+    async with front_door(FakeDispatcher()):
+        pass
+    assert not [line for line in caplog.messages if "finishing" in line]
+
+
 async def test_a_request_that_comes_late_has_what_is_left_of_the_time() -> None:
     dispatcher = FakeDispatcher(answer("word " * 3000), delay_s=0.01)
     async with front_door(dispatcher, drain_timeout_s=0.6) as door:

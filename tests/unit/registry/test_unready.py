@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from tests.support.front_door import FakeDispatcher, make_services
+
+from commutator.frontend.process import follow_supervisor
 from commutator.registry.client import RegistryClient
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
@@ -98,5 +103,28 @@ async def test_front_doors_learn_of_them_from_the_registrys_process() -> None:
     (found,) = (await client.run_state()).unready
     assert found == log.current
     assert found.state is UnreadyState.FAILING
+    await client.close()
+    await server.stop()
+
+
+async def test_a_front_door_asks_at_once_when_a_worker_has_left() -> None:
+    server = RegistryServer(MemoryRegistry())
+    client = RegistryClient(await server.start())
+    services, lost = make_services(FakeDispatcher()), asyncio.Event()
+    asked, one = asyncio.Event(), worker()
+
+    def unready() -> list[UnreadyWorker]:
+        asked.set()
+        return [one]
+
+    server.unready = unready
+    following = asyncio.create_task(follow_supervisor(client, services, lost, every_s=3600.0))
+    await asyncio.wait_for(asked.wait(), 30)
+    one = worker("w-1")
+    lost.set()
+    async with asyncio.timeout(30):
+        while [known.worker_id for known in services.unready] != ["w-1"]:
+            await asyncio.sleep(0.005)
+    following.cancel()
     await client.close()
     await server.stop()

@@ -27,7 +27,7 @@ from commutator.errors import (
 )
 from commutator.launcher.child import StartFailure, report_start_failure
 from commutator.registry.memory import MemoryRegistry
-from commutator.registry.unready import UnreadyState
+from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 
 PROGRAM = ("an-engine",)
@@ -42,12 +42,18 @@ class CountingRegistry(MemoryRegistry):
         self.refused = 0
         self.unknown = False
         """Renewals get no answer."""
+        self.on_leaving: Callable[[], None] = lambda: None
+        """Called before a lease ends."""
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         if self.refusal is not None:
             self.refused += 1
             raise self.refusal
         return await super().register(record, ttl_s)
+
+    async def deregister(self, lease_id: int, reason: str = "stopped") -> None:
+        self.on_leaving()
+        await super().deregister(lease_id, reason)
 
     async def keep_alive(self, lease_id: int) -> bool:
         self.renewals += 1
@@ -143,11 +149,13 @@ async def test_a_process_that_dies_leaves_at_once_and_another_is_started(watch: 
     watched = watch(engine, lease_s=60.0)
     assert isinstance(await watched.next(), WorkerUp)
     await until(lambda: watched.agent.unready is None)
+    left: list[UnreadyWorker | None] = []
+    watched.registry.on_leaving = lambda: left.append(watched.agent.unready)
     watched.launcher.processes[0].die()
     assert await watched.next() == WorkerDown(worker_id="fake-0", reason="failed")
-    await until(lambda: watched.agent.unready is not None)
-    assert watched.agent.unready is not None
-    assert watched.agent.unready.state is UnreadyState.DEAD
+    (known,) = left
+    assert known is not None, "it is never in neither place"
+    assert (known.state, known.cause) == (UnreadyState.DEAD, "was killed by SIGKILL")
     again = await watched.next()
     assert isinstance(again, WorkerUp)
     await until(lambda: watched.agent.unready is None)

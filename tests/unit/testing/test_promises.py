@@ -6,11 +6,14 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import commutator_testing
+from commutator import BlockKey, EvictionPolicy, RetentionHints
+from commutator_testing.eviction import EvictionContract
 from commutator_testing.profile import is_thorough
 from commutator_testing.promises import promise
 
@@ -55,6 +58,39 @@ def test_a_failure_says_which_promise_was_broken_and_where_it_is_documented(
     assert done.stdout.count("broken promise") == 1, "the plugin's own test has none"
     assert "RouterContract: ranks are candidates of their own." in done.stdout
     assert "Documented in: RoutingPolicy in docs/reference/contract.md and docs/" in done.stdout
+
+
+class Sorting(EvictionPolicy):
+    """Evicts in the order of the keys, and sorts them all once in ``every`` evictions."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._known: set[BlockKey] = set()
+        self._next: list[BlockKey] = []
+
+    def added(
+        self, key: BlockKey, parent: BlockKey | None, facts: RetentionHints, now_s: float
+    ) -> None:
+        self._known.add(key)
+
+    def removed(self, key: BlockKey, *, evicted: bool) -> None:
+        self._known.discard(key)
+
+    def victims(
+        self, count: int, evictable: Callable[[BlockKey], bool], now_s: float
+    ) -> list[BlockKey]:
+        if not self._next:
+            self._next = sorted(self._known)[: self._every]
+        return [self._next.pop(0)]
+
+
+def test_an_eviction_policy_that_sorts_now_and_then_is_found_out() -> None:
+    class Suite(EvictionContract):
+        def make_policy(self, capacity_blocks: int) -> EvictionPolicy:
+            return Sorting(every=50)
+
+    with pytest.raises(AssertionError, match=r"one eviction takes .* us with 32,000 blocks"):
+        Suite().test_an_eviction_costs_hardly_more_in_a_larger_tier()
 
 
 @pytest.mark.parametrize("name", SUITES)

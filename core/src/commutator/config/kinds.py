@@ -87,8 +87,9 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
 def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
     """The error message for a kind that no plugin offers."""
     known = sorted(catalog.kinds)
-    text = f'no installed plugin offers the {catalog.seam} "{kind}"; '
-    text += nearest(kind, known).replace("known keys", "known kinds") if known else "none are known"
+    text = f'no installed plugin offers the {catalog.seam} "{kind}"'
+    if known:
+        text += f"; {nearest(kind, known).replace('known keys', 'known kinds')}"
     lost = [f"{p.name} ({p.distribution}): {p.problem}" for p in host.installed if p.problem]
     if lost:
         return f"{text}; not loaded: {'; '.join(lost)}"

@@ -18,6 +18,7 @@ from commutator.config.tree import (
     Node,
     find,
     from_plain,
+    idle_resets,
     merge,
     origin_of,
     path_steps,
@@ -100,11 +101,17 @@ def read_tree(
     unreadable: list[str] = []
     for file in files:
         try:
-            tree = merge(tree, read_file(file))
+            part = read_file(file, resets=True)
         except ConfigError as error:
             unreadable += [
                 line if line.startswith(str(file)) else f"{file}: {line}" for line in error.problems
             ]
+            continue
+        problems += [
+            f"{node.origin}: {path_text(steps)}: {_NOTHING_TO_RESET}"
+            for steps, node in idle_resets(tree, part)
+        ]
+        tree = merge(tree, part)
     if unreadable:
         raise ConfigError(unreadable)
     overrides = from_environment(environ)
@@ -115,7 +122,8 @@ def read_tree(
             problems.append(str(error))
     if port is not None:
         overrides.append(Override(("frontend", "port"), str(port), "--port"))
-    return apply_overrides(tree, overrides, problems)
+    # A reset section has its default kind again.
+    return merge(from_plain(DEFAULTS, DEFAULT), apply_overrides(tree, overrides, problems))
 
 
 def build_config(
@@ -131,7 +139,7 @@ def build_config(
     except StructureError as error:
         found += error.problems
     found += cross_problems(data, host)
-    lines = [*problems, *(_located(tree, path, text) for path, text in found)]
+    lines = [*problems, *(_located(tree, path, text, files) for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")
     return Loaded(config, host, tree)
@@ -160,7 +168,7 @@ def _block(tree: Node, refused: Sequence[str]) -> Node:
     return merge(tree, Node({"plugins": Node({"block": block}, origin)}, origin))
 
 
-def _located(tree: Node, path: str, text: str) -> str:
+def _located(tree: Node, path: str, text: str, files: Sequence[str | Path]) -> str:
     """One problem as "FILE:line: path: text", a form that editors recognise."""
     try:
         steps = path_steps(path)
@@ -172,9 +180,33 @@ def _located(tree: Node, path: str, text: str) -> str:
     kind = find(tree, (*steps[:-1], "kind"))
     if kind is not None and kind.origin != DEFAULT and _source(kind.origin) != _source(origin):
         where = f'for the kind "{kind.value}", which {kind.origin} sets'
+        if _later(kind.origin, origin, files):
+            where += f"; {_reset_hint(steps, kind.origin)}"
         text = text.replace("unknown key;", f"unknown key {where};", 1)
     in_file = not origin.startswith(("env ", "--"))
     return f"{origin}: {path}: {text}" if in_file else f"{path}: {text} (from {origin})"
+
+
+def _later(one: str, other: str, files: Sequence[str | Path]) -> bool:
+    """Whether the source of the origin ``one`` is merged after that of ``other``."""
+    order = [str(file) for file in files]
+    ranks = [
+        order.index(source)
+        if source in order
+        else len(order) + source.startswith("--")  # files, the environment, options
+        for source in map(_source, (one, other))
+    ]
+    return ranks[0] > ranks[1]
+
+
+def _reset_hint(steps: Sequence[str], origin: str) -> str:
+    """How the value at ``steps`` is removed by the source that has set another kind."""
+    if origin.startswith(("env ", "--")):
+        return f"remove it with --set '{path_text(steps)}=!reset'"
+    return f"remove it there with `{steps[-1]}: !reset`"
+
+
+_NOTHING_TO_RESET = "there is nothing to reset: no earlier source sets it"
 
 
 def _source(origin: str) -> str:
@@ -224,7 +256,10 @@ def apply_overrides(tree: Node, overrides: Iterable[Override], problems: list[st
             problems.append(f"{override.origin}: not a path; separate its steps by two underscores")
             continue
         try:
-            tree = put(tree, override.steps, parse_value(override.text, override.origin))
+            value = parse_value(override.text, override.origin, resets=True)
+            if any(idle_resets(find(tree, override.steps), value)):
+                raise ValueError(_NOTHING_TO_RESET)  # noqa: TRY301 - reported with the others
+            tree = put(tree, override.steps, value)
         except ValueError as error:
             text = str(error).removeprefix(f"{override.origin}: ")
             problems.append(f"{path_text(override.steps)}: {text} (from {override.origin})")

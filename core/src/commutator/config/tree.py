@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -13,6 +13,7 @@ __all__ = [
     "Node",
     "find",
     "from_plain",
+    "idle_resets",
     "merge",
     "origin_of",
     "path_steps",
@@ -33,6 +34,13 @@ class Node:
     value: Any
     origin: str
     """Where it was set: "FILE:line", "env NAME", "--set ...", "default"."""
+    resets: bool = False
+    """Written as ``!reset VALUE``: earlier sources' value is forgotten, not merged."""
+
+    @property
+    def removes(self) -> bool:
+        """Written as ``!reset`` alone: what earlier sources set is removed."""
+        return self.resets and self.value is None
 
 
 def from_plain(value: Any, origin: str) -> Node:
@@ -52,32 +60,69 @@ def plain(node: Node) -> Any:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """``base`` overridden by ``over``: mappings merge; lists and scalars are replaced."""
-    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
-        return over
+    """``base`` overridden by ``over``: mappings merge; lists and scalars are replaced.
+
+    Resets in ``over`` are carried out; the result has none.
+    """
+    if over.resets or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return _settled(over)
     merged = dict(base.value)
     for key, item in over.value.items():
-        merged[key] = merge(merged[key], item) if key in merged else item
+        if item.removes:
+            merged.pop(key, None)
+        else:
+            merged[key] = merge(merged[key], item) if key in merged else _settled(item)
     return Node(merged, over.origin)
+
+
+def _settled(node: Node) -> Node:
+    """``node`` where there was nothing before: its resets have nothing to forget."""
+    if isinstance(node.value, dict):
+        items = {key: _settled(item) for key, item in node.value.items() if not item.removes}
+        return Node(items, node.origin)
+    if isinstance(node.value, list):
+        return Node([_settled(item) for item in node.value], node.origin)
+    return Node(node.value, node.origin) if node.resets else node
+
+
+def idle_resets(
+    base: Node | None, over: Node, steps: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Node]]:
+    """Path and node of each ``!reset`` in ``over`` that removes nothing from ``base``."""
+    if over.removes and base is None:
+        yield steps, over
+    below = base.value if base is not None and not over.resets else None
+    if isinstance(over.value, dict):
+        for key, item in over.value.items():
+            old = below.get(key) if isinstance(below, dict) else None
+            yield from idle_resets(old, item, (*steps, key))
+    elif isinstance(over.value, list):
+        for index, item in enumerate(over.value):
+            yield from idle_resets(None, item, (*steps, index))
 
 
 def put(base: Node | None, steps: Sequence[str], new: Node) -> Node:
     """``base`` with ``new`` merged in at ``steps``; numbers are indices into lists.
 
-    Missing mappings and lists are created. Raises ValueError when a step does not fit a list.
+    Missing mappings and lists are created. A ``new`` that removes takes away the key of a mapping.
+    Raises ValueError when a step does not fit a list, or an entry of a list were removed.
     """
     if not steps:
-        return new if base is None else merge(base, new)
+        return _settled(new) if base is None else merge(base, new)
     step, rest = steps[0], steps[1:]
     inside = None if base is None else base.value
     origin = new.origin if base is None else base.origin
     if isinstance(inside, list) or (step.isdecimal() and not isinstance(inside, dict)):
+        if new.removes and not rest:
+            raise ValueError("an entry of a list cannot be reset; set the whole list")
         items = list(inside) if isinstance(inside, list) else []
         index = _index(step, len(items))
         old = items[index] if index < len(items) else None
         items[index : index + 1] = [put(old, rest, new)]
         return Node(items, origin)
     entries = inside if isinstance(inside, dict) else {}
+    if new.removes and not rest:
+        return Node({key: item for key, item in entries.items() if key != step}, origin)
     return Node(entries | {step: put(entries.get(step), rest, new)}, origin)
 
 

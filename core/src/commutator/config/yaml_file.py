@@ -1,7 +1,8 @@
 """Reads YAML into a tree that knows the line of every value. Duplicate keys are refused.
 
 The line of a value in a mapping is that of its key. A file whose name ends in .json is read as
-JSON, a hundred times as fast; its values have the file as their origin, without a line.
+JSON, a hundred times as fast; its values have the file as their origin, without a line. With
+``resets``, the tag ``!reset`` is read as `Node.resets`; tags that are not YAML's own are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-def read_file(path: str | Path) -> Node:
+def read_file(path: str | Path, *, resets: bool = False) -> Node:
     """The file's tree; an empty file is an empty mapping. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -38,7 +39,7 @@ def read_file(path: str | Path) -> Node:
         if Path(path).suffix == ".json":
             node = from_plain(json.loads(text, object_pairs_hook=_different_keys), str(path))
         else:
-            node = _parse(text, lambda line: f"{path}:{line}", problems)
+            node = _parse(text, lambda line: f"{path}:{line}", problems, resets)
     except (ValueError, RecursionError) as error:
         raise ConfigError([str(error)], str(path)) from error
     if node.value is None:
@@ -63,24 +64,24 @@ def _different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_value(text: str, origin: str) -> Node:
+def parse_value(text: str, origin: str, *, resets: bool = False) -> Node:
     """One YAML value from an environment variable or an option. Raises ValueError."""
     problems: list[str] = []
-    node = _parse(text, lambda _: origin, problems)
+    node = _parse(text, lambda _: origin, problems, resets)
     if problems:
         raise ValueError("; ".join(problems))
     return node
 
 
-def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node:
+def _parse(text: str, origin: Callable[[int], str], problems: list[str], resets: bool) -> Node:
     """Raises ValueError for wrong syntax; other findings are appended to ``problems``."""
     try:
         loader = Loader(text)
         try:
             root = loader.get_single_node()
-            return (
-                Node(None, origin(1)) if root is None else _Builder(loader, origin, problems)(root)
-            )
+            if root is None:
+                return Node(None, origin(1))
+            return _Builder(loader, origin, problems, resets)(root)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -93,6 +94,10 @@ def _parse(text: str, origin: Callable[[int], str], problems: list[str]) -> Node
         raise ValueError(f"{origin(1)}: not YAML: {error}") from error
 
 
+_RESET = "!reset"
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 class Loader(yaml.SafeLoader):
     """Builds plain data only."""
 
@@ -100,19 +105,31 @@ class Loader(yaml.SafeLoader):
 class _Builder:
     """Converts PyYAML's nodes, which know their lines, to ``Node``."""
 
-    def __init__(self, loader: Loader, origin: Callable[[int], str], problems: list[str]) -> None:
+    def __init__(
+        self, loader: Loader, origin: Callable[[int], str], problems: list[str], resets: bool
+    ) -> None:
         self._loader = loader
         self._origin = origin
         self._problems = problems
+        self._resets = resets
         self._checked: set[int] = set()
 
     def __call__(self, node: yaml.Node, key: yaml.Node | None = None) -> Node:
         origin = self._origin((key or node).start_mark.line + 1)
+        resets = self._resets and node.tag == _RESET
+        if isinstance(node, yaml.ScalarNode):
+            if resets:  # a value behind the tag is read as if it had none
+                plain = (True, False) if node.style is None else (False, True)
+                tag = self._loader.resolve(  # type: ignore[no-untyped-call]
+                    yaml.ScalarNode, node.value, plain
+                )
+                node = yaml.ScalarNode(tag, node.value, node.start_mark, node.end_mark)
+            return Node(self._loader.construct_object(node), origin, resets)
+        if not resets and node.tag not in _COLLECTIONS:
+            self._problem(node, f"unknown tag {node.tag}")
         if isinstance(node, yaml.MappingNode):
-            return Node(self._mapping(node), origin)
-        if isinstance(node, yaml.SequenceNode):
-            return Node([self(item) for item in node.value], origin)
-        return Node(self._loader.construct_object(node), origin)
+            return Node(self._mapping(node), origin, resets)
+        return Node([self(item) for item in node.value], origin, resets)
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
         self._refuse_duplicates(node)

@@ -12,7 +12,7 @@ the next free worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 
@@ -237,6 +237,7 @@ class ByteBudget:
 
 _LAST_WORDS_S = 1.0
 _POLL_S = 0.02
+_REPORT_EVERY_S = 5.0
 
 
 class TimeLimit:
@@ -287,17 +288,26 @@ class TimeLimits:
         """The limit of one request, which counts as running while it is inside."""
         return TimeLimit(timeout_s, self)
 
-    async def end_within(self, timeout_s: float) -> None:
+    async def end_within(
+        self, timeout_s: float, on_running: Callable[[int, float], None] | None = None
+    ) -> None:
         """Limit all running and later requests to ``timeout_s``, and wait until none runs.
 
-        Waits a little longer for requests that do not end at their limit.
+        Waits a little longer for requests that do not end at their limit. ``on_running`` is called
+        at once and every 5 s, while any runs, with how many run and how many seconds they have.
         """
-        last_s = self._last_s = asyncio.get_running_loop().time() + timeout_s
+        loop = asyncio.get_running_loop()
+        report_s = loop.time()
+        last_s = self._last_s = report_s + timeout_s
         for limit in self._running:
             limit.cut(last_s)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(last_s + _LAST_WORDS_S):
-                while self._running:  # noqa: ASYNC110 - rare, so no event is kept for it
+                while self._running:
+                    now_s = loop.time()
+                    if on_running is not None and now_s >= report_s:
+                        on_running(len(self._running), max(0.0, last_s - now_s))
+                        report_s += _REPORT_EVERY_S
                     await asyncio.sleep(_POLL_S)
 
     def begun(self, limit: TimeLimit) -> None:

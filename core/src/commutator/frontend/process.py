@@ -7,7 +7,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +26,7 @@ from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
+from commutator.contract.registry import Change, WorkerDown
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter
@@ -42,6 +50,7 @@ from commutator.trust import network_of_this_process
 __all__ = [
     "REGISTRY",
     "GroupedLog",
+    "follow_supervisor",
     "main",
     "run_with_fast_loop",
     "serve_frontend",
@@ -102,13 +111,12 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
     await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
-    changes = workers_only(registry.watch(), _on_claim(hub, link))
+    changes, lost = _with_losses(workers_only(registry.watch(), _on_claim(hub, link)))
     following = asyncio.create_task(follower.run(changes))
     tasks = [
         following,
-        *map(
-            asyncio.create_task, _work(config, door, dispatcher, counting, hub, registry, services)
-        ),
+        *map(asyncio.create_task, _work(config, door, dispatcher, counting, hub, link)),
+        asyncio.create_task(follow_supervisor(registry, services, lost)),
     ]
     end_tracing = tracing.start(config.tracing) if config.tracing is not None else None
     stop = asyncio.Event()
@@ -185,28 +193,53 @@ def _work(
     dispatcher: Dispatcher,
     counting: RequestLimiter,
     hub: Hub,
-    registry: RegistryClient,
-    services: FrontendServices,
+    link: PlannerLink | None,
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """What a front door does beside its requests, until cancelled."""
     yield dispatcher.poll.run()
     yield counting.run()
-    yield _follow_supervisor(registry, services)
     if config.router.router_replica_sync and (config.frontend.replicas > 1 or hub.spans_hosts):
         yield ReplicaSync(door, dispatcher.load, hub).run()
-    if services.planner is not None:
-        yield services.planner.run()
+    if link is not None:
+        yield link.run()
 
 
-async def _follow_supervisor(registry: RegistryClient, services: FrontendServices) -> None:
-    """Keep current what only the supervisor knows: refused connections, and unready workers."""
+def _with_losses(
+    batches: AsyncIterator[Sequence[Change]],
+) -> tuple[AsyncIterator[Sequence[Change]], asyncio.Event]:
+    """``batches`` unchanged, and an event that is set when a worker has left."""
+    lost = asyncio.Event()
+
+    async def noting() -> AsyncIterator[Sequence[Change]]:
+        async for batch in batches:
+            if any(isinstance(change, WorkerDown) for change in batch):
+                lost.set()
+            yield batch
+
+    return noting(), lost
+
+
+async def follow_supervisor(
+    registry: RegistryClient,
+    services: FrontendServices,
+    lost: asyncio.Event,
+    every_s: float = _SUPERVISOR_EVERY_S,
+) -> None:
+    """Keep current what only the supervisor knows: refused connections, and unready workers.
+
+    It is asked every ``every_s`` seconds and whenever ``lost`` is set, so that a worker that leaves
+    the registry is shown as dead at once.
+    """
     while True:
+        lost.clear()
         try:
             state = await registry.run_state()
             services.refused, services.unready = state.refused, state.unready
         except RegistryError as error:
             log.debug("%s", error)  # the worker follower logs that the registry is away
-        await asyncio.sleep(_SUPERVISOR_EVERY_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await lost.wait()
 
 
 async def serve_frontend(
@@ -234,9 +267,13 @@ async def serve_frontend(
         await asyncio.sleep(settle_s)
         await opened.stop_accepting()
         await asyncio.sleep(settle_s)
-        await services.time_limits.end_within(drain_timeout_s)
+        await services.time_limits.end_within(drain_timeout_s, _log_running)
     finally:
         await opened.close()
+
+
+def _log_running(requests: int, left_s: float) -> None:
+    log.info("finishing %d request%s (at most %.0f s)", requests, "s"[: requests != 1], left_s)
 
 
 def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:

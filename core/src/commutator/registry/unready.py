@@ -95,7 +95,7 @@ class StartLog:
         self._ready = self._served = True
 
     def silent(self, cause: str) -> None:
-        """Its process runs, but does not answer, so its lease lapses."""
+        """It was ready and is lost: its process has ended, or runs and does not answer."""
         self._change(UnreadyState.DEAD, cause)
 
     def ended(self, cause: str, wait_s: float) -> None:

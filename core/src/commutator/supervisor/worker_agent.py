@@ -174,15 +174,17 @@ class WorkerAgent:
                 raise error from None
             if not isinstance(error, CommutatorError | OSError):
                 log.exception("the connector of %s failed", self.name)
-            outcome, reason = "failed", _sentence(error)
+            outcome, reason = "failed", hidden_line(_sentence(error))
         finally:
             self.ready.clear()
             healthy_s = 0.0 if ready_s is None else time.monotonic() - ready_s
+            if outcome is not None and ready_s is not None:
+                self._starts.silent(reason)  # before it leaves the registry, so it never vanishes
             self._client = None
             await self._deregister(outcome or self.leaving)
             await events.close()
             await self._clean_up(client, process)
-        return Ended(hidden_line(reason), healthy_s)
+        return Ended(reason, healthy_s)
 
     def _cause(self, error: Exception) -> Exception:
         """``error``, or for a process that ended what it gave as the reason."""

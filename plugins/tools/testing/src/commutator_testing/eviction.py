@@ -122,7 +122,7 @@ class EvictionContract:
         assert looked <= 100 * 50, f"{looked / 100:.0f} of {total} blocks were visited for one"
 
     def test_an_eviction_costs_hardly_more_in_a_larger_tier(self) -> None:
-        """O(1) or O(log n): a policy that sorts or scans its blocks is too slow for large tiers."""
+        """O(1) or O(log n): a policy that sorts or scans its blocks now and then is too slow."""
         small_s, large_s = self._eviction_s(1_000), self._eviction_s(32_000)
         assert large_s < 8 * small_s + 20e-6, (
             f"one eviction takes {large_s * 1e6:.0f} us with 32,000 blocks, {small_s * 1e6:.0f} us "
@@ -130,16 +130,23 @@ class EvictionContract:
         )
 
     def _eviction_s(self, blocks: int) -> float:
-        """Processor time of the quickest of 50 evictions: other load does not change it."""
+        """Processor time of an eviction: the mean of 50, in the quickest of three fifties.
+
+        Other load hardly changes it. Rare work, such as tidying up once in as many evictions as
+        there are blocks, does not count, as most fifties have none of it.
+        """
         policy, quickest_s = self.make_policy(blocks), float("inf")
         for number in range(1, blocks + 1):
             policy.added(*tree_block(number), 0.0)
-        for number in range(blocks + 1, blocks + 51):
-            begun_s = time.thread_time()
-            (victim,) = policy.victims(1, lambda _: True, 0.0)
-            policy.removed(victim, evicted=True)
-            quickest_s = min(quickest_s, time.thread_time() - begun_s)
-            policy.added(*tree_block(number), 0.0)
+        for first in range(blocks + 1, blocks + 151, 50):
+            spent_s = 0.0
+            for number in range(first, first + 50):
+                begun_s = time.thread_time()
+                (victim,) = policy.victims(1, lambda _: True, 0.0)
+                policy.removed(victim, evicted=True)
+                spent_s += time.thread_time() - begun_s
+                policy.added(*tree_block(number), 0.0)
+            quickest_s = min(quickest_s, spent_s / 50)
         return quickest_s
 
     def _replay(self, policy: EvictionPolicy, history: History) -> list[list[BlockKey]]:
