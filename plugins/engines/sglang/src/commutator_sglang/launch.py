@@ -117,6 +117,9 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
         "HF_HUB_OFFLINE": "1",
         # Log probabilities before temperature and filters, as from the other engines.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        # Where its sockets for hand-overs listen.
+        "SGLANG_HOST_IP": context.kv_host,
+        **_rendezvous(config, context),
         **(_CPU_ENV if _on_cpu(config) else {}),
     }
     env = server_environment(config, context, defaults)
@@ -124,6 +127,19 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     command = (*command, *_key_arguments(config, context, address))
     log_command(context, env, command, config.secret_variables)
     return LaunchPlan(argv=start_command(source, command), address=address, env=env)
+
+
+def _rendezvous(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
+    """Where the server's own processes meet, on one machine: a private file.
+
+    PyTorch's store for it would listen at every interface, and asks nobody for a proof.
+    """
+    given = argument_names(config.args, _OURS, config.where)
+    if given & {"--nnodes", "--dist-init-addr", "--nccl-init-addr", _CONFIG}:
+        return {}
+    file = context.state_dir.absolute() / "rendezvous"
+    file.unlink(missing_ok=True)  # of the process before
+    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": file.as_uri()}
 
 
 def _key_arguments(config: SglangConfig, context: LaunchContext, address: str) -> tuple[str, ...]:
