@@ -29,6 +29,7 @@ SCENARIOS = {
     "eviction": "what each eviction policy keeps of a trace, against Belady's optimum",
     "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",
+    "policies": "what routing policies find in caches and how soon they answer, beside peers'",
     "recall": "a prompt's blocks loaded from each tier against computing them",
     "planner": "worker-hours at equal attainment of the planner and nine others, in virtual time",
     "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",

@@ -78,7 +78,7 @@ engines:
   - {{kind: sim, replicas: {self.first}, block_size: 512, kv_capacity_blocks: 1500,
      prefill_tokens_per_s: {8000 / self.slower}, decode_base_s: {0.006 * self.slower},
      decode_per_request_s: {0.00035 * self.slower}}}
-router: {{kind: kv, overlap_score_weight: 16, block_size: 512}}
+router: {{kind: kv, formula: cost, overlap_score_weight: 16, block_size: 512}}
 planner:
   kind: slo
   targets: {{ttft_s: {self.ttft_s}, itl_s: {self.itl_s}, attainment: 0.95}}

@@ -170,8 +170,10 @@ PREFIX, LOAD = PrefixScorer(kind="prefix", weight=2.0), LoadScorer(kind="load")
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "kv": kv(),
     "kv, guard": kv(imbalance_requests=1, imbalance_ratio=1.0),
-    "kv, no cache": kv(overlap_score_weight=0.0),
-    "kv, host first": kv(host_cache_hit_weight=3.0, overlap_score_weight=0.3),
+    "kv, host first": kv(host_cache_hit_weight=3.0),
+    "kv, cost": kv(formula="cost"),
+    "kv, cost, no cache": kv(formula="cost", overlap_score_weight=0.0),
+    "kv, cost, host first": kv(formula="cost", host_cache_hit_weight=3.0, overlap_score_weight=0.3),
     "kv, product": kv(formula="product"),
     "kv, warm": kv(router_temperature=0.5),
     "least_loaded": lambda: LeastLoaded(BalanceConfig(kind="least_loaded")),
@@ -281,6 +283,7 @@ def check_pool(pool: IndexedPool, cost: Cost) -> None:
     with pytest.raises(IndexError):
         pool[len(pool)]
     assert pool.fewest_requests == scan.fewest_requests
+    assert pool.total_requests == scan.total_requests
     for amount in (lambda load: load.active_decode_blocks, lambda load: cost(load, Overlap())):
         assert pool.most(amount) == scan.most(amount)
     found, expected = pool.least(cost), scan.least(cost)
@@ -297,6 +300,7 @@ def test_an_empty_pool_says_so() -> None:
     table = RankTable(world.workers, world.load, world.indexer.index, BLOCK_SIZE)
     for pool in (IndexedPool(table, among=0), ScannedPool([])):
         assert not pool
+        assert pool.total_requests == 0
         with pytest.raises(ValueError, match=r"."):
             pool.least(lambda load, _: load.active_requests)
         with pytest.raises(ValueError, match=r"."):

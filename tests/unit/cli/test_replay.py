@@ -69,8 +69,10 @@ def test_one_endless_cache_finds_what_is_ideal(trace: Path) -> None:
 
 
 def test_with_endless_caches_only_balance_costs_reuse(trace: Path) -> None:
-    endless = "engines[0].kv_capacity_blocks=99999"
-    done = replay(trace, "--json", "--set", endless, "--set", "router.overlap_score_weight=0.1")
+    sets = ("engines[0].kv_capacity_blocks=99999", "router.formula=cost")
+    weight = "router.overlap_score_weight=0.1"
+    options = (argument for one in (*sets, weight) for argument in ("--set", one))
+    done = replay(trace, "--json", *options)
     answer = json.loads(done.output)
     (kv,) = answer["policies"]
     assert kv["given_up_ratio"] > 0

@@ -34,7 +34,12 @@ def load(tmp_path: Path, *roles: str, **sections: Any) -> Loaded:
 
 
 def test_prefill_workers_are_chosen_as_others_and_have_a_queue(tmp_path: Path) -> None:
-    router = {"kind": "kv", "overlap_score_weight": 2.0, "busy": {"max_active_requests": 64}}
+    router = {
+        "kind": "kv",
+        "formula": "cost",
+        "overlap_score_weight": 2.0,
+        "busy": {"max_active_requests": 64},
+    }
     conditional = {"kind": "conditional", "max_local_prefill_length": 10}
     config = load(tmp_path, "prefill", "both", router=router, disaggregation=conditional).config
     apart = config.disaggregation

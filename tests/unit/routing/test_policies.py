@@ -35,10 +35,63 @@ def kv(**options: object) -> KvRouter:
     return KvRouter(KvRouterConfig(kind="kv", **options))  # type: ignore[arg-type]
 
 
-def test_kv_cost_is_the_published_formula() -> None:
+def test_kv_cost_is_the_wait_for_the_queue_and_what_the_prefill_makes_others_wait() -> None:
+    load = WorkerLoad(active_requests=3, active_prefill_tokens=320, active_decode_blocks=32)
+    candidates = [
+        make_candidate("w-0", load, Overlap(device=4, host=2, disk=4, external=2)),
+        make_candidate("w-1", WorkerLoad(active_requests=2)),
+    ]
+    decision = kv().pick(REQUEST, candidates, rng())
+    # credit = 4 + 1.5 + 1 + 1 = 7.5, new = 10 - 7.5; cost = 320/16 + 2.5 * (1 + 5/2) + 32/16
+    assert decision.scores == {
+        "w-0": {
+            "cost": 30.75,
+            "prefill_blocks": 2.5,
+            "cache_credit_blocks": 7.5,
+            "decode_blocks": 32.0,
+            "queue_blocks": 20.0,
+            "delayed_requests": 2.5,
+        },
+        "w-1": {
+            "cost": 35.0,
+            "prefill_blocks": 10.0,
+            "cache_credit_blocks": 0.0,
+            "decode_blocks": 0.0,
+            "queue_blocks": 0.0,
+            "delayed_requests": 2.5,
+        },
+    }
+    assert decision.worker_id == "w-0"
+
+
+def test_kv_waits_longer_for_a_cache_the_more_requests_a_prefill_would_delay() -> None:
+    """A queue of 30 blocks before a worker that holds 8 of the prompt's 10."""
+
+    def chosen(requests: int) -> str:
+        queued = WorkerLoad(active_requests=requests, active_prefill_tokens=30 * 16)
+        warm = make_candidate("w-0", queued, Overlap(device=8))
+        cold = make_candidate("w-1", WorkerLoad(active_requests=requests))
+        return kv().pick(REQUEST, [warm, cold], rng()).worker_id
+
+    assert [chosen(requests) for requests in (0, 2, 3, 9)] == ["w-1", "w-1", "w-0", "w-0"]
+
+
+def test_kv_counts_the_requests_of_workers_that_the_guard_leaves_out() -> None:
+    hot = make_candidate("w-0", WorkerLoad(active_requests=40), Overlap(device=10))
+    decision = kv().pick(REQUEST, [hot, make_candidate("w-1")], rng())
+    assert decision.scores["w-1"]["delayed_requests"] == 20
+
+
+def test_kv_weight_without_its_formula_is_refused() -> None:
+    for formula in ("delay", "product"):
+        with pytest.raises(ValueError, match="only `formula: cost` uses it"):
+            kv(formula=formula, overlap_score_weight=2.0)
+
+
+def test_kv_formula_cost_is_the_published_one() -> None:
     load = WorkerLoad(active_requests=3, active_prefill_tokens=320, active_decode_blocks=7)
     candidate = make_candidate("w-0", load, Overlap(device=4, host=2, disk=4, external=2))
-    decision = kv(overlap_score_weight=2.0).pick(REQUEST, [candidate], rng())
+    decision = kv(formula="cost", overlap_score_weight=2.0).pick(REQUEST, [candidate], rng())
     # raw = (320 + 160) / 16 = 30; credit = 4 + 1.5 + 1 + 1 = 7.5; cost = 2 * 22.5 + 7
     assert decision.scores["w-0"] == {
         "cost": 52.0,
@@ -72,10 +125,11 @@ def test_kv_goes_where_the_prefix_is_unless_that_worker_is_busy() -> None:
     assert kv().pick(REQUEST, [warm, cold], rng()).worker_id == "w-0"
     busy = make_candidate(
         "w-0",
-        WorkerLoad(active_requests=2, active_prefill_tokens=0, active_decode_blocks=50),
+        WorkerLoad(active_requests=2, active_prefill_tokens=300, active_decode_blocks=50),
         Overlap(device=8),
     )
-    assert kv().pick(REQUEST, [busy, cold], rng()).worker_id == "w-1"
+    for formula in ("delay", "cost", "product"):
+        assert kv(formula=formula).pick(REQUEST, [busy, cold], rng()).worker_id == "w-1"
 
 
 def test_kv_breaks_ties_by_lot() -> None:

@@ -184,6 +184,11 @@ class CandidatePool(Sequence[Candidate], ABC):
     def fewest_requests(self) -> int:
         """The least ``active_requests`` of any candidate. Raises ValueError if there is none."""
 
+    @property
+    @abstractmethod
+    def total_requests(self) -> int:
+        """The sum of the ``active_requests`` of all candidates; 0 if there is none."""
+
     @abstractmethod
     def at_most_requests(self, limit: float) -> CandidatePool:
         """The candidates with at most ``limit`` requests in flight; there may be none."""
@@ -219,6 +224,10 @@ class ScannedPool(CandidatePool):
     @property
     def fewest_requests(self) -> int:
         return min(candidate.load.active_requests for candidate in self._candidates)
+
+    @property
+    def total_requests(self) -> int:
+        return sum(candidate.load.active_requests for candidate in self._candidates)
 
     def at_most_requests(self, limit: float) -> ScannedPool:
         return ScannedPool([one for one in self._candidates if one.load.active_requests <= limit])

@@ -108,6 +108,12 @@ class LoadIndex:
         requests = self._fields[0]
         return next(value for value in requests.order if requests.ranks[value] & among)
 
+    def total_requests(self, among: int) -> int:
+        """The sum of the requests in flight of the ranks of ``among``."""
+        return sum(
+            value * (ranks & among).bit_count() for value, ranks in self._fields[0].ranks.items()
+        )
+
     def most(self, amount: Callable[[WorkerLoad], float], among: int) -> float:
         """The greatest ``amount`` of any rank of ``among``, which is not empty."""
         unseen, greatest = among, -math.inf

@@ -244,6 +244,10 @@ class IndexedPool(CandidatePool):
     def fewest_requests(self) -> int:
         return self._searched().fewest_requests(self.among)
 
+    @property
+    def total_requests(self) -> int:
+        return self._table.loads().total_requests(self.among)
+
     def at_most_requests(self, limit: float) -> IndexedPool:
         kept = self._table.loads().at_most_requests(limit, self.among)
         return self if kept == self.among else self._part(kept)

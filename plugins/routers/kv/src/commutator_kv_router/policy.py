@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from attrs import frozen
+from attrs import Attribute, frozen
 
 from commutator import (
     Bounds,
@@ -27,18 +27,34 @@ __all__ = ["KvRouter", "KvRouterConfig"]
 Terms = dict[str, float]
 Weight = Annotated[float, Bounds(minimum=0)]
 
+DECODE_SHARE = 1 / 16
+"""What a block in flight costs, as a part of a block of prefill. In the published trace of Mooncake
+and with the published speeds of simulated engines, a block's prefill takes 64 ms, and its request's
+343 decode steps lengthen those of a neighbour by about 5 ms for each block."""
+
+
+def _of_formula_cost(config: KvRouterConfig, field: Attribute[float], value: float) -> None:
+    if value != field.default and config.formula != "cost":
+        raise ValueError(
+            f"{field.name}: only `formula: cost` uses it; set that, or remove the weight"
+        )
+
 
 @frozen(kw_only=True)
 class KvRouterConfig(RouterConfig):
-    """Weights of the cost that the `kv` policy minimises, named as in NVIDIA Dynamo."""
+    """Options of the cost that the `kv` policy minimises; weights are named as in NVIDIA Dynamo."""
 
-    formula: Literal["cost", "product"] = setting(
-        "cost: weighted prefill plus decode blocks, as in Dynamo. product: new prefill tokens, "
-        "at least one, times batch size plus one, which needs no weights.",
-        "cost",
+    formula: Literal["delay", "cost", "product"] = setting(
+        "delay: how long this and other requests wait because of the choice, which needs no "
+        "weights. cost: weighted prefill plus decode blocks, as in Dynamo. product: new prefill "
+        "tokens, at least one, times batch size plus one.",
+        "delay",
     )
     overlap_score_weight: Weight = setting(
-        "Weight of the prefill still to be done against the decode load; 0 ignores the cache.", 1.0
+        "With `formula: cost`: weight of the prefill still to be done against the decode load; 0 "
+        "ignores the cache.",
+        1.0,
+        validator=_of_formula_cost,
     )
     router_temperature: Weight = setting(
         "0 takes the cheapest worker; more spreads requests over costlier ones.", 0.0
@@ -61,10 +77,18 @@ class KvRouterConfig(RouterConfig):
 class KvRouter(RoutingPolicy):
     """Weighs the prefill that a worker would save against the load it already has.
 
-    The formula of NVIDIA Dynamo's router, all hits in blocks:
+    All terms are in blocks; ``new`` is what the worker would have to compute of this prompt:
+
+        credit = device + 0.75 host + 0.25 disk + 0.5 shared
+        new    = max(0, prompt - credit)
+        cost   = queue + new * (1 + mean_requests) + decode_blocks / 16
+
+    This request waits for the worker's queue and for its own prefill. That prefill also delays
+    those that share the worker: as many requests as a worker has on average.
+
+    With ``formula: cost``, that of NVIDIA Dynamo's router:
 
         raw    = (active_prefill_tokens + prompt_tokens) / block_size
-        credit = device + 0.75 host + 0.25 disk + 0.5 shared
         cost   = overlap_score_weight * max(0, raw - credit) + decode_blocks
 
     With ``formula: product``, the weight-free LMetric: new_prefill_tokens * (batch_size + 1), with
@@ -83,9 +107,12 @@ class KvRouter(RoutingPolicy):
         fewest = pool.fewest_requests
         most = max(fewest + config.imbalance_requests, fewest * config.imbalance_ratio)
         allowed = pool.at_most_requests(most)
+        delayed = pool.total_requests / len(pool) if config.formula == "delay" else 0.0
         not_scored, why = 0, ""
         if config.router_temperature == 0:
-            found = allowed.least(lambda load, overlap: self._cost(request, load, overlap)[0])
+            found = allowed.least(
+                lambda load, overlap: self._cost(request, delayed, load, overlap)[0]
+            )
             winner = rng.choice(found.candidates)
             compared = {c.worker_id: c for c in (*found.compared, winner)}
             if not_scored := len(allowed) - len(compared):
@@ -93,10 +120,11 @@ class KvRouter(RoutingPolicy):
         else:
             compared = {c.worker_id: c for c in allowed}
             costs = {
-                name: self._cost(request, c.load, c.overlap)[0] for name, c in compared.items()
+                name: self._cost(request, delayed, c.load, c.overlap)[0]
+                for name, c in compared.items()
             }
             winner = compared[draw(costs, config.router_temperature, rng)]
-        scores = {name: self._terms(request, c) for name, c in compared.items()}
+        scores = {name: self._terms(request, delayed, c) for name, c in compared.items()}
         cost = scores[winner.worker_id]["cost"]
         return Decision(
             worker_id=winner.worker_id,
@@ -107,17 +135,26 @@ class KvRouter(RoutingPolicy):
         )
 
     def _cost(
-        self, request: RouteRequest, load: WorkerLoad, overlap: Overlap
+        self, request: RouteRequest, delayed: float, load: WorkerLoad, overlap: Overlap
     ) -> tuple[float, float, float]:
-        """The cost, and of it the prefill and the cache credit in blocks."""
+        """The cost, and of it the prefill and the cache credit in blocks.
+
+        ``delayed``: requests that the prefill delays beside this one, with ``formula: delay``.
+        """
         config = self._config
-        raw = (load.active_prefill_tokens + request.prompt_tokens) / request.block_size
         credit = (
             overlap.device
             + config.host_cache_hit_weight * overlap.host
             + config.disk_cache_hit_weight * overlap.disk
             + config.shared_cache_multiplier * overlap.external
         )
+        if config.formula == "delay":
+            prompt = request.prompt_tokens / request.block_size
+            new = prompt - credit if prompt > credit else 0.0
+            queue = load.active_prefill_tokens / request.block_size
+            decode = load.active_decode_blocks * DECODE_SHARE
+            return queue + new * (1.0 + delayed) + decode, new, credit
+        raw = (load.active_prefill_tokens + request.prompt_tokens) / request.block_size
         prefill = raw - credit if raw > credit else 0.0
         if config.formula == "product":
             cost = max(prefill * request.block_size, 1.0) * (load.active_requests + 1)
@@ -125,14 +162,19 @@ class KvRouter(RoutingPolicy):
             cost = config.overlap_score_weight * prefill + float(load.active_decode_blocks)
         return cost, prefill, credit
 
-    def _terms(self, request: RouteRequest, candidate: Candidate) -> Terms:
-        cost, prefill, credit = self._cost(request, candidate.load, candidate.overlap)
-        return {
+    def _terms(self, request: RouteRequest, delayed: float, candidate: Candidate) -> Terms:
+        load = candidate.load
+        cost, prefill, credit = self._cost(request, delayed, load, candidate.overlap)
+        terms = {
             "cost": cost,
             "prefill_blocks": prefill,
             "cache_credit_blocks": credit,
-            "decode_blocks": float(candidate.load.active_decode_blocks),
+            "decode_blocks": float(load.active_decode_blocks),
         }
+        if self._config.formula == "delay":
+            terms["queue_blocks"] = load.active_prefill_tokens / request.block_size
+            terms["delayed_requests"] = delayed
+        return terms
 
 
 def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str:
