@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from commutator import Candidate, Decision, RouteRequest, RoutingPolicy
 from commutator_balance import BalanceConfig, LeastLoaded
@@ -20,6 +21,7 @@ __all__ = ["ABLATIONS", "DYNAMO_WEIGHTS", "OURS", "POLICIES", "Ablated"]
 OURS = "kv"
 DYNAMO_WEIGHTS = (1, 4, 16, 64)
 """Of its overlap score; the first is the default."""
+_NEVER = 1 << 40
 _SGLANG_MATCH = 0.3
 _SGLANG_APART = 64
 _SGLANG_TIMES = 1.5
@@ -127,8 +129,14 @@ class Ablated(_Peer):
         return found
 
 
+def _unguarded(**options: Any) -> Callable[[], RoutingPolicy]:
+    """A formula of `kv` without its hot-prefix guard, which the originals lack."""
+    config = KvRouterConfig(kind="kv", imbalance_requests=_NEVER, **options)
+    return lambda: KvRouter(config)
+
+
 def _dynamo(weight: float) -> Callable[[], RoutingPolicy]:
-    return lambda: KvRouter(KvRouterConfig(kind="kv", formula="cost", overlap_score_weight=weight))
+    return _unguarded(formula="cost", overlap_score_weight=weight)
 
 
 POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
@@ -136,7 +144,7 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
     **{f"Dynamo, weight {weight}": _dynamo(weight) for weight in DYNAMO_WEIGHTS},
     "SGLang": SglangCacheAware,
     "llm-d": LlmdScorers,
-    "LMetric": lambda: KvRouter(KvRouterConfig(kind="kv", formula="product")),
+    "LMetric": _unguarded(formula="product"),
     "longest prefix": LongestPrefix,
     "least loaded": lambda: LeastLoaded(BalanceConfig(kind="least_loaded")),
 }

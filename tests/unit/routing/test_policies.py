@@ -50,7 +50,7 @@ def test_kv_cost_is_the_wait_for_the_queue_and_what_the_prefill_makes_others_wai
             "cache_credit_blocks": 7.5,
             "decode_blocks": 32.0,
             "queue_blocks": 20.0,
-            "delayed_requests": 2.5,
+            "mean_requests": 2.5,
         },
         "w-1": {
             "cost": 35.0,
@@ -58,7 +58,7 @@ def test_kv_cost_is_the_wait_for_the_queue_and_what_the_prefill_makes_others_wai
             "cache_credit_blocks": 0.0,
             "decode_blocks": 0.0,
             "queue_blocks": 0.0,
-            "delayed_requests": 2.5,
+            "mean_requests": 2.5,
         },
     }
     assert decision.worker_id == "w-0"
@@ -77,9 +77,11 @@ def test_kv_waits_longer_for_a_cache_the_more_requests_a_prefill_would_delay() -
 
 
 def test_kv_counts_the_requests_of_workers_that_the_guard_leaves_out() -> None:
-    hot = make_candidate("w-0", WorkerLoad(active_requests=40), Overlap(device=10))
-    decision = kv().pick(REQUEST, [hot, make_candidate("w-1")], rng())
-    assert decision.scores["w-1"]["delayed_requests"] == 20
+    hot = make_candidate("w-0", WorkerLoad(active_requests=90), Overlap(device=10))
+    idle = [make_candidate("w-1"), make_candidate("w-2")]
+    decision = kv().pick(REQUEST, [hot, *idle], rng())
+    assert decision.worker_id != "w-0"
+    assert {one["mean_requests"] for one in decision.scores.values()} == {30}
 
 
 def test_kv_weight_without_its_formula_is_refused() -> None:
@@ -151,13 +153,18 @@ def test_kv_temperature_spreads() -> None:
 
 def test_kv_guards_against_the_hot_prefix() -> None:
     """Every request has the same prefix; without the guard one worker would take them all."""
-    hot = make_candidate("w-0", WorkerLoad(active_requests=40), Overlap(device=10))
-    idle = make_candidate("w-1", WorkerLoad(active_requests=1, active_decode_blocks=90))
-    policy = kv(imbalance_requests=32)
-    decision = policy.pick(REQUEST, [hot, idle], rng())
-    assert decision.worker_id == "w-1"
-    assert "1 too busy" in decision.reason
-    assert kv(imbalance_requests=64).pick(REQUEST, [hot, idle], rng()).worker_id == "w-0"
+    load = WorkerLoad(active_requests=1, active_decode_blocks=90)
+    idle = [make_candidate(f"w-{number}", load) for number in (1, 2, 3)]
+
+    def chosen(requests: int, **options: object) -> Decision:
+        hot = make_candidate("w-0", WorkerLoad(active_requests=requests), Overlap(device=10))
+        return kv(**options).pick(REQUEST, [hot, *idle], rng())
+
+    # 45 is 33 more than the average of 12, and 41 is 30 more than that of 11
+    assert chosen(45, imbalance_requests=32).worker_id != "w-0"
+    assert "1 too busy" in chosen(45, imbalance_requests=32).reason
+    assert chosen(41, imbalance_requests=32).worker_id == "w-0"
+    assert chosen(45, imbalance_requests=32, imbalance_ratio=4.0).worker_id == "w-0"
 
 
 @pytest.mark.parametrize("policy", [LeastLoaded, PowerOfTwo])

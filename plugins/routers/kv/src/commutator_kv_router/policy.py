@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from attrs import Attribute, frozen
@@ -25,6 +25,7 @@ from commutator import (
 __all__ = ["KvRouter", "KvRouterConfig"]
 
 Terms = dict[str, float]
+Cost = Callable[[WorkerLoad, Overlap], float]
 Weight = Annotated[float, Bounds(minimum=0)]
 
 DECODE_SHARE = 1 / 16
@@ -67,7 +68,7 @@ class KvRouterConfig(RouterConfig):
         "The same for a block in storage that all workers share.", 0.5
     )
     imbalance_requests: NonNegativeInt = setting(
-        "Hot-prefix guard: a worker with this many requests more than the idlest, and more than "
+        "Hot-prefix guard: a worker with this many requests more than the average, and more than "
         "imbalance_ratio times as many, is left out.",
         32,
     )
@@ -104,27 +105,22 @@ class KvRouter(RoutingPolicy):
         self, request: RouteRequest, candidates: Sequence[Candidate], rng: random.Random
     ) -> Decision:
         config, pool = self._config, self.pool(candidates)
-        fewest = pool.fewest_requests
-        most = max(fewest + config.imbalance_requests, fewest * config.imbalance_ratio)
+        mean = pool.total_requests / len(pool)
+        most = max(mean + config.imbalance_requests, mean * config.imbalance_ratio)
         allowed = pool.at_most_requests(most)
-        delayed = pool.total_requests / len(pool) if config.formula == "delay" else 0.0
         not_scored, why = 0, ""
+        cost_of = self._cost_of(request, mean)
         if config.router_temperature == 0:
-            found = allowed.least(
-                lambda load, overlap: self._cost(request, delayed, load, overlap)[0]
-            )
+            found = allowed.least(cost_of)
             winner = rng.choice(found.candidates)
             compared = {c.worker_id: c for c in (*found.compared, winner)}
             if not_scored := len(allowed) - len(compared):
                 why = f"; {not_scored} others cost at least {found.others_cost:.1f}"
         else:
             compared = {c.worker_id: c for c in allowed}
-            costs = {
-                name: self._cost(request, delayed, c.load, c.overlap)[0]
-                for name, c in compared.items()
-            }
+            costs = {name: cost_of(c.load, c.overlap) for name, c in compared.items()}
             winner = compared[draw(costs, config.router_temperature, rng)]
-        scores = {name: self._terms(request, delayed, c) for name, c in compared.items()}
+        scores = {name: self._terms(request, mean, cost_of, c) for name, c in compared.items()}
         cost = scores[winner.worker_id]["cost"]
         return Decision(
             worker_id=winner.worker_id,
@@ -134,47 +130,55 @@ class KvRouter(RoutingPolicy):
             not_scored=not_scored,
         )
 
-    def _cost(
-        self, request: RouteRequest, delayed: float, load: WorkerLoad, overlap: Overlap
-    ) -> tuple[float, float, float]:
-        """The cost, and of it the prefill and the cache credit in blocks.
+    def _cost_of(self, request: RouteRequest, mean: float) -> Cost:
+        """What a candidate costs; ``mean``: requests that a worker has on average.
 
-        ``delayed``: requests that the prefill delays beside this one, with ``formula: delay``.
+        It is called for dozens of candidates, so what is the same for all is computed here.
         """
-        config = self._config
-        credit = (
-            overlap.device
-            + config.host_cache_hit_weight * overlap.host
-            + config.disk_cache_hit_weight * overlap.disk
-            + config.shared_cache_multiplier * overlap.external
-        )
-        if config.formula == "delay":
-            prompt = request.prompt_tokens / request.block_size
-            new = prompt - credit if prompt > credit else 0.0
-            queue = load.active_prefill_tokens / request.block_size
-            decode = load.active_decode_blocks * DECODE_SHARE
-            return queue + new * (1.0 + delayed) + decode, new, credit
-        raw = (load.active_prefill_tokens + request.prompt_tokens) / request.block_size
-        prefill = raw - credit if raw > credit else 0.0
-        if config.formula == "product":
-            cost = max(prefill * request.block_size, 1.0) * (load.active_requests + 1)
-        else:
-            cost = config.overlap_score_weight * prefill + float(load.active_decode_blocks)
-        return cost, prefill, credit
+        config, size = self._config, request.block_size
+        host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
+        shared, weight = config.shared_cache_multiplier, config.overlap_score_weight
+        tokens, prompt, factor = request.prompt_tokens, request.prompt_blocks, 1.0 + mean
 
-    def _terms(self, request: RouteRequest, delayed: float, candidate: Candidate) -> Terms:
-        load = candidate.load
-        cost, prefill, credit = self._cost(request, delayed, load, candidate.overlap)
+        def delay(load: WorkerLoad, held: Overlap) -> float:
+            credit = held.device + host * held.host + disk * held.disk + shared * held.external
+            new = prompt - credit if prompt > credit else 0.0
+            queue = load.active_prefill_tokens / size
+            return queue + new * factor + load.active_decode_blocks * DECODE_SHARE
+
+        def prefill(load: WorkerLoad, held: Overlap) -> float:
+            credit = held.device + host * held.host + disk * held.disk + shared * held.external
+            raw = (load.active_prefill_tokens + tokens) / size
+            return raw - credit if raw > credit else 0.0
+
+        def weighted(load: WorkerLoad, held: Overlap) -> float:
+            return weight * prefill(load, held) + float(load.active_decode_blocks)
+
+        def product(load: WorkerLoad, held: Overlap) -> float:
+            return max(prefill(load, held) * size, 1.0) * (load.active_requests + 1)
+
+        return {"delay": delay, "cost": weighted, "product": product}[config.formula]
+
+    def _terms(
+        self, request: RouteRequest, mean: float, cost_of: Cost, candidate: Candidate
+    ) -> Terms:
+        config, load, held = self._config, candidate.load, candidate.overlap
+        credit = (
+            held.device
+            + config.host_cache_hit_weight * held.host
+            + config.disk_cache_hit_weight * held.disk
+            + config.shared_cache_multiplier * held.external
+        )
+        queue = load.active_prefill_tokens / request.block_size
+        by_delay = config.formula == "delay"
+        raw = request.prompt_blocks + (0.0 if by_delay else queue)
         terms = {
-            "cost": cost,
-            "prefill_blocks": prefill,
+            "cost": cost_of(load, held),
+            "prefill_blocks": max(0.0, raw - credit),
             "cache_credit_blocks": credit,
             "decode_blocks": float(load.active_decode_blocks),
         }
-        if self._config.formula == "delay":
-            terms["queue_blocks"] = load.active_prefill_tokens / request.block_size
-            terms["delayed_requests"] = delayed
-        return terms
+        return {**terms, "queue_blocks": queue, "mean_requests": mean} if by_delay else terms
 
 
 def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str:
