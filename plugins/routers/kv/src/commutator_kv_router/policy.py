@@ -178,7 +178,9 @@ class KvRouter(RoutingPolicy):
             "cache_credit_blocks": credit,
             "decode_blocks": float(load.active_decode_blocks),
         }
-        return {**terms, "queue_blocks": queue, "mean_requests": mean} if by_delay else terms
+        if by_delay:
+            terms["queue_blocks"], terms["mean_requests"] = queue, mean
+        return terms
 
 
 def draw(costs: dict[str, float], temperature: float, rng: random.Random) -> str:
