@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from commutator.contract.registry import WorkerDown, WorkerUp
 from commutator.errors import RegistryError
-from commutator.frames import pack
+from commutator.frames import FrameProtocol, pack
+from commutator.registry import client as client_module
 from commutator.registry.client import RegistryClient
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
@@ -97,6 +99,26 @@ async def test_an_answer_of_another_type_is_an_error_of_the_registry() -> None:
         with pytest.raises(RegistryError, match="Expected `bool`"):
             await client.keep_alive(1)
         await client.close()
+
+
+async def test_first_questions_at_once_share_one_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections, connect = list[FrameProtocol](), client_module.connect
+
+    async def counted(*args: Any) -> FrameProtocol:
+        connections.append(await connect(*args))
+        return connections[-1]
+
+    monkeypatch.setattr(client_module, "connect", counted)
+    inner = MemoryRegistry()
+    server = RegistryServer(inner)
+    client = RegistryClient(await server.start())
+    assert await asyncio.gather(*(client.keep_alive(lease) for lease in range(5))) == [False] * 5
+    assert len(connections) == 1
+    await client.close()
+    await server.stop()
+    await inner.close()
 
 
 @asynccontextmanager

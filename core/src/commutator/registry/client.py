@@ -81,6 +81,7 @@ class RegistryClient(Registry):
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asking: FrameProtocol | None = None
+        self._connecting = asyncio.Lock()
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
         timeout_s = _ANSWER_TIMEOUT_S + CLAIM_TTLS * ttl_s
@@ -161,12 +162,11 @@ class RegistryClient(Registry):
             connection.close()
 
     async def _ask(self, *question: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
-        if self._asking is None:
-            self._asking = await connect(self.address, self._on_answer, self._on_lost, self._secret)
+        connection = await self._connected()
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._questions[number] = answer
-        self._asking.send([question[0], number, *question[1:]])
+        connection.send([question[0], number, *question[1:]])
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -174,6 +174,15 @@ class RegistryClient(Registry):
             raise RegistryError(f"registry at {self.address}: no answer") from error
         finally:
             self._questions.pop(number, None)
+
+    async def _connected(self) -> FrameProtocol:
+        """The connection for questions, one for all of them. Raises RegistryError."""
+        async with self._connecting:
+            if self._asking is None:
+                self._asking = await connect(
+                    self.address, self._on_answer, self._on_lost, self._secret
+                )
+            return self._asking
 
     def _on_answer(self, frame: list[Any]) -> None:
         match frame:
