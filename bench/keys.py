@@ -1,16 +1,17 @@
 """What keys, limits and fairness cost: chats under load with all of them, and with none.
 
 Both deployments run at the same time and are measured in short turns, so that both meet the same
-machine; the ratio is the median of those of neighbouring turns. In both, requests wait for busy
-workers. The principals share one KV cache, as all clients do without keys: caches apart find less.
+machine; the ratio is the median of those of neighbouring turns. Two deployments that are alike
+differ by some percent for as long as they run, so several of each are started. In both, requests
+wait for busy workers. The principals share one KV cache, as all clients do without keys: caches
+apart find less.
 """
 
 from __future__ import annotations
 
 import statistics
 from contextlib import ExitStack
-from operator import truediv
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -22,7 +23,9 @@ from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster
 
 WORDS = (20, 400, 3000)
-TURNS = 24
+DEPLOYMENTS = 4
+TURNS = 8
+"""With each deployment."""
 TURN_S = 1
 WARM_UP_S = 3
 KEYS = [new_key() for _ in range(20)]
@@ -38,16 +41,28 @@ LIMITS = {
 }
 
 
+class Turn(NamedTuple):
+    """Requests a second of both, one right after the other."""
+
+    plain: float
+    keyed: float
+
+
 def run() -> list[Figure]:
     needs_command(*WRK)
     return [figure for front_doors in FRONT_DOORS for figure in compare(front_doors)]
 
 
 def compare(front_doors: int) -> list[Figure]:
-    with ExitStack() as open_:
-        plain = open_.enter_context(LocalCluster(busy(config(front_doors), "fifo")))
-        keyed = open_.enter_context(LocalCluster(with_keys(busy(config(front_doors), "weighted"))))
-        return [figure(words, front_doors, plain.url, keyed.url) for words in WORDS]
+    turns: dict[int, list[Turn]] = {words: [] for words in WORDS}
+    for _ in range(DEPLOYMENTS):
+        with ExitStack() as open_:
+            plain = LocalCluster(busy(config(front_doors), "fifo"))
+            keyed = LocalCluster(with_keys(busy(config(front_doors), "weighted")))
+            urls = open_.enter_context(plain).url, open_.enter_context(keyed).url
+            for words in WORDS:
+                turns[words] += measured(words, *urls)
+    return [figure(words, front_doors, turns[words]) for words in WORDS]
 
 
 def busy(plain: dict[str, Any], fairness: str) -> dict[str, Any]:
@@ -69,17 +84,23 @@ def with_keys(plain: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "auth": [{"kind": "keys", "principals": principals}]}
 
 
-def figure(words: int, front_doors: int, plain_url: str, keyed_url: str) -> Figure:
+def measured(words: int, plain_url: str, keyed_url: str) -> list[Turn]:
     plain = attrs.evolve(LOAD, words=words)
     runs: dict[str, ChatLoad] = {plain_url: plain, keyed_url: attrs.evolve(plain, keys=KEYS)}
     for url, load in runs.items():
         load.run(url, WARM_UP_S)
-    rates: dict[str, list[float]] = {url: [] for url in runs}
+    turns = []
     for number in range(TURNS):
-        for url in sorted(runs, reverse=bool(number % 2)):
-            rates[url].append(runs[url].run(url, TURN_S).rate)
-    without = statistics.median(rates[plain_url])
-    ratio = statistics.median(map(truediv, rates[keyed_url], rates[plain_url]))
+        rates = {
+            url: runs[url].run(url, TURN_S).rate for url in sorted(runs, reverse=bool(number % 2))
+        }
+        turns.append(Turn(rates[plain_url], rates[keyed_url]))
+    return turns
+
+
+def figure(words: int, front_doors: int, turns: list[Turn]) -> Figure:
+    without = statistics.median(turn.plain for turn in turns)
+    ratio = statistics.median(turn.keyed / turn.plain for turn in turns)
     doors = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
     return Figure(
         "keys",

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from attrs import Attribute, frozen
+from attrs import Attribute, define, frozen
 
 from commutator.contract.settings import Bounds, PositiveInt, setting
 
@@ -165,7 +165,7 @@ ANONYMOUS = Principal(name="anonymous", permissions=frozenset({"admin"}))
 """Everyone, where a deployment asks nobody who they are."""
 
 
-@frozen(kw_only=True)
+@define(kw_only=True)  # made for each request, and a frozen class takes twice as long to fill
 class Credentials:
     """What a client sent to prove who it is."""
 

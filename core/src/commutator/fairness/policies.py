@@ -63,12 +63,14 @@ class Weighted(FairnessPolicy):
         return len(self._counters)
 
     def arrived(self, flow: str | None, weight: float) -> None:
-        self._counters[flow] = max(self.rank(flow), self._virtual_time)
-        if len(self._counters) > self._most:
-            self._forget()
+        counters, now = self._counters, self._virtual_time
+        if counters.get(flow, now) <= now:
+            counters[flow] = now
+            if len(counters) > self._most:
+                self._forget()
 
     def admitted(self, flow: str | None) -> None:
-        rank = self.rank(flow)
+        rank = self._counters.get(flow, 0.0)
         self._virtual_time = max(self._virtual_time, rank)
 
     def charge(

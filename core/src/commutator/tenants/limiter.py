@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
-_COPY_INTERVAL_S = 0.05
+_COPY_INTERVAL_S = 0.2
 _MAX_UNSETTLED = 100_000
 
 
