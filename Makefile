@@ -92,7 +92,7 @@ peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py
 
 fuzz: $(VENV)/.test
-	FUZZ_CASES=10000 $(BIN)/pytest --timeout 3600 tests/security/test_fuzz_sockets.py tests/security/test_fuzz_readers.py
+	FUZZ_CASES=10000 $(BIN)/pytest -s --timeout 3600 --durations=0 tests/security/test_fuzz_*.py
 
 soak: $(VENV)/.test
 	SOAK_S=$${SOAK_S:-3600} $(BIN)/pytest -s tests/security/test_soak.py

@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import re
-import socket
-import struct
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,12 +16,15 @@ from hypothesis import strategies as st
 from tests.support.front_door import FakeDispatcher, make_services
 from tests.support.fuzz_process import (
     CASES,
-    DEEP,
     FEW_CASES,
     VALUES,
     FuzzedProcess,
+    connect,
+    exchange,
     framed,
     run_cases,
+    unread,
+    wire,
 )
 from tests.support.fuzz_target import KEY
 
@@ -33,15 +33,11 @@ from commutator.contract.worker import Role
 from commutator.engine.protocol import PROTOCOL, pack_request
 from commutator.frontend import LiveFeed
 from commutator.planner.reports import DoorReport, RoleCounts
-from commutator.trust.handshake import MAGIC
 from commutator_openai.app import build_app, build_local_app, build_operations_app
 from commutator_openai.config import OpenAiConfig
 from commutator_openai.ui import PAGE_PATHS
 
 pytestmark = pytest.mark.security
-
-ANSWER_S = 0.02
-"""Enough for most answers; a case without one, such as half a request, is left after it."""
 
 
 @pytest.fixture(scope="module")
@@ -49,50 +45,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedProcess]:
     log = tmp_path_factory.mktemp("fuzz") / "log.txt"
     with FuzzedProcess(log, "tests.support.fuzz_target") as target:
         yield target
-
-
-def connect(address: str, timeout_s: float = ANSWER_S) -> socket.socket:
-    """To "host:port", or to the Unix socket of this path."""
-    host, colon, port = address.rpartition(":")
-    if colon:
-        made = socket.create_connection((host, int(port)), timeout=10)
-    else:
-        made = socket.socket(socket.AF_UNIX)
-        made.connect(address)
-    made.settimeout(timeout_s)
-    return made
-
-
-def exchange(address: str, sent: bytes, timeout_s: float = ANSWER_S) -> bytes:
-    """What comes back for ``sent``, until the end of the connection or ``timeout_s`` pass."""
-    got = b""
-    with connect(address, timeout_s) as connection, suppress(OSError):
-        connection.sendall(sent)
-        while part := connection.recv(65536):
-            got += part
-    return got
-
-
-def wire(*known: list[Any]) -> st.SearchStrategy[bytes]:
-    """Frames: those of ``known`` with values exchanged or bytes changed, and mere bytes."""
-
-    def exchanged(frame: list[Any]) -> st.SearchStrategy[bytes]:
-        parts = [st.just(part) | VALUES for part in frame[1:]]
-        changed = st.tuples(st.just(frame[0]), *parts).map(list)
-        longer = st.tuples(changed, st.lists(VALUES, max_size=2)).map(lambda two: two[0] + two[1])
-        return (changed | longer).map(msgspec.msgpack.encode)
-
-    def damaged(frame: list[Any]) -> st.SearchStrategy[bytes]:
-        body = msgspec.msgpack.encode(frame)
-        return st.tuples(st.integers(0, len(body) - 1), st.integers(0, 255)).map(
-            lambda where: body[: where[0]] + bytes([where[1]]) + body[where[0] + 1 :]
-        )
-
-    frames = st.sampled_from(known)
-    bodies = frames.flatmap(exchanged) | frames.flatmap(damaged) | DEEP
-    bodies |= VALUES.map(msgspec.msgpack.encode) | st.binary(max_size=200)
-    stream = st.lists(bodies.map(framed), min_size=1, max_size=4).map(b"".join)
-    return stream | st.binary(max_size=300)
 
 
 REQUEST = pack_request(
@@ -134,15 +86,6 @@ def test_the_token_api(target: FuzzedProcess) -> None:
             assert b"info" in connection.recv(1000)
 
     run_cases(target, known | changed_requests(), lambda case: unread(address, case), still_serves)
-
-
-def unread(address: str, sent: bytes) -> None:
-    """Send, and leave without reading, as a client that vanished."""
-    with connect(address) as connection, suppress(OSError):
-        connection.sendall(sent)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", len(sent) % 2, 0)
-        )
 
 
 ARRIVED = {Role.BOTH: RoleCounts(requests=2, prompt_tokens=9, prompt_lengths={8: 2})}
@@ -200,30 +143,6 @@ def test_the_exporter_of_peers_and_hand_overs(target: FuzzedProcess) -> None:
             assert b"failed" in connection.recv(300)
 
     run_cases(target, known, lambda case: unread(address, case), still_serves)
-
-
-@pytest.mark.parametrize("name", ["token", "registry", "exporter"])
-def test_a_stranger_at_a_wire_that_requires_the_secret(target: FuzzedProcess, name: str) -> None:
-    """It gets no frame, whatever it sends before or instead of the handshake."""
-    address = target.said[f"closed {name}"]
-    known = wire(
-        ["hello", PROTOCOL],
-        ["watch"],
-        ["keep_alive", 1, 1],
-        ["ask", 1, "hello", {}],
-        ["generate", 1, REQUEST],
-    )
-    begun = st.integers(0, 64).flatmap(lambda size: st.binary(min_size=size, max_size=size))
-    cases = known | st.tuples(begun.map(MAGIC.__add__), known).map(b"".join)
-
-    def attack(case: bytes) -> None:
-        got = exchange(address, case)
-        assert not any(word in got for word in ANSWERS), "a stranger was answered"
-
-    run_cases(target, cases, attack, lambda: None)
-
-
-ANSWERS = (b"info", b"answer", b"failed", b"snapshot", b"deltas", b"refused")
 
 
 @pytest.mark.parametrize("socket_name", ["events", "replay"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +22,8 @@ CASES = int(os.environ.get("FUZZ_CASES", "200"))
 FEW_CASES = CASES if CASES > 1000 else CASES // 4
 """Of what is tried at a second and third address in a usual test run."""
 WARM_UP = max(50, CASES // 10)
+ANSWER_S = 0.02
+"""Enough for most answers; a case without one, such as half a request, is left after it."""
 MOST_TURN_S = 0.05
 MOST_GROWTH_BYTES = 24 << 20
 """Allocators keep what they freed: this is what 10,000 cases may leave behind, not each."""
@@ -110,10 +115,16 @@ def run_cases(
     many(count)
     still_serves()
     after = target.report()
+    growth_bytes = after["rss_bytes"] - before["rss_bytes"]
+    log_bytes = target.log_bytes() - log_before
+    print(
+        f"{count} cases after {WARM_UP}: longest turn {after['longest_s'] * 1e3:.1f} ms, "
+        f"growth {growth_bytes / 2**20:.1f} MiB, log {log_bytes / 2**10:.0f} KiB"
+    )
     assert target.errors() == []
     assert after["longest_s"] <= MOST_TURN_S, "a case held the event loop"
-    assert after["rss_bytes"] - before["rss_bytes"] <= MOST_GROWTH_BYTES
-    assert target.log_bytes() - log_before <= count * 2000, "a case filled the log"
+    assert growth_bytes <= MOST_GROWTH_BYTES
+    assert log_bytes <= count * 2000, "a case filled the log"
 
 
 LEAVES: st.SearchStrategy[Any] = (
@@ -139,3 +150,56 @@ DEEP = st.integers(1, 5000).map(lambda depth: b"\x91" * depth + b"\xc0")
 
 def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
+
+
+def connect(address: str, timeout_s: float = ANSWER_S) -> socket.socket:
+    """To "host:port", or to the Unix socket of this path."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        made = socket.create_connection((host, int(port)), timeout=10)
+    else:
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(address)
+    made.settimeout(timeout_s)
+    return made
+
+
+def exchange(address: str, sent: bytes, timeout_s: float = ANSWER_S) -> bytes:
+    """What comes back for ``sent``, until the end of the connection or ``timeout_s`` pass."""
+    got = b""
+    with connect(address, timeout_s) as connection, suppress(OSError):
+        connection.sendall(sent)
+        while part := connection.recv(65536):
+            got += part
+    return got
+
+
+def wire(*known: list[Any]) -> st.SearchStrategy[bytes]:
+    """Frames: those of ``known`` with values exchanged or bytes changed, and mere bytes."""
+
+    def exchanged(frame: list[Any]) -> st.SearchStrategy[bytes]:
+        parts = [st.just(part) | VALUES for part in frame[1:]]
+        changed = st.tuples(st.just(frame[0]), *parts).map(list)
+        longer = st.tuples(changed, st.lists(VALUES, max_size=2)).map(lambda two: two[0] + two[1])
+        return (changed | longer).map(msgspec.msgpack.encode)
+
+    def damaged(frame: list[Any]) -> st.SearchStrategy[bytes]:
+        body = msgspec.msgpack.encode(frame)
+        return st.tuples(st.integers(0, len(body) - 1), st.integers(0, 255)).map(
+            lambda where: body[: where[0]] + bytes([where[1]]) + body[where[0] + 1 :]
+        )
+
+    frames = st.sampled_from(known)
+    bodies = frames.flatmap(exchanged) | frames.flatmap(damaged) | DEEP
+    bodies |= VALUES.map(msgspec.msgpack.encode) | st.binary(max_size=200)
+    stream = st.lists(bodies.map(framed), min_size=1, max_size=4).map(b"".join)
+    return stream | st.binary(max_size=300)
+
+
+def unread(address: str, sent: bytes) -> None:
+    """Send, and leave without reading, as a client that vanished."""
+    with connect(address) as connection, suppress(OSError):
+        connection.sendall(sent)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", len(sent) % 2, 0)
+        )

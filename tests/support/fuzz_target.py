@@ -1,7 +1,7 @@
 """A process with one server of every socket that Commutator opens, for fuzzers: prints addresses.
 
-Those whose names begin with "closed" require the secret of a run; the others serve everyone, as a
-process that knows the secret is served. Of the front doors, "open" knows no keys.
+They serve everyone, as a process that knows the run's secret is served; ``fuzz_closed_target`` has
+those that ask for it. Of the front doors, "open" knows no keys.
 
 Each line on stdin is answered by one JSON object: the longest turn of the event loop in CPU
 seconds since the last line, and the resident memory now.
@@ -43,13 +43,12 @@ from commutator.planner.pipeline import Planner
 from commutator.planner.reports import DoorReports
 from commutator.registry.claims import PLANNER
 from commutator.registry.memory import MemoryRegistry
-from commutator.registry.server import RegistryServer
+from commutator.registry.server import RegistryServer, Service
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
 from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
 from commutator.tenants.service import SERVICE as LIMITS
 from commutator.tenants.service import LedgerService
-from commutator.trust import RunSecret
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 
@@ -73,40 +72,18 @@ class Watched(selectors.DefaultSelector):
 
 async def serve(watched: Watched) -> None:
     async with AsyncExitStack() as stack:
-        token_api = TokenApiServer(_engine())
+        token_api = TokenApiServer(idle_engine())
         token_port = await token_api.start("127.0.0.1", 0)
         stack.push_async_callback(token_api.stop)
-        reports = DoorReports(silence_s=8.0, gone_s=20.0)
-        services = {
-            LIMITS: LedgerService().connected,
-            PLANNER: PlannerService(_idle_planner(reports), reports).connected,
-        }
-        registry = RegistryServer(MemoryRegistry(), services)
+        registry = RegistryServer(MemoryRegistry(), hub_services())
         registry_address = await registry.start()
         stack.push_async_callback(registry.stop)
-        exporter = BlockExporter(lambda: None, look_up=_look_up)
+        exporter = BlockExporter(lambda: None, look_up=lend_nothing)
         exporter_address = exporter.start()
         stack.callback(exporter.stop)
-        closed = RunSecret.from_text("a secret that no fuzzer knows")
-        closed_token_api = TokenApiServer(_engine(), secret=closed)
-        closed_token_port = await closed_token_api.start("127.0.0.1", 0)
-        stack.push_async_callback(closed_token_api.stop)
-        closed_registry = RegistryServer(MemoryRegistry(), secret=closed)
-        closed_registry_address = await closed_registry.start()
-        stack.push_async_callback(closed_registry.stop)
-        closed_exporter = BlockExporter(lambda: None, look_up=_look_up, secret=closed)
-        closed_exporter_address = closed_exporter.start()
-        stack.callback(closed_exporter.stop)
         publisher = EventPublisher(keep_messages=100)
         stack.callback(publisher.close)
-        for number in range(100):
-            block = BlockStored(
-                block_hashes=(number,),
-                parent_block_hash=None,
-                token_ids=(1, 2, 3, 4),
-                block_size=4,
-            )
-            publisher.publish([block])
+        publish_events(publisher)
         folder = stack.enter_context(TemporaryDirectory())
         local, operators = f"{folder}/door.sock", stack.enter_context(reserved_port("127.0.0.1", 0))
         link = _link_to_planner(registry_address)
@@ -137,9 +114,6 @@ async def serve(watched: Watched) -> None:
         addresses = {
             "token": f"127.0.0.1:{token_port}",
             "registry": registry_address,
-            "closed token": f"127.0.0.1:{closed_token_port}",
-            "closed registry": closed_registry_address,
-            "closed exporter": closed_exporter_address,
             "exporter": exporter_address,
             "events": publisher.source.endpoint,
             "replay": publisher.source.replay_endpoint,
@@ -164,12 +138,33 @@ async def answer_reports(watched: Watched, more: Callable[[], Mapping[str, float
         watched.longest_s = 0.0  # the collection was ours
 
 
-def _engine() -> SimEngine:
+def idle_engine() -> SimEngine:
     return SimEngine(
         SimConfig(kind="sim", name="e", model="m", speedup="unlimited", prefix_caching=False),
         model="m",
         max_model_len=4096,
     )
+
+
+def hub_services() -> dict[str, Service]:
+    """What answers on the registry's port beside the registry."""
+    reports = DoorReports(silence_s=8.0, gone_s=20.0)
+    return {
+        LIMITS: LedgerService().connected,
+        PLANNER: PlannerService(_idle_planner(reports), reports).connected,
+    }
+
+
+def publish_events(publisher: EventPublisher) -> None:
+    """A hundred messages, numbered from 0."""
+    for number in range(100):
+        block = BlockStored(
+            block_hashes=(number,),
+            parent_block_hash=None,
+            token_ids=(1, 2, 3, 4),
+            block_size=4,
+        )
+        publisher.publish([block])
 
 
 def _idle_planner(reports: DoorReports) -> LivePlanner:
@@ -192,7 +187,7 @@ def _link_to_planner(address: str) -> PlannerLink:
     return link
 
 
-async def _look_up(request: LookupRequest) -> LentBlocks:
+async def lend_nothing(request: LookupRequest) -> LentBlocks:
     return LentBlocks(RemoteAgent(name="agent", metadata=b""), 1.0)
 
 

@@ -62,6 +62,7 @@ class FrameProtocol(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self._problem: str | None = None
         self.transport: asyncio.Transport | None = None
+        """None before the connection begins, and after it ended."""
         self.identity: Identity | None = None
         """Who the peer is, by its certificate; None on one machine, where there is no TLS."""
 
@@ -163,6 +164,8 @@ class FrameProtocol(asyncio.Protocol):
         if self._handshake is not None:
             reason = self._problem or "it closed the connection before both ends proved themselves"
             self._end_handshake(reason)
+        # Frees the 256 KiB of a TLS connection now, not when cycles are collected next.
+        self.transport = None
         self._on_lost(reason)
 
     def _take_proof(self, handshake: Handshake, data: bytes) -> bytes:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
 from commutator.engine.protocol import PROTOCOL
 from commutator.engine.protocol import SERVICE as TOKEN_API
 from commutator.engine.server import TokenApiServer
+from commutator.frames import pack
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator.registry.memory import MemoryRegistry
@@ -155,3 +160,40 @@ async def test_hosts_of_the_cluster_are_let_in(
         assert answer[0] == {"token API": "info", "registry": "snapshot"}[wire]
         assert refused(SERVICES[wire]) == before
         one.frames.close()
+
+
+def knock(port: int, context: ssl.SSLContext | None) -> None:
+    """Connect, ask for something, and wait for the end."""
+    with suppress(OSError), ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        if context is not None:
+            connection = stack.enter_context(
+                context.wrap_socket(connection, do_handshake_on_connect=False)
+            )
+            connection.do_handshake()
+        connection.sendall(pack(["hello"]))
+        connection.recv(100)
+
+
+@pytest.mark.parametrize("wire", SERVICES)
+async def test_a_refused_connection_leaves_no_memory(
+    wire: str, host: None, authorities: Authorities
+) -> None:
+    """Its 256 KiB are freed by themselves: the garbage collector, which is slow, is not needed."""
+    contexts: dict[str, ssl.SSLContext | None] = dict(stranger_contexts(authorities))
+    contexts["no secret"] = authorities.context(authorities.files("h2"))
+
+    def held() -> int:
+        return sum(isinstance(one, SSLProtocol) for one in gc.get_objects())
+
+    async with listening(wire) as port:
+        gc.collect()
+        before, seen = held(), refused(SERVICES[wire])
+        gc.disable()
+        try:
+            for number, context in enumerate(contexts.values(), 1):
+                await asyncio.to_thread(knock, port, context)
+                await until(lambda: refused(SERVICES[wire]) == seen + number)  # noqa: B023 - at once
+                await until(lambda: held() == before)
+        finally:
+            gc.enable()

@@ -175,6 +175,8 @@ async def _admit(
     except OSError as error:
         sock.close()
         note_refusal(service, address_text(address), _reason(error))
+        # It leads back to itself, and to the 256 KiB of the connection, until cycles are collected.
+        error.__traceback__ = None
     else:
         _notice_loss(transport, "")
 
