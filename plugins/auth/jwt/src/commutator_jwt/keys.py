@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -148,7 +149,7 @@ async def _json(session: aiohttp.ClientSession, url: str) -> Any:
     if parts.scheme != "https" and parts.hostname not in _LOCAL:
         raise ValueError(f"{url}: keys come by https only")
     async with session.get(url, allow_redirects=False) as answer:
-        if not answer.ok:
+        if answer.status != HTTPStatus.OK:
             raise ValueError(f"{url} answered {answer.status}")
         data = await answer.content.read(_MAX_BYTES + 1)
         while len(data) <= _MAX_BYTES and (more := await answer.content.read(_MAX_BYTES)):
