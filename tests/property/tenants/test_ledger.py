@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from attrs import define
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -287,6 +288,34 @@ def test_a_running_request_keeps_its_account() -> None:
     assert refused.limit == "concurrent_requests"
     ledger.settle("d", 1, 1, late)
     assert not isinstance(ledger.admit("d", 901, "ada", limits, 1, late), Refusal)
+
+
+BEFORE, AFTER = (Moment(0.0, DAY_S - 10.0), Moment(20.0, DAY_S + 10.0))
+"""Around a midnight of UTC."""
+
+
+@pytest.mark.parametrize(("took", "left"), [(4, 100), (15, 95), (None, 100)])
+def test_a_request_across_midnight_gives_nothing_back_to_the_new_day(
+    took: int | None, left: int
+) -> None:
+    """What it takes beyond its charge is charged to the day on which it ends."""
+    ledger, limits = Ledger(), Limits(tokens_per_day=100)
+    ledger.door_opened("d", "1")
+    ledger.admit("d", 1, "ada", limits, 10, BEFORE)
+    ledger.settle("d", 1, took, AFTER)
+    ledger.admit("d", 2, "ada", limits, 50, AFTER)
+    assert isinstance(ledger.admit("d", 3, "ada", limits, left - 49, AFTER), Refusal)
+    assert not isinstance(ledger.admit("d", 4, "ada", limits, left - 50, AFTER), Refusal)
+
+
+def test_of_a_former_process_of_a_door_nothing_runs_whatever_its_successor_says() -> None:
+    ledger, limits = Ledger(), Limits(concurrent_requests=1)
+    ledger.door_opened("d", "1")
+    ledger.admit("d", 1, "ada", limits, 1, BEFORE)
+    ledger.door_opened("d", "1", [1])
+    assert ledger.running("ada") == 1
+    ledger.door_opened("d", "2", [1])
+    assert ledger.running("ada") == 0
 
 
 def test_the_charge_of_a_request() -> None:

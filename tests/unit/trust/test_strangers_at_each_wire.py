@@ -40,12 +40,13 @@ FIRST_FRAMES: dict[str, list[Any]] = {
     "exporter": ["hello"],
 }
 SERVICES = {"token API": TOKEN_API, "registry": REGISTRY, "hub": REGISTRY, "exporter": EXPORTER}
-WRONG_KIND = {
-    "token API": Kind.WORKER,
-    "registry": None,  # everyone may watch; see test_rights_by_kind for the rest
-    "hub": Kind.WORKER,
-    "exporter": Kind.FRONTEND,
-}
+WRONG_KINDS = (  # everyone may watch the registry; see test_rights_by_kind for the rest
+    ("token API", Kind.WORKER),
+    ("hub", Kind.WORKER),
+    ("hub", Kind.OPERATOR),
+    ("exporter", Kind.FRONTEND),
+    ("exporter", Kind.OPERATOR),
+)
 
 
 @pytest.fixture
@@ -114,12 +115,11 @@ async def test_a_stranger_is_refused_on_each_wire(
     assert len(lines(caplog, service)) == 1
 
 
-@pytest.mark.parametrize("wire", [wire for wire, kind in WRONG_KIND.items() if kind])
+@pytest.mark.parametrize(("wire", "kind"), WRONG_KINDS)
 async def test_the_wrong_kind_is_refused(
-    wire: str, host: None, authorities: Authorities, caplog: pytest.LogCaptureFixture
+    wire: str, kind: Kind, host: None, authorities: Authorities, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service, kind = SERVICES[wire], WRONG_KIND[wire]
-    assert kind is not None
+    service = SERVICES[wire]
     async with listening(wire) as port:
         before, one = refused(service), Peer(service)
         context = authorities.context(authorities.files("h2", kind))
@@ -184,7 +184,7 @@ async def test_a_refused_connection_leaves_no_memory(
     contexts["no secret"] = authorities.context(authorities.files("h2"))
 
     def held() -> int:
-        return sum(isinstance(one, SSLProtocol) for one in gc.get_objects())
+        return sum(type(one) is SSLProtocol for one in gc.get_objects())
 
     async with listening(wire) as port:
         gc.collect()

@@ -166,15 +166,21 @@ async def test_a_stranger_is_refused_logged_and_counted(
 
 @pytest.mark.security
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [(Kind.FRONTEND, "h1"), (Kind.OPERATOR, "h1"), (Kind.HOST, "h2")],
+    ("expects", "kind", "name"),
+    [
+        (Right.SERVE_WORKER, Kind.FRONTEND, "h1"),
+        (Right.SERVE_WORKER, Kind.OPERATOR, "h1"),
+        (Right.SERVE_WORKER, Kind.HOST, "h2"),
+        (Right.SERVE_REGISTRY, Kind.WORKER, "h1"),
+        (Right.SERVE_REGISTRY, Kind.FRONTEND, "h1"),
+    ],
 )
 async def test_a_server_of_another_kind_or_name_gets_nothing(
-    kind: Kind, name: str, authorities: Authorities, monkeypatch: pytest.MonkeyPatch
+    expects: Right, kind: Kind, name: str, authorities: Authorities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_a_network(monkeypatch, authorities.network(name, kind)):
         async with echo() as server:
-            client = Client(ClientGate(SERVICE, OURS, expects=Right.SERVE_WORKER, host="h1"))
+            client = Client(ClientGate(SERVICE, OURS, expects=expects, host="h1"))
             client.frames.send(["a prompt"])
             await connect(lambda: client.frames, "127.0.0.1", server.port)
             async with asyncio.timeout(10):
