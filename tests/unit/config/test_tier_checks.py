@@ -41,7 +41,7 @@ def nvme(path: str) -> str:
         ("/kv", "/x/..//kv/", ""),
         ("/kv/{worker}", "/kv/./{worker}", ""),
         ("/kv/{worker}", "/kv/reference-1", " on worker reference-1"),
-        ("/kv/other-0", "/kv/{worker}", " on worker other-0"),
+        ("/kv/reference-0", "/kv/{worker}", " on worker reference-0"),
     ],
 )
 def test_two_tiers_in_one_folder(tmp_path: Path, first: str, second: str, when: str) -> None:
@@ -66,14 +66,23 @@ def test_links_and_relative_paths_are_followed(
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("/kv/a", "/kv/b"),
+        ("/kv/a/{worker}", "/kv/b/{worker}"),
         ("/a/{worker}", "/b/{worker}"),
-        ("/kv/{worker}", "/kv/reference-2"),
-        ("/kv/{worker}", "/kv"),
+        ("/kv/{worker}", "/kv/reference-2/{worker}"),
     ],
 )
 def test_folders_of_their_own(tmp_path: Path, first: str, second: str) -> None:
     assert warnings(check(tmp_path, nvme(first), nvme(second))) == []
+
+
+def test_one_folder_for_several_workers(tmp_path: Path) -> None:
+    done = check(tmp_path, nvme("/kv"))
+    assert done.exit_code == 1
+    assert (
+        ':3: tiers[0].path: "/kv" would be the folder of reference-0 and of reference-1, and no '
+        'two workers can share one; put {worker} in it: "/kv/{worker}"'
+    ) in done.stderr
+    assert check(tmp_path, nvme("/kv"), options=("--set", "engines[0].replicas=1")).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -101,8 +110,8 @@ def test_what_is_no_path_shares_no_folder(tmp_path: Path) -> None:
     ("tiers", "slow", "fast"),
     [
         ((S3, DRAM), "tiers[0] (s3)", "tiers[1] (dram)"),
-        ((DRAM, S3, nvme("/kv")), "tiers[1] (s3)", "tiers[2] (nvme)"),
-        ((nvme("/kv"), "{kind: peer}", DRAM), "tiers[0] (nvme)", "tiers[2] (dram)"),
+        ((DRAM, S3, nvme("/kv/{worker}")), "tiers[1] (s3)", "tiers[2] (nvme)"),
+        ((nvme("/kv/{worker}"), "{kind: peer}", DRAM), "tiers[0] (nvme)", "tiers[2] (dram)"),
     ],
 )
 def test_a_slow_tier_before_a_fast_one(
@@ -113,13 +122,13 @@ def test_a_slow_tier_before_a_fast_one(
 
 
 @pytest.mark.parametrize(
-    "tiers", [(DRAM, nvme("/kv"), S3), (DRAM, DRAM), (DRAM, "{kind: peer}", S3)]
+    "tiers", [(DRAM, nvme("/kv/{worker}"), S3), (DRAM, DRAM), (DRAM, "{kind: peer}", S3)]
 )
 def test_fastest_first(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     assert warnings(check(tmp_path, *tiers)) == []
 
 
-@pytest.mark.parametrize("tiers", [("{kind: peer}",), ("{kind: peer}", nvme("/kv"))])
+@pytest.mark.parametrize("tiers", [("{kind: peer}",), ("{kind: peer}", nvme("/kv/{worker}"))])
 def test_a_worker_without_host_memory_lends_nothing(tmp_path: Path, tiers: tuple[str, ...]) -> None:
     (warning,) = warnings(check(tmp_path, *tiers))
     assert warning.startswith("warning: tiers[0] (peer): workers have no blocks in host")

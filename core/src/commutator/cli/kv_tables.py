@@ -40,7 +40,6 @@ def show_contents(answers: Mapping[str, Sequence[TierContents]]) -> None:
     )
     for worker, tiers in answers.items():
         for tier in tiers:
-            capacity = tier.capacity_blocks
             add_row(
                 table,
                 worker,
@@ -50,9 +49,15 @@ def show_contents(answers: Mapping[str, Sequence[TierContents]]) -> None:
                 str(tier.blocks),
                 str(tier.pinned),
                 "?" if tier.bytes is None else human_bytes(tier.bytes),
-                "no limit" if capacity is None else f"{capacity} blocks",
+                _capacity(tier),
             )
     Console().print(table)
+
+
+def _capacity(tier: TierContents) -> str:
+    if tier.capacity_blocks is not None:
+        return f"{tier.capacity_blocks} blocks"
+    return "no limit" if tier.up else "?"
 
 
 def show_statistics(answers: Mapping[str, KvStatistics]) -> None:

@@ -334,7 +334,7 @@ _ENCODING = ("compression", "encryption_key", "integrity_key")
 def _tier_problems(
     tiers: Entries, engines: Sequence[Mapping[str, Any]], host: PluginHost
 ) -> Iterator[tuple[str, str]]:
-    yield from _folder_problems(tiers, engines)
+    yield from _folder_problems(tiers, engines, host)
     kinds = {_text(engine, "kind") for engine in engines}
     known = [host.engines.kinds[kind].thing for kind in kinds if kind in host.engines.kinds]
     if known and not any(connector.uses_tiers for connector in known):
@@ -378,13 +378,17 @@ _MAX_WORKERS = 256
 
 
 def _folder_problems(
-    tiers: Entries, engines: Sequence[Mapping[str, Any]]
+    tiers: Entries, engines: Sequence[Mapping[str, Any]], host: PluginHost
 ) -> Iterator[tuple[str, str]]:
-    """A problem for each `path` that two tiers of the same kind share, on any worker.
-
-    All workers use a path without ``{worker}``.
-    """
-    workers = [_WORKER, *islice(_worker_ids(engines), _MAX_WORKERS)]
+    """A problem for each `path` that two workers share, or two tiers of the same kind."""
+    kinds = host.engines.kinds
+    users = [
+        engine
+        for engine in engines
+        if (kind := kinds.get(_text(engine, "kind"))) is not None and kind.thing.uses_tiers
+    ]
+    ids = list(islice(_worker_ids(users), _MAX_WORKERS))
+    workers = [_WORKER, *ids]
     owners: dict[tuple[str, str, str], int] = {}
     for number, tier in tiers:
         kind, path = _text(tier, "kind"), _text(tier, "path")
@@ -399,6 +403,13 @@ def _folder_problems(
             owner = f"the folder of tiers[{owners[taken]}]"
             where = "" if taken[1] == _WORKER else f" on worker {taken[1]}"
             yield f"tiers[{number}].path", f"{show(path)} is already {owner}{where}; choose another"
+        elif _WORKER not in path and len(ids) > 1:
+            separate = f"{path.rstrip('/')}/{_WORKER}"
+            problem = (
+                f"{show(path)} would be the folder of {ids[0]} and of {ids[1]}, and no two workers "
+                f"can share one; put {_WORKER} in it: {show(separate)}"
+            )
+            yield f"tiers[{number}].path", problem
         for place in places:
             owners.setdefault(place, number)
 
@@ -479,8 +490,9 @@ def _sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
 
 
 def _size(size_bytes: int) -> str:
-    """The exact size in the notation of options, such as "1.5MB"."""
+    """The size in the notation of options, such as "1.5MB", rounded up to three digits."""
     for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size_bytes >= factor:
-            return f"{size_bytes / factor:.15g}{unit}"
+            step = 10 ** (len(str(size_bytes)) - 3)
+            return f"{-(-size_bytes // step) * step / factor:.15g}{unit}"
     return f"{size_bytes}B"

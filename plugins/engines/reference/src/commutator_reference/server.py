@@ -143,9 +143,9 @@ class ReferenceServer(TokenEngine):
         return self._engine.load()
 
     def _device_blocks(self) -> DeviceBlocks:
-        load = self._engine.load()
+        load, on_cpu = self._engine.load(), self._engine.arena.tensor.device.type == "cpu"
         return DeviceBlocks(
-            medium="GPU",
+            medium="CPU" if on_cpu else "GPU",
             held=load.kv_used_blocks,
             cached=load.kv_cached_blocks,
             capacity=load.kv_capacity_blocks,
