@@ -381,12 +381,8 @@ def _folder_problems(
     tiers: Entries, engines: Sequence[Mapping[str, Any]], host: PluginHost
 ) -> Iterator[tuple[str, str]]:
     """A problem for each `path` that two workers share, or two tiers of the same kind."""
-    kinds = host.engines.kinds
-    users = [
-        engine
-        for engine in engines
-        if (kind := kinds.get(_text(engine, "kind"))) is not None and kind.thing.uses_tiers
-    ]
+    using = {name for name, kind in host.engines.kinds.items() if kind.thing.uses_tiers}
+    users = [engine for engine in engines if _text(engine, "kind") in using]
     ids = list(islice(_worker_ids(users), _MAX_WORKERS))
     workers = [_WORKER, *ids]
     owners: dict[tuple[str, str, str], int] = {}
