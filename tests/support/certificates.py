@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -39,6 +41,12 @@ class Authorities:
         """The files of a host that trusts our authority, with a new certificate of ``by``."""
         authority = by or self.ours
         file = authority.issue(Identity(cluster, kind, name), [], self.now, valid, replace=True)
+        return TlsFiles(str(self.ours.folder / "ca.pem"), str(file), str(file.with_suffix(".key")))
+
+    def files_of_nobody(self) -> TlsFiles:
+        """Of our authority, and of no process of a cluster, such as those of etcd."""
+        other = cast(Identity, SimpleNamespace(name="other"))
+        file = self.ours.issue(other, [], self.now, timedelta(days=90), replace=True)
         return TlsFiles(str(self.ours.folder / "ca.pem"), str(file), str(file.with_suffix(".key")))
 
     def network(self, name: str, kind: Kind = Kind.HOST) -> Network:

@@ -115,6 +115,7 @@ def stranger_contexts(authorities: Authorities) -> dict[str, ssl.SSLContext | No
         "no certificate": authorities.context(None),
         "another authority": authorities.context(foreign),
         "another cluster": authorities.context(elsewhere),
+        "a certificate of nobody": authorities.context(authorities.files_of_nobody()),
         "an expired certificate": authorities.context(late),
         "an old TLS": old,
     }
@@ -125,6 +126,7 @@ KINDS = (
     "no certificate",
     "another authority",
     "another cluster",
+    "a certificate of nobody",
     "an expired certificate",
     "an old TLS",
 )
@@ -162,6 +164,28 @@ async def test_a_stranger_is_refused_logged_and_counted(
             assert client.got.empty()
     lines = [line for line in caplog.messages if line.startswith(f"{SERVICE}: refused")]
     assert len(lines) == 1, lines
+
+
+@pytest.mark.security
+async def test_silent_connections_have_a_deadline_and_too_many_are_refused_at_once(
+    authorities: Authorities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_MAX_PENDING", 3)
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 2.0)
+    with on_a_network(monkeypatch, authorities.network("h1")):
+        async with echo() as server, asyncio.timeout(10):
+            before = refused()
+            silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(4)]
+            assert await silent[-1][0].read() == b""
+            assert refused() == before + 1
+            assert not silent[0][0].at_eof()
+            await until(lambda: refused() == before + 4)
+            client = Client()
+            await connect(lambda: client.frames, "127.0.0.1", server.port)
+            assert await client.ask(["hello"]) == ["hello"]
+            client.frames.close()
+            for _, writer in silent:
+                writer.close()
 
 
 @pytest.mark.security
