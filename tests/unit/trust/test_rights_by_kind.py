@@ -106,6 +106,8 @@ def record(worker_id: str, host_name: str) -> Any:
 REGISTER = ("register", 1, record("h2-w-0", "h2"), 60.0)
 OTHERS = ("register", 1, record("h3-w-0", "h3"), 60.0)
 DISGUISED = ("register", 1, record("h3-w-0", "h2"), 60.0)
+ELSEWHERE = ("register", 1, record("h2-w-0", "h3"), 60.0)
+SIMILAR = ("register", 1, record("h22-w-0", "h2"), 60.0)
 DRAIN = ("set_draining", 1, "h1-w-0", True)
 ROLE = ("set_role", 1, "h1-w-0", "both")
 STATE = ("run", 1)
@@ -119,6 +121,8 @@ STATE = ("run", 1)
         (Kind.WORKER, OTHERS, "failed"),
         (Kind.HOST, OTHERS, "failed"),
         (Kind.HOST, DISGUISED, "failed"),
+        (Kind.HOST, ELSEWHERE, "failed"),
+        (Kind.HOST, SIMILAR, "failed"),
         (Kind.HOST, ("register", 1, {"worker_id": "h2-w-0"}, 60.0), "failed"),
         (Kind.FRONTEND, REGISTER, "failed"),
         (Kind.OPERATOR, REGISTER, "failed"),

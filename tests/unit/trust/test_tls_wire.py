@@ -188,6 +188,27 @@ async def test_silent_connections_have_a_deadline_and_too_many_are_refused_at_on
                 writer.close()
 
 
+async def test_a_connection_that_cannot_be_accepted_does_not_end_the_listener(
+    authorities: Authorities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, failures = asyncio.get_running_loop(), [OSError(24, "Too many open files")]
+    accept = loop.sock_accept
+
+    async def failing_once(listening: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", failing_once)
+    with on_a_network(monkeypatch, authorities.network("h1")):
+        async with echo() as server:
+            client = Client()
+            await connect(lambda: client.frames, "127.0.0.1", server.port)
+            assert await client.ask(["hello"]) == ["hello"]
+            client.frames.close()
+    assert not failures
+
+
 @pytest.mark.security
 @pytest.mark.parametrize(
     ("expects", "kind", "name"),
