@@ -60,6 +60,17 @@ def test_the_server_is_sglangs_own(context: LaunchContext, python: str) -> None:
     assert "--disaggregation-mode" not in plan.argv
 
 
+@pytest.mark.security
+def test_ranks_on_one_machine_talk_over_its_loopback_interface(
+    context: LaunchContext, python: str
+) -> None:
+    plan = launch_plan(evolve(CONFIG, python=python, args=("--tp-size=2",)), context)
+    assert plan.env["GLOO_SOCKET_IFNAME"] == plan.env["NCCL_SOCKET_IFNAME"] == "lo"
+    assert plan.env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].startswith("file:///")
+    plan = launch_plan(evolve(CONFIG, python=python, args=("--nnodes=2",)), context)
+    assert "GLOO_SOCKET_IFNAME" not in plan.env
+
+
 @pytest.mark.parametrize("device", [("--device=cpu",), ("--device", "cpu")])
 def test_without_an_accelerator(
     context: LaunchContext, python: str, device: tuple[str, ...]

@@ -61,6 +61,17 @@ def test_the_server_is_vllms_own(context: LaunchContext, python: str) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
 
 
+@pytest.mark.security
+def test_ranks_on_one_machine_talk_over_its_loopback_interface(
+    context: LaunchContext, python: str
+) -> None:
+    plan = launch_plan(evolve(CONFIG, python=python), context)
+    assert plan.env["GLOO_SOCKET_IFNAME"] == plan.env["NCCL_SOCKET_IFNAME"] == "lo"
+    for args in (("--nnodes", "2"), ("--distributed-executor-backend=ray",)):
+        plan = launch_plan(evolve(CONFIG, python=python, args=args), context)
+        assert "GLOO_SOCKET_IFNAME" not in plan.env
+
+
 def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContext) -> None:
     config = evolve(CONFIG, python=sys.executable, connection="token_api", role="prefill")
     plan = launch_plan(config, context)

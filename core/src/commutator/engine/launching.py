@@ -23,6 +23,7 @@ from commutator.errors import ConfigError
 from commutator.trust import secret_of_this_process
 
 __all__ = [
+    "RANKS_ON_LOOPBACK",
     "ServerConfig",
     "ServerConnector",
     "api_key_at",
@@ -41,6 +42,12 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+RANKS_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of a server whose ranks are all on this machine.
+
+PyTorch's backends would listen at the address of the machine's name, also for a single rank, which
+other hosts may reach; they ask for no proof.
+"""
 _LONGEST_SOCKET_PATH = 107
 """Bytes."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
+    RANKS_ON_LOOPBACK,
     api_key_at,
     argument_names,
     event_sockets,
@@ -130,7 +131,7 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
 
 
 def _rendezvous(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
-    """Where the server's own processes meet, on one machine: a private file.
+    """Where the server's own processes meet, on one machine: by a private file, at loopback ports.
 
     PyTorch's store for it would listen at every interface, and asks nobody for a proof.
     """
@@ -139,7 +140,10 @@ def _rendezvous(config: SglangConfig, context: LaunchContext) -> dict[str, str]:
         return {}
     file = context.state_dir.absolute() / "rendezvous"
     file.unlink(missing_ok=True)  # of the process before
-    return {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": file.as_uri()}
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": file.as_uri(),
+        **RANKS_ON_LOOPBACK,
+    }
 
 
 def _key_arguments(config: SglangConfig, context: LaunchContext, address: str) -> tuple[str, ...]:

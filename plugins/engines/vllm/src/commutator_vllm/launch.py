@@ -12,6 +12,7 @@ from typing import Any
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
+    RANKS_ON_LOOPBACK,
     api_key_at,
     argument_names,
     event_sockets,
@@ -37,6 +38,11 @@ _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
 _API_KEY = "VLLM_API_KEY"
 _TOKEN_API = "commutator_vllm.token_api.TokenApi"  # noqa: S105 - the name of a class
+_SEVERAL_HOSTS = {
+    *("--nnodes", "-n", "--master-addr", "--data-parallel-address", "-dpa", "--config"),
+    *("--distributed-executor-backend", "--data-parallel-backend", "-dpb"),
+}
+"""Arguments by which ranks may be on other hosts."""
 _DATA_PARALLEL = {"--data-parallel-size", "-dp"}
 _SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
@@ -100,6 +106,8 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     arguments = server_arguments(config, context, directory_for(source))
     command = (python, *_SERVER, *arguments)
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.advertise}
+    if not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
+        defaults |= RANKS_ON_LOOPBACK
     env = server_environment(config, context, defaults)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.kv_host)
