@@ -59,7 +59,8 @@ test-cluster: $(VENV)/.test
 	$(BIN)/pytest tests/e2e/test_cluster_on_hosts.py tests/e2e/test_kv_between_hosts.py \
 		tests/e2e/test_faults_between_hosts.py tests/e2e/test_cluster_faults.py \
 		tests/fault/test_etcd_members.py tests/conformance/test_etcd_registry.py \
-		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py
+		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py \
+		tests/e2e/test_nats_between_hosts.py
 	REGISTRY_SCHEDULES=$${REGISTRY_SCHEDULES:-100000} $(BIN)/pytest --timeout 14400 \
 		tests/property/registry/test_etcd_schedules.py
 

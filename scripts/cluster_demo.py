@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.etcd import etcd_program  # noqa: E402
+from tests.support.guarded import program_of  # noqa: E402
 from tests.support.hosts import Host, hosts, why_not  # noqa: E402
 
 COMMUTATOR = Path(sys.executable).with_name("commutator")
@@ -67,11 +68,16 @@ class Demo:
         engine: str,
         registry: str,
         etcd_hosts: Sequence[Host] = (),
+        nats_host: Host | None = None,
     ) -> None:
-        """``places`` are three hosts; etcd's members are on ``etcd_hosts``, by default on these."""
+        """``places`` are three hosts; etcd's members are on ``etcd_hosts``, by default on these.
+
+        KV events go over a NATS server on ``nats_host``, if there is one.
+        """
         self.folder = folder
         self.hosts = places
         self.etcd_hosts = etcd_hosts or places
+        self.nats_host = nats_host
         self._engine = engine
         self._registry = registry
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -155,6 +161,8 @@ class Demo:
             self.command("certs", "issue", "--name", host.name, "--ip", host.address)
         if self._registry == "etcd":
             self.begin_all_of_etcd()
+        if self.nats_host is not None:
+            self.begin_nats(self.nats_host)
         say("The configuration, the same on each host but for its address and certificate")
         self.write_configuration()
         say("h1 has a front door, h2 a front door and two workers, h3 two workers")
@@ -190,7 +198,7 @@ cluster:
   host: {{listen: $LISTEN}}
   kv_network: isolated
   tls: {{ca_file: certs/ca.pem, cert_file: certs/$HOST.pem, key_file: certs/$HOST.key}}
-registry: {registry}
+{self._events()}registry: {registry}
 runtime: {{secret: {{env: CLUSTER_SECRET}}}}
 frontend: {{host: 0.0.0.0, port: 8000}}
 {KV[self._engine]}"""
@@ -198,6 +206,16 @@ frontend: {{host: 0.0.0.0, port: 8000}}
         for host in self.hosts:
             mine = text.replace("$LISTEN", host.address).replace("$HOST", host.name)
             (self.folder / f"{host.name}.yaml").write_text(mine)
+
+    def _events(self) -> str:
+        if self.nats_host is None:
+            return ""
+        url = f"nats://{self.nats_host.address}:4222"
+        return f"  events: {{kind: nats, servers: ['{url}'], insecure: true}}\n"
+
+    def begin_nats(self, host: Host) -> None:
+        """A NATS server, without certificates."""
+        self.begin(host, "nats", program_of("nats-server"), "-a", host.address)
 
     def begin_all_of_etcd(self) -> None:
         """Three members, one a host."""
@@ -355,11 +373,18 @@ def show_handover(demo: Demo, story: str, expected: str) -> None:
 
 
 @contextmanager
-def running(engine: str, registry: str, *, etcd_apart: bool = False) -> Iterator[Demo]:
-    """The whole cluster, to be started. ``etcd_apart``: etcd has three hosts of its own."""
-    count = 6 if etcd_apart else 3
+def running(
+    engine: str, registry: str, *, etcd_apart: bool = False, nats: bool = False
+) -> Iterator[Demo]:
+    """The whole cluster, to be started.
+
+    ``etcd_apart``: etcd has three hosts of its own; ``nats``: NATS has one, the last.
+    """
+    count = 3 + 3 * etcd_apart + nats
     with hosts(count) as places, tempfile.TemporaryDirectory(prefix="cluster-demo-") as folder:
-        demo = Demo(Path(folder), places[:3], engine, registry, places[3:])
+        nats_host = places[-1] if nats else None
+        etcd_hosts = places[3:6] if etcd_apart else ()
+        demo = Demo(Path(folder), places[:3], engine, registry, etcd_hosts, nats_host)
         try:
             yield demo
         finally:

@@ -7,11 +7,13 @@ door and two workers, h3 with two workers. docs/how-to/cluster.md has the table 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,6 +169,14 @@ def measure_removal(demo: Demo, victim: Host, since_s: float) -> None:
     )  # fmt: skip
 
 
+def migrations_at(door: Host) -> float:
+    """Requests that a front door has moved from one worker to another so far."""
+    with urllib.request.urlopen(f"http://{door.address}:8000/metrics", timeout=5) as page:
+        text = page.read().decode()
+    found = re.findall(r"^commutator_migrations_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
 def age_s(door: Host) -> float:
     health = get(f"http://{door.address}:8000/health") or {}
     return float(health.get("registry_age_s") or 0.0)
@@ -253,12 +263,14 @@ def test_the_host_of_workers_is_paused(
 
 
 def test_workers_are_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic) -> None:
-    """Not from front doors: they get nothing new, and what they had goes on here or there."""
+    """Not from front doors: they get nothing new, and finish what they had."""
     h1, h2, h3 = cluster.hosts
     engines = engines_of(h3)
+    moved = [migrations_at(door) for door in (h1, h2)]
     cut_s = time.monotonic()
     with cut_off(h3, *cluster.etcd_hosts):
         measure_removal(cluster, h3, cut_s)
+        removed_s = time.monotonic()
         time.sleep(4.0)
     healed_s = time.monotonic()
     measured(
@@ -271,6 +283,8 @@ def test_workers_are_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic) ->
     assert longest_gap(outcomes) < LOADED_S
     meanwhile = [one for one in outcomes if one.began_s < healed_s]
     assert last_at(meanwhile, h3, cut_s) < REMOVED_S + LOADED_S
+    assert any(one.runs_at(h3.name, removed_s) for one in outcomes)
+    assert [migrations_at(door) for door in (h1, h2)] == moved, "no stream was broken"
 
 
 def test_a_front_door_is_cut_off_from_etcd(cluster: Demo, traffic: SteadyTraffic) -> None:

@@ -236,3 +236,16 @@ def test_a_generation_changes_with_what_workers_are_started_from() -> None:
     assert generation_of(engine, model, ()) == generation_of(same, model, ())
     assert generation_of(engine, model, ()) != generation_of(other, model, ())
     assert len(generation_of(engine, model, ())) == 12
+
+
+def test_a_generation_is_the_same_on_hosts_that_differ_in_their_address(tmp_path: Path) -> None:
+    def generation(host: str, **peer: Any) -> str:
+        tiers = [{"kind": "dram", "capacity": "1MB"}, {"kind": "peer", **peer}]
+        folder = tmp_path / host
+        folder.mkdir(exist_ok=True)
+        config = load(folder, engines=[{"kind": "reference", "name": "w"}], tiers=tiers).config
+        return generation_of(config.engines[0], config.models[0], config.tiers)
+
+    one = generation("h1", listen="tcp://10.0.0.1:*")
+    assert one == generation("h2", listen="tcp://10.0.0.2:5600", advertise="10.0.0.2")
+    assert one != generation("h1", listen="tcp://10.0.0.1:*", lease_s=7.0)

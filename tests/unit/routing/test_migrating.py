@@ -188,6 +188,7 @@ class World:
 
     def check_closed(self) -> None:
         assert sum(worker.active_requests for worker in self.dispatcher.status()) == 0
+        assert sum(worker.requests for worker in self.dispatcher._workers.all()) == 0
         assert all(worker.open == 0 for worker in self.workers.values())
         ends = [what for what in self.seen if what.startswith(("finished", "failed"))]
         assert len(ends) == 1
@@ -317,7 +318,7 @@ async def test_what_another_worker_would_answer_the_same_is_not_moved() -> None:
     assert not world.workers["w-1"].asked
 
 
-async def test_a_lapsed_lease_moves_every_stream_of_the_worker() -> None:
+async def test_a_stream_that_breaks_after_the_lease_has_lapsed_is_moved() -> None:
     world = World()
     await world.three((4, EngineUnavailableError("closed by us")))
     begun = await world.begin()
@@ -327,6 +328,21 @@ async def test_a_lapsed_lease_moves_every_stream_of_the_worker() -> None:
     assert tokens(got) == list(range(10))
     assert world.reasons[0] == "lease_expired"
     await begun.aclose()
+
+
+async def test_a_worker_whose_lease_lapsed_finishes_what_it_has_and_gets_nothing_new() -> None:
+    world = World()
+    await world.three()
+    begun = await world.begin()
+    got = [await anext(begun) for _ in range(4)]
+    await world.dispatcher.membership.worker_down("w-0", "lease expired")
+    got += [delta async for delta in begun]
+    assert tokens(got) == list(range(10))
+    await begun.aclose()
+    assert not world.reasons
+    world.seen.clear()
+    assert tokens(await world.run()) == list(range(10))
+    assert len(world.workers["w-0"].asked) == 1
 
 
 @in_virtual_time

@@ -118,10 +118,12 @@ def setting(
     factory: Callable[[], Any] | None = None,
     validator: Validator | None = None,
     secret: bool = False,
+    of_host: bool = False,
 ) -> Any:
     """An attrs field with a description, shown in the JSON Schema and in the reference.
 
     Without ``default`` and ``factory`` the field is required. ``secret`` keeps it out of reprs.
+    ``of_host``: hosts of one cluster have different values, which make no other generation.
     ``validator`` raises ValueError, which is reported with the field's path; its message may begin
     with the field's name and a colon.
     """
@@ -129,7 +131,7 @@ def setting(
         default=attrs.Factory(factory) if factory is not None else default,
         validator=None if validator is None else _located(validator),
         repr=not secret,
-        metadata={"doc": doc},
+        metadata={"doc": doc, "of_host": of_host},
     )
 
 

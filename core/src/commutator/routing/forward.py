@@ -92,6 +92,7 @@ class Forward:
         self._complete = True
 
     async def __aenter__(self) -> Self:
+        self.route.worker.requests += 1
         return self
 
     async def __aexit__(
@@ -100,6 +101,7 @@ class Forward:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.route.worker.requests -= 1
         self._routing.load.release(self._placement.ticket)
         if isinstance(error, EngineUnavailableError):
             self._routing.workers.lost(self._placement.route.worker)

@@ -75,7 +75,11 @@ class Membership:
             self._host.worker_up(record)
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
-        """Remove a worker that left the registry; its requests migrate or fail at once."""
+        """Remove a worker that left the registry: it gets nothing new.
+
+        Its requests migrate or fail at once, but where only the lease lapsed: see
+        ``LiveWorkers.remove``.
+        """
         worker = await self._workers.remove(worker_id, reason)
         if worker is None:
             return

@@ -50,6 +50,7 @@ class WorkerRequest:
         self._salted = request.cache_salt is not None
         self._on_first_token = on_first_token
         self._released = False
+        self.worker.requests += 1
         record = self.worker.record
         rank = route.candidate.rank if record.info.data_parallel_size > 1 else None
         if indexer is not None:
@@ -101,6 +102,7 @@ class WorkerRequest:
         """Release the load and end the span, with ``error`` if the request failed. Idempotent."""
         if not self._released:
             self._released = True
+            self.worker.requests -= 1
             if self.span is not None:
                 self.span.end(error)
             self._load.release(self.ticket)

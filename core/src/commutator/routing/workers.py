@@ -10,6 +10,7 @@ from typing import TypeVar
 from attrs import define, evolve, frozen
 
 from commutator.contract.engine import EngineClient
+from commutator.contract.registry import LAPSED
 from commutator.contract.routing import candidate_id
 from commutator.contract.worker import KvStatistics, Role, TransferStatistics, WorkerRecord
 from commutator.errors import CommutatorError
@@ -26,6 +27,11 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+PROBE_EVERY_S = 1.0
+PROBE_TIMEOUT_S = 1.0
+MAX_PROBE_FAILURES = 3
+"""After as many probes in a row that fail, a worker whose lease lapsed has lost its requests."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -47,6 +53,8 @@ class LiveWorker:
     reconnecting: asyncio.Task[None] | None = None
     gone: str | None = None
     """Why the worker was removed; None while it is registered."""
+    requests: int = 0
+    """Requests of this front door that it is answering."""
     announced: bool = False
     """The indexers and plugins know the worker; false if adding it was interrupted."""
 
@@ -58,6 +66,7 @@ class LiveWorkers:
         """``on_routable`` is called when a worker may have become able to take requests."""
         self._workers: dict[str, LiveWorker] = {}
         self._on_routable = on_routable
+        self._finishing: dict[LiveWorker, asyncio.Task[None]] = {}
         # Both are asked for by each request, and change only with the workers.
         self._routable: dict[tuple[str, bool], tuple[LiveWorker, ...]] = {}
         self._max_model_len: dict[str, int | None] = {}
@@ -124,9 +133,21 @@ class LiveWorkers:
         self._on_routable()
 
     async def remove(self, worker_id: str, reason: str) -> LiveWorker | None:
+        """Route nothing to a worker any more, and end its requests.
+
+        One whose lease lapsed may be cut off from the registry alone: it finishes its requests, for
+        as long as it answers.
+        """
         worker = self._workers.pop(worker_id, None)
         self._changed()
-        if worker is not None:
+        if worker is None:
+            return None
+        if reason == LAPSED and worker.requests:
+            _end_routing(worker, reason)
+            task = asyncio.create_task(_let_finish(worker))
+            self._finishing[worker] = task
+            task.add_done_callback(lambda _: self._finishing.pop(worker, None))
+        else:
             await _dismiss(worker, reason)
         return worker
 
@@ -140,6 +161,9 @@ class LiveWorkers:
     async def close(self) -> None:
         for worker_id in list(self._workers):
             await self.remove(worker_id, "the front door is shutting down")
+        for worker, task in list(self._finishing.items()):
+            task.cancel()
+            await worker.client.close()
 
     async def _connect(self, worker: LiveWorker) -> None:
         try:
@@ -168,11 +192,38 @@ class LiveWorkers:
 
 
 async def _dismiss(worker: LiveWorker, reason: str) -> None:
+    _end_routing(worker, reason)
+    await worker.client.close()
+
+
+def _end_routing(worker: LiveWorker, reason: str) -> None:
     worker.connected = False
     worker.gone = reason
     if worker.reconnecting is not None:
         worker.reconnecting.cancel()
+
+
+async def _let_finish(worker: LiveWorker) -> None:
+    """Close the client when no request is left, or when the worker does not answer."""
+    failures = 0
+    while worker.requests and failures < MAX_PROBE_FAILURES:
+        failures = 0 if await _answers_probe(worker.client) else failures + 1
+        await asyncio.sleep(PROBE_EVERY_S)
+    if worker.requests:
+        log.warning(
+            "worker %s: its lease lapsed and it answers no probe; %d requests migrate or fail",
+            worker.record.worker_id, worker.requests,
+        )  # fmt: skip
     await worker.client.close()
+
+
+async def _answers_probe(client: EngineClient) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await client.load()
+    except (CommutatorError, TimeoutError):
+        return False
+    return True
 
 
 @frozen

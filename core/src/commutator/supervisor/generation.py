@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -18,8 +19,15 @@ _HOW_MANY = {"replicas"}
 
 
 def generation_of(engine: EngineConfig, model: ModelConfig, tiers: Sequence[TierConfig]) -> str:
-    """12 hexadecimal digits, the same for workers of the same options; secrets are not read."""
-    options = {key: value for key, value in attrs.asdict(engine).items() if key not in _HOW_MANY}
-    parts = [options, attrs.asdict(model), [attrs.asdict(tier) for tier in tiers]]
+    """12 hexadecimal digits, the same for workers of the same options; secrets are not read.
+
+    Nor is what differs from host to host (``setting``'s ``of_host``).
+    """
+    options = {key: value for key, value in _shared(engine).items() if key not in _HOW_MANY}
+    parts = [options, _shared(model), [_shared(tier) for tier in tiers]]
     text = json.dumps(parts, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _shared(options: attrs.AttrsInstance) -> dict[str, Any]:
+    return attrs.asdict(options, filter=lambda field, _: not field.metadata.get("of_host"))

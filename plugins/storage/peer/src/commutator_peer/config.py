@@ -65,12 +65,14 @@ class PeerTierConfig(TierConfig):
         "This machine's name or address for other machines; required if it listens on all "
         "interfaces.",
         None,
+        of_host=True,
     )
     listen: str | None = setting(
         "Address at which other workers ask for the blocks in this worker's host memory; null: it "
         "lends nothing. Port * chooses a free port. Host * is every interface; set advertise, too.",
         "tcp://127.0.0.1:*",
         validator=_is_endpoint,
+        of_host=True,
     )
     lease_s: PositiveSeconds = setting(
         "A lent block stays in its slot for this time unless its reader releases it.", 30.0
