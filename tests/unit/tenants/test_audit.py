@@ -20,7 +20,7 @@ from tests.support.principals import gate_of, key_of
 
 from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
-from commutator.log_file import OwnFile
+from commutator.log_file import LineWriter, OwnFile, open_own
 from commutator.tenants.audit import AuditConfig, AuditLog
 from commutator_testing.observers import ObserverContract
 
@@ -223,3 +223,54 @@ async def test_refused_requests_and_strangers_stand_in_the_log(tmp_path: Path) -
     assert f'commutator_principal_output_tokens_total{{principal="ada"}} {tokens}.0' in page
     reason = 'principal="ada",reason="requests_per_minute"'
     assert f"commutator_principal_refusals_total{{{reason}}} 2.0" in page
+
+
+def test_what_the_system_wrote_in_part_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    one = OwnFile(tmp_path / "a", 1_000, 1_000.0, 1)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    one.write([b"first line\n", b"second\n"])
+    one.close()
+    assert (tmp_path / "a.0").read_bytes() == b"first line\nsecond\n"
+
+
+def test_a_rotation_that_failed_half_way_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = OwnFile(tmp_path / "a", 10, 1_000.0, 1)
+    one.write([b"0123456789\n"])
+
+    def full(*_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnFile, "rotate", full)
+        with pytest.raises(OSError, match="full"):
+            one.write([b"lost\n"])
+    one.write([b"then\n"])
+    one.close()
+    assert (tmp_path / "a.0").read_bytes() == b"then\n"
+
+
+def test_a_pipe_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(PermissionError, match="not a file of this user"):
+        open_own(tmp_path / "pipe")
+    os.close(reader)
+
+
+async def test_bytes_that_wait_are_bounded_and_freed_once_they_are_written(tmp_path: Path) -> None:
+    writer = LineWriter("a", lambda: OwnFile(tmp_path / "a", 1 << 30, 1_000.0, 1), 100)
+    writer.add(b"x\n", 60 << 20)
+    writer.add(b"dropped\n", 5 << 20)
+    await writer.start()
+    await writer.stop()
+    writer.add(b"y\n", 60 << 20)
+    writer._file = OwnFile(tmp_path / "b", 1 << 30, 1_000.0, 1)
+    writer._write_waiting()
+    writer._file.close()
+    assert (tmp_path / "a.0").read_bytes() == b"x\n"
+    assert (tmp_path / "b.0").read_bytes() == b"y\n"
