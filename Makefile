@@ -86,8 +86,8 @@ browser: $(VENV)/.base
 test-ui: $(VENV)/.test browser
 	$(BIN)/pytest tests/e2e/test_ui.py tests/e2e/test_ui_pictures.py
 
-pictures: $(VENV)/.test browser
-	PICTURES=1 $(BIN)/pytest tests/e2e/test_ui_pictures.py
+pictures: $(VENV)/.test browser peers
+	PICTURES=1 $(BIN)/pytest tests/e2e/test_ui_pictures.py tests/e2e/test_observability.py -k "picture or panel"
 
 peers: $(VENV)/.base
 	$(BIN)/python scripts/install_peers.py

@@ -258,9 +258,10 @@ DASHBOARDS = (
             ),
             _one(
                 "Part of sides that failed",
-                'sum by (leg) (rate(commutator_handover_legs_total{outcome="failed"}'
-                "[$__rate_interval])) / sum by (leg) "
-                "(rate(commutator_handover_legs_total[$__rate_interval])) or vector(0)",
+                '(sum by (leg) (rate(commutator_handover_legs_total{outcome="failed"}'
+                "[$__rate_interval])) or 0 * sum by (leg) "
+                "(rate(commutator_handover_legs_total[$__rate_interval]))) / sum by (leg) "
+                "(rate(commutator_handover_legs_total[$__rate_interval]))",
                 "{{leg}}",
                 "percentunit",
             ),
@@ -373,7 +374,7 @@ def _panel(metric: Definition) -> Panel:
     unit = _unit(metric.name)
     if metric.kind == "counter":
         value = f"rate({value}{_RATE})"
-        unit = {"bytes": "Bps", "s": "short"}.get(unit, "ops")
+        unit = {"bytes": "Bps", "s": "suffix: s/s"}.get(unit, "ops")
     if repeated:
         value = f"max by ({', '.join(metric.labels)}) ({value})"
     labels = [label for label in metric.labels if label != "worker"] or list(metric.labels)

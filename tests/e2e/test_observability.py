@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,8 @@ import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from click.testing import CliRunner
 from tests.support.alerting import Clients
+from tests.support.panels import drawn, filled_in, formatted
+from tests.support.pictures import folder_of_pictures, save
 from tests.support.prometheus import Prometheus, program, running_prometheus
 
 from commutator.auth.keys import hash_of, new_key
@@ -37,6 +39,12 @@ from metrics_page import definitions  # noqa: E402
 
 FOLDER = ROOT / "examples" / "observability"
 RULES = FOLDER / "rules.yml"
+BOARDS = {
+    file.stem: json.loads(file.read_text())
+    for file in sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
+}
+PICTURED_S = 40
+"""What the pictures of the docs show: the first seconds under load."""
 NAMES = {metric.name: metric for metric in definitions()}
 OF_PROMETHEUS = {"instance", "job", "alertname", "alertstate"}
 """Labels that Prometheus adds."""
@@ -69,11 +77,12 @@ def asked(expr: str) -> Iterator[tuple[str, set[str]]]:
 def panels() -> list[tuple[str, str, str]]:
     """Dashboard, title and query of each panel, with Grafana's variables filled in."""
     found = []
-    for file in sorted((FOLDER / "grafana" / "dashboards").glob("*.json")):
-        for panel in json.loads(file.read_text())["panels"]:
-            for target in panel["targets"]:
-                expr = target["expr"].replace("$__rate_interval", "1m").replace("$model", ".*")
-                found.append((file.stem, panel["title"], expr))
+    for name, board in BOARDS.items():
+        for panel in board["panels"]:
+            found += [
+                (name, panel["title"], filled_in(target["expr"], "1m"))
+                for target in panel["targets"]
+            ]
     return found
 
 
@@ -87,6 +96,31 @@ def test_every_metric_has_a_panel() -> None:
         metric for _, some in dashboards.filled() for panel in some for metric in panel.metrics
     }
     assert shown == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "expected"),
+    [
+        (0.25, "percentunit", "25%"),
+        (0.0025, "s", "2.5 ms"),
+        (0, "s", "0 s"),
+        (3 * 2**20, "bytes", "3 MiB"),
+        (1500, "Bps", "1.5 kB/s"),
+        (12.5, "reqps", "12.5 req/s"),
+        (2500, "short", "2.5 K"),
+        (40, "suffix: tokens/s", "40 tokens/s"),
+    ],
+)
+def test_a_value_is_drawn_with_its_unit(value: float, unit: str, expected: str) -> None:
+    assert formatted(value, unit) == expected
+
+
+def test_every_unit_of_a_panel_can_be_drawn() -> None:
+    for board in BOARDS.values():
+        for panel in board["panels"]:
+            formatted(1.0, panel["fieldConfig"]["defaults"]["unit"])
+    with pytest.raises(ValueError, match="furlong"):
+        formatted(1.0, "furlong")
 
 
 def test_rules_and_panels_ask_for_metrics_and_labels_that_there_are() -> None:
@@ -244,7 +278,6 @@ class Load:
 
 NOT_CAUSED = {
     "commutator_router_fallbacks_total",  # no policy fails here
-    "commutator_tokenizer_differences_total",
     "commutator_handover_cancel_seconds",
     "commutator_router_event_warnings",
     "commutator_refused_connections_total",
@@ -279,11 +312,13 @@ def test_every_panel_shows_something_of_a_cluster_under_load(tmp_path: Path) -> 
         watched(cluster, tmp_path, ops) as prometheus,
         Load(cluster.url, ops, user),
     ):
+        began_s = time.time()
         time.sleep(10)
         kill_a_decode_worker(cluster)
         others = [panel for panel in panels() if panel[0] != "planner"]
         empty = wait_for_panels(prometheus, others, timeout_s=120)
         described = prometheus.get("metadata")
+        take_pictures(prometheus, began_s, tmp_path, without={"planner"})
         firing = [one["labels"]["alertname"] for one in prometheus.get("alerts")["alerts"]]
     assert [(board, title) for board, title, _ in empty] == []
     assert {name.removesuffix("_total") for name in NAMES if "planner" not in name} <= {
@@ -313,13 +348,28 @@ def test_every_panel_of_the_planner_shows_something_of_a_fleet(tmp_path: Path) -
         watched(cluster, tmp_path, None) as prometheus,
         Clients(cluster.url, "m", 6, topics=10_000),
     ):
+        began_s = time.time()
         own = [panel for panel in panels() if panel[0] == "planner"]
         empty = wait_for_panels(prometheus, own, timeout_s=120)
         described = prometheus.get("metadata")
+        take_pictures(prometheus, began_s, tmp_path, without=set(BOARDS) - {"planner"})
     assert [title for _, title, _ in empty] == []
     assert {name.removesuffix("_total") for name in NAMES if "planner" in name} <= {
         name.removesuffix("_total") for name in described
     }
+
+
+def take_pictures(
+    prometheus: Prometheus, began_s: float, otherwise: Path, without: Collection[str]
+) -> None:
+    """One of each dashboard, of the time since ``began_s``."""
+    folder = folder_of_pictures(otherwise)
+    if folder != otherwise:
+        time.sleep(max(0.0, began_s + PICTURED_S - time.time()))
+    now_s = time.time()
+    for name, board in BOARDS.items():
+        if name not in without:
+            save(drawn(board, prometheus, began_s, now_s, "10s"), f"dashboard-{name}.png", folder)
 
 
 def kill_a_decode_worker(cluster: LocalCluster) -> None:

@@ -25,6 +25,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 from tests.support.browser import Page, browser, why_no_browser
+from tests.support.pictures import folder_of_pictures, save
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.cli.front_door import FrontDoor
@@ -33,7 +34,6 @@ from commutator.supervisor.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-MOST_BYTES = 150_000
 WAIT_S = 600.0
 DEMO_COLUMNS = 100
 SYSTEM = (
@@ -119,14 +119,6 @@ def traffic(url: str) -> Iterator[None]:
         loop.close()
 
 
-def save(png: bytes, name: str, folder: Path) -> None:
-    """With a palette, as it has few colours; that is a third of the bytes."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
-    colours = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=3)
-    colours.save(folder / name, optimize=True)
-    assert (folder / name).stat().st_size < MOST_BYTES
-
-
 def of_page(page: Page, width: int, most_height: int) -> bytes:
     page.driver.set_window_size(width, 800)
     wanted = int(page.run("return document.documentElement.scrollHeight"))
@@ -205,8 +197,7 @@ def narrow(page: Page) -> bytes:
 def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
     if (problem := why_no_browser()) is not None:
         pytest.skip(problem)
-    folder = root / "docs" / "pictures" if os.environ.get("PICTURES") else tmp_path
-    folder.mkdir(exist_ok=True)
+    folder = folder_of_pictures(tmp_path)
     with (
         LocalCluster(deployment(tmp_path / "tiers"), start_timeout_s=WAIT_S) as cluster,
         traffic(cluster.url),
@@ -241,6 +232,6 @@ def test_pictures_of_a_run(tmp_path: Path, root: Path) -> None:
 def test_picture_of_the_demo(tmp_path: Path, root: Path) -> None:
     if (problem := why_no_browser()) is not None:
         pytest.skip(problem)
-    folder = root / "docs" / "pictures" if os.environ.get("PICTURES") else tmp_path
+    folder = folder_of_pictures(tmp_path)
     with browser() as page:
         save(of_terminal(page, demo_as_svg(root), tmp_path), "demo.png", folder)

@@ -54,6 +54,12 @@ class Prometheus:
             raise AssertionError(f"{expr}: {error.read().decode()}") from error
         return found
 
+    def course(self, expr: str, start_s: float, end_s: float) -> list[Any]:
+        """The series of the expression, a value each second, between two Unix times."""
+        period = {"start": str(start_s), "end": str(end_s), "step": "1"}
+        found: list[Any] = self.get("query_range", query=expr, **period)["result"]
+        return found
+
 
 @contextmanager
 def running_prometheus(config: dict[str, Any], folder: Path) -> Iterator[Prometheus]:
