@@ -192,3 +192,8 @@ def _sets_marks(statement: ast.stmt) -> bool:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def test_each_decision_has_a_number_of_its_own(root: Path) -> None:
+    numbers = [page.name[:4] for page in (root / "docs" / "decisions").glob("0*.md")]
+    assert len(set(numbers)) == len(numbers)
