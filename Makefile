@@ -1,6 +1,6 @@
 # make serve    install what is needed and serve examples/quickstart.yaml (PORT=8000)
 # make tiers    the same with KV blocks kept in memory and on disk: examples/tiers.yaml
-# make demo     a scripted conversation against a fresh local cluster
+# make demo     scripted conversations against a fresh local cluster
 # make test     install the tools and run the tests that take minutes in all; test-all runs every one
 # make vllm     install vLLM in an environment of its own; test-vllm runs the tests that need it
 # make sglang   the same for SGLang; test-sglang runs the tests that need it; test-mixed those of both

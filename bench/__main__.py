@@ -30,6 +30,7 @@ SCENARIOS = {
     "fairness": "what a flood by one key costs another, and shares by weight, end to end",
     "frontdoor": "a request through the front door against the worker asked directly",
     "policies": "what routing policies find in caches and how soon they answer, beside peers'",
+    "registry": "workers' leases and front doors' watches in a real etcd, up to 1,000 and 20",
     "recall": "a prompt's blocks loaded from each tier against computing them",
     "planner": "worker-hours at equal attainment of the planner and nine others, in virtual time",
     "vllm": "what front doors add to a real vLLM server (needs `make vllm`)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import os
 import random
 import re
@@ -86,8 +87,10 @@ def traffic(url: str) -> Iterator[None]:
     async def user(session: aiohttp.ClientSession, number: int) -> None:
         chosen = random.Random(number)
         key = KEYS[NAMES[1 + number % 2]]
-        while True:
-            messages = [{"role": "system", "content": f"{number % 3}. {SYSTEM}"}]
+        for conversation in itertools.count():
+            # None begins as another did, so that some prompts are worth handing over.
+            beginning = f"{number}-{conversation}. {SYSTEM}"
+            messages = [{"role": "system", "content": beginning}]
             for _ in range(3):
                 messages.append({"role": "user", "content": chosen.choice(QUESTIONS)})
                 body = {"model": "smollm2-135m", "messages": messages,

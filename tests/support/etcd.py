@@ -71,6 +71,17 @@ class EtcdServer:
         self._guard.close()
 
     @property
+    def pids(self) -> list[int]:
+        """The processes of the members that run."""
+        return [one.pid for one in self._processes if one is not None]
+
+    def metric(self, name: str, member: int = 0) -> float:
+        """A number that a member counts."""
+        with urllib.request.urlopen(f"{self._probes[member]}/metrics", timeout=5) as page:
+            lines = page.read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+    @property
     def _log(self) -> Path:
         return self._folder / "etcd.log"
 

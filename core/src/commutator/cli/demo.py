@@ -1,10 +1,12 @@
-"""``commutator demo``: a scripted conversation, and what happened to each request."""
+"""``commutator demo``: scripted conversations, and what happened to each request."""
 
 from __future__ import annotations
 
 import json
 import time
 import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -22,14 +24,19 @@ SYSTEM = (
     "capitals, rivers and mountains. You answer in one short and simple sentence, you are kind, "
     "and you never make up facts. If you do not know something, you say so."
 )
-SCRIPT = (
-    ("ann", "What is the capital of France?"),
-    ("ben", "What is the capital of Germany?"),
-    ("cleo", "What is the capital of Japan?"),
-    ("ann", "What is the capital of Spain?"),
-    ("ben", "What is the highest mountain in the world?"),
-    ("cleo", "What is the largest ocean?"),
+ROUNDS = (
+    {
+        "ann": "What is the capital of France?",
+        "ben": "What is the capital of Germany?",
+        "cleo": "What is the capital of Japan?",
+    },
+    {
+        "ann": "What is the capital of Spain?",
+        "ben": "What is the highest mountain in the world?",
+        "cleo": "What is the largest ocean?",
+    },
 )
+"""By user; those of a round are asked at the same time, so that every worker gets some."""
 
 
 @define
@@ -49,24 +56,41 @@ class Answer:
 @click.command(epilog="Example: commutator demo examples/kv.yaml")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def demo(file: Path) -> None:
-    """Start FILE's deployment on a free port, hold a conversation, and show how it was routed."""
+    """Start FILE's deployment on a free port, hold conversations, and show how they were routed."""
     console = Console()
     console.print(Text.assemble("Starting ", (str(file), "bold"), " ..."))
     started_s = time.perf_counter()
     with LocalCluster(file) as cluster:
         console.print(f"Ready after {time.perf_counter() - started_s:.1f} s at {cluster.url}\n")
         model = cluster.health()["models"][0]
-        histories: dict[str, list[dict[str, str]]] = {}
+        histories = {user: [{"role": "system", "content": SYSTEM}] for user in ROUNDS[0]}
         answers: list[tuple[str, Answer]] = []
-        for user, question in SCRIPT:
-            messages = histories.setdefault(user, [{"role": "system", "content": SYSTEM}])
-            messages.append({"role": "user", "content": question})
-            console.print(f"[bold cyan]{user}[/]  {question}")
-            answer = ask(cluster.url, model, user, messages)
-            messages.append({"role": "assistant", "content": answer.text})
-            answers.append((user, answer))
-            print_answer(console, answer)
+        for number, questions in enumerate(ROUNDS):
+            again = " again" if number else ""
+            console.print(f"{len(questions)} users ask{again}, at the same time:\n")
+            for user, answer in ask_together(cluster.url, model, histories, questions):
+                console.print(f"[bold cyan]{user}[/]  {questions[user]}")
+                print_answer(console, answer)
+                answers.append((user, answer))
         console.print(summary(answers))
+
+
+def ask_together(
+    url: str,
+    model: str,
+    histories: Mapping[str, list[dict[str, str]]],
+    questions: Mapping[str, str],
+) -> Iterator[tuple[str, Answer]]:
+    """Add the questions to the users' histories, and then each answer, in the order of users."""
+    with ThreadPoolExecutor(len(questions)) as threads:
+        asked = {}
+        for user, question in questions.items():
+            histories[user].append({"role": "user", "content": question})
+            asked[user] = threads.submit(ask, url, model, user, histories[user])
+        for user, answered in asked.items():
+            answer = answered.result()
+            histories[user].append({"role": "assistant", "content": answer.text})
+            yield user, answer
 
 
 def ask(url: str, model: str, user: str, messages: list[dict[str, str]]) -> Answer:
