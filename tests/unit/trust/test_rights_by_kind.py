@@ -183,7 +183,7 @@ PROMPT = pack_request(
 )
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, tuple[Any, ...]] = {
     "reset": ("ask", 2, "reset_prefix_cache"),
     "drain": ("ask", 3, "drain"),
     "resume": ("ask", 4, "resume"),
