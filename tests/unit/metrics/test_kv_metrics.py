@@ -73,6 +73,8 @@ def test_every_reason_has_its_counter() -> None:
     assert value("capacity_blocks", tier="s3") is None
     assert value("loads_total", tier="dram", outcome="corrupt") == 2
     assert value("not_loaded_total", tier="dram", reason="slower than recompute") == 5
+    assert value("not_loaded_total", tier="dram", reason="tier is down") == 0, "before the first"
+    assert value("prefetched_total", tier="dram", outcome="unused") == 0
     assert value("removed_total", tier="dram", reason="evicted") == 9
     assert value("stored_total", source="dram", tier="s3") == 11
     assert value("not_admitted_total", source="dram", tier="s3", reason="too few hits") == 4

@@ -56,3 +56,12 @@ def test_hooks_are_counted() -> None:
         ("migrations_total", "m", "lost"): 1,
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_dropped_connections_begin_at_zero() -> None:
+    """A rate does not see a series that begins at 1."""
+    metrics = FrontendMetrics()
+    metrics.connection_dropped("full")
+    page = metrics.render().decode()
+    assert 'commutator_connections_dropped_total{reason="full"} 1.0' in page
+    assert 'commutator_connections_dropped_total{reason="headers_too_long"} 0.0' in page

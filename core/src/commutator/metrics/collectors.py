@@ -170,9 +170,9 @@ class _Families:
             self.latency.add_metric(labels, tier.latency_s)
             self.block_s.add_metric(labels, tier.block_s)
         _add_all(self.loads, labels, tier.loads)
-        _add_all(self.not_loaded, labels, tier.not_loaded)
+        _add_all(self.not_loaded, labels, {**_NOT_LOADED, **tier.not_loaded})
         _add_all(self.removed, labels, tier.removed)
-        _add_all(self.prefetched, labels, tier.prefetched)
+        _add_all(self.prefetched, labels, {**_PREFETCHED, **tier.prefetched})
         self.corrupt.add_metric((*labels, "load"), tier.loads.get("corrupt", 0))
         self.corrupt.add_metric((*labels, "verify"), tier.removed.get(_VERIFY_CORRUPT, 0))
 
@@ -183,6 +183,11 @@ class _Families:
         _add_all(self.store_failed, labels, edge.failed)
         if _SOURCE_CORRUPT in edge.failed:
             self.corrupt.add_metric((worker, edge.source, "move"), edge.failed[_SOURCE_CORRUPT])
+
+
+# Zeros before the first of them: a rate does not see a series begin at 1.
+_NOT_LOADED = {"slower than recompute": 0, "tier is down": 0}
+_PREFETCHED = {"brought": 0, "used": 0, "unused": 0}
 
 
 def _add_all(

@@ -88,6 +88,12 @@ class Readings:
     """What the planner last told of itself, as ``LivePlanner.status``; None without one."""
 
 
+_DROP_REASONS = (
+    *("full", "full_for_probes", "no_descriptors", "full_for_address", "not_accepted"),
+    *("headers_too_slow", "headers_too_long"),
+)
+
+
 class TokenTimes:
     """Times one answer's tokens."""
 
@@ -141,6 +147,8 @@ class FrontendMetrics(Observer):
             "not_accepted); one with slow or long headers (headers_too_slow, headers_too_long).",
             labels=("reason",),
         )
+        for reason in _DROP_REASONS:
+            self._dropped.add(0, reason)  # a rate does not see a series begin at 1
         self._router_queue_s = histogram(
             "commutator_router_queue_seconds",
             "Time that requests waited for a worker, of those that got one after a wait.",
