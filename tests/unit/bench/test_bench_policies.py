@@ -90,7 +90,7 @@ def test_made_up_traffic_is_valid_shares_prefixes_and_depends_on_its_seed(
     trace = make(300, 5.0, 1)
     assert trace == make(300, 5.0, 1) != make(300, 5.0, 2)
     assert 100 < len(trace) < 500
-    assert checked(Path("made-up"), enumerate(trace, 1), None) == trace
+    assert checked(Path("made-up"), enumerate(trace, 1)) == trace
     assert ideal_hit_ratio(trace) > 0.3
     assert trace[-1].timestamp < 70_000
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
 from commutator.errors import ConfigError
+from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import read_trace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -90,10 +91,10 @@ def test_requests_are_put_in_order_of_time(tmp_path: Path) -> None:
     assert [one.timestamp for one in read_trace(trace)] == [3, 7]
 
 
-def test_lines_after_those_that_are_asked_for_are_not_looked_at(tmp_path: Path) -> None:
+def test_the_first_requests_are_those_that_arrived_first(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(line() + line() + "{")
-    assert len(read_trace(trace, 2)) == 2
+    trace.write_text(line(time_ms=7) + line(time_ms=9) + line(time_ms=3))
+    assert [one.timestamp for one in load_trace(trace, Part(requests=2))] == [3, 7]
 
 
 def test_a_prompt_too_long_for_a_hand_over_is_named(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Part:
     copies: int = 1
     """Copies that run at once."""
     requests: int | None = None
-    """The first of those that are left; None: all."""
+    """The first of those that are left to arrive; None: all."""
 
 
 def load_trace(path: Path, part: Part | None = None, seed: int = 0) -> list[TraceRequest]:
@@ -81,13 +81,8 @@ def load_trace(path: Path, part: Part | None = None, seed: int = 0) -> list[Trac
         end_s = math.inf if wanted.end_s is None else wanted.end_s
         trace = from_rates(rows, thin=wanted.thin, begin_s=wanted.begin_s, end_s=end_s, seed=seed)
     else:
-        plain = wanted == Part(requests=wanted.requests)
-        limit = wanted.requests if plain else None  # else lines that are not used must be read
-        trace = (
-            checked(path, _read_table(path), limit) if _is_table(path) else read_trace(path, limit)
-        )
-        if not plain:
-            trace = _between(trace, wanted)
+        trace = checked(path, _read_table(path)) if _is_table(path) else read_trace(path)
+        trace = _between(trace, wanted)
         if wanted.thin > 1:
             trace = thinned(trace, wanted.thin, seed)
     trace = superposed(trace, wanted.copies, seed)[: wanted.requests]

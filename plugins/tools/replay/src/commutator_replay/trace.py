@@ -88,22 +88,20 @@ class _Row(msgspec.Struct):
         )
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Every request, or the first ``limit``, ordered by time; Unix times count from the first.
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Every request, ordered by time; Unix times count from the first.
 
     Raises ConfigError with each wrong line.
     """
-    return checked(path, _lines(path), limit)
+    return checked(path, _lines(path))
 
 
-def checked(
-    path: Path, lines: Iterable[tuple[int, TraceRequest | str]], limit: int | None
-) -> list[TraceRequest]:
+def checked(path: Path, lines: Iterable[tuple[int, TraceRequest | str]]) -> list[TraceRequest]:
     """The same of lines, each with its number and its request, or what is wrong with it."""
     trace: list[TraceRequest] = []
     problems: list[str] = []
     for number, found in lines:
-        if len(problems) == _MAX_PROBLEMS or len(trace) + len(problems) == limit:
+        if len(problems) == _MAX_PROBLEMS:
             break
         if isinstance(found, str):
             problems.append(f"line {number}: {found}")
