@@ -49,7 +49,7 @@ def test_every_process_listens_on_the_loopback_interface_only(cluster: LocalClus
 
 
 def test_another_host_finds_the_front_door_and_nothing_else(tmp_path: Path) -> None:
-    nvme = {"kind": "nvme", "path": str(tmp_path), "capacity": "20MB"}
+    nvme = {"kind": "nvme", "path": str(tmp_path / "{worker}"), "capacity": "20MB"}
     config = CONFIG | {"tiers": [*CONFIG["tiers"], nvme]}
     with outside_host() as outside:
         before = outside.reachable_ports()

@@ -46,7 +46,7 @@ def test_another_host_finds_the_front_door_and_nothing_of_sglang(
         config["engines"] = [server]
         config["tiers"] = [
             {"kind": "dram", "capacity": "100MB", "huge_pages": "off"},
-            {"kind": "nvme", "path": str(tmp_path), "capacity": "100MB"},
+            {"kind": "nvme", "path": str(tmp_path / "{worker}"), "capacity": "100MB"},
         ]
     with outside_host() as outside:
         before = outside.reachable_ports()

@@ -80,7 +80,7 @@ def test_one_folder_for_several_workers(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert (
         ':3: tiers[0].path: "/kv" would be the folder of reference-0 and of reference-1, and no '
-        'two workers can share one; put {worker} in it: "/kv/{worker}"'
+        'two workers can share one; append "/{worker}"'
     ) in done.stderr
     assert check(tmp_path, nvme("/kv"), options=("--set", "engines[0].replicas=1")).exit_code == 0
 

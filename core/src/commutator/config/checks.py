@@ -400,10 +400,9 @@ def _folder_problems(
             where = "" if taken[1] == _WORKER else f" on worker {taken[1]}"
             yield f"tiers[{number}].path", f"{show(path)} is already {owner}{where}; choose another"
         elif _WORKER not in path and len(ids) > 1:
-            separate = f"{path.rstrip('/')}/{_WORKER}"
             problem = (
                 f"{show(path)} would be the folder of {ids[0]} and of {ids[1]}, and no two workers "
-                f"can share one; put {_WORKER} in it: {show(separate)}"
+                f'can share one; append "/{_WORKER}"'
             )
             yield f"tiers[{number}].path", problem
         for place in places:
