@@ -125,6 +125,7 @@ def test_every_command_that_a_help_lists_has_its_own() -> None:
 def test_every_metric_has_its_line() -> None:
     scraped = FrontendMetrics().render().decode()
     names = re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", scraped, re.MULTILINE)
+    names = [name for name in names if not name.endswith("_created")]  # one for each counter
     assert len(names) > 20
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     for metric in names:
