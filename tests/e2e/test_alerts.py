@@ -90,10 +90,7 @@ ONLY_AFTER_FAULTS = frozenset(
     {
         "commutator_requests_rejected_total",
         "commutator_migrations_total",
-        "commutator_router_fallbacks_total",
         "commutator_router_event_warnings",
-        "commutator_kv_store_failed_total",
-        "commutator_refused_connections_total",
     }
 )
 """Samples that there are none of while nothing goes wrong."""

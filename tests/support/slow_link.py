@@ -46,12 +46,10 @@ def slow_link() -> Iterator[SlowLink]:
     """Raises PermissionError where namespaces may not be made, or there are no tools for it."""
     if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
         raise PermissionError("network namespaces need root, and iproute2's `ip` and `tc`")
-    number = os.getpid() % 250 + 1
-    bridge, subnet = f"cmt{number}", f"10.213.{number}"
+    bridge, subnet = _new_bridge()
     slow = Namespace(f"{bridge}-slow", f"{subnet}.1")
     fast = Namespace(f"{bridge}-fast", f"{subnet}.2")
     try:
-        _run(f"ip link add {bridge} type bridge")
         _run(f"ip addr add {subnet}.254/24 dev {bridge}")
         _run(f"ip link set {bridge} up")
         for place, end in ((slow, f"{bridge}s"), (fast, f"{bridge}f")):
@@ -70,6 +68,19 @@ def slow_link() -> Iterator[SlowLink]:
         ):
             with suppress(PermissionError):
                 _run(undo)
+
+
+def _new_bridge() -> tuple[str, str]:
+    """Its name and its subnet; other test runs have others."""
+    for number in range(1, 251):
+        try:
+            _run(f"ip link add cmt{number} type bridge")
+        except PermissionError as error:
+            if "File exists" not in str(error):
+                raise
+        else:
+            return f"cmt{number}", f"10.213.{number}"
+    raise PermissionError("all 250 bridges for tests are taken: remove those named cmt...")
 
 
 def _run(command: str) -> None:

@@ -26,6 +26,7 @@ from commutator.registry.unready import UnreadyWorker
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tenants.meter import Meter
 from commutator.tokenizer.text_model import TextModel
+from commutator.trust import refused_connections
 
 __all__ = ["FrontendServices"]
 
@@ -86,10 +87,16 @@ class FrontendServices:
                 warnings=dispatcher.warnings,
                 kv=lambda: dispatcher.poll.kv,
                 transfers=lambda: dispatcher.poll.transfers,
-                refused=lambda: {**dispatcher.poll.refused, "supervisor": self.refused},
+                refused=lambda: {
+                    **dispatcher.poll.refused,
+                    "supervisor": self.refused,
+                    "front door": refused_connections(),
+                },
                 planner=lambda: None if self.planner is None else self.planner.status,
             )
         )
+        for name in self.models:
+            self.metrics.model_served(name)
         self.preprocessors = {
             name: Preprocessor(
                 name,

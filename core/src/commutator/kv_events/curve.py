@@ -18,6 +18,7 @@ from commutator.trust import (
     network_of_this_process,
     note_refusal,
     secret_of_this_process,
+    will_refuse,
 )
 
 __all__ = ["SERVICE", "ReaderGuard", "network_to_guard", "read_with", "reader_keys"]
@@ -70,6 +71,7 @@ class ReaderGuard:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: RunSecret) -> None:
+        will_refuse(SERVICE)
         public, self._secret_key = zmq.curve_keypair()
         self.public_key = public.decode()
         """What readers need to know, as Z85."""

@@ -180,7 +180,7 @@ class _Families:
         labels = (worker, edge.source, edge.target)
         self.stored.add_metric(labels, edge.stored)
         _add_all(self.not_admitted, labels, edge.not_admitted)
-        _add_all(self.store_failed, labels, edge.failed)
+        _add_all(self.store_failed, labels, {**_STORE_FAILED, **edge.failed})
         if _SOURCE_CORRUPT in edge.failed:
             self.corrupt.add_metric((worker, edge.source, "move"), edge.failed[_SOURCE_CORRUPT])
 
@@ -188,6 +188,7 @@ class _Families:
 # Zeros before the first of them: a rate does not see a series begin at 1.
 _NOT_LOADED = {"slower than recompute": 0, "tier is down": 0}
 _PREFETCHED = {"brought": 0, "used": 0, "unused": 0}
+_STORE_FAILED = {"write failed": 0, "not committed": 0, "no free slot": 0, "tier is down": 0}
 
 
 def _add_all(

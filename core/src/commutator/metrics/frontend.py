@@ -295,6 +295,10 @@ class FrontendMetrics(Observer):
         for collector in _collectors(readings):
             registry.register(collector)
 
+    def model_served(self, name: str) -> None:
+        """Count the rare events of a model from 0: a rate does not see a series begin at 1."""
+        self._fallbacks.add(0, name)
+
     def request_queued(
         self, request: RequestSummary, queue: Literal["router", "prefill"], waited_s: float
     ) -> None:

@@ -12,7 +12,7 @@ from commutator.trust.network import (
     network_of_this_process,
     use_network,
 )
-from commutator.trust.refusals import note_refusal, refused_connections
+from commutator.trust.refusals import note_refusal, refused_connections, will_refuse
 from commutator.trust.secret import (
     SECRET_FILE,
     RunSecret,
@@ -54,4 +54,5 @@ __all__ = [
     "secret_of_this_process",
     "serve",
     "use_network",
+    "will_refuse",
 ]

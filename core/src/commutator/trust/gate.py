@@ -14,7 +14,7 @@ from typing import Any
 from commutator.trust.handshake import ClientHandshake, Handshake, ServerHandshake
 from commutator.trust.identity import Identity, Right
 from commutator.trust.network import TlsError, network_of_this_process, peer_identity
-from commutator.trust.refusals import note_refusal
+from commutator.trust.refusals import note_refusal, will_refuse
 from commutator.trust.secret import RunSecret, secret_of_this_process
 
 __all__ = ["ClientGate", "Gate", "ServerGate", "address_text"]
@@ -138,6 +138,7 @@ class ServerGate(Gate):
     ) -> None:
         """``expects`` is a right that each client's certificate must give it."""
         super().__init__(service, secret)
+        will_refuse(service)
         self._expects = expects
         self._max_pending = max_pending
         self._pending: dict[asyncio.Transport, None] = {}

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-__all__ = ["RefusalLog", "note_refusal", "refused_connections"]
+__all__ = ["RefusalLog", "note_refusal", "refused_connections", "will_refuse"]
 
 log = logging.getLogger("commutator.trust")
 
@@ -45,6 +45,12 @@ _refusals = RefusalLog()
 _lock = threading.Lock()
 
 
+def will_refuse(service: str) -> None:
+    """Count 0 refusals of a service that begins: a rate does not see a count begin at 1."""
+    with _lock:
+        _refusals.counts[service] += 0
+
+
 def note_refusal(service: str, peer: str, reason: str) -> None:
     """Count and log a refused connection. Call it from any thread."""
     with _lock:
@@ -54,6 +60,9 @@ def note_refusal(service: str, peer: str, reason: str) -> None:
 
 
 def refused_connections() -> Mapping[str, int]:
-    """Connections that this process refused since it began, by service, such as "token API"."""
+    """Connections that this process refused since it began, by service, such as "token API".
+
+    Services that refused none are there with 0.
+    """
     with _lock:
         return dict(_refusals.counts)

@@ -18,7 +18,7 @@ from commutator.trust.network import (
     is_loopback,
     network_of_this_process,
 )
-from commutator.trust.refusals import note_refusal
+from commutator.trust.refusals import note_refusal, will_refuse
 
 __all__ = [
     "Listener",
@@ -130,6 +130,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     certificates = secured(listening.getsockname()[0])
+    will_refuse(service)
     if certificates is None:
         server = await loop.create_server(protocol, sock=listening)
         try:
