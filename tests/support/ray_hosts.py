@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,20 @@ class RayHosts:
         )  # fmt: skip
         with (self.folder / f"{host.name}.log").open("wb") as log:
             self._nodes[host.name] = subprocess.Popen(argv, env=self.env, stdout=log, stderr=log)
+
+    def start_again(self) -> None:
+        """End what is left of Ray on all hosts, as `ray stop` does, and start it again."""
+        for host in self.hosts:
+            node = self._nodes.pop(host.name)
+            node.send_signal(signal.SIGTERM)
+            try:
+                node.wait(30)
+            except subprocess.TimeoutExpired:
+                node.kill()
+                node.wait()
+        for host in self.hosts:
+            self.start(host)
+            self._until_started(host)
 
     def end(self, host: Host) -> None:
         """End whatever runs on a host, at once."""

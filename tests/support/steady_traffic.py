@@ -39,8 +39,9 @@ class Outcome:
     """Why it is not a whole answer; "" when it is."""
 
     def runs_at(self, host: str, at_s: float) -> bool:
-        """Whether a worker of a host was answering it at a moment."""
-        return self.worker.startswith(f"{host}-") and self.began_s < at_s < self.ended_s
+        """Whether a worker of a host, or the worker of that id, was answering it at a moment."""
+        here = f"{self.worker}-".startswith(f"{host}-")
+        return here and self.began_s < at_s < self.ended_s
 
 
 def stream(door: str, prompt: str) -> Outcome:
@@ -129,7 +130,7 @@ class SteadyTraffic:
             self._stop.wait(self._pause_s)
 
     def until_streaming_at(self, host: str, door: str = "", timeout_s: float = 60.0) -> None:
-        """Wait until a stream, through ``door`` if that is given, comes from a worker of a host."""
+        """Wait for a stream, through ``door`` if that is given, from ``host`` as in ``runs_at``."""
         waiting_since_s = time.monotonic()
         while not self._streams(host, door):
             if time.monotonic() > waiting_since_s + timeout_s:

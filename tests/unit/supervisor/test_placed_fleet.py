@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +15,13 @@ from click.testing import CliRunner
 
 from commutator.cli.main import main
 from commutator.config.load import Loaded, load_config
-from commutator.contract.worker import EngineInfo, WorkerRecord
+from commutator.contract.registry import RETIRED
+from commutator.contract.worker import EngineInfo, EngineLoad, WorkerRecord
 from commutator.errors import ConfigError, LauncherError
 from commutator.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator.registry.memory import MemoryRegistry
-from commutator.supervisor.agent_process import CONFIG, ORDER, at_address
+from commutator.supervisor import agent_process
+from commutator.supervisor.agent_process import CONFIG, ORDER, Order, at_address
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
 from commutator.supervisor.supervisor import worker_specs
 
@@ -308,3 +311,31 @@ async def test_none_is_replaced_before_a_new_registry_knows_who_is_ready(file: P
         assert rig.agents.there["w-0"].generation == "0ld"
         rig.now_s = 15.0
         await until(lambda: "place w-0" in rig.agents.done)
+
+
+async def test_an_agent_that_its_guard_ends_does_not_wait_for_requests(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard may ask before the kernel has told the agent that its parent is gone."""
+    monkeypatch.setenv("CLUSTER_SECRET", "a passphrase that every host has")
+    parent = 7
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    order = Order(engine="w", number=0, generation="g", cut_off_s=9.0, working_folder="/")
+    host = agent_process._Host(loaded(file), order, "127.0.0.1:1")
+
+    class Busy:
+        name, leaving = "w-0", ""
+
+        async def load(self) -> EngineLoad:
+            nonlocal parent
+            parent = 1
+            return EngineLoad(running=1, waiting=0)
+
+    class Drains:
+        async def set_draining(self, worker_id: str, draining: bool) -> bool:
+            return draining
+
+    busy = Busy()
+    async with asyncio.timeout(10):
+        await host._drain(busy, Drains())  # type: ignore[arg-type]
+    assert busy.leaving == RETIRED

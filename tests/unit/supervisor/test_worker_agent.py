@@ -17,7 +17,7 @@ from commutator.contract.engine import (
     EngineConfig,
     ModelConfig,
 )
-from commutator.contract.registry import Change, WorkerDown, WorkerUp
+from commutator.contract.registry import RETIRED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
 from commutator.errors import (
     ConfigError,
@@ -160,6 +160,23 @@ async def test_a_process_that_dies_leaves_at_once_and_another_is_started(watch: 
     assert isinstance(again, WorkerUp)
     await until(lambda: watched.agent.unready is None)
     assert engine.contexts[0].port != engine.contexts[1].port
+
+
+async def test_a_process_that_dies_while_its_agent_leaves_is_not_drained_for_ever(
+    watch: Watch,
+) -> None:
+    watched = watch(FakeEngine(PROGRAM))
+    await watched.next()
+    watched.agent.leaving = RETIRED
+    assert await watched.registry.set_draining("fake-0", True)
+    await watched.next()
+    watched.launcher.processes[0].die()
+    down = await watched.next()
+    assert isinstance(down, WorkerDown)
+    assert down.reason == RETIRED
+    up = await watched.next()
+    assert isinstance(up, WorkerUp)
+    assert not up.record.draining
 
 
 @pytest.mark.parametrize("error", [EngineUnavailableError("silent"), KeyError("a library's own")])

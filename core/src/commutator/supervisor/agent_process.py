@@ -235,7 +235,7 @@ class _Host:
     async def _drain(self, agent: WorkerAgent, registry: Registry) -> None:
         """Let its requests end; it then retires, so that draining ends with it."""
         agent.leaving = RETIRED
-        if os.getppid() != self._parent:  # the guard asks, and kills soon
+        if self._is_orphan:
             return
         try:
             if not await registry.set_draining(agent.name, True):
@@ -246,10 +246,16 @@ class _Host:
         idle = 0
         with suppress(TimeoutError, CommutatorError):
             async with asyncio.timeout(self._config.runtime.drain_timeout_s):
-                while idle < _IDLE_LOOKS:
+                # A parent that dies is gone some time after its guard has sent SIGTERM.
+                while idle < _IDLE_LOOKS and not self._is_orphan:
                     await asyncio.sleep(_LOOK_S / 2)
                     load = await agent.load()
                     idle = 0 if load is not None and load.running + load.waiting else idle + 1
+
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether the guard asks this process to end, and kills it soon."""
+        return os.getppid() != self._parent
 
     async def _until_cut_off(self) -> None:
         while True:

@@ -25,7 +25,7 @@ from commutator.contract.engine import (
 )
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher
-from commutator.contract.registry import Registry, WorkerUp
+from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
 from commutator.engine.protocol import INSTANCE
@@ -181,7 +181,9 @@ class WorkerAgent:
             if outcome is not None and ready_s is not None:
                 self._starts.silent(reason)  # before it leaves the registry, so it never vanishes
             self._client = None
-            await self._deregister(outcome or self.leaving)
+            # Of one that leaves for good nothing stays, however it ends: nor that it was drained.
+            retires = self.leaving == RETIRED
+            await self._deregister(RETIRED if retires else outcome or self.leaving)
             await events.close()
             await self._clean_up(client, process)
         return Ended(reason, healthy_s)

@@ -41,10 +41,13 @@ class RayLauncher(AgentLauncher):
         await self._connected()
 
     async def agents(self) -> Sequence[PlacedAgent]:
-        return [
-            PlacedAgent(**{**fields, "state": AgentState(fields["state"])})
-            for fields in await self._ask("agents", timeout_s=_ANSWER_S)
-        ]
+        try:
+            found = await self._ask("agents", timeout_s=_ANSWER_S)
+        except LauncherError:
+            # A head that has begun anew, without its state, answers no driver of before.
+            await self.close()
+            raise
+        return [PlacedAgent(**{**one, "state": AgentState(one["state"])}) for one in found]
 
     async def place(self, plan: AgentPlan) -> None:
         bundle = self._config.resources.get(plan.engine, Resources()).bundle()
