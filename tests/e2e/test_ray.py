@@ -303,6 +303,7 @@ def test_6_workers_serve_on_without_the_head_of_ray(
         assert on_others <= set(deployment.workers())
         outcomes = traffic.outcomes()
     assert traffic.lost(outcomes) == []
+    assert max(one.longest_gap_s for one in outcomes) < LOADED_S
     later = [one for one in outcomes if one.began_s > killed_s + PINGS_S + LOADED_S]
     assert {one.worker for one in later} >= on_others
     deployment.ray.start_again()

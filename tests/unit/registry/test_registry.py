@@ -142,3 +142,14 @@ async def saying(*frames: list[object]) -> AsyncIterator[str]:
     await asyncio.gather(*answering)
     server.close()
     await server.wait_closed()
+
+
+async def test_a_lease_of_an_earlier_registry_is_none_of_the_next() -> None:
+    """Otherwise a worker would renew another one's, and never register again."""
+    earlier, later = MemoryRegistry(), MemoryRegistry()
+    held = [await earlier.register(make_worker(name), 60.0) for name in ("a", "b", "c")]
+    for name in ("c", "b", "a"):
+        await later.register(make_worker(name), 60.0)
+    assert not any([await later.keep_alive(lease) for lease in held])
+    await earlier.close()
+    await later.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -41,6 +42,9 @@ __all__ = [
     "Tick",
     "step",
 ]
+
+_LEASE_ID_BITS = 52
+"""Of the number at which a registry's lease ids begin."""
 
 
 def _is_an_address(_: object, _field: Attribute[Any], value: str | None) -> None:
@@ -123,9 +127,9 @@ class MemoryRegistry(Registry):
         """``state_file`` keeps what operators want of workers. Raises RegistryError."""
         self._clock = clock
         self._state_file = state_file
-        self._table = LeaseTable()
-        if state_file is not None:
-            self._table = LeaseTable(desired=load_desired(state_file))
+        desired = Desired() if state_file is None else load_desired(state_file)
+        # Workers outlive a registry: what they hold of an earlier one is no lease of another here.
+        self._table = LeaseTable(last_id=secrets.randbits(_LEASE_ID_BITS), desired=desired)
         self._watchers = Watchers()
         self._timer: asyncio.TimerHandle | None = None
 
