@@ -62,7 +62,7 @@ async def test_a_wrong_frame_ends_only_its_own_connection() -> None:
     assert await reader.read() == b""
     writer.close()
     client = RegistryClient(f"{host}:{port}")
-    assert await client.register(make_worker("a-0"), 60.0) == 1
+    assert await client.keep_alive(await client.register(make_worker("a-0"), 60.0))
     await client.close()
     await server.stop()
     await inner.close()

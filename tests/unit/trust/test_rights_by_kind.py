@@ -111,6 +111,8 @@ SIMILAR = ("register", 1, record("h22-w-0", "h2"), 60.0)
 DRAIN = ("set_draining", 1, "h1-w-0", True)
 ROLE = ("set_role", 1, "h1-w-0", "both")
 STATE = ("run", 1)
+LEASE = object()
+"""Stands for the lease of ``h1-w-0``."""
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,8 @@ STATE = ("run", 1)
         (Kind.HOST, ("register", 1, {"worker_id": "h2-w-0"}, 60.0), "failed"),
         (Kind.FRONTEND, REGISTER, "failed"),
         (Kind.OPERATOR, REGISTER, "failed"),
-        (Kind.HOST, ("keep_alive", 1, 1), "failed"),  # the lease of h1
-        (Kind.WORKER, ("deregister", 1, 1, "stopped"), "failed"),
+        (Kind.HOST, ("keep_alive", 1, LEASE), "failed"),
+        (Kind.WORKER, ("deregister", 1, LEASE, "stopped"), "failed"),
         (Kind.HOST, DRAIN, "answer"),
         (Kind.OPERATOR, DRAIN, "answer"),
         (Kind.FRONTEND, DRAIN, "failed"),
@@ -145,10 +147,11 @@ async def test_the_registry(
     registry = MemoryRegistry()
     server = RegistryServer(registry)
     port = int((await server.start()).rpartition(":")[2])
-    await server.register(record("h1-w-0", "h1"), 60.0)
+    lease = await server.register(record("h1-w-0", "h1"), 60.0)
+    sent = [lease if part is LEASE else part for part in frame]
     before = refused(REGISTRY)
     async with peer(authorities, port, REGISTRY, kind, "h2") as one:
-        assert (await one.answer(*frame))[0] == answer
+        assert (await one.answer(*sent))[0] == answer
     denied = answer in ("failed", "closed")
     assert refused(REGISTRY) == before + denied
     await server.stop()
