@@ -87,12 +87,13 @@ def exporters(found: Sequence[WorkerRecord]) -> list[str]:
 
 
 def refused(cluster: LocalCluster) -> dict[tuple[str, str], int]:
-    """The counters of refused connections, by process and service."""
+    """How many connections were refused, by process and service, where any was."""
     with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30) as answer:
         page = answer.read().decode()
     line = r'^commutator_refused_connections_total\{process="(.+?)",service="(.+?)"\} (\S+)$'
     found = re.findall(line, page, re.MULTILINE)
-    return {(process, service): int(float(count)) for process, service, count in found}
+    counts = {(process, service): int(float(count)) for process, service, count in found}
+    return {where: count for where, count in counts.items() if count}
 
 
 def run_stranger(target: dict[str, Any]) -> dict[str, str]:
