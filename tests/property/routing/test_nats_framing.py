@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from attrs import define, field
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commutator.kv_events.history import MessageHistory
@@ -138,6 +138,7 @@ def step(world: World, name: str, number: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
+@example(1, [("publish", 4), ("deliver", 0), ("interrupted", 0), ("fail", 0)])
 @given(st.integers(1, 12), st.lists(STEPS, max_size=60))
 def test_the_end_is_known_and_nothing_lies_between(keep: int, steps: list[tuple[str, int]]) -> None:
     world = World(MessageHistory(keep))

@@ -144,14 +144,16 @@ class EventSequence:
     def connected(self) -> list[Action]:
         """The connection is new: earlier messages were missed, perhaps of a restarted engine.
 
-        Messages that waited for a replay are older, so the new replay has those that still count.
+        Messages that waited for a replay may be those of an engine that restarted meanwhile, and
+        the new replay has those that still count. Those of a bus stay valid, should it fail.
         """
         again, self._connected = self._connected, True
         early, self._early = self._early, False
         self._quiet = True
         if again:
             self.counters.interruptions += 1
-        self._held.clear()
+        if self.restarts:
+            self._held.clear()
         self._unverified = self.restarts and self.position is not None
         if self.can_replay:
             return [self._ask()]

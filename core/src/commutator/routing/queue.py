@@ -50,8 +50,6 @@ _MOST_VOID = 64
 class _Waiter(Generic[ResultT]):
     attempt: Attempt[ResultT]
     turn: asyncio.Future[ResultT]
-    on_near: Callable[[], None] | None
-    """Called once, when the request's turn is near."""
 
 
 class Place(NamedTuple):
@@ -99,6 +97,8 @@ class RouterQueue(Generic[ResultT]):
         self._on_waiting = on_waiting
         self._prompt_tokens = prompt_tokens
         self._waiters: dict[Place, _Waiter[ResultT]] = {}
+        self._far: dict[Place, Callable[[], None]] = {}
+        """``on_near`` of those in the queue whose turn has not been near yet."""
         self._arrivals: list[tuple[float, int]] = []
         """(``arrived_s``, ``Place.number``) of every waiter, sorted."""
         self._woken = False
@@ -153,7 +153,9 @@ class RouterQueue(Generic[ResultT]):
                 raise self._refusal("router_queue_full", problem, self._recent_wait_s)
             self._displace(last)
         turn: asyncio.Future[ResultT] = loop.create_future()
-        self._waiters[place] = _Waiter(attempt, turn, on_near)
+        self._waiters[place] = _Waiter(attempt, turn)
+        if on_near is not None:
+            self._far[place] = on_near
         arrival = (arrived_s, place.number)
         insort(self._arrivals, arrival)
         timer = loop.call_at(arrived_s + self._max_queue_s, self._expire, place)
@@ -168,7 +170,7 @@ class RouterQueue(Generic[ResultT]):
         finally:
             self._on_waiting(-1)
             timer.cancel()
-            self._queue.leave(place)
+            self._leave(place)
             del self._waiters[place]
             del self._arrivals[bisect_left(self._arrivals, arrival)]
         self._recent_wait_s = loop.time() - arrived_s
@@ -198,7 +200,7 @@ class RouterQueue(Generic[ResultT]):
                         return
                     waiter.turn.set_result(result)
                     self._begin(place, result)
-            self._queue.leave(place)
+            self._leave(place)
 
     def _begin(self, place: Place, result: ResultT) -> None:
         # At once, so that the next free worker of this wake-up is another flow's.
@@ -206,13 +208,20 @@ class RouterQueue(Generic[ResultT]):
         self._queue.charge(place, self._prompt_tokens(result), 0)
 
     def _notify_near(self) -> None:
-        for place in self._queue.nearest(_NEAR):
-            waiter = self._waiters[place]
-            if (on_near := waiter.on_near) is not None:
-                waiter.on_near = None
+        if not self._far:
+            return
+        # In a short queue all are near, whatever their order.
+        near = self._queue.nearest(_NEAR) if len(self._queue) > _NEAR else list(self._far)
+        for place in near:
+            if (on_near := self._far.pop(place, None)) is not None:
                 on_near()
 
+    def _leave(self, place: Place) -> None:
+        self._queue.leave(place)
+        self._far.pop(place, None)
+
     def _displace(self, place: Place) -> None:
+        self._far.pop(place, None)
         turn = self._waiters[place].turn
         if not turn.done():
             problem = f"the queue of {self.waiting} is full, and more urgent requests came"
@@ -225,7 +234,7 @@ class RouterQueue(Generic[ResultT]):
     def _expire(self, place: Place) -> None:
         turn = self._waiters[place].turn
         if not turn.done():
-            self._queue.leave(place)
+            self._leave(place)
             self._recent_wait_s = self._max_queue_s
             problem = f"none became free within {self._max_queue_s:g} s"
             turn.set_exception(self._refusal("router_queue_timeout", problem, self._recent_wait_s))
