@@ -49,6 +49,21 @@ class Gate:
             except Exception:
                 log.exception("authenticator %s failed to stop", kind)
 
+    def known(self, bearer: str) -> Principal | None:
+        """Who sends this bearer token, if that is known at once; None: ask ``principal``.
+
+        Raises AuthenticationError as that does.
+        """
+        if not self._authenticators:
+            return None
+        kind, first = self._authenticators[0]
+        try:
+            return first.known(bearer)
+        except AuthenticationError:
+            raise
+        except Exception as error:
+            raise _failed(kind, error) from error
+
     async def principal(self, credentials: Credentials) -> Principal:
         """Who sent the credentials. Raises AuthenticationError when no authenticator knows."""
         for kind, authenticator in self._authenticators:
@@ -57,12 +72,15 @@ class Gate:
             except AuthenticationError:
                 raise
             except Exception as error:
-                log.exception("authenticator %s failed; the request is refused", kind)
-                raise AuthenticationError(
-                    "the credentials cannot be checked now; see the front door's log"
-                ) from error
+                raise _failed(kind, error) from error
             if found is not None:
                 return found
         if self.is_open:
             return ANONYMOUS
         raise AuthenticationError("no valid API key: send the header Authorization: Bearer KEY")
+
+
+def _failed(kind: str, error: Exception) -> AuthenticationError:
+    """Of an authenticator that raised something else; logs that."""
+    log.error("authenticator %s failed; the request is refused", kind, exc_info=error)
+    return AuthenticationError("the credentials cannot be checked now; see the front door's log")

@@ -4,7 +4,8 @@ A key is 256 random bits that we make. Nobody can find such a key by trying, so 
 keeps it: the slow hashes for passwords would only cost time in each request. The digest of what a
 client sent is looked up in a table. How long that takes tells something about the digest, which
 the client knows already, and nothing about the digests in the table: the next guess has an
-unrelated one.
+unrelated one. A key that was found is remembered as it is, in memory only and until the table
+changes, because hashing it takes longer than the rest.
 """
 
 from __future__ import annotations
@@ -159,6 +160,8 @@ class KeyTable:
     """Every key by the digest of it."""
 
     keys: Mapping[bytes, _Known] = field(factory=dict)
+    _found: dict[str, _Known] = field(factory=dict)
+    """Those that clients sent, by themselves: no more than there are in the table."""
 
     @classmethod
     def of(cls, principals: Iterable[KeyPrincipalConfig]) -> KeyTable:
@@ -183,11 +186,14 @@ class KeyTable:
 
     def find(self, key: str, now_unix_s: float) -> Principal | None:
         """Whose ``key`` it is, None for nobody's. Raises AuthenticationError for an expired one."""
-        if not _KEY.fullmatch(key):
-            return None  # not one of ours, so perhaps not random enough: its hash does not count
-        known = self.keys.get(hashlib.sha256(key.encode()).digest())
+        known = self._found.get(key)
         if known is None:
-            return None
+            if not _KEY.fullmatch(key):
+                return None  # not one of ours, so perhaps not random enough: its hash is not enough
+            known = self.keys.get(hashlib.sha256(key.encode()).digest())
+            if known is None:
+                return None
+            self._found[key] = known
         if known.expires_unix_s is not None and now_unix_s >= known.expires_unix_s:
             raise AuthenticationError(
                 f"this API key expired on {known.expires}; ask its operator for another"
@@ -238,9 +244,10 @@ class KeyAuthenticator(Authenticator):
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def authenticate(self, credentials: Credentials) -> Principal | None:
-        if credentials.bearer is None:
-            return None
-        return self._table.find(credentials.bearer, self._clock())
+        return None if credentials.bearer is None else self.known(credentials.bearer)
+
+    def known(self, bearer: str) -> Principal | None:
+        return self._table.find(bearer, self._clock())
 
     async def look_at_file(self) -> bool:
         """Read the file if it changed since the last time; returns whether its keys now apply."""

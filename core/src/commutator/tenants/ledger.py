@@ -40,6 +40,8 @@ UNSTATED_ANSWER_TOKENS = 512
 _BUSY_RETRY_S = 1.0
 """Nobody knows when a running request ends, so this is when to ask again."""
 _CHECKED_FOR_IDLENESS = 2
+_AHEAD_SHARE = 16
+"""What is admitted ahead is at most one part in this many of what each limit still has room for."""
 
 LimitName = Literal[
     "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests"
@@ -282,7 +284,41 @@ class Ledger:
             self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
         ticket = _Ticket(principal, limits, tokens, second, self._day)
         self._doors[door].tickets[number] = ticket
-        return self._standing(account, principal, limits, now)
+        # Both windows were charged in this second, unless there were no tokens to charge.
+        just_now_s = second + WINDOW_S + 1 - now.monotonic_s if tokens else None
+        return self._standing(account, principal, limits, now, just_now_s)
+
+    def admit_ahead(
+        self,
+        door: str,
+        first: int,
+        count: int,
+        principal: str,
+        limits: Limits,
+        tokens: int,
+        now: Moment,
+    ) -> int:
+        """Charge requests that may come at once; returns how many, 0 to ``count``.
+
+        Their tickets are ``first`` and those that follow it. A principal that is near one of its
+        limits gets none.
+        """
+        self._turn_day(now)
+        account = self._touched(principal, now.monotonic_s)
+        left = [count]
+        if (most := limits.requests_per_minute) is not None:
+            left.append((most - account.requests.total) // _AHEAD_SHARE)
+        if (most := limits.concurrent_requests) is not None:
+            left.append((most - account.running) // _AHEAD_SHARE)
+        room = max(tokens, 1) * _AHEAD_SHARE
+        if (most := limits.tokens_per_minute) is not None:
+            left.append((most - account.tokens.total) // room)
+        if (most := limits.tokens_per_day) is not None:
+            left.append((most - self._day_tokens.get(principal, 0)) // room)
+        count = max(0, min(left))
+        for number in range(first, first + count):
+            self.admit(door, number, principal, limits, tokens, now)
+        return count
 
     def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> str | None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing.
@@ -411,17 +447,25 @@ class Ledger:
     def _day_left_s(self, now: Moment) -> float:
         return max(0.0, self._day_ends_s - now.unix_s)
 
-    def _standing(self, account: _Usage, principal: str, limits: Limits, now: Moment) -> Standing:
+    def _standing(
+        self,
+        account: _Usage,
+        principal: str,
+        limits: Limits,
+        now: Moment,
+        reset_s: float | None = None,
+    ) -> Standing:
+        """``reset_s``: that of both windows, if known."""
         now_s = now.monotonic_s
         requests, remaining_requests, reset_requests_s = limits.requests_per_minute, None, None
         if requests is not None:
             window = account.requests
             remaining_requests = max(0, requests - window.total)
-            reset_requests_s = window.reset_s(now_s)
+            reset_requests_s = window.reset_s(now_s) if reset_s is None else reset_s
         tokens, remaining_tokens, reset_tokens_s = limits.tokens_per_minute, None, None
         if tokens is not None:
             remaining_tokens = max(0, tokens - account.tokens.total)
-            reset_tokens_s = account.tokens.reset_s(now_s)
+            reset_tokens_s = account.tokens.reset_s(now_s) if reset_s is None else reset_s
         elif limits.tokens_per_day is not None:
             tokens = limits.tokens_per_day
             used = self._day_tokens.get(principal, 0)

@@ -1,9 +1,10 @@
 """A front door's way to the ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
-to the ledger at the hub a few times a second. Of several, each asks that ledger for every request
-of a principal with limits. While it cannot be reached it admits none of them, so that limits are
-never exceeded; requests of other principals are not affected.
+to the ledger at the hub a few times a second. Of several, each asks that ledger for the requests
+of principals with limits; those of a principal that sends many and is far from its limits are
+admitted some at a time, ahead. While the ledger cannot be reached none of them are admitted, so
+that limits are never exceeded; requests of other principals are not affected.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.2
 _MAX_UNSETTLED = 100_000
+_COUNTED_S = 1.0
+"""As many tickets are asked for ahead as half of the requests that came in this time."""
+_SETTLE_INTERVAL_S = 0.05
+"""Requests that end are reported together, unless the ledger may need to know."""
+_MOST_AHEAD = 256
 
 
 class RequestLimiter(ABC):
@@ -64,6 +70,12 @@ class RequestLimiter(ABC):
         Of a refused request nothing is charged, and the ticket means nothing. Raises RegistryError
         when the ledger cannot be asked. A request whose asking is cancelled is not charged.
         """
+
+    def try_admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal] | None:
+        """What ``admit`` would return, if that is known here; None: call it."""
+        return None
 
     @abstractmethod
     def settle(self, ticket: int, tokens: int | None) -> None:
@@ -103,8 +115,13 @@ class LocalLimiter(RequestLimiter):
     async def admit(
         self, principal: str, limits: Limits, tokens: int
     ) -> tuple[int, Standing | Refusal]:
-        ticket, at = next(self._numbers), self._clock()
-        answer = self._ledger.admit(self._door, ticket, principal, limits, tokens, at)
+        return self.try_admit(principal, limits, tokens)
+
+    def try_admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal]:
+        ticket = next(self._numbers)
+        answer = self._ledger.admit(self._door, ticket, principal, limits, tokens, self._clock())
         if self._link is not None:
             self._changed.add(principal)
         return ticket, answer
@@ -150,10 +167,53 @@ class LocalLimiter(RequestLimiter):
             self._changed.clear()
 
 
-@define
+@define(eq=False)
+class _Sender:
+    """What this front door knows of one principal that sends requests."""
+
+    limits: Limits
+    since_s: float
+    """Its requests are counted from then on, and anew after ``_COUNTED_S``."""
+    requests: int = 0
+    """Since then."""
+    before: int = 0
+    """In the time before that."""
+    until_s: float = 0.0
+    """Until when the tickets can be used."""
+    next: int = 0
+    end: int = 0
+    """The tickets from ``next`` to ``end``, without that, were admitted ahead and are not used."""
+    charged: int = 0
+    """The tokens that each of them was charged."""
+    standing: Standing = field(factory=Standing)
+    """What the next of them leaves."""
+    most_tokens: int = 0
+    """Of one request since ``since_s``."""
+    had_ahead: bool = False
+    """Whether the ledger ever admitted tickets ahead."""
+
+    def came(self, tokens: int, now_s: float) -> None:
+        """A request of ``tokens`` came."""
+        if now_s - self.since_s >= _COUNTED_S:
+            is_next = now_s - self.since_s < 2 * _COUNTED_S
+            self.before = self.requests if is_next else 0
+            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
+        self.requests += 1
+        self.most_tokens = max(self.most_tokens, tokens)
+
+    @property
+    def wanted(self) -> int:
+        """How many tickets to ask for ahead."""
+        return min(max(self.requests, self.before) // 2, _MOST_AHEAD)
+
+
+@define(eq=False)
 class _Question:
+    sender: _Sender
+    charged: int
+    """The tokens of each ticket ahead."""
     answer: asyncio.Future[Standing | Refusal]
-    asked_s: float = field(factory=lambda: asyncio.get_running_loop().time())
+    asked_s: float
 
 
 class SharedLimiter(RequestLimiter):
@@ -163,11 +223,33 @@ class SharedLimiter(RequestLimiter):
         super().__init__()
         self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
-        self._numbers = itertools.count(1)
+        self._next = 1
+        """The next ticket."""
         self._questions: dict[int, _Question] = {}
-        self._open: set[int] = set()
+        self._open: dict[int, str] = {}
+        """The principals of the requests that run."""
+        self._senders: dict[str, _Sender] = {}
+        """Those for whom the ledger was asked lately."""
+        self._ended: list[tuple[int, int | None]] = []
+        """Requests that ended and are to be reported soon."""
         self._unsettled: deque[tuple[int, int | None]] = deque(maxlen=_MAX_UNSETTLED)
         """Requests that ended while the ledger could not be reached."""
+        self._settling: asyncio.TimerHandle | None = None
+
+    def try_admit(
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[int, Standing | Refusal] | None:
+        sender = self._senders.get(principal)
+        if (
+            sender is None
+            or sender.next == sender.end
+            or tokens > sender.charged
+            or (sender.limits is not limits and sender.limits != limits)
+            or (now_s := asyncio.get_running_loop().time()) >= sender.until_s
+        ):
+            return None
+        sender.came(tokens, now_s)
+        return self._use(principal, sender)
 
     async def admit(
         self, principal: str, limits: Limits, tokens: int
@@ -175,51 +257,151 @@ class SharedLimiter(RequestLimiter):
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
-        ticket = next(self._numbers)
-        question = _Question(asyncio.get_running_loop().create_future())
+        known = self.try_admit(principal, limits, tokens)
+        if known is not None:
+            return known
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        sender = self._senders.get(principal)
+        if sender is None:
+            sender = self._senders[principal] = _Sender(limits, now_s)
+        self._give_back(sender)
+        self._report()
+        sender.limits = limits
+        sender.came(tokens, now_s)
+        wanted, each = sender.wanted, sender.most_tokens
+        ticket = self._next
+        self._next += 1 + wanted
+        question = _Question(sender, each, loop.create_future(), now_s)
         self._questions[ticket] = question
-        connection.send([SERVICE, "admit", ticket, principal, pack_limits(limits), tokens])
+        packed = pack_limits(limits)
+        connection.send([SERVICE, "admit", ticket, principal, packed, tokens, wanted, each])
+        self._settle_later()
         try:
             answer = await question.answer
         except BaseException:
-            connection.send([SERVICE, "settle", ticket, None])
+            self._settle(ticket, None)
             raise
         finally:
             del self._questions[ticket]
         if isinstance(answer, Standing):
-            self._open.add(ticket)
+            self._open[ticket] = principal
         return ticket, answer
 
     def settle(self, ticket: int, tokens: int | None) -> None:
-        self._open.discard(ticket)
-        if self._link.connection is None:
-            self._unsettled.append((ticket, tokens))
-        else:
-            self._link.connection.send([SERVICE, "settle", ticket, tokens])
+        principal = self._open.pop(ticket, None)
+        sender = None if principal is None else self._senders.get(principal)
+        self._ended.append((ticket, tokens))
+        if sender is None or sender.next == sender.end:
+            self._report()  # the principal may be near its limits
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._link.run())
-            group.create_task(self._end_waiting())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._link.run())
+                group.create_task(self._end_waiting())
+        finally:
+            if self._settling is not None:
+                self._settling.cancel()
+
+    def _use(self, principal: str, sender: _Sender) -> tuple[int, Standing]:
+        """A ticket that was admitted ahead."""
+        ticket, known = sender.next, sender.standing
+        sender.next = ticket + 1
+        self._open[ticket] = principal
+        requests, tokens = known.remaining_requests, known.remaining_tokens
+        sender.standing = Standing(
+            known.limit_requests,
+            None if requests is None else max(0, requests - 1),
+            known.reset_requests_s,
+            known.limit_tokens,
+            None if tokens is None else max(0, tokens - sender.charged),
+            known.reset_tokens_s,
+        )
+        return ticket, sender.standing
+
+    def _give_back(self, sender: _Sender | None) -> None:
+        """Settle what ``sender`` does not use."""
+        if sender is not None:
+            self._ended += [(ticket, None) for ticket in range(sender.next, sender.end)]
+            sender.next = sender.end
+
+    def _settle_later(self) -> None:
+        """Keep reporting while there are senders."""
+        if self._settling is None:
+            loop = asyncio.get_running_loop()
+            self._settling = loop.call_later(_SETTLE_INTERVAL_S, self._settle_some)
+
+    def _settle_some(self) -> None:
+        """Give back what was not used in time, and report what ended."""
+        now_s = asyncio.get_running_loop().time()
+        for principal, sender in [*self._senders.items()]:
+            if now_s >= sender.until_s:
+                self._give_back(sender)
+            if now_s - sender.since_s >= 2 * _COUNTED_S:
+                self._forget(principal)
+        self._report()
+        self._settling = None
+        if self._senders:
+            self._settle_later()
+
+    def _forget(self, principal: str) -> None:
+        """Give back what the principal does not use, and say so."""
+        sender = self._senders.pop(principal, None)
+        self._give_back(sender)
+        self._report()
+        if self._link.connection is not None and (sender is None or sender.had_ahead):
+            self._link.connection.send([SERVICE, "returned", principal])
+
+    def _settle(self, ticket: int, tokens: int | None) -> None:
+        """Report the end of a request now."""
+        self._ended.append((ticket, tokens))
+        self._report()
+
+    def _report(self) -> None:
+        if not self._ended:
+            return
+        if self._link.connection is None:
+            self._unsettled += self._ended
+        else:
+            self._link.connection.send([SERVICE, "settle", self._ended])
+        self._ended = []
 
     def _opened(self) -> list[int]:
         return [*self._open, *(ticket for ticket, _ in self._unsettled)]
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [_, int(ticket), standing, limit, retry_after_s]:
+            case [_, int(ticket), standing, limit, retry_after_s, int(given), float(left_s)]:
+                answer = unpack_answer(standing, limit, retry_after_s)
                 question = self._questions.get(ticket)
-                if question is not None and not question.answer.done():
-                    question.answer.set_result(unpack_answer(standing, limit, retry_after_s))
+                ahead = range(ticket + 1, ticket + 1 + given)
+                if question is None or question.answer.done():  # given up, and settled already
+                    self._ended += [(number, None) for number in ahead]
+                    self._report()
+                    return
+                if isinstance(answer, Standing) and ahead:
+                    sender = question.sender
+                    self._give_back(sender)
+                    sender.next, sender.end, sender.standing = ahead.start, ahead.stop, answer
+                    sender.charged, sender.had_ahead = question.charged, True
+                    sender.until_s = question.asked_s + left_s
+                question.answer.set_result(answer)
+            case [_, "recall", str(principal)]:
+                self._forget(principal)
             case [_, "opened", *_]:
                 self.ready.set()
-                while self._unsettled and self._link.connection is not None:
-                    ticket, tokens = self._unsettled.popleft()
-                    self._link.connection.send([SERVICE, "settle", ticket, tokens])
+                if self._unsettled and self._link.connection is not None:
+                    self._link.connection.send([SERVICE, "settle", [*self._unsettled]])
+                    self._unsettled.clear()
             case _:
                 raise ValueError("unknown frame")
 
     def _on_lost(self) -> None:
+        for sender in self._senders.values():
+            self._give_back(sender)
+        self._senders.clear()
+        self._report()
         for question in self._questions.values():
             if not question.answer.done():
                 question.answer.set_exception(_unreachable())

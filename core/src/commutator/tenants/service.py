@@ -2,23 +2,32 @@
 
 door -> ledger                                             ledger -> door
 ["limits", "open", door, incarnation, [ticket, ...]]       ["limits", "opened", day, [Account, ...]]
-["limits", "admit", ticket, principal, Limits, tokens]     ["limits", ticket, Standing, limit | nil,
-                                                            seconds to retry | nil]
-["limits", "settle", ticket, tokens | nil]
+["limits", "admit", ticket, principal, Limits, tokens,     ["limits", ticket, Standing, limit | nil,
+ count ahead, tokens of each]                               seconds to retry | nil, count ahead,
+                                                            seconds for which they can be used]
+["limits", "settle", [[ticket, tokens | nil], ...]]
+                                                           ["limits", "recall", principal]
+["limits", "returned", principal]
 ["limits", "changes", day, [Account, ...]]
 
-A door opens first on each connection. Several doors ask for each request (``admit``) and report its
-end (``settle``); one door alone decides by itself, and copies here what changed in its accounts
-(``changes``), so that a door that takes its place begins where it ended.
+A door opens first on each connection. Several doors ask for a request (``admit``) and report its
+end (``settle``). A door that asks often may be given tickets for later requests, which follow the
+number of the one that it asks for. They can be used in the second in which they were charged, and
+it settles those that it does not use. Before a principal is refused for what lies unused elsewhere,
+that is recalled. One door alone decides by itself, and copies here
+what changed in its accounts (``changes``), so that a door that takes its place begins where it
+ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from attrs import define
 
 from commutator.contract.principal import Limits
 from commutator.tenants.ledger import Account, Ledger, LimitName, Moment, Refusal, Standing
@@ -36,11 +45,18 @@ __all__ = [
 SERVICE = "limits"
 """The first word of each frame."""
 
+_RECALL_TIMEOUT_S = 0.25
+"""A door that does not answer keeps what it was given; until it does, others may be refused."""
+_MAX_AHEAD = 1024
+
 _Packed = tuple[int | None, int | None, int | None, int | None]
 
 
 _Facts = tuple[int | None, int | None, float | None, int | None, int | None, float | None]
 _Answer = tuple[_Facts, LimitName | None, float | None]
+
+
+_Settled = list[tuple[int, int | None]]
 
 
 _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
@@ -88,14 +104,25 @@ def unpack_answer(standing: Any, limit: Any, retry_after_s: Any) -> Standing | R
     return stands if limit is None else Refusal(limit, retry_after_s, stands)
 
 
+@define(eq=False)
+class _Question:
+    """A request that would be refused, unless what lies unused elsewhere makes room for it."""
+
+    decide: Callable[[], None]
+    waits_for: set[_Connection]
+    timer: asyncio.TimerHandle | None = None
+
+
 class LedgerService:
     """The ledger of a deployment, in the supervisor's process, which outlives every front door."""
 
     def __init__(self, clock: Callable[[], Moment] = now) -> None:
         self.ledger = Ledger()
         self.clock = clock
-        self.latest: dict[str, object] = {}
+        self.latest: dict[str, _Connection] = {}
         """Each door's latest connection; what still comes on an earlier one is out of date."""
+        self._questions: dict[str, list[_Question]] = {}
+        """By principal, those that wait for what was recalled."""
 
     def connected(self, send: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
         """A door connected; ``send`` answers it. Returns what takes its frames.
@@ -104,13 +131,55 @@ class LedgerService:
         """
         return _Connection(self, send).on_frame
 
+    def recall(self, principal: str, decide: Callable[[], None]) -> bool:
+        """Have all doors return what they were given ahead, then ``decide``.
+
+        Returns False, and does nothing, if there is nothing to be returned.
+        """
+        holders = {one for one in self.latest.values() if principal in one.ahead}
+        if not holders:
+            return False
+        question = _Question(decide, holders)
+        self._questions.setdefault(principal, []).append(question)
+        for one in holders:
+            one.send([SERVICE, "recall", principal])
+        loop = asyncio.get_running_loop()
+        question.timer = loop.call_later(_RECALL_TIMEOUT_S, self._decide, principal, question)
+        return True
+
+    def returned(self, principal: str, connection: _Connection) -> None:
+        """A door returned what it had of ``principal``."""
+        connection.ahead.discard(principal)
+        for question in [*self._questions.get(principal, ())]:
+            question.waits_for.discard(connection)
+            if not question.waits_for:
+                self._decide(principal, question)
+
+    def replaced(self, connection: _Connection) -> None:
+        """A door has a new connection: on the former one nothing is returned any more."""
+        for principal in [*connection.ahead]:
+            self.returned(principal, connection)
+
+    def _decide(self, principal: str, question: _Question) -> None:
+        if question.timer is not None:
+            question.timer.cancel()
+        for one in question.waits_for:  # gone, or hung: what it has stays charged
+            one.ahead.discard(principal)
+        waiting = self._questions[principal]
+        waiting.remove(question)
+        if not waiting:
+            del self._questions[principal]
+        question.decide()
+
 
 class _Connection:
     def __init__(self, service: LedgerService, send: Callable[[list[Any]], None]) -> None:
+        self.ahead: set[str] = set()
+        """Principals of whom the door may hold tickets that it does not use."""
+        self.send = send
         self._service = service
         self._ledger = service.ledger
         self._clock = service.clock
-        self._send = send
         self._door: str | None = None
 
     def on_frame(self, frame: list[Any]) -> None:
@@ -118,26 +187,72 @@ class _Connection:
         if door is not None and self._service.latest[door] is not self:
             return
         match frame:
-            case [_, "admit", int(ticket), str(principal), list(packed), int(tokens)] if door:
+            case [
+                _, "admit", int(ticket), str(principal), list(packed), int(tokens),
+                int(ahead), int(each),
+            ] if door:  # fmt: skip
                 limits = _unpack_limits(packed)
-                answer = ledger.admit(door, ticket, principal, limits, tokens, self._clock())
-                if isinstance(answer, Refusal):
-                    facts = _facts(answer.standing)
-                    self._send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s])
-                else:
-                    self._send([SERVICE, ticket, _facts(answer), None, None])
-            case [_, "settle", int(ticket), int() | None as tokens] if door:
-                ledger.settle(door, ticket, tokens, self._clock())
+                self._admit(door, ticket, principal, limits, tokens, ahead, each)
+            case [_, "settle", list(settled)] if door:
+                at = self._clock()
+                for ticket, took in msgspec.convert(settled, _Settled):
+                    ledger.settle(door, ticket, took, at)
+            case [_, "returned", str(principal)] if door:
+                self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
                 ledger.restore(day, unpack_accounts(accounts), self._clock())
             case [_, "open", str(name), str(incarnation), list(tickets)]:
                 self._door = name
+                former = self._service.latest.get(name)
                 self._service.latest[name] = self
                 ledger.door_opened(name, incarnation, {int(ticket) for ticket in tickets})
+                if former is not None and former is not self:
+                    self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
-                self._send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
+                self.send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
             case _:
                 raise ValueError("unknown frame, or a door that has not opened")
+
+    def _admit(
+        self,
+        door: str,
+        ticket: int,
+        principal: str,
+        limits: Limits,
+        tokens: int,
+        ahead: int,
+        each: int,
+    ) -> None:
+        ledger, at = self._ledger, self._clock()
+        answer = ledger.admit(door, ticket, principal, limits, tokens, at)
+        if isinstance(answer, Refusal):
+            if not self._service.recall(
+                principal, lambda: self._decide(door, ticket, principal, limits, tokens)
+            ):
+                self._refuse(ticket, answer)
+            return
+        given = 0
+        if ahead > 0:
+            count = min(ahead, _MAX_AHEAD)
+            given = ledger.admit_ahead(door, ticket + 1, count, principal, limits, each, at)
+            if given:
+                self.ahead.add(principal)
+        left_s = 1.0 - at.monotonic_s % 1.0
+        self.send([SERVICE, ticket, _facts(answer), None, None, given, left_s])
+
+    def _decide(self, door: str, ticket: int, principal: str, limits: Limits, tokens: int) -> None:
+        """Answer a question that waited for what was recalled."""
+        if self._service.latest[door] is not self:
+            return
+        answer = self._ledger.admit(door, ticket, principal, limits, tokens, self._clock())
+        if isinstance(answer, Refusal):
+            self._refuse(ticket, answer)
+        else:
+            self.send([SERVICE, ticket, _facts(answer), None, None, 0, 0.0])
+
+    def _refuse(self, ticket: int, answer: Refusal) -> None:
+        facts = _facts(answer.standing)
+        self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0.0])
 
 
 def _facts(standing: Standing) -> list[Any]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+from multidict import istr
 
 from commutator.frontend import Standing
 from commutator_openai.middleware import Exchange
@@ -22,10 +23,11 @@ __all__ = [
 ]
 
 RATE_LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{what}-{of}"
-    for what in ("limit", "remaining", "reset")
+    istr(f"x-ratelimit-{what}-{of}")  # not folded anew for each answer
     for of in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
 )
+_OF_REQUESTS, _OF_TOKENS = RATE_LIMIT_HEADERS[:3], RATE_LIMIT_HEADERS[3:]
 
 _MAX_ANSWERS = 256
 _DURATIONS = 128
@@ -55,13 +57,15 @@ async def admit(
 def add_rate_limit_headers(headers: dict[str, str], standing: Standing) -> None:
     """Add the headers by which OpenAI's clients know their limits, for those that there are."""
     if standing.limit_requests is not None:
-        headers["x-ratelimit-limit-requests"] = str(standing.limit_requests)
-        headers["x-ratelimit-remaining-requests"] = str(standing.remaining_requests)
-        headers["x-ratelimit-reset-requests"] = as_duration(standing.reset_requests_s or 0.0)
+        limit, remaining, reset = _OF_REQUESTS
+        headers[limit] = str(standing.limit_requests)
+        headers[remaining] = str(standing.remaining_requests)
+        headers[reset] = as_duration(standing.reset_requests_s or 0.0)
     if standing.limit_tokens is not None:
-        headers["x-ratelimit-limit-tokens"] = str(standing.limit_tokens)
-        headers["x-ratelimit-remaining-tokens"] = str(standing.remaining_tokens)
-        headers["x-ratelimit-reset-tokens"] = as_duration(standing.reset_tokens_s or 0.0)
+        limit, remaining, reset = _OF_TOKENS
+        headers[limit] = str(standing.limit_tokens)
+        headers[remaining] = str(standing.remaining_tokens)
+        headers[reset] = as_duration(standing.reset_tokens_s or 0.0)
 
 
 def as_duration(seconds: float) -> str:

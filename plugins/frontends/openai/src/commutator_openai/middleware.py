@@ -117,7 +117,8 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal, but not for probes and the page's files, and asks for permissions."""
-    known, path = request[EXCHANGE], request.path
+    known = request[EXCHANGE]
+    path = known.path
     if path in _WITHOUT_KEY:
         return await handler(request)
     await _identify(request, known)
@@ -205,14 +206,15 @@ def own_user(request: web.Request) -> str:
 
 
 async def _identify(request: web.Request, known: Exchange) -> None:
-    known.principal = await known.services.gate.principal(
-        Credentials(
-            bearer=_bearer(request.headers.get("Authorization", "")),
-            headers=request.headers,
-            peer=request.remote or None,
+    headers, gate = request.headers, known.services.gate
+    bearer = _bearer(headers.get("Authorization", ""))
+    principal = None if bearer is None else gate.known(bearer)
+    if principal is None:
+        principal = await gate.principal(
+            Credentials(bearer=bearer, headers=headers, peer=request.remote or None)
         )
-    )
-    WORKING_FOR.set(known.principal.name)
+    known.principal = principal
+    WORKING_FOR.set(principal.name)
 
 
 def _bearer(authorization: str) -> str | None:

@@ -1,0 +1,298 @@
+"""Several front doors and one ledger, over a simulated network: limits are exact.
+
+The doors are given tickets ahead. Whatever comes when: no limit is exceeded, and nobody is refused
+for what lies unused at another door. Doors that are killed or cut off may cost early refusals, but
+never admit more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+from attrs import define, field
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.virtual_time import in_virtual_time
+
+from commutator.contract.principal import Limits
+from commutator.errors import RegistryError
+from commutator.frames import FrameProtocol
+from commutator.registry.hub import Hub
+from commutator.tenants.ledger import WINDOW_S, Moment, Refusal
+from commutator.tenants.limiter import SharedLimiter
+from commutator.tenants.service import LedgerService
+
+DAY_BEGAN_S = 7 * 86_400.0
+SETTLED_S = 0.3
+"""By then the ledger knows of the end of a request that has its answer."""
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def moment() -> Moment:
+    return Moment(loop_time(), DAY_BEGAN_S + loop_time())
+
+
+@define(eq=False)
+class Wire:
+    """One door's connection: frames arrive in order, each a little later."""
+
+    chance: random.Random
+    to_ledger: Callable[[list[Any]], None]
+    to_door: Callable[[list[Any]], None]
+    on_lost: Callable[[], None]
+    is_open: bool = True
+    arrives_s: dict[str, float] = field(factory=dict)
+
+    def carry(self, way: str, frame: list[Any]) -> None:
+        at_s = max(self.arrives_s.get(way, 0.0), loop_time() + self.chance.uniform(0.0, 0.01))
+        self.arrives_s[way] = at_s
+        asyncio.get_running_loop().call_at(at_s, self.arrive, way, frame)
+
+    def arrive(self, way: str, frame: list[Any]) -> None:
+        if self.is_open:
+            (self.to_ledger if way == "up" else self.to_door)(frame)
+
+    def send(self, frame: list[Any]) -> None:
+        if self.is_open:
+            self.carry("up", msgspec.msgpack.decode(msgspec.msgpack.encode(frame)))
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def cut(self) -> None:
+        self.is_open = False
+        self.on_lost()
+
+
+@define(eq=False)
+class SimulatedHub:
+    """The way to the ledger."""
+
+    service: LedgerService
+    chance: random.Random
+    wires: list[Wire] = field(factory=list)
+
+    async def connect(
+        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    ) -> FrameProtocol:
+        await asyncio.sleep(0.01)
+        wire = Wire(self.chance, lambda _: None, on_frame, on_lost)
+        wire.to_ledger = self.service.connected(lambda frame: wire.carry("down", frame))
+        self.wires.append(wire)
+        return cast(FrameProtocol, wire)
+
+
+@define(eq=False)
+class Request:
+    """One that was asked for."""
+
+    principal: str
+    asked_s: float
+    charged: int
+    admitted_s: float | None = None
+    ended_s: float | None = None
+    took: int | None = None
+
+    def charge(self, now_s: float) -> int:
+        """The most that the ledger may count for it."""
+        known = self.ended_s is not None and now_s - self.ended_s > SETTLED_S
+        return (self.took or 0) if known else max(self.charged, self.took or 0)
+
+    @property
+    def least(self) -> int:
+        """What it counts as at least, in the window of its admission."""
+        return min(self.charged, self.charged if self.took is None else self.took)
+
+
+@define(eq=False)
+class World:
+    limits: Limits
+    chance: random.Random
+    exact: bool
+    service: LedgerService = field(factory=lambda: LedgerService(moment))
+    log: list[Request] = field(factory=list)
+
+    def check_admitted(self, request: Request) -> None:
+        """No limit is exceeded, whatever window is looked at."""
+        now_s = loop_time()
+        mine = [one for one in self.log if one.principal == request.principal and one.admitted_s]
+        window = [one for one in mine if (one.admitted_s or 0.0) > now_s - WINDOW_S]
+        limits = self.limits
+        if limits.requests_per_minute is not None:
+            assert sum(one.took != 0 for one in window) <= limits.requests_per_minute
+        if limits.tokens_per_minute is not None:
+            assert sum(one.least for one in window) <= limits.tokens_per_minute
+        if limits.tokens_per_day is not None:
+            assert sum(one.least for one in mine) <= limits.tokens_per_day
+        if limits.concurrent_requests is not None:
+            running = sum(one.ended_s is None for one in mine)
+            assert running <= limits.concurrent_requests
+
+    def check_refused(self, request: Request, refusal: Refusal) -> None:
+        """There is no room by what all doors used: what one holds ahead refuses nobody."""
+        if not self.exact:
+            return
+        now_s = loop_time()
+        mine = [
+            one for one in self.log if one.principal == request.principal and one is not request
+        ]
+        window = [one for one in mine if one.asked_s > now_s - WINDOW_S - 1 - SETTLED_S]
+        used = {
+            "requests_per_minute": len(window) + 1,
+            "tokens_per_minute": sum(one.charge(now_s) for one in window) + request.charged,
+            "tokens_per_day": sum(one.charge(now_s) for one in mine) + request.charged,
+            "concurrent_requests": 1
+            + sum(one.ended_s is None or now_s - one.ended_s < SETTLED_S for one in mine),
+        }[refusal.limit]
+        assert used > getattr(self.limits, refusal.limit)
+
+    async def client(self, door: SharedLimiter, principal: str, until_s: float) -> None:
+        """Requests of one connection, one after another."""
+        chance = self.chance
+        while loop_time() < until_s:
+            await asyncio.sleep(chance.expovariate(chance.choice([0.5, 5.0, 50.0])))
+            request = Request(principal, loop_time(), chance.randint(1, 8))
+            self.log.append(request)
+            try:
+                ticket, answer = await door.admit(principal, self.limits, request.charged)
+            except RegistryError:
+                self.log.remove(request)
+                continue
+            if isinstance(answer, Refusal):
+                self.check_refused(request, answer)
+                self.log.remove(request)
+                continue
+            request.admitted_s = loop_time()
+            self.check_admitted(request)
+            await asyncio.sleep(chance.choice([0.0, 0.02, 0.5]))
+            request.took = chance.choice([request.charged, chance.randint(1, request.charged)])
+            request.ended_s = loop_time()
+            door.settle(ticket, request.took)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    requests=st.none() | st.integers(20, 2_000),
+    tokens=st.none() | st.integers(100, 8_000),
+    day=st.none() | st.integers(200, 10_000),
+    concurrent=st.none() | st.integers(3, 200),
+    doors=st.integers(2, 4),
+    faults=st.booleans(),
+)
+def test_no_limit_is_exceeded_and_none_refuses_early(
+    seed: int,
+    requests: int | None,
+    tokens: int | None,
+    day: int | None,
+    concurrent: int | None,
+    doors: int,
+    faults: bool,
+) -> None:
+    limits = Limits(
+        requests_per_minute=requests,
+        tokens_per_minute=tokens,
+        tokens_per_day=day,
+        concurrent_requests=concurrent,
+    )
+
+    @in_virtual_time
+    async def run() -> None:
+        chance = random.Random(seed)
+        world = World(limits, chance, exact=not faults)
+        hubs = [SimulatedHub(world.service, chance) for _ in range(doors)]
+        limiters = [SharedLimiter(f"door-{n}", cast(Hub, hub)) for n, hub in enumerate(hubs)]
+        links = [asyncio.create_task(limiter.run()) for limiter in limiters]
+        await asyncio.sleep(0.1)
+        until_s = 100.0
+        clients = [
+            asyncio.create_task(world.client(limiter, principal, until_s))
+            for limiter in limiters
+            for principal in ("ada", "ada", "bob")
+        ]
+        while faults and loop_time() < until_s:
+            await asyncio.sleep(chance.uniform(0.0, 10.0))
+            if wires := chance.choice(hubs).wires:
+                wires[-1].cut()
+        await asyncio.gather(*clients)
+        await asyncio.sleep(3.0)
+        for principal in ("ada", "bob"):
+            assert world.service.ledger.running(principal) == 0, "everything was given back"
+        if not faults:
+            for limiter in limiters:
+                assert not limiter._open
+                assert not limiter._senders
+            assert not any(one.ahead for one in world.service.latest.values())
+        for task in links:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*links)
+
+    run()
+
+
+@in_virtual_time
+async def test_a_principal_far_from_its_limits_costs_few_questions() -> None:
+    chance = random.Random(5)
+    world = World(Limits(requests_per_minute=1_000_000), chance, exact=True)
+    hub = SimulatedHub(world.service, chance)
+    limiter = SharedLimiter("door-0", cast(Hub, hub))
+    link = asyncio.create_task(limiter.run())
+    await asyncio.sleep(0.1)
+    asked: list[list[Any]] = []
+    (wire,) = hub.wires
+    to_ledger = wire.to_ledger
+
+    def counted(frame: list[Any]) -> None:
+        asked.append(frame)
+        to_ledger(frame)
+
+    wire.to_ledger = counted
+    for _ in range(1_000):
+        ticket, answer = await limiter.admit("ada", world.limits, 100)
+        assert not isinstance(answer, Refusal)
+        await asyncio.sleep(0.005)
+        limiter.settle(ticket, 50)
+    assert sum(frame[1] == "admit" for frame in asked) < 50
+    assert sum(frame[1] == "settle" for frame in asked) < 200
+    link.cancel()
+
+
+@in_virtual_time
+async def test_a_hung_door_delays_a_refusal_only_once() -> None:
+    """What it was given ahead stays charged, as it may use it yet."""
+    chance = random.Random(5)
+    limits = Limits(requests_per_minute=100)
+    world = World(limits, chance, exact=False)
+    hubs = [SimulatedHub(world.service, chance) for _ in range(2)]
+    hung, other = (SharedLimiter(f"door-{n}", cast(Hub, hub)) for n, hub in enumerate(hubs))
+    links = [asyncio.create_task(one.run()) for one in (hung, other)]
+    await asyncio.sleep(0.1)
+    for _ in range(8):
+        await hung.admit("ada", limits, 1)
+    held = sum(one.end - one.next for one in hung._senders.values())
+    assert held
+    hubs[0].wires[0].is_open = False
+    admitted, waits_s = 8 + held, []
+    while True:
+        began_s = loop_time()
+        _, answer = await other.admit("ada", limits, 1)
+        if isinstance(answer, Refusal):
+            waits_s.append(loop_time() - began_s)
+            if len(waits_s) == 2:
+                break
+        else:
+            admitted += 1
+    assert admitted == 100
+    assert waits_s[0] > 0.25
+    assert waits_s[1] < 0.03
+    for link in links:
+        link.cancel()
