@@ -8,7 +8,7 @@
 # make soak     an hour of clients of every kind; memory must stay flat
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
 # make pictures take the pictures of the docs from a running deployment
-# make test-cluster   faults of hosts, networks, etcd, NATS and Ray, and 100,000 simulated schedules; needs root
+# make test-cluster   faults of hosts, networks, etcd, NATS and Ray, and simulated schedules of them; needs root
 # make cluster-demo   three hosts on this machine, with etcd, certificates and requests; needs root
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
@@ -61,8 +61,9 @@ test-cluster: $(VENV)/.test
 		tests/fault/test_etcd_members.py tests/conformance/test_etcd_registry.py \
 		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py \
 		tests/e2e/test_nats_between_hosts.py tests/e2e/test_ray.py
-	REGISTRY_SCHEDULES=$${REGISTRY_SCHEDULES:-100000} $(BIN)/pytest --timeout 14400 \
-		tests/property/registry/test_etcd_schedules.py
+	SCHEDULES=$${SCHEDULES:-100000} $(BIN)/pytest -s --timeout 14400 \
+		tests/property/registry/test_etcd_schedules.py \
+		tests/property/supervisor/test_placed_fleet_schedules.py
 
 vllm: $(VENV)/.serve
 	$(BIN)/python scripts/install_vllm.py

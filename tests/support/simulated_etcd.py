@@ -8,6 +8,7 @@ members that are paused or killed, elections, a lost quorum, leases, compaction,
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from enum import Enum, auto
 from types import SimpleNamespace
@@ -61,8 +62,10 @@ class _Value:
 class SimulatedEtcd:
     """The members' common data. Call it in the loop that uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
+        """``on_change`` is called when members, links or the time of trips have changed."""
         self.loop = asyncio.get_running_loop()
+        self._on_change = on_change
         self.values: dict[bytes, _Value] = {}
         self.revision = 1
         self.compacted = 0
@@ -78,8 +81,8 @@ class SimulatedEtcd:
         self._history: list[tuple[int, dict[bytes, bytes | None]]] = []
         self._last_lease = 0
         self._watches: list[_WatchCall] = []
-        self._changed: asyncio.Future[None] = self.loop.create_future()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._waiting: list[tuple[Any, ...]] = []
+        """What ``once`` does later."""
 
     def member(self, url: str, credentials: object) -> SimulatedMember:
         """Stands for the client's connection to a member."""
@@ -95,13 +98,20 @@ class SimulatedEtcd:
         self.cut |= {(host, member) for member in members}
         self._tell()
 
+    def set_trip(self, host: int, seconds: float | None) -> None:
+        """How long messages of a host take each way from now on; None: as at first."""
+        self.trip_s[host] = _FASTEST_TRIP_S if seconds is None else seconds
+        self._on_change()
+
     def set_member(self, member: int, state: MemberState) -> None:
         """Pause, kill or bring back a member."""
         self.members[member] = state
         if state is MemberState.KILLED:
             self._break(member)
-        if self.leader is not None and self.members[self.leader] is not MemberState.UP:
-            self.leader = None
+        if self.leader is not None and not (
+            self.members[self.leader] is MemberState.UP and self.has_quorum
+        ):
+            self.leader = None  # one that has lost its quorum steps down
             self.loop.call_later(_NO_LEADER_S, self._end_watches_without_leader)
         if self.leader is None and self.has_quorum:
             self.loop.call_later(ELECTION_S, self._elect)
@@ -145,28 +155,17 @@ class SimulatedEtcd:
             watch.end("no leader")
 
     def _tell(self) -> None:
-        changed, self._changed = self._changed, self.loop.create_future()
-        changed.set_result(None)
+        self._on_change()
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self.loop.call_soon(self.once, *one)
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        """Wait for members and links."""
-        while not true():
-            await asyncio.shield(self._changed)
-
-    def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """Run what nobody waits for any more."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        """Abandon everything that is on its way."""
-        for watch in list(self._watches):
-            watch.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def once(self, true: Callable[[], bool], act: Callable[..., object], *args: Any) -> None:
+        """Act when it is true: now, or after a change of members and links."""
+        if true():
+            act(*args)
+        else:
+            self._waiting.append((true, act, *args))
 
     # ------------------------------------------------------------ data
 
@@ -289,10 +288,11 @@ class SimulatedMember:
         )
         self.watches = SimpleNamespace(Watch=lambda metadata: _WatchCall(self))
         self.channel = SimpleNamespace(close=_nothing)
+        self._link = (host, number)
 
     def _does(self, do: Callable[[Any], Any]) -> Callable[..., Awaitable[Any]]:
-        async def call(request: Any, timeout: float) -> Any:  # noqa: ASYNC109 - as gRPC's
-            return await self.ask(do, request, timeout)
+        def call(request: Any, timeout: float) -> Awaitable[Any]:
+            return self.ask(do, request, timeout)
 
         return call
 
@@ -300,36 +300,76 @@ class SimulatedMember:
     def state(self) -> MemberState:
         return self.etcd.members[self.number]
 
-    async def trip(self) -> None:
+    def is_running(self) -> bool:
+        """Whether what has arrived, and what it sends, moves on."""
+        return self.state is not MemberState.PAUSED
+
+    def answers(self) -> bool:
+        """Whether a question moves on: it is decided, or fails as the member was killed."""
+        state = self.state
+        return self.etcd.works if state is MemberState.UP else state is MemberState.KILLED
+
+    def trip(self, arrive: Callable[..., object], *args: Any) -> None:
         """One way to the member, or back; what is sent on a cut link waits."""
-        link = (self.host, self.number)
-        if link in self.etcd.cut:
-            await self.etcd.until(lambda: link not in self.etcd.cut)
-        await asyncio.sleep(self.etcd.trip_s.get(self.host, _FASTEST_TRIP_S))
-
-    async def ask(self, do: Callable[[Any], Any], request: Any, timeout_s: float) -> Any:
-        """What is asked is done even if the answer is too late, once the member has it."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.trip()
-                if self.state is MemberState.KILLED:
-                    raise _error(grpc.StatusCode.UNAVAILABLE, "connection refused")
-                return await asyncio.shield(self.etcd.spawn(self._serve(do, request)))
-        except TimeoutError:
-            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
-
-    async def _serve(self, do: Callable[[Any], Any], request: Any) -> Any:
         etcd = self.etcd
-        await etcd.until(
-            lambda: (
-                (self.state is MemberState.UP and etcd.works) or self.state is MemberState.KILLED
-            )
+        if self._link in etcd.cut:
+            etcd.once(self._is_linked, self.trip, arrive, *args)
+        else:
+            etcd.loop.call_later(etcd.trip_s.get(self.host, _FASTEST_TRIP_S), arrive, *args)
+
+    def _is_linked(self) -> bool:
+        return self._link not in self.etcd.cut
+
+    def ask(self, do: Callable[[Any], Any], request: Any, timeout_s: float) -> Awaitable[Any]:
+        """What is asked is done even if the answer is too late, once the member has it."""
+        return _Call(self, do, request, timeout_s).answer
+
+
+class _Call:
+    """A question on its way to a member and back."""
+
+    __slots__ = ("_deadline", "_do", "_member", "_request", "answer")
+
+    def __init__(
+        self, member: SimulatedMember, do: Callable[[Any], Any], request: Any, timeout_s: float
+    ) -> None:
+        self._member = member
+        self._do = do
+        self._request = request
+        loop = member.etcd.loop
+        self.answer: asyncio.Future[Any] = loop.create_future()
+        self._deadline = loop.call_later(
+            timeout_s, self._fail, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"
         )
-        if self.state is MemberState.KILLED:
-            raise _error(grpc.StatusCode.UNAVAILABLE, "connection reset")
-        answer = do(request)
-        await self.trip()
-        return answer
+        member.trip(self._arrived)
+
+    def _arrived(self) -> None:
+        if self._member.state is MemberState.KILLED:
+            self._fail(grpc.StatusCode.UNAVAILABLE, "connection refused")
+        elif not self.answer.done():
+            self._member.etcd.once(self._member.answers, self._serve)
+
+    def _serve(self) -> None:
+        if self._member.state is MemberState.KILLED:
+            self._fail(grpc.StatusCode.UNAVAILABLE, "connection reset")
+            return
+        try:
+            result = self._do(self._request)
+        except grpc.aio.AioRpcError as error:
+            result = error
+        self._member.trip(self._end, result)
+
+    def _fail(self, code: grpc.StatusCode, details: str) -> None:
+        self._end(_error(code, details))
+
+    def _end(self, result: Any) -> None:
+        self._deadline.cancel()
+        if self.answer.done():
+            return
+        if isinstance(result, Exception):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 async def _nothing() -> None:
@@ -347,11 +387,32 @@ class _RenewCall:
     async def write(self, request: Any) -> None:
         self._request = request
 
-    async def read(self) -> Any:
-        return await self._member.ask(self._member.etcd.renew, self._request, self._timeout_s)
+    def read(self) -> Awaitable[Any]:
+        return self._member.ask(self._member.etcd.renew, self._request, self._timeout_s)
 
     def cancel(self) -> None:
         pass
+
+
+class _InTurn:
+    """Begins with an item once ``done`` was called for the one before."""
+
+    def __init__(self, begin: Callable[[Any], object]) -> None:
+        self._begin = begin
+        self._waiting: deque[Any] = deque()
+        self._busy = False
+
+    def put(self, item: Any) -> None:
+        if self._busy:
+            self._waiting.append(item)
+        else:
+            self._busy = True
+            self._begin(item)
+
+    def done(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            self._begin(self._waiting.popleft())
 
 
 class _WatchCall:
@@ -360,19 +421,16 @@ class _WatchCall:
     def __init__(self, member: SimulatedMember) -> None:
         self.member = member
         self._etcd = member.etcd
-        self._requests: asyncio.Queue[Any] = asyncio.Queue()
-        self._sent: asyncio.Queue[Any] = asyncio.Queue()
+        self._requests = _InTurn(lambda request: member.trip(self._request_arrived, request))
+        self._sent = _InTurn(self._depart)
         self._arrived: asyncio.Queue[Any] = asyncio.Queue()
         self._ended: str | None = None
-        self._tasks = [
-            self._etcd.spawn(self._take_requests()),
-            self._etcd.spawn(self._carry()),
-        ]
+        self._cancelled = False
 
     async def write(self, request: Any) -> None:
         if self._ended is not None:
             raise asyncio.InvalidStateError
-        self._requests.put_nowait(request)
+        self._requests.put(request)
 
     async def read(self) -> Any:
         message = await self._arrived.get()
@@ -381,15 +439,14 @@ class _WatchCall:
         return message
 
     def cancel(self) -> None:
+        self._cancelled = True
         self._etcd.unwatched(self)
-        for task in self._tasks:
-            task.cancel()
 
     def end(self, reason: str) -> None:
         """The member ends the stream."""
         self._ended = reason
         self._etcd.unwatched(self)
-        self._sent.put_nowait(_error(grpc.StatusCode.UNAVAILABLE, reason))
+        self._sent.put(_error(grpc.StatusCode.UNAVAILABLE, reason))
 
     def send_changes(self, changes: Any) -> None:
         """In whole revisions, also while the member is paused: it catches up afterwards."""
@@ -409,32 +466,37 @@ class _WatchCall:
             "compact_revision": 0, **fields,
         }  # fmt: skip
         header = SimpleNamespace(revision=revision)
-        self._sent.put_nowait(SimpleNamespace(header=header, **message))
+        self._sent.put(SimpleNamespace(header=header, **message))
 
-    async def _take_requests(self) -> None:
-        etcd, member = self._etcd, self.member
-        while True:
-            request = await self._requests.get()
-            await member.trip()
-            if member.state is MemberState.KILLED:
-                self.end("connection refused")
-                return
-            await etcd.until(lambda: member.state is not MemberState.PAUSED)
-            if request.WhichOneof("request_union") == "progress_request":
-                self._send(etcd.revision, watch_id=-1)
-                continue
+    def _request_arrived(self, request: Any) -> None:
+        if self._cancelled:
+            return
+        if self.member.state is MemberState.KILLED:
+            self.end("connection refused")
+        else:
+            self._etcd.once(self.member.is_running, self._take, request)
+
+    def _take(self, request: Any) -> None:
+        if self._cancelled:
+            return
+        etcd = self._etcd
+        if request.WhichOneof("request_union") == "progress_request":
+            self._send(etcd.revision, watch_id=-1)
+        else:
             start = request.create_request.start_revision
             self._send(etcd.revision)
             if start <= etcd.compacted:
                 compacted = etcd.compacted
                 self._send(etcd.revision, canceled=True, compact_revision=compacted)
-                continue
-            self.send_changes(etcd.history_from(start))
-            etcd.watched(self)
+            else:
+                self.send_changes(etcd.history_from(start))
+                etcd.watched(self)
+        self._requests.done()
 
-    async def _carry(self) -> None:
-        while True:
-            message = await self._sent.get()
-            await self._etcd.until(lambda: self.member.state is not MemberState.PAUSED)
-            await self.member.trip()
+    def _depart(self, message: Any) -> None:
+        self._etcd.once(self.member.is_running, self.member.trip, self._message_arrived, message)
+
+    def _message_arrived(self, message: Any) -> None:
+        if not self._cancelled:
             self._arrived.put_nowait(message)
+            self._sent.done()

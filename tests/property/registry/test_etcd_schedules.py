@@ -1,7 +1,7 @@
 """The registry `etcd` whole, over a simulated etcd, network and clock: schedules of faults.
 
-Lease holders, watchers and what puts lost keys back are the real code, on several hosts. CI runs a
-hundred schedules; REGISTRY_SCHEDULES=100000, as in `make test-cluster`, runs more.
+Lease holders, watchers and what puts lost keys back are the real code, on several hosts. Hypothesis
+looks for a small schedule that fails; ``tests.support.schedules`` runs 100,000 by chance.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-from collections.abc import Iterator
+import random
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from typing import Any
 from unittest.mock import patch
 
 from attrs import frozen
-from hypothesis import example, given, note, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.schedules import run_schedules
 from tests.support.simulated_etcd import (
     ELECTION_S,
     MEMBERS,
@@ -36,9 +38,6 @@ from commutator_etcd.registry import EtcdRegistry
 from commutator_etcd.view import Desired, Keys, decoded
 from commutator_testing.registries import make_worker
 
-SCHEDULES = int(os.environ.get("REGISTRY_SCHEDULES", "100"))
-BY_CHANCE = "REGISTRY_SCHEDULES" in os.environ
-"""CI has the same schedules each time, so that nothing fails for another change's sake."""
 HOSTS = 3
 HOMES = {"a": 0, "b": 0, "c": 1}
 """The host of each worker; the last host has only a front door."""
@@ -55,8 +54,6 @@ SLOW_S = 0.4
 FRESH_S = 3.0 + 2 * 1.5 + 1.0
 """The age of a healthy host's view, at most: silence, two members that do not answer, pauses."""
 KEYS = Keys("c")
-
-instances = itertools.count()
 
 
 @lru_cache(maxsize=1000)
@@ -75,8 +72,9 @@ class Host:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.impaired_s = self.world.loop.time()
-        """When it last could not reach two members that work, quickly."""
+        self.was_impaired = False
+        self.impaired_until_s = world.loop.time()
+        """When it last could not reach two members that work, quickly; see ``impaired_s``."""
         self.died_s = -1e9
         """When its processes were killed; a paused member may get their renewals later."""
         self.cut_off_s: float | None = None
@@ -89,7 +87,8 @@ class Host:
         )
         self.registry = EtcdRegistry(config, clock=self.world.clock)
         self.view: dict[str, WorkerRecord] = {}
-        self.tasks = [asyncio.create_task(self.follow())]
+        self.tasks: list[asyncio.Task[None]] = []
+        self.start(self.follow())
         for worker_id, home in HOMES.items():
             if home == self.number:
                 self.run(worker_id)
@@ -100,10 +99,18 @@ class Host:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.registry.close()
 
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it until the host ends; the schedule fails if it fails."""
+        task = asyncio.create_task(work)
+        self.tasks.append(task)
+        task.add_done_callback(self.world.ended)
+
     def run(self, worker_id: str) -> None:
         """A worker's agent."""
-        record = make_worker(worker_id, port=self.number + 1, instance=f"i{next(instances)}")
-        self.tasks.append(asyncio.create_task(self.work(record)))
+        record = make_worker(
+            worker_id, port=self.number + 1, instance=f"i{next(self.world.instances)}"
+        )
+        self.start(self.work(record))
 
     async def work(self, record: WorkerRecord) -> None:
         lease: int | None = None
@@ -121,7 +128,7 @@ class Host:
     def take(self, change: Change) -> None:
         now_s = self.world.loop.time()
         if self.cut_off_s is not None:
-            heard_s = self.cut_off_s + SLOW_S + GRACE_S + TICK_S
+            heard_s = self.cut_off_s + SLOW_S + GRACE_S
             assert now_s <= heard_s, "silence is never a change"
         if isinstance(change, WorkerUp):
             known = self.view.get(change.record.worker_id)
@@ -136,13 +143,20 @@ class Host:
                 "a lease lapsed whose holder reached two members all the time"
             )
 
-    def watch_health(self) -> None:
-        """Note whether its network, and etcd, are as they should be."""
+    @property
+    def impaired_s(self) -> float:
+        return self.world.loop.time() if self.was_impaired else self.impaired_until_s
+
+    def note_health(self) -> None:
+        """Note whether its network, and etcd, are as they should be, from now on."""
         etcd, now_s = self.world.etcd, self.world.loop.time()
         reached = [m for m in range(MEMBERS) if (self.number, m) not in etcd.cut]
         up = [m for m in reached if etcd.members[m] is MemberState.UP]
-        if not etcd.works or len(up) < 2 or etcd.trip_s.get(self.number, 0.0) >= SLOW_S:
-            self.impaired_s = now_s
+        slow = etcd.trip_s.get(self.number, 0.0) >= SLOW_S
+        impaired = not etcd.works or len(up) < 2 or slow
+        if impaired or self.was_impaired:
+            self.impaired_until_s = now_s
+        self.was_impaired = impaired
         if reached:
             self.cut_off_s = None
         elif self.cut_off_s is None:
@@ -158,8 +172,11 @@ class World:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.etcd = SimulatedEtcd()
+        self.etcd = SimulatedEtcd(self.note_health)
         self.hosts: list[Host] = []
+        self.failure: asyncio.Future[None] = self.loop.create_future()
+        """Has an exception as soon as something does not hold."""
+        self.instances = itertools.count()
         self.contested = False
         """Whether two processes want the same name."""
         self.ended_s = -1e9
@@ -169,31 +186,52 @@ class World:
         """In steps of 2^-20 s: loops call timers up to 1 ns early, and no virtual time passes."""
         return round(self.loop.time() * 2**20) / 2**20
 
-    def check(self) -> None:
-        """What holds at every moment."""
-        now_s = self.loop.time()
-        sure: dict[str, set[str]] = {}
+    def note_health(self) -> None:
         for host in self.hosts:
-            host.watch_health()
+            host.note_health()
+
+    def begin(self) -> None:
+        """Start all hosts, and check from now on what holds at every moment."""
+        self.hosts += [Host(self, number) for number in range(HOSTS)]
+        self.tick()
+
+    def tick(self) -> None:
+        try:
+            self.check()
+        except AssertionError as error:
+            self.fail(error)
+        else:
+            self.loop.call_later(TICK_S, self.tick)
+
+    def check(self) -> None:
+        now_s = self.loop.time()
+        sure: dict[str, str] = {}
+        for host in self.hosts:
             if now_s > host.impaired_s + FRESH_S:
                 age_s = host.registry.view_age_s()
                 assert age_s is not None
                 assert age_s < FRESH_S, "it reaches two members, and does not hear of changes"
             for held in host.registry._held.values():
                 if held.holder.deadline_s > now_s:
-                    sure.setdefault(held.record.worker_id, set()).add(held.record.instance)
-        for worker_id, holders in sure.items():
-            assert len(holders) == 1, f"two processes are sure to have the name {worker_id}"
+                    record = held.record
+                    holder = sure.setdefault(record.worker_id, record.instance)
+                    assert holder == record.instance, (
+                        f"two processes are sure to have the name {record.worker_id}"
+                    )
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
     async def wait(self, seconds: float) -> None:
-        end_s = self.loop.time() + seconds
-        while self.loop.time() < end_s:
-            self.check()
-            await asyncio.sleep(TICK_S)
-            for host in self.hosts:
-                for task in host.tasks:
-                    if task.done():
-                        task.result()
+        if seconds:
+            await asyncio.wait({self.failure}, timeout=seconds)
+        if self.failure.done():
+            self.failure.result()
 
     def truth(self) -> dict[str, WorkerRecord]:
         """The workers that etcd holds, as operators want them."""
@@ -213,7 +251,7 @@ class World:
     async def heal(self) -> None:
         for host in self.hosts:
             self.etcd.set_cut(host.number, frozenset())
-            self.etcd.trip_s.pop(host.number, None)
+            self.etcd.set_trip(host.number, None)
         for member in range(MEMBERS):
             self.etcd.set_member(member, MemberState.UP)
         if not self.etcd.works:
@@ -251,7 +289,7 @@ class Delay:
     seconds: float
 
     async def befall(self, world: World) -> None:
-        world.etcd.trip_s[self.host] = self.seconds
+        world.etcd.set_trip(self.host, self.seconds)
 
 
 @frozen
@@ -282,7 +320,7 @@ class Restart:
 
     async def befall(self, world: World) -> None:
         host = world.hosts[self.host]
-        host.died_s = host.impaired_s = world.loop.time()
+        host.died_s = host.impaired_until_s = world.loop.time()
         await host.end()
         host.begin()
 
@@ -302,7 +340,7 @@ class Drain:
             with suppress(RegistryError):
                 await host.registry.set_draining(self.worker_id, self.draining)
 
-        host.tasks.append(asyncio.create_task(ask()))
+        host.start(ask())
 
 
 @frozen
@@ -320,13 +358,16 @@ class Take:
 
 EVERY_MEMBER = frozenset(range(MEMBERS))
 Fault = Cut | Member | Delay | Compact | EndLeases | Restart | Drain | Take
+DELAYS_S = [0.002, 0.03, SLOW_S]
+PAUSES_S = [0.0, 0.2, 1.0, 3.0, 7.0]
+MOST_FAULTS = 8
 SOME_HOST = st.integers(0, HOSTS - 1)
 SOME_WORKER = st.sampled_from(sorted(HOMES))
 SOME_FAULT: st.SearchStrategy[Fault] = st.one_of(
     st.builds(Cut, SOME_HOST, st.frozensets(st.integers(0, MEMBERS - 1))),
     st.builds(Cut, SOME_HOST, st.just(EVERY_MEMBER)),
     st.builds(Member, st.integers(0, MEMBERS - 1), st.sampled_from(MemberState)),
-    st.builds(Delay, SOME_HOST, st.sampled_from([0.002, 0.03, SLOW_S])),
+    st.builds(Delay, SOME_HOST, st.sampled_from(DELAYS_S)),
     st.just(Compact()),
     st.just(EndLeases()),
     st.builds(Restart, SOME_HOST),
@@ -334,8 +375,26 @@ SOME_FAULT: st.SearchStrategy[Fault] = st.one_of(
     st.builds(Take, SOME_HOST, SOME_WORKER),
 )
 SCHEDULE = st.lists(
-    st.tuples(SOME_FAULT, st.sampled_from([0.0, 0.2, 1.0, 3.0, 7.0])), min_size=1, max_size=8
+    st.tuples(SOME_FAULT, st.sampled_from(PAUSES_S)), min_size=1, max_size=MOST_FAULTS
 )
+
+
+def some_fault(by: random.Random) -> Fault:
+    """As ``SOME_FAULT``, a hundred times faster."""
+    host, worker_id = by.randrange(HOSTS), by.choice(sorted(HOMES))
+    some_members = frozenset(m for m in range(MEMBERS) if by.random() < 1 / 2)
+    faults: list[Fault] = [
+        Cut(host, some_members),
+        Cut(host, EVERY_MEMBER),
+        Member(by.randrange(MEMBERS), by.choice(list(MemberState))),
+        Delay(host, by.choice(DELAYS_S)),
+        Compact(),
+        EndLeases(),
+        Restart(host),
+        Drain(host, worker_id, by.random() < 1 / 2),
+        Take(host, worker_id),
+    ]
+    return by.choice(faults)
 
 
 @contextmanager
@@ -350,10 +409,10 @@ def quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-async def carry_out(schedule: list[tuple[Fault, float]]) -> None:
+async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
     world = World()
     with patch.object(client, "_Member", world.etcd.member):
-        world.hosts += [Host(world, number) for number in range(HOSTS)]
+        world.begin()
         await world.wait(0.5)
         assert world.truth().keys() == HOMES.keys()
         assert world.agreed()
@@ -373,15 +432,30 @@ async def carry_out(schedule: list[tuple[Fault, float]]) -> None:
             assert age_s is not None
             assert age_s < 2.0
             await host.end()
-    await world.etcd.close()
+
+
+def carry_out(schedule: list[tuple[Fault, float]]) -> None:
+    with quiet(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(_carry_out(schedule))
+
+
+def carry_out_some(by: random.Random) -> None:
+    schedule = [(some_fault(by), by.choice(PAUSES_S)) for _ in range(by.randint(1, MOST_FAULTS))]
+    try:
+        carry_out(schedule)
+    except Exception as error:
+        error.add_note(repr(schedule))
+        raise
 
 
 @example([(Take(2, "a"), 0.2), (Cut(0, EVERY_MEMBER), 7.0)])
 @example([(Delay(1, SLOW_S), 0.0), (Take(1, "a"), 0.0), (Take(2, "a"), 0.0), (Restart(0), 7.0)])
 @example([(Member(0, MemberState.PAUSED), 7.0), (Restart(0), 7.0), (Restart(2), 7.0)])
 @given(SCHEDULE)
-@settings(max_examples=SCHEDULES, derandomize=not BY_CHANCE)
+@settings(max_examples=100, derandomize=True)
 def test_schedules_of_faults(schedule: list[tuple[Fault, float]]) -> None:
-    note(f"{schedule!r}")
-    with quiet(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(carry_out(schedule))
+    carry_out(schedule)
+
+
+def test_many_schedules_by_chance() -> None:
+    run_schedules(carry_out_some, few=20)
