@@ -60,7 +60,8 @@ test-cluster: $(VENV)/.test
 		tests/e2e/test_faults_between_hosts.py tests/e2e/test_cluster_faults.py \
 		tests/fault/test_etcd_members.py tests/conformance/test_etcd_registry.py \
 		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py \
-		tests/e2e/test_nats_between_hosts.py tests/e2e/test_ray.py
+		tests/e2e/test_nats_between_hosts.py tests/e2e/test_ray.py \
+		tests/e2e/test_ray_jobs.py
 	SCHEDULES=$${SCHEDULES:-100000} $(BIN)/pytest -s --timeout 14400 \
 		tests/property/registry/test_etcd_schedules.py \
 		tests/property/supervisor/test_placed_fleet_schedules.py

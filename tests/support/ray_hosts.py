@@ -18,7 +18,7 @@ from tests.support.hosts import Host
 __all__ = ["RayHosts"]
 
 _RAY = Path(sys.executable).with_name("ray")
-_PORT = 6399
+_PORT, _JOBS_PORT = 6399, 8265
 _PASSPHRASE = "a passphrase that every host has"
 _HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -35,11 +35,17 @@ _STARTED = "will now block forever"
 class RayHosts:
     """Starts Ray on hosts, and waits until every node has started."""
 
-    def __init__(self, places: Sequence[Host], *, start_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, places: Sequence[Host], *, jobs: bool = False, start_timeout_s: float = 300.0
+    ) -> None:
+        """``jobs``: with a server for `ray job submit`, which needs `ray[default]`."""
         self.hosts = places
+        self._jobs = jobs
         self._folder = tempfile.TemporaryDirectory(prefix="r-")  # sockets have short names
         self.folder = Path(self._folder.name)
         self.address = f"{places[0].address}:{_PORT}"
+        self.jobs_at = f"http://{places[0].address}:{_JOBS_PORT}"
+        """For `ray job submit --address`."""
         self._start_timeout_s = start_timeout_s
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -49,9 +55,12 @@ class RayHosts:
         return {
             **os.environ,
             **_HEALTH,
+            "PATH": f"{_RAY.parent}:{os.environ['PATH']}",
             "CLUSTER_SECRET": _PASSPHRASE,
             "RAY_worker_niceness": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",
+            "RAY_JOB_START_TIMEOUT_SECONDS": "600",
         }
 
     def __enter__(self) -> Self:
@@ -72,7 +81,8 @@ class RayHosts:
     def start(self, host: Host) -> None:
         """Start the node of a host; returns at once."""
         head = host is self.hosts[0]
-        role = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        role = ["--head", f"--port={_PORT}", f"--include-dashboard={str(self._jobs).lower()}"]
+        role += [f"--dashboard-host={host.address}", f"--dashboard-port={_JOBS_PORT}"]
         if not head:
             role = [f"--address={self.address}"]
         argv = host.command(

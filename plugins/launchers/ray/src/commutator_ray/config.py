@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from attrs import Attribute, frozen
 
@@ -54,6 +54,11 @@ class RayConfig(AgentLauncherConfig):
         "of.",
         "auto",
         validator=_reaches_a_node,
+    )
+    lifetime: Literal["detached", "job"] = setting(
+        "detached: workers outlive `commutator serve`, and the next one finds them. job: they end "
+        "with the `commutator serve` that placed them, as for `ray job submit`.",
+        "detached",
     )
     resources: Mapping[str, Resources] = setting(
         "What a worker reserves, by the name of its `engines` entry; one CPU by default.", {}

@@ -49,6 +49,8 @@ class Driver:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._prefix = f"{namespace}/"
+        self._own: dict[str, Any] = {}
+        """Actors that are not detached: Ray ends one that nobody has a handle of."""
 
     def agents(self) -> list[dict[str, Any]]:
         """The fields of a ``PlacedAgent`` for each agent."""
@@ -67,30 +69,40 @@ class Driver:
             found.append(fields)
         return found
 
-    def place(self, plan: Mapping[str, Any], bundle: dict[str, float]) -> None:
-        """Reserve a node's resources, and have an actor started there; see ``AgentLauncher``."""
+    def place(self, plan: Mapping[str, Any], bundle: dict[str, float], detached: bool) -> None:
+        """Reserve a node's resources, and have an actor started there; see ``AgentLauncher``.
+
+        Unless ``detached``, Ray ends both when this process ends.
+        """
+        lifetime = "detached" if detached else None
         full = f"{plan['name']}{_MARK}{plan['generation']}"
         if full in self._actors():
             return
         group = self._group(full) or placement_group(
-            [bundle], strategy="STRICT_PACK", name=self._prefix + full, lifetime="detached"
+            [bundle], strategy="STRICT_PACK", name=self._prefix + full, lifetime=lifetime
         )
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
-        ray.remote(AgentActor).options(
-            name=full,
-            namespace=self._namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=4,  # `status` is answered while `stop` waits
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            resources=others,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=0
-            ),
-        ).remote(dict(plan))
+        actor = (
+            ray.remote(AgentActor)
+            .options(
+                name=full,
+                namespace=self._namespace,
+                lifetime=lifetime,
+                get_if_exists=True,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=4,  # `status` is answered while `stop` waits
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=others,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=0
+                ),
+            )
+            .remote(dict(plan))
+        )
+        if not detached:
+            self._own[full] = actor
 
     def remove(self, name: str, grace_s: float) -> None:
         """End an agent of any generation; see ``AgentLauncher``."""
@@ -104,6 +116,7 @@ class Driver:
                 with suppress(ray.exceptions.RayError):
                     ray.get(actor.stop.remote(grace_s), timeout=grace_s + _EXIT_S)
             ray.kill(actor, no_restart=True)
+            self._own.pop(full, None)
         for full in groups:
             if (group := self._group(full)) is not None:
                 remove_placement_group(group)

@@ -51,7 +51,8 @@ class RayLauncher(AgentLauncher):
 
     async def place(self, plan: AgentPlan) -> None:
         bundle = self._config.resources.get(plan.engine, Resources()).bundle()
-        await self._ask("place", asdict(plan), bundle, timeout_s=_ANSWER_S)
+        detached = self._config.lifetime == "detached"
+        await self._ask("place", asdict(plan), bundle, detached, timeout_s=_ANSWER_S)
 
     async def remove(self, name: str, grace_s: float) -> None:
         await self._ask("remove", name, grace_s, timeout_s=grace_s + _REMOVE_S)
