@@ -171,7 +171,7 @@ class Door:
                 request_id="r", model="m", prompt_tokens=100, max_tokens=10, priority=0
             )
             self.counter.request_received(request)
-            self.counter.placed(request, 100, False)
+            self.counter.placed(request, "w", uncached_tokens=100)
 
     def report(self) -> list[Any]:
         self.number += 1

@@ -49,7 +49,7 @@ class Door:
 
 def test_a_request_counts_with_the_tokens_that_no_cache_is_expected_to_hold() -> None:
     door = Door()
-    door.counter.placed(door.arrives(100), 30, False)
+    door.counter.placed(door.arrives(100), "w", uncached_tokens=30)
     counts = door.report().arrived[Role.BOTH]
     assert (counts.requests, counts.prompt_tokens, counts.context_tokens) == (1, 30, 100)
     assert counts.prompt_lengths == {length_bucket(30): 1}
@@ -57,7 +57,7 @@ def test_a_request_counts_with_the_tokens_that_no_cache_is_expected_to_hold() ->
 
 def test_a_request_that_waits_counts_at_once_and_only_once() -> None:
     door = Door()
-    door.counter.placed(door.arrives(100), 50, False)
+    door.counter.placed(door.arrives(100), "w", uncached_tokens=50)
     request = door.arrives(400)
     door.now_s += 3.0
     report = door.report()
@@ -65,7 +65,7 @@ def test_a_request_that_waits_counts_at_once_and_only_once() -> None:
     assert report.waiting_tokens == {Role.BOTH: 400}
     counts = report.arrived[Role.BOTH]
     assert (counts.requests, counts.prompt_tokens) == (2, 250), "as much cached as of the others"
-    door.counter.placed(request, 400, False)
+    door.counter.placed(request, "w", uncached_tokens=400)
     after = door.report()
     assert after.arrived[Role.BOTH] == counts
     assert (after.waiting_requests, after.oldest_wait_s) == (0, None)
@@ -78,14 +78,14 @@ def test_a_refused_request_is_demand_too(error: BaseException) -> None:
     door.counter.request_failed(request, error, None)
     assert door.report().arrived[Role.BOTH].requests == 1
     placed = door.arrives()
-    door.counter.placed(placed, 100, False)
+    door.counter.placed(placed, "w", uncached_tokens=100)
     door.counter.request_failed(placed, error, "w")
     assert door.report().arrived[Role.BOTH].requests == 2
 
 
 def test_a_prompt_computed_elsewhere_counts_there() -> None:
     door = Door()
-    door.counter.placed(door.arrives(100), 80, True)
+    door.counter.placed(door.arrives(100), "w", uncached_tokens=80, separate=True)
     arrived = door.report().arrived
     assert (arrived[Role.BOTH].requests, arrived[Role.BOTH].prompt_tokens) == (1, 0)
     assert (arrived[Role.PREFILL].requests, arrived[Role.PREFILL].prompt_tokens) == (1, 80)
@@ -95,7 +95,7 @@ def test_gaps_are_those_between_arrivals() -> None:
     door = Door()
     for gap_s in (0.0, 1.0, 3.0):
         door.now_s += gap_s
-        door.counter.placed(door.arrives(), 10, False)
+        door.counter.placed(door.arrives(), "w", uncached_tokens=10)
     assert door.report().arrived[Role.BOTH].gaps_squared_s2 == pytest.approx(10.0)
 
 
@@ -103,9 +103,23 @@ def test_targets_are_counted_where_they_are_met() -> None:
     door = Door()
     for ttft_s, duration_s in ((0.4, 0.4 + 9 * 0.04), (0.6, 0.6 + 9 * 0.06)):
         request = door.arrives()
-        door.counter.placed(request, 10, False)
+        door.counter.placed(request, "w", uncached_tokens=10)
         door.counter.request_first_token(request, "w", ttft_s)
         door.ends(request, 10, duration_s)
     report = door.report()
     assert (report.first_tokens, report.first_tokens_in_time) == (2, 1)
     assert (report.answers, report.answers_in_time, report.answer_tokens) == (2, 1, 20)
+
+
+def test_ended_requests_tell_how_fast_their_worker_is() -> None:
+    door = Door()
+    request = door.arrives(100)
+    door.counter.placed(request, "w", uncached_tokens=80, ahead_tokens=20)
+    door.now_s += 0.5
+    door.counter.request_first_token(request, "w", 0.5)
+    door.now_s += 2.0
+    door.ends(request, 21, 2.5)
+    (buckets,) = door.report().measured.values()
+    first, others = sorted(buckets.values(), key=lambda sums: -sums.terms[3])
+    assert first.terms == (0.0, 0.0, 200.0, 2.0), "100 tokens, one first token in half a second"
+    assert others.terms == (10.0, 10.0, 0.0, 0.0), "20 steps with one request in two seconds"

@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.contract.planner import length_bucket
+from commutator.contract.planner import SampleSums, length_bucket
 from commutator.contract.worker import Role
 from commutator.planner.reports import DoorReport, DoorReports, RoleCounts
 
@@ -142,3 +142,23 @@ def test_poisson_arrivals_at_two_front_doors_are_poisson() -> None:
     merged = seen[Role.BOTH]
     mean_s = window_s / merged.requests
     assert merged.gaps_squared_s2 / merged.requests / mean_s**2 - 1 == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_front_doors_measured_is_added_up_and_counts_once() -> None:
+    def measured(number: int, count: float) -> DoorReport:
+        sums = SampleSums(count=count, terms=(count, 0.0, 0.0, 0.0), products=(count,) * 10)
+        return report("a" if number < 10 else "b", number, measured={Role.BOTH: {5: sums}})
+
+    doors = reports()
+    doors.take(measured(1, 3.0), 0.0)
+    doors.take(measured(10, 7.0), 0.0)
+    doors.observe(0.5)
+    doors.take(measured(2, 5.0), 1.0)
+    doors.take(measured(11, 7.0), 1.0)
+    assert doors.observe(1.5).measured[Role.BOTH][5].count == 2.0
+    packed = measured(3, 6.0)
+    assert DoorReport.unpack(packed.pack()) == packed
+    doors.take(packed, 2.0)
+    assert doors.observe(2.5).measured == {
+        Role.BOTH: {5: SampleSums(count=1.0, terms=(1.0, 0.0, 0.0, 0.0), products=(1.0,) * 10)}
+    }

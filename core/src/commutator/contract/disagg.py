@@ -144,6 +144,11 @@ class HandoverOutcome:
     """KV bytes of the prompt that the decode worker took over; 0 when the hand-over failed."""
     cancel_s: float | None
     """Seconds from the failure of one side until the other had stopped; None without a failure."""
+    prefill_s: float | None = None
+    """Seconds that the prefill worker took, from when it got the prompt; None if it failed."""
+    prefilled_tokens: int = 0
+    """Prompt tokens that it was expected to compute in this time, those of prompts before it
+    included."""
 
 
 class HandoverStyle(ABC):

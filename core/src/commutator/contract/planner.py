@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from operator import add
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from attrs import Attribute, field, frozen
@@ -42,6 +43,7 @@ __all__ = [
     "PlannerTargets",
     "Proposal",
     "RolePlan",
+    "SampleSums",
     "Situation",
     "WorkerPhase",
     "length_bucket",
@@ -178,6 +180,16 @@ class PlannerConfig:
         "does. It takes the place of what they tell.",
         None,
     )
+    learn: bool = setting(
+        "Correct how fast a worker is by how long its tokens take. The fleet does not shrink while "
+        "measured times are more than 30 % from that.",
+        True,
+    )
+    learned_file: str | None = setting(
+        "The file that keeps what was learned of workers' speed for the next start, which uses it "
+        "for the same model, engine and machine; by default nothing is kept.",
+        None,
+    )
     targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
     bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
     budget: PlannerBudget = setting("What a plan may cost.", factory=PlannerBudget)
@@ -261,6 +273,36 @@ class Arrivals:
     """Sum of the squared seconds between each request and the one before it."""
 
 
+@frozen(kw_only=True)
+class SampleSums:
+    """Sums over stretches of time at workers, of what was computed in them: how fast a worker is.
+
+    Each stretch counts in parts of its own time, so that relative errors count alike.
+    """
+
+    count: float = 0.0
+    """Number of stretches."""
+    terms: tuple[float, ...] = (0.0,) * 4
+    """Of forward steps, requests in steps, prompt tokens and first tokens, a second each."""
+    products: tuple[float, ...] = (0.0,) * 10
+    """Of the products of these: each with itself and those after it, in this order."""
+
+    def __add__(self, other: SampleSums) -> SampleSums:
+        return SampleSums(
+            count=self.count + other.count,
+            terms=tuple(map(add, self.terms, other.terms)),
+            products=tuple(map(add, self.products, other.products)),
+        )
+
+    def times(self, factor: float) -> SampleSums:
+        """The same as if each stretch had counted ``factor`` times."""
+        return SampleSums(
+            count=self.count * factor,
+            terms=tuple(one * factor for one in self.terms),
+            products=tuple(one * factor for one in self.products),
+        )
+
+
 class WorkerPhase(StrEnum):
     """Where a worker is in its life."""
 
@@ -324,6 +366,9 @@ class Observation:
     attained_itl: float | None = None
     """Fraction of the answers that ended in the window with a mean time between tokens within the
     target."""
+    measured: Mapping[Role, Mapping[int, SampleSums]] = field(factory=dict)
+    """What the requests that ended in the window tell of how fast a worker of a role is, by kind of
+    stretch."""
 
 
 # ------------------------------------------------------------------------ decisions
@@ -491,6 +536,12 @@ class RolePlan:
     """Workers that still answer their last requests."""
     reason: str
     """Why, in one line, for people: the policy's reason, then each limit and hold."""
+    samples: int = 0
+    """The number of measured stretches of time that how fast a worker is rests on, beside what its
+    engine tells."""
+    residual: float | None = None
+    """How far measured times are from what that speed explains: 0.1 is 10 %. None: none is
+    known."""
 
 
 @frozen(kw_only=True)

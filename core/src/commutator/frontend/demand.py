@@ -14,12 +14,15 @@ from uuid import uuid4
 from attrs import define, field
 
 from commutator.backoff import Backoff
+from commutator.contract.disagg import HandoverOutcome
 from commutator.contract.observer import Observer
 from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.worker import Role
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
+from commutator.planner.learned import StepMeter
+from commutator.planner.performance import Sample
 from commutator.planner.reports import DoorReport, RoleCounts
 from commutator.registry.claims import PLANNER
 from commutator.registry.client import connect
@@ -81,8 +84,9 @@ class DemandCounter(Observer):
         targets: PlannerTargets,
         serving: Role,
         clock: Callable[[], float] = time.monotonic,
+        others: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """``serving``: the role of the workers that answer."""
+        """``serving``: the role of the workers that answer; ``others``: as of ``StepMeter``."""
         self._targets = targets
         self._serving = serving
         self._clock = clock
@@ -92,21 +96,34 @@ class DemandCounter(Observer):
         self._ttft_s: dict[int, tuple[RequestSummary, float]] = {}
         self._answers = self._answer_tokens = self._answers_in_time = 0
         self._first_tokens = self._first_tokens_in_time = 0
+        self._meters = {role: StepMeter(others) for role in {serving, Role.PREFILL}}
 
     def request_received(self, request: RequestSummary) -> None:
         now_s = self._clock()
         self._waiting[id(request)] = _Waiting(request, now_s)
         self._roles[self._serving].came(now_s)
 
-    def placed(self, request: RequestSummary, uncached_tokens: int, separate: bool) -> None:
+    def placed(
+        self,
+        request: RequestSummary,
+        worker_id: str,
+        *,
+        uncached_tokens: int,
+        ahead_tokens: int = 0,
+        separate: bool = False,
+    ) -> None:
         """A request has a worker, and ``separate``: a prefill worker is to compute its prompt.
 
-        No cache is expected to hold ``uncached_tokens`` of its prompt tokens.
+        No cache is expected to hold ``uncached_tokens`` of its prompt tokens; the worker has
+        ``ahead_tokens`` to compute before.
         """
         waited = self._waiting.pop(id(request), None)
+        here = 0 if separate else uncached_tokens
         if waited is not None and not waited.counted:
-            here = 0 if separate else uncached_tokens
             self._roles[self._serving].count(here, request.prompt_tokens)
+        self._meters[self._serving].began(
+            id(request), worker_id, self._clock(), prompt_tokens=here, ahead_tokens=ahead_tokens
+        )
         if separate:
             prefill = self._roles.setdefault(Role.PREFILL, _Counts())
             prefill.came(self._clock())
@@ -116,6 +133,27 @@ class DemandCounter(Observer):
         self._first_tokens += 1
         self._first_tokens_in_time += ttft_s <= self._targets.ttft_s
         self._ttft_s[id(request)] = request, ttft_s
+        self._meters[self._serving].answered(id(request), worker_id, self._clock())
+
+    def request_migrated(
+        self,
+        request: RequestSummary,
+        from_worker: str,
+        to_worker: str,
+        reason: str,
+        generated_tokens: int,
+    ) -> None:
+        self._meters[self._serving].lost(id(request), self._clock())
+
+    def kv_handed_over(self, request: RequestSummary, handover: HandoverOutcome) -> None:
+        if handover.prefill_s:
+            self._meters[Role.PREFILL].add(
+                Sample(
+                    seconds=handover.prefill_s,
+                    prompt_tokens=handover.prefilled_tokens,
+                    first_tokens=1,
+                )
+            )
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         _, ttft_s = self._ttft_s.pop(id(request), (None, 0.0))
@@ -124,11 +162,15 @@ class DemandCounter(Observer):
             self._answers += 1
             self._answer_tokens += outcome.generated_tokens
             self._answers_in_time += itl_s <= self._targets.itl_s
+        self._meters[self._serving].ended(
+            id(request), outcome.worker_id, outcome.generated_tokens, self._clock()
+        )
 
     def request_failed(
         self, request: RequestSummary, error: BaseException, worker_id: str | None
     ) -> None:
         self._ttft_s.pop(id(request), None)
+        self._meters[self._serving].lost(id(request), self._clock())
         waited = self._waiting.pop(id(request), None)
         if waited is not None and not waited.counted:
             self._count_unplaced(request)
@@ -161,6 +203,7 @@ class DemandCounter(Observer):
             waiting_tokens={self._serving: tokens} if tokens else {},
             waiting_requests=len(waiting),
             oldest_wait_s=now_s - min(one.since_s for one in waiting) if waiting else None,
+            measured={role: dict(one.sums) for role, one in self._meters.items() if one.sums},
             **seen,
         )
 

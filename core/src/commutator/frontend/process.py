@@ -16,6 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -27,6 +28,7 @@ from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
 from commutator.contract.registry import Change, WorkerDown
+from commutator.contract.request import RequestSummary
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.limits import ConcurrencyLimiter
@@ -38,7 +40,9 @@ from commutator.registry.claims import workers_only
 from commutator.registry.client import RegistryClient
 from commutator.registry.hub import Hub, hub_of
 from commutator.routing.dispatcher import Dispatcher
+from commutator.routing.load import InFlightLoad
 from commutator.routing.membership import WorkerFollower
+from commutator.routing.placement import Placement
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
 from commutator.routing.replica_sync import ReplicaSync
 from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
@@ -79,12 +83,13 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
     )
     door, hub = _place(config, socket_path, registry_address)
-    counter = _demand_counter(config, loaded.host)
+    counter, load = _demand_counter(config, loaded.host)
     dispatcher = Dispatcher(
         config,
         loaded.host,
+        load=load,
         on_waiting=limiter.stepped,
-        on_placed=None if counter is None else counter.placed,
+        on_placed=None if counter is None else partial(_count_placed, counter),
         recorder=_recorder(config, loaded.host),
     )
     link = None if counter is None else PlannerLink(door, counter, dispatcher)
@@ -287,13 +292,26 @@ def run_with_fast_loop(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
-def _demand_counter(config: Config, host: PluginHost) -> DemandCounter | None:
-    """An observer of ``host`` that counts for the planner; None without one."""
+def _demand_counter(config: Config, host: PluginHost) -> tuple[DemandCounter | None, InFlightLoad]:
+    """An observer of ``host`` that counts for the planner, None without one; the load it sees."""
+    load = InFlightLoad()
     if config.planner is None:
-        return None
-    counter = DemandCounter(config.planner.targets, config.serving_role)
+        return None, load
+    counter = DemandCounter(config.planner.targets, config.serving_role, others=load.of_peers)
     host.add_observer("planner", counter)
-    return counter
+    return counter, load
+
+
+def _count_placed(
+    counter: DemandCounter, request: RequestSummary, placement: Placement, separate: bool
+) -> None:
+    counter.placed(
+        request,
+        placement.ticket.worker_id,
+        uncached_tokens=placement.ticket.prefill_tokens,
+        ahead_tokens=placement.route.candidate.load.active_prefill_tokens,
+        separate=separate,
+    )
 
 
 def _recorder(config: Config, host: PluginHost) -> TraceRecorder | None:

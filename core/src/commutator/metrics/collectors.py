@@ -354,7 +354,7 @@ def transfer_metrics(statistics: Iterable[tuple[str, TransferStatistics]]) -> It
 def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
     """What the planner tells of itself; see ``LivePlanner.status``."""
     role = ("role",)
-    workers = {
+    by_role = {
         name: GaugeMetricFamily(f"commutator_planner_{name}_workers", documentation, labels=role)
         for name, documentation in (
             ("desired", "Workers that the plan wants, within bounds, budget and holds."),
@@ -364,6 +364,16 @@ def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
             ("draining", "Workers that get no more requests."),
         )
     }
+    by_role["samples"] = GaugeMetricFamily(
+        "commutator_planner_speed_samples",
+        "Measured times that the planner's idea of a worker's speed rests on.",
+        labels=role,
+    )
+    by_role["residual"] = GaugeMetricFamily(
+        "commutator_planner_speed_residual_ratio",
+        "How far measured times are from that speed: 0.1 is 10 %; absent while too few are known.",
+        labels=role,
+    )
     attained = GaugeMetricFamily(
         "commutator_planner_attained_ratio",
         "The part of the last interval's requests that met a target; absent without any.",
@@ -388,7 +398,7 @@ def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         if last is None:
             continue
         for name, one in last["roles"].items():
-            for field, family in workers.items():
+            for field, family in by_role.items():
                 if one[field] is not None:
                     family.add_metric((name,), one[field])
         for target in ("ttft", "itl"):
@@ -403,4 +413,4 @@ def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         for kind, number in status["actions"].items():
             actions.add_metric((kind,), number)
         warnings.add_metric((), len(last["warnings"]))
-    return [*workers.values(), attained, waits, acts, tick, plans, actions, warnings]
+    return [*by_role.values(), attained, waits, acts, tick, plans, actions, warnings]

@@ -8,30 +8,34 @@ A ``Sample`` counts these for a stretch of time.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
-from commutator.contract.planner import EnginePerformance
+from commutator.contract.planner import EnginePerformance, SampleSums
 
 __all__ = [
     "Fit",
     "Sample",
+    "explained_part",
     "fit",
+    "fit_sums",
+    "sums_of",
 ]
 
 _TERMS = 4
 """Steps, requests in steps, prompt tokens, first tokens."""
 _PAIRS = tuple((i, j) for i in range(_TERMS) for j in range(i, _TERMS))
-_SWEEPS = 20_000
-"""At most; terms that are much alike take long to be told apart."""
-_CLOSE = 1e-9
+"""Of the products in ``SampleSums``."""
 _FIRST_TOKEN_S = 0.005
 """Where the fit of what a first token costs beside its prompt begins."""
 _FARTHEST = 1000.0
-_PRIOR = 1e-9
-"""Weight of where the fit begins: only what no sample tells stays there."""
+_BOUNDS = tuple((1 / _FARTHEST if i in (0, 2) else 0.0, _FARTHEST) for i in range(_TERMS))
+"""Of each unknown, in units of where the fit begins."""
+_LITTLE = 1e-9
+"""Samples as which the prior counts: only what no sample tells stays as it says."""
 
 
 @frozen(kw_only=True)
@@ -50,26 +54,7 @@ class Sample:
     """1 where it ends with the first token of an answer."""
 
 
-@frozen(kw_only=True)
-class _Sums:
-    """Sums over samples, each in parts of its own time: relative errors count alike."""
-
-    count: int = 0
-    """Number of samples."""
-    terms: tuple[float, ...] = (0.0,) * _TERMS
-    """Of each term."""
-    products: tuple[float, ...] = (0.0,) * len(_PAIRS)
-    """Of the products of terms, (0, 0), (0, 1), ... (3, 3)."""
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(
-            count=self.count + other.count,
-            terms=tuple(a + b for a, b in zip(self.terms, other.terms, strict=True)),
-            products=tuple(a + b for a, b in zip(self.products, other.products, strict=True)),
-        )
-
-
-def _sums_of(sample: Sample) -> _Sums:
+def sums_of(sample: Sample) -> SampleSums:
     """The sums of one sample."""
     parts = [
         sample.steps / sample.seconds,
@@ -77,8 +62,10 @@ def _sums_of(sample: Sample) -> _Sums:
         sample.prompt_tokens / sample.seconds,
         sample.first_tokens / sample.seconds,
     ]
-    return _Sums(
-        count=1, terms=tuple(parts), products=tuple(parts[i] * parts[j] for i, j in _PAIRS)
+    return SampleSums(
+        count=1.0,
+        terms=tuple(parts),
+        products=tuple(parts[i] * parts[j] for i, j in _PAIRS),
     )
 
 
@@ -101,36 +88,21 @@ def fit(samples: Sequence[Sample], prior: EnginePerformance) -> Fit:
     ``prior`` is where the fit begins, and what it says where samples tell nothing. No speed is
     taken to be negative, nor more than a thousand times from it.
     """
-    sums = _Sums()
+    sums = SampleSums()
     for one in samples:
-        sums += _sums_of(one)
-    return _fitted(sums, prior)
+        sums += sums_of(one)
+    return fit_sums(sums, prior)
 
 
-def _fitted(sums: _Sums, prior: EnginePerformance) -> Fit:
-    start = (
-        max(prior.step_s, 1e-9),
-        max(prior.step_request_s, 1e-9),
-        1 / prior.prefill_tokens_per_s,
-        _FIRST_TOKEN_S,
-    )
-    # In units of the prior, so that a sweep over the terms converges in a few rounds.
+def fit_sums(sums: SampleSums, prior: EnginePerformance, prior_samples: float = _LITTLE) -> Fit:
+    """The same of sums over samples; the prior counts as much as ``prior_samples`` of them."""
+    start = _units(prior, _FIRST_TOKEN_S)
+    # In units of the prior: each unknown is about 1.
     matrix = [[0.0] * _TERMS for _ in range(_TERMS)]
     for (i, j), product in zip(_PAIRS, sums.products, strict=True):
         matrix[i][j] = matrix[j][i] = product * start[i] * start[j]
     wanted = [term * unit for term, unit in zip(sums.terms, start, strict=True)]
-    least = (1 / _FARTHEST, 0.0, 1 / _FARTHEST, 0.0)
-    found = [1.0] * _TERMS
-    for _ in range(_SWEEPS):
-        moved = 0.0
-        for i in range(_TERMS):
-            held = matrix[i][i] + _PRIOR
-            rest = sum(matrix[i][j] * found[j] for j in range(_TERMS) if j != i)
-            value = min(max((wanted[i] + _PRIOR - rest) / held, least[i]), _FARTHEST)
-            moved = max(moved, abs(value - found[i]))
-            found[i] = value
-        if moved < _CLOSE:
-            break
+    found = _least(matrix, wanted, prior_samples)
     step_s, step_request_s, token_s, first_s = (
         value * unit for value, unit in zip(found, start, strict=True)
     )
@@ -143,18 +115,81 @@ def _fitted(sums: _Sums, prior: EnginePerformance) -> Fit:
         ),
         first_token_s=first_s,
         residual=_residual(sums.count, matrix, wanted, found),
-        samples=sums.count,
+        samples=round(sums.count),
     )
 
 
+def explained_part(sums: SampleSums, performance: EnginePerformance, first_token_s: float) -> float:
+    """The mean part of the samples' times that a speed explains; 1 where it is right, 0 of none."""
+    if not sums.count:
+        return 0.0
+    units = _units(performance, first_token_s)
+    return sum(term * unit for term, unit in zip(sums.terms, units, strict=True)) / sums.count
+
+
+def _units(performance: EnginePerformance, first_token_s: float) -> tuple[float, ...]:
+    """What one of each term takes, in seconds."""
+    return (
+        max(performance.step_s, 1e-9),
+        max(performance.step_request_s, 1e-9),
+        1 / performance.prefill_tokens_per_s,
+        first_token_s,
+    )
+
+
+def _least(
+    matrix: Sequence[Sequence[float]], wanted: Sequence[float], prior_samples: float
+) -> list[float]:
+    """The least squares within bounds, exactly: each unknown is at a bound or free."""
+    held = [[*row] for row in matrix]
+    aims = [one + prior_samples for one in wanted]
+    for i in range(_TERMS):
+        held[i][i] += prior_samples
+    best: tuple[float, list[float]] | None = None
+    for sides in itertools.product((None, *range(2)), repeat=_TERMS):
+        found = [0.0 if side is None else _BOUNDS[i][side] for i, side in enumerate(sides)]
+        free = [i for i, side in enumerate(sides) if side is None]
+        rest = [aims[i] - sum(held[i][j] * found[j] for j in range(_TERMS)) for i in free]
+        solved = _solved([[held[i][j] for j in free] for i in free], rest)
+        if solved is None:
+            continue
+        for i, value in zip(free, solved, strict=True):
+            found[i] = value
+        if any(not low <= value <= high for value, (low, high) in zip(found, _BOUNDS, strict=True)):
+            continue
+        loss = sum(
+            found[i] * (sum(held[i][j] * found[j] for j in range(_TERMS)) - 2 * aims[i])
+            for i in range(_TERMS)
+        )
+        if best is None or loss < best[0]:
+            best = loss, found
+    assert best is not None, "all unknowns at bounds is always a solution"
+    return best[1]
+
+
+def _solved(matrix: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+    """The solution of a few linear equations, which are symmetric; None where there is not one."""
+    rows = [[*row, value] for row, value in zip(matrix, wanted, strict=True)]
+    for i in range(len(rows)):
+        pivot = max(range(i, len(rows)), key=lambda row: abs(rows[row][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        if not rows[i][i]:
+            return None
+        for j in range(len(rows)):
+            if j != i:
+                factor = rows[j][i] / rows[i][i]
+                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(rows)]
+
+
 def _residual(
-    count: int,
+    count: float,
     matrix: Sequence[Sequence[float]],
     wanted: Sequence[float],
     found: Sequence[float],
 ) -> float:
     if count <= 0:
         return 0.0
-    explained = 2 * sum(w * f for w, f in zip(wanted, found, strict=True))
+    told = 2 * sum(w * f for w, f in zip(wanted, found, strict=True))
     squares = sum(matrix[i][j] * found[i] * found[j] for i in range(_TERMS) for j in range(_TERMS))
-    return math.sqrt(max(0.0, count - explained + squares) / count)
+    return math.sqrt(max(0.0, count - told + squares) / count)

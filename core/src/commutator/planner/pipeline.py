@@ -28,10 +28,12 @@ from commutator.contract.planner import (
     PlannerPolicy,
     Proposal,
     RolePlan,
+    SampleSums,
     Situation,
     WorkerPhase,
 )
 from commutator.contract.worker import Role
+from commutator.planner.learned import LearnedSpeed
 
 __all__ = [
     "Planner",
@@ -61,6 +63,8 @@ long as it took to give up: a launcher that hangs once with several launches wou
 hours."""
 _CAUTION = 4.0
 """To shrink, demand counts with this many standard deviations of its number of arrivals more."""
+_MOST_RESIDUAL = 0.3
+"""Nothing shrinks on a speed that measured times are further from."""
 _HOUR_S = 3600.0
 _FLIPS_BACK = 2
 """Shrinking may cost two changes of direction: this one, and the one of growing again."""
@@ -71,13 +75,19 @@ class _Window:
     time_s: float
     span_s: float
     requests: int
-    work_s: float
+    prompt_tokens: int
+    answer_tokens: float
+
+    def work_s(self, performance: EnginePerformance) -> float:
+        return performance.work_s(self.prompt_tokens, self.answer_tokens)
 
 
 @frozen(kw_only=True)
 class RoleState:
     """What is remembered of one role."""
 
+    speed: LearnedSpeed
+    """How fast a worker is."""
     forecast: Any
     windows: tuple[_Window, ...] = ()
     """Those of the last minute."""
@@ -148,10 +158,20 @@ class Planner:
         self._forecaster = forecaster
         self._constraints = constraints
 
-    def begin(self) -> PlannerState:
-        """The state before the first observation."""
+    def begin(self, learned: Mapping[Role, Mapping[int, SampleSums]] | None = None) -> PlannerState:
+        """The state before the first observation.
+
+        ``learned``: what an earlier state's ``speed.buckets`` were, by role.
+        """
+        speeds = {
+            role: LearnedSpeed(told=told, buckets=(learned or {}).get(role, {})).fitted(None)
+            for role, told in self._performance.items()
+        }
         return PlannerState(
-            roles={role: RoleState(forecast=self._forecaster.begin()) for role in self._performance}
+            roles={
+                role: RoleState(speed=speed, forecast=self._forecaster.begin())
+                for role, speed in speeds.items()
+            }
         )
 
     def plan(self, state: PlannerState, seen: Observation) -> tuple[PlannerState, Plan]:
@@ -214,7 +234,9 @@ class Planner:
                     f"{start_up_s:.0f} s, given up"
                 )
         plans = {
-            role: self._role_plan(role, desired[role], proposals.get(role), seen, notes[role])
+            role: self._role_plan(
+                role, desired[role], proposals.get(role), seen, notes[role], state.roles[role].speed
+            )
             for role in self._performance
         }
         return state, Plan(time_s=seen.time_s, roles=plans, actions=actions, warnings=warnings)
@@ -271,15 +293,18 @@ class Planner:
         if seen.window_s <= 0:
             return one
         answers = 0.0 if role is Role.PREFILL else state.output_tokens * arrived.requests
-        work_s = self._performance[role].work_s(arrived.prompt_tokens, answers)
+        speed = one.speed
+        if self._config.learn:
+            measured = seen.measured.get(role, {})
+            speed = speed.learn(measured, seen.time_s, seen.window_s)
         oldest_s = seen.time_s - _LEVEL_S - 1e-3
         windows = (
             *(window for window in one.windows if window.time_s - window.span_s >= oldest_s),
-            _Window(seen.time_s, seen.window_s, arrived.requests, work_s),
+            _Window(seen.time_s, seen.window_s, arrived.requests, arrived.prompt_tokens, answers),
         )
         forecast, span_s = one.forecast, sum(window.span_s for window in windows)
         if span_s >= _LEVEL_S / 2:  # the level of less time varies too much by chance
-            level = sum(window.work_s for window in windows) / span_s
+            level = sum(window.work_s(speed.performance) for window in windows) / span_s
             forecast = self._forecaster.update(forecast, seen.time_s, level, lead_s)
         kept = math.exp(-seen.window_s / _SHAPE_S)
         lengths = {
@@ -289,6 +314,7 @@ class Planner:
             lengths[tokens] = lengths.get(tokens, 0.0) + number
         return evolve(
             one,
+            speed=speed,
             windows=windows,
             lengths=dict(sorted(lengths.items())),
             context_tokens=one.context_tokens * kept + arrived.context_tokens,
@@ -337,7 +363,7 @@ class Planner:
             targets=self._config.targets,
             lead_s=lead_s,
             demands=demands,
-            performance=self._performance,
+            performance={role: one.speed.performance for role, one in state.roles.items()},
             supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
         )
 
@@ -350,10 +376,12 @@ class Planner:
         answers = 0.0 if role is Role.PREFILL else output_tokens
         total = sum(one.lengths.values())
         usual = sum(tokens * weight for tokens, weight in one.lengths.items())
-        usual_s = self._performance[role].work_s(usual / total if total else 0.0, answers)
+        performance = one.speed.performance
+        usual_s = performance.work_s(usual / total if total else 0.0, answers)
         if not usual_s:
             return requests / span_s
-        return sum(window.work_s for window in one.windows) / span_s / usual_s
+        work_s = sum(window.work_s(performance) for window in one.windows)
+        return work_s / span_s / usual_s
 
     def _cautiously(self, state: PlannerState, situation: Situation) -> Situation:
         """The same with as much more demand as the arrivals that were counted vary by chance."""
@@ -467,8 +495,14 @@ class Planner:
         if need >= current:
             return _changed(one, current, need, now_s), need
         lowest = needs[0][1]
+        residual = one.speed.residual
         if state.begun_s is None or now_s - state.begun_s < window_s:
             notes.append(f"held at {current}: less than {window_s:.0f} s of demand are known")
+        elif residual is not None and residual > _MOST_RESIDUAL:
+            notes.append(
+                f"held at {current}: measured times are {residual:.0%} from what is known of a "
+                "worker's speed"
+            )
         elif lowest >= current:
             notes.append(f"held at {current}: needed in the last {window_s:.0f} s")
         elif one.growing and len(one.flips) + _FLIPS_BACK > self._config.max_flips_per_hour:
@@ -486,6 +520,7 @@ class Planner:
         proposal: Proposal | None,
         seen: Observation,
         notes: Sequence[str],
+        speed: LearnedSpeed,
     ) -> RolePlan:
         phases = Counter(one.phase for one in seen.workers or () if one.role is role)
         reason = [] if proposal is None else [f"need {proposal.workers} ({proposal.reason})"]
@@ -496,6 +531,8 @@ class Planner:
             starting=phases[WorkerPhase.STARTING],
             draining=phases[WorkerPhase.DRAINING],
             reason="; ".join([*reason, *dict.fromkeys(notes)]),
+            samples=speed.samples,
+            residual=speed.residual,
         )
 
 

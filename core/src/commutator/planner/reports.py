@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from attrs import define, evolve, field, frozen
 
-from commutator.contract.planner import Arrivals
+from commutator.contract.planner import Arrivals, SampleSums
 from commutator.contract.worker import Role
 
 __all__ = ["DoorReport", "DoorReports", "Reported", "RoleCounts"]
@@ -75,6 +75,8 @@ class DoorReport:
     are still to be computed."""
     cached_blocks: Mapping[str, int] = field(factory=dict)
     """KV blocks that each worker caches, as far as this front door knows."""
+    measured: Mapping[Role, Mapping[int, SampleSums]] = field(factory=dict)
+    """What ended requests tell of how fast workers are, by kind of stretch."""
 
     def pack(self) -> Any:
         """For a frame."""
@@ -109,6 +111,7 @@ class Reported:
     oldest_wait_s: float | None = None
     loads: Mapping[str, tuple[int, int]] = field(factory=dict)
     cached_blocks: Mapping[str, int] = field(factory=dict)
+    measured: Mapping[Role, Mapping[int, SampleSums]] = field(factory=dict)
 
 
 class DoorReports:
@@ -198,6 +201,7 @@ class DoorReports:
             one.newest.first_tokens_in_time - one.counted.first_tokens_in_time for one in doors
         )
         arrived: dict[Role, list[RoleCounts]] = {}
+        measured = _measured(doors)
         nothing = RoleCounts()
         for one in doors:
             for role, counts in one.newest.arrived.items():
@@ -210,7 +214,28 @@ class DoorReports:
             output_tokens=tokens / answers if answers else None,
             attained_ttft=ttft / firsts if firsts else None,
             attained_itl=itl / answers if answers else None,
+            measured=measured,
         )
+
+
+def _measured(doors: Sequence[_Door]) -> Mapping[Role, Mapping[int, SampleSums]]:
+    """What the front doors have measured since it was last observed."""
+    measured: dict[Role, dict[int, SampleSums]] = {}
+    for one in doors:
+        for role, buckets in one.newest.measured.items():
+            before = one.counted.measured.get(role, {})
+            found = measured.setdefault(role, {})
+            for bucket, sums in buckets.items():
+                if (new := _since(sums, before.get(bucket))) is not None:
+                    found[bucket] = found.get(bucket, SampleSums()) + new
+    return measured
+
+
+def _since(sums: SampleSums, before: SampleSums | None) -> SampleSums | None:
+    """What was added; None: nothing."""
+    if before is None:
+        return sums
+    return None if sums.count <= before.count else sums + before.times(-1)
 
 
 def _merged(counts: Sequence[RoleCounts]) -> Arrivals:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _SLICE_WORKERS = 64
 
-OnPlaced = Callable[[RequestSummary, int, bool], None]
+OnPlaced = Callable[[RequestSummary, Placement, bool], None]
 
 
 class RequestRecorder(Protocol):
@@ -74,11 +74,12 @@ class Dispatcher:
         on_waiting: Callable[[int], None] = lambda _: None,
         on_placed: OnPlaced | None = None,
         recorder: RequestRecorder | None = None,
+        load: InFlightLoad | None = None,
     ) -> None:
         """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1.
 
-        ``on_placed`` is called when a request has its first worker, with the prompt tokens that no
-        cache is expected to hold, and whether a prefill worker computes them.
+        ``on_placed`` is called when a request has its first worker, with that, and whether a
+        prefill worker computes its prompt. ``load``: empty; by default its own.
         """
         self._host = host
         self._on_placed = on_placed
@@ -89,7 +90,8 @@ class Dispatcher:
         self._from_zero = config.scales_from_zero
         queues = config.router.busy.enabled or (disagg is not None and disagg.router.busy.enabled)
         queues |= self._from_zero
-        self.load = InFlightLoad(on_fall=self._wake if queues else None)
+        self.load = load or InFlightLoad()
+        self.load.on_fall = self._wake if queues else None
         engines = {engine.name or engine.kind: engine for engine in config.engines}
         compatibility = WorkerCompatibility(engines, host)
         rng = rng or random.Random()  # noqa: S311 - balances load, guards nothing
@@ -254,10 +256,9 @@ class Dispatcher:
         most = self._migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
-        uncached_tokens = placement.ticket.prefill_tokens
         dispatch = Dispatch(summary, request, placement, self._models[model], limits)
         if self._on_placed is not None:
-            self._on_placed(summary, uncached_tokens, dispatch.separate)
+            self._on_placed(summary, placement, dispatch.separate)
         if self._recorder is not None:
             self._recorder.dispatched(summary, dispatch)
         return dispatch
@@ -278,7 +279,7 @@ class Dispatcher:
         hashes = self._models[model].router.hashes(request)
         placement = await self._place(summary, None, hashes, usable=_forwards)
         if self._on_placed is not None:
-            self._on_placed(summary, placement.ticket.prefill_tokens, False)
+            self._on_placed(summary, placement, False)
         return Forward(summary, placement, self._models[model])
 
     async def _place(

@@ -188,6 +188,10 @@ class InFlightLoad:
         """``own`` of every worker at which this front door has requests in flight."""
         return {worker_id: self.own(worker_id) for worker_id in self._totals}
 
+    def of_peers(self, worker_id: str) -> int:
+        """Requests that other front doors have in flight at the worker."""
+        return self._of_peers.get(worker_id, _NOTHING).active_requests
+
     def of(self, worker_id: str) -> WorkerLoad:
         """What all front doors that share their load have in flight at the worker."""
         if not self._of_peers:

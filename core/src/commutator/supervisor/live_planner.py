@@ -24,6 +24,7 @@ from commutator.planner.explanation import changed_roles, explained, summary
 from commutator.planner.pipeline import Planner, PlannerState
 from commutator.planner.reports import DoorReport, DoorReports
 from commutator.supervisor.fleet import ActionResult, loaded
+from commutator.supervisor.learned_file import LearnedFile
 
 __all__ = ["SERVICE", "LivePlanner", "PlannedFleet", "PlannerService", "SteadyClock"]
 
@@ -42,6 +43,7 @@ _SOONEST_S = 0.5
 """Between two plans, also when a request waits for the first worker."""
 _FORGOTTEN_S = 300.0
 """A planner that has not acted for this long begins anew: another one may have acted."""
+_KEEP_EVERY_S = 300.0
 _ADVISED = "only advised"
 
 
@@ -96,12 +98,15 @@ class LivePlanner:
         may_act: Callable[[], bool],
         clock: Callable[[], float],
         *,
+        learned: LearnedFile | None = None,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """``may_act``: whether this planner is the only one that acts; see ``Claim.held``.
 
-        ``clock`` is that of ``fleet`` and ``reports``.
+        ``clock`` is that of ``fleet`` and ``reports``; ``learned`` keeps what is learned of
+        workers' speed.
         """
+        self._learned = learned
         self._planner = planner
         self._config = config
         self._fleet = fleet
@@ -128,15 +133,29 @@ class LivePlanner:
 
     async def run(self) -> None:
         """Plan until cancelled."""
-        while True:
-            self._wake.clear()
-            try:
-                self.tick()
-            except Exception:
-                log.exception("planning failed; the fleet stays as it is")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.interval_s):
-                    await self._wake.wait()
+        kept_s = self._clock()
+        try:
+            while True:
+                self._wake.clear()
+                try:
+                    self.tick()
+                except Exception:
+                    log.exception("planning failed; the fleet stays as it is")
+                if self._clock() - kept_s >= _KEEP_EVERY_S:
+                    kept_s = self._clock()
+                    await asyncio.to_thread(self.keep)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.interval_s):
+                        await self._wake.wait()
+        finally:
+            self.keep()
+
+    def keep(self) -> None:
+        """Write what was learned of workers' speed, where that is to be kept."""
+        state = self._state
+        if self._learned is not None and state is not None:
+            roles = state.roles.items()
+            self._learned.write({role: one.speed.buckets for role, one in roles})
 
     def report(self, report: DoorReport) -> None:
         """A front door has reported; a request that waits for a first worker is planned for now."""
@@ -174,7 +193,7 @@ class LivePlanner:
             if now_s - self._planned_s > _FORGOTTEN_S:
                 self._state = self._known_s = None
         if self._state is None:
-            self._state = self._planner.begin()
+            self._state = self._planner.begin(self._learned and self._learned.read())
         seen = self._observe(now_s, workers)
         self._state, plan = self._planner.plan(self._state, seen)
         results = [self._do(action) for action in plan.actions]
@@ -202,6 +221,7 @@ class LivePlanner:
             oldest_wait_s=reported.oldest_wait_s,
             attained_ttft=reported.attained_ttft,
             attained_itl=reported.attained_itl,
+            measured=reported.measured,
         )
 
     def _do(self, action: PlanAction) -> ActionResult:

@@ -32,6 +32,7 @@ from commutator.config.show import effective
 from commutator.contract.event_bus import EventBus
 from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
+from commutator.contract.planner import PlannerConfig
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
@@ -53,6 +54,7 @@ from commutator.supervisor.hosts import (
     serves_registry,
     those_set,
 )
+from commutator.supervisor.learned_file import LearnedFile, machine, speed_keys
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
@@ -260,6 +262,7 @@ class Supervisor:
                 reports,
                 lambda: claim.held,
                 clock,
+                learned=self._learned_file(planner),
             )
             server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
@@ -309,6 +312,12 @@ class Supervisor:
         address = f"{in_url(network.advertise)}:{port}"
         claim = Claim(HUB, address, registry, self._config.runtime.lease_s, host=network.host)
         return shared, [asyncio.create_task(claim.run())]
+
+    def _learned_file(self, planner: PlannerConfig) -> LearnedFile | None:
+        if planner.learned_file is None:
+            return None
+        path = Path(planner.learned_file).expanduser()
+        return LearnedFile(path, speed_keys(self._config, machine()))
 
     def _first_workers(self) -> list[WorkerSpec]:
         """The first workers. With a planner an engine must be able to have as many as the plan."""

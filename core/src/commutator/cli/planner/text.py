@@ -11,9 +11,16 @@ __all__ = ["observed_lines", "role_lines", "time_of_day"]
 def role_lines(plan: dict[str, Any]) -> list[str]:
     return [
         f"{role}: {one['desired']} wanted, {one['ready']} ready, {one['starting']} starting, "
-        f"{one['draining']} draining; {one['reason']}"
+        f"{one['draining']} draining; {one['reason']}; {_speed(one)}"
         for role, one in plan["roles"].items()
     ]
+
+
+def _speed(role: dict[str, Any]) -> str:
+    """What the speed of a worker rests on."""
+    if role["residual"] is None:
+        return f"speed as told, {role['samples']} samples"
+    return f"speed of {role['samples']} samples, residual {role['residual']:.1%}"
 
 
 def observed_lines(seen: dict[str, Any]) -> list[str]:

@@ -64,6 +64,8 @@ class _Try:
     handover_s: float | None = None
     size_bytes: int = 0
     cancel_s: float | None = None
+    prefill_s: float | None = None
+    prefilled_tokens: int = 0
     settled: bool = False
     """The decode side has ended, or will not begin."""
 
@@ -266,7 +268,8 @@ class DisaggRequest:
             attempt.ended_s = time.perf_counter()
             ahead = prefill.route.candidate.load.active_prefill_tokens
             tokens = ahead + prefill.ticket.prefill_tokens
-            pool.speeds.prefill.add(tokens, attempt.ended_s - began_s)
+            attempt.prefill_s, attempt.prefilled_tokens = attempt.ended_s - began_s, tokens
+            pool.speeds.prefill.add(tokens, attempt.prefill_s)
             await self._end_prefill(attempt, "done")
 
     async def _stop_prefill(self, attempt: _Try) -> None:
@@ -333,6 +336,8 @@ class DisaggRequest:
             handover_s=attempt.handover_s,
             size_bytes=attempt.size_bytes,
             cancel_s=attempt.cancel_s,
+            prefill_s=attempt.prefill_s,
+            prefilled_tokens=attempt.prefilled_tokens,
         )
         self._pool.host.kv_handed_over(self._summary, outcome)
 

@@ -183,6 +183,8 @@ class PlannedReplays:
         self, name: str, config: PlannerConfig, trace: Sequence[TraceRequest], factor: float = 1.0
     ) -> PlanReport:
         makers, performance = self._roles()
+        if config.performance is not None:
+            performance = dict.fromkeys(performance, config.performance.performance())
         host = self.replays.loaded.host
         wanted_kind = config.forecaster
         forecaster: Forecaster[Any] = (

@@ -303,12 +303,20 @@ class _Replay:
         flight = self._flights[key]
         with _fitting(flight):
             self._fleet.submit(flight.worker_id, key, flight.request)
+        self._begins(key, flight, flight.uncached_tokens)
+
+    def _begins(self, key: int, flight: _Flight, prompt_tokens: int) -> None:
+        """The worker that answers has the request; it computes ``prompt_tokens``."""
+        if self._workforce is not None:
+            now_ns = self._fleet.now_ns
+            self._workforce.began(key, flight.worker_id, prompt_tokens, flight.ahead_tokens, now_ns)
 
     def _hand_over(self, key: int, prefill: RunningPrefill) -> None:
         flight = self._flights[key]
         self._prefills[key] = prefill
         with _fitting(flight):
             self._fleet.hand_over(prefill.ticket.worker_id, flight.worker_id, key, flight.request)
+        self._begins(key, flight, 0)
 
     def _stop_waiting(self, side: PrefillSide, place: Place, key: int) -> None:
         if side.leave(place):
@@ -339,7 +347,7 @@ class _Replay:
             case RequestDone() if self._is_prefill(worker_id, event.key):
                 self._prefill_ends(event)
             case RequestDone():
-                self._finish(self._flights.pop(event.key), event.time_ns)
+                self._finish(event.key, event.time_ns)
 
     def _is_prefill(self, worker_id: str, key: int) -> bool:
         prefill = self._prefills.get(key)
@@ -357,6 +365,8 @@ class _Replay:
         flight = self._flights[event.key]
         flight.first_ns = event.time_ns
         flight.cached_tokens = max(flight.cached_tokens, event.cached_tokens)
+        if self._workforce is not None:
+            self._workforce.first_token(event.key, flight.worker_id, event.time_ns)
         if self._prefill is not None:
             self._measure(flight, self._prefill)
         self._load.progress(flight.ticket, 1)
@@ -378,18 +388,21 @@ class _Replay:
         prefill = self._prefills.pop(event.key)
         side.ended(prefill, event.time_ns)
         if self._workforce is not None:
-            self._workforce.served(prefill.ticket.worker_id, event.time_ns)
+            tokens = prefill.ahead_tokens + prefill.ticket.prefill_tokens
+            worker_id = prefill.ticket.worker_id
+            self._workforce.prefilled(worker_id, tokens, prefill.began_ns, event.time_ns)
         self._place_waiting(side, event.time_ns)
 
     def _place_waiting(self, side: PrefillSide, now_ns: int) -> None:
         while (placed := side.next_placed(now_ns)) is not None:
             self._hand_over(*placed)
 
-    def _finish(self, flight: _Flight, now_ns: int) -> None:
+    def _finish(self, key: int, now_ns: int) -> None:
+        flight = self._flights.pop(key)
         self._load.release(flight.ticket)
         if self._workforce is not None:
-            self._workforce.served(flight.worker_id, now_ns)
-            self._workforce.answered(flight.request.output_tokens)
+            tokens = flight.request.output_tokens
+            self._workforce.answered(key, flight.worker_id, tokens, now_ns)
         self.outcome.duration_s = max(self.outcome.duration_s, now_ns / 1e9)
         self.outcome.handed_over_tokens += flight.handed_over_tokens
         self.outcome.finished.append(

@@ -20,6 +20,8 @@ from commutator.contract.planner import (
     length_bucket,
 )
 from commutator.contract.worker import Role
+from commutator.planner.learned import StepMeter
+from commutator.planner.performance import Sample
 from commutator.routing.load import InFlightLoad
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
@@ -151,6 +153,7 @@ class Workforce:
         self._counted: dict[Role, _Counted] = {}
         self._last_arrival_ns: dict[Role, int] = {}
         self._answers = self._answer_tokens = 0
+        self._meters: dict[Role, StepMeter] = {}
         self._started_s: list[float] = []
         self._observed_ns: int | None = None
         self.spans: list[Span] = []
@@ -178,14 +181,35 @@ class Workforce:
         counted.lengths[bucket] = counted.lengths.get(bucket, 0) + 1
         counted.gaps_squared_s2 += gap_s * gap_s
 
-    def answered(self, output_tokens: int) -> None:
+    def began(
+        self, key: int, worker_id: str, prompt_tokens: int, ahead_tokens: int, time_ns: int
+    ) -> None:
+        """A worker that answers has got a request, as ``StepMeter.began``."""
+        meter = self._meters.setdefault(self._workers[worker_id].role, StepMeter())
+        meter.began(
+            key, worker_id, time_ns / 1e9, prompt_tokens=prompt_tokens, ahead_tokens=ahead_tokens
+        )
+
+    def first_token(self, key: int, worker_id: str, time_ns: int) -> None:
+        """The first token of its answer has come."""
+        self._meters[self._workers[worker_id].role].answered(key, worker_id, time_ns / 1e9)
+
+    def answered(self, key: int, worker_id: str, output_tokens: int, time_ns: int) -> None:
         """An answer has ended."""
         self._answers += 1
         self._answer_tokens += output_tokens
+        worker = self._workers[worker_id]
+        worker.served_ns = time_ns
+        self._meters[worker.role].ended(key, worker_id, output_tokens, time_ns / 1e9)
 
-    def served(self, worker_id: str, time_ns: int) -> None:
-        """A request has ended at the worker."""
+    def prefilled(self, worker_id: str, prompt_tokens: int, began_ns: int, time_ns: int) -> None:
+        """A prefill worker has computed a prompt; ``prompt_tokens`` with those before it."""
         self._workers[worker_id].served_ns = time_ns
+        if time_ns > began_ns:
+            sample = Sample(
+                seconds=(time_ns - began_ns) / 1e9, prompt_tokens=prompt_tokens, first_tokens=1
+            )
+            self._meters.setdefault(Role.PREFILL, StepMeter()).add(sample)
 
     def end(self, time_ns: int) -> None:
         """Bill the workers that are left."""
@@ -226,6 +250,7 @@ class Workforce:
             output_tokens=self._answer_tokens / self._answers if self._answers else None,
             started_s=self._started_s,
             waiting_tokens=self._routed.waiting_tokens(),
+            measured={role: meter.take() for role, meter in self._meters.items()},
         )
 
     def _seen(self, worker: _Worker, now_ns: int, cached_blocks: int) -> PlannedWorker:
