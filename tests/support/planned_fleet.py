@@ -85,8 +85,16 @@ class FleetModel:
                 worker_id=name, role=self.role, phase=WorkerPhase.READY, age_s=1e6
             )
 
-    def tick(self, arrived: Arrivals | None, output_tokens: float = 150.0) -> Plan:
-        """Pass an interval in which ``arrived``; plan, and carry the plan out."""
+    def tick(
+        self,
+        arrived: Arrivals | None,
+        output_tokens: float = 150.0,
+        attained: float | None = None,
+    ) -> Plan:
+        """Pass an interval in which ``arrived``, and ``attained`` of the first tokens were in time.
+
+        Plan, and carry the plan out.
+        """
         first = not self.plans
         if not first:
             self._pass(self.config.interval_s)
@@ -99,6 +107,7 @@ class FleetModel:
             workers=list(self.fleet.values()),
             output_tokens=output_tokens,
             started_s=self._started_s,
+            attained_ttft=attained,
         )
         self._started_s = []
         self._state, plan = self.planner.plan(self._state, seen)

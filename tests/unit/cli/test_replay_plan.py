@@ -169,6 +169,33 @@ def test_prefill_and_decode_workers_are_planned_apart(tmp_path: Path) -> None:
     assert one["attained_ttft"] > 0.9
 
 
+def test_workers_change_their_role_with_the_load(tmp_path: Path) -> None:
+    """Long prompts with short answers, then short prompts with long answers, within a budget."""
+    chance, path, rows = random.Random(2), tmp_path / "turns.jsonl", list[dict[str, Any]]()
+    for number in range(480):
+        long = number < 240
+        tokens = chance.randrange(8_000, 12_000) if long else chance.randrange(400, 600)
+        rows.append(
+            {
+                "timestamp": number * 1500.0,
+                "input_length": tokens,
+                "output_length": 10 if long else 900,
+                "hash_ids": [number * 100 + block for block in range(-(-tokens // 512))],
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planner = (
+        "{kind: slo, start_up_s: 200, hold_s: 30, targets: {ttft_s: 4.0, itl_s: 0.012}, "
+        "bounds: {prefill: [1, 6], decode: [1, 6]}, budget: {workers: 7}}"
+    )
+    arguments = ("--plan", "--set", f"planner={planner}")
+    (one,) = planned(path, *arguments, file=EXAMPLES / "replay-disagg.yaml").values()
+    assert one["requests"] == 480
+    assert one["role_changes"] > 0
+    total = sum(one["worker_hours_by_role"].values())
+    assert total == pytest.approx(one["worker_hours"])
+
+
 def test_a_picture_shows_demand_and_workers(trace: Path, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     done = replay(trace, "--plan", "--requests", "500", "--plot", str(picture))

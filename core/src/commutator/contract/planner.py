@@ -190,6 +190,11 @@ class PlannerConfig:
         "for the same model, engine and machine; by default nothing is kept.",
         None,
     )
+    adapt: bool = setting(
+        "Size the fleet for less of the growth that is forecast while more requests meet the "
+        "targets than `targets.attainment` asks, and for more where too few do.",
+        True,
+    )
     targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
     bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
     budget: PlannerBudget = setting("What a plan may cost.", factory=PlannerBudget)

@@ -63,6 +63,18 @@ long as it took to give up: a launcher that hangs once with several launches wou
 hours."""
 _CAUTION = 4.0
 """To shrink, demand counts with this many standard deviations of its number of arrivals more."""
+_RESERVE_PER_MINUTE = 2 / 3
+"""The reserve grows by this part for a minute in which all requests miss, and shrinks by as much
+less for one without misses as misses are rarer: for 0.95, from whole to none in half an hour."""
+_LEAST_RESERVE, _MOST_RESERVE = -1.0, 2.0
+_BELOW = 0.3
+"""With the least reserve the fleet is sized for about this part less than the demand there is."""
+_MOST_WEIGHT = 4.0
+_MISSES_S = 300.0
+_BACK = 0.5
+"""Where too many miss with less than no reserve, it stays this far above for hours."""
+_FLOOR_S = 43_200.0
+"""In which such a floor sinks by 1."""
 _MOST_RESIDUAL = 0.3
 """Nothing shrinks on a speed that measured times are further from."""
 _HOUR_S = 3600.0
@@ -122,6 +134,14 @@ class PlannerState:
     """Seconds of answers that it rests on."""
     start_ups: tuple[float, ...] = ()
     """The latest start-up times, in seconds."""
+    reserve: float = 1.0
+    """The part of forecast growth, and of caution, that the fleet is sized for. It is learned: less
+    while more requests meet the targets than asked, more at once where too few do. Below 0 the
+    fleet is smaller than the formulas say: requests met the targets better than these expect."""
+    floor: float = _LEAST_RESERVE
+    """What the reserve does not go below, after it had been too little."""
+    missed: float = 0.0
+    """The part of the requests that missed a target of late."""
 
 
 class _NoGrowth(Forecaster[None]):
@@ -199,6 +219,9 @@ class Planner:
                 warnings.append(f"the policy failed, the last plan stays: {problem}")
                 proposals, cautious = {}, {}
         notes: dict[Role, list[str]] = {role: [] for role in self._performance}
+        if state.reserve != 1:
+            for lines in notes.values():
+                lines.append(f"reserve {state.reserve:.0%}")
         if proposals:
             counts = self._limited(_counts(proposals), situation, notes, warnings)
             silent: dict[Role, list[str]] = {role: [] for role in self._performance}
@@ -259,6 +282,7 @@ class Planner:
         )
         if seen.arrivals is None:
             return state
+        state = self._adapted(state, seen)
         lead_s = self._lead_s(state)
         busy = {one.role for one in seen.workers or () if one.active_requests}
         busy |= {role for role, tokens in seen.waiting_tokens.items() if tokens}
@@ -277,6 +301,33 @@ class Planner:
                 for role, one in state.roles.items()
             },
         )
+
+    def _adapted(self, state: PlannerState, seen: Observation) -> PlannerState:
+        """The state with the reserve after a window, by what was attained and what is asked.
+
+        Each miss adds as much as the hits that are asked for each allowed miss take away, so that
+        in the long run as many meet the targets as asked, wherever that is within the bounds.
+        """
+        attained = [one for one in (seen.attained_ttft, seen.attained_itl) if one is not None]
+        if not self._config.adapt or not attained or not seen.arrivals:
+            return state
+        missed = min(1.0, sum(1 - one for one in attained))
+        allowed = 1 - self._config.targets.attainment
+        weight_s = seen.window_s * self._weight(state, seen)
+        of_late = state.missed + (missed - state.missed) * min(1.0, weight_s / _MISSES_S)
+        floor = max(_LEAST_RESERVE, state.floor - seen.window_s / _FLOOR_S)
+        if of_late > allowed and state.reserve < 0:
+            floor = max(floor, min(0.0, state.reserve + _BACK))
+        step = _RESERVE_PER_MINUTE * weight_s / 60 * (missed - allowed)
+        reserve = min(max(floor, state.reserve + step), _MOST_RESERVE)
+        return evolve(state, reserve=reserve, floor=floor, missed=of_late)
+
+    def _weight(self, state: PlannerState, seen: Observation) -> float:
+        """The requests of the window, by how many there usually are."""
+        requests = max((one.requests for one in (seen.arrivals or {}).values()), default=0)
+        usual = max((one.gaps / one.gaps_s for one in state.roles.values() if one.gaps), default=0)
+        expected = usual * seen.window_s
+        return min(_MOST_WEIGHT, requests / expected) if expected else 1.0
 
     def _learn_role(
         self,
@@ -354,7 +405,7 @@ class Planner:
                 context_tokens=one.context_tokens / one.gaps if one.gaps else 0.0,
                 output_tokens=0.0 if role is Role.PREFILL else state.output_tokens,
                 gap_variation=_gap_variation(one),
-                growth=self._forecaster.growth(one.forecast, lead_s),
+                growth=self._reserved(state, self._forecaster.growth(one.forecast, lead_s)),
                 backlog_tokens=backlog[role],
                 active_requests=active[role],
             )
@@ -366,6 +417,12 @@ class Planner:
             performance={role: one.speed.performance for role, one in state.roles.items()},
             supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
         )
+
+    def _reserved(self, state: PlannerState, growth: float) -> float:
+        """The growth to size for."""
+        if state.reserve < 0:
+            return min(growth, 1.0) * math.exp(_BELOW * state.reserve)
+        return growth**state.reserve if growth > 1 else growth
 
     def _rate_per_s(self, role: Role, one: RoleState, output_tokens: float) -> float:
         """The work of the last minute, in requests of the usual lengths."""
@@ -390,6 +447,7 @@ class Planner:
             rests_on_s = self._forecaster.rests_on_s(state.roles[role].forecast)
             requests = demand.requests_per_s * rests_on_s
             factor = 1 + _CAUTION / math.sqrt(requests) if requests else 1.0
+            factor **= max(0.0, state.reserve)
             demands[role] = evolve(demand, growth=demand.growth * factor)
         return evolve(situation, demands=demands)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
@@ -15,10 +17,37 @@ from commutator.errors import CommutatorError
 
 __all__ = ["planner"]
 
+GROUP = "commutator.planner_commands"
+"""Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
+_PACKAGES = {"search": "commutator-replay"}
+"""Commands of our other packages; an error names the package to install."""
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 
-@click.group()
+class _PlannerGroup(click.Group):
+    """Has the commands of other distributions beside core's."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *(point.name for point in _added())})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (own := super().get_command(ctx, cmd_name)) is not None:
+            return own
+        point = next((one for one in _added() if one.name == cmd_name), None)
+        if point is not None:
+            command: click.Command = point.load()
+            return command
+        if cmd_name in _PACKAGES:
+            package = _PACKAGES[cmd_name]
+            raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
+        return None
+
+
+def _added() -> Iterable[EntryPoint]:
+    return entry_points(group=GROUP)
+
+
+@click.group(cls=_PlannerGroup)
 def planner() -> None:
     """Show what the planner of a running deployment wants, why, and what it did."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 
 from commutator.config.tree import find
 from commutator.contract.planner import (
+    ActionKind,
     EnginePerformance,
     Forecaster,
     PlannerConfig,
@@ -52,6 +53,7 @@ OURS = "ours"
 BEST = "best"
 """In the place of a knob: the one of the cheapest fleet that attains the targets, in hindsight."""
 
+_OF_A_ROLE = frozenset({"name", "role", "replicas"})
 _KNOBS_TRIED = 8
 _MOST_MARGIN = 8.0
 """For schedules: nothing needs more than so many square roots of its work beside the work."""
@@ -105,6 +107,8 @@ class PlanReport:
     """The largest number of workers that got requests at once."""
     flips: int
     """Changes of direction, from growing to shrinking or back."""
+    role_changes: int = 0
+    """Workers that were given another role."""
     changes: Sequence[Change] = field(factory=tuple)
     warnings: Mapping[str, int] = field(factory=dict)
     """What plans warned of, and how often."""
@@ -198,7 +202,12 @@ class PlannedReplays:
         constraints = [host.constraints.kinds[c.kind].thing(c) for c in config.constraints]
         planner = Planner(config, performance, policy, forecaster, constraints)
         fleet = self.replays.fleet(roles=self._has_roles)
-        planning = Planning(planner=planner, config=config, make_engine=makers)
+        planning = Planning(
+            planner=planner,
+            config=config,
+            make_engine=makers,
+            may_become=self._may_become() if self._has_roles else {},
+        )
         return self._report(name, trace, planning, fleet)
 
     def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
@@ -305,6 +314,17 @@ class PlannedReplays:
             problem = f"planner.budget.workers: {budget} is less than the {fewest} of the bounds"
             raise ConfigError([problem], self.replays.file)
         return makers, performance
+
+    def _may_become(self) -> Mapping[Role, Collection[Role]]:
+        """The roles that a worker could have instead: those of entries that differ in no more."""
+        options: dict[Role, Any] = {}
+        for entry in self.replays.config.engines:
+            found = attrs.asdict(entry, filter=lambda one, _: one.name not in _OF_A_ROLE)
+            options.setdefault(Role(entry.role), found)
+        return {
+            role: [other for other in options if other is not role and options[other] == mine]
+            for role, mine in options.items()
+        }
 
     def _smallest(self, trace: Sequence[TraceRequest]) -> PlanReport:
         """The smallest constant fleet within the bounds that attains the targets, or the most."""
@@ -425,6 +445,11 @@ def _plan_report(name: str, outcome: Outcome, config: PlannerConfig) -> PlanRepo
             sum(role.ready for role in tick.plan.roles.values()) for tick in outcome.ticks
         ),
         flips=flips,
+        role_changes=sum(
+            action.kind is ActionKind.SET_ROLE
+            for tick in outcome.ticks
+            for action in tick.plan.actions
+        ),
         changes=changes,
         warnings=dict(warnings),
         samples=[_sample(tick, began_s) for tick in outcome.ticks],

@@ -366,7 +366,8 @@ class _Replay:
         flight.first_ns = event.time_ns
         flight.cached_tokens = max(flight.cached_tokens, event.cached_tokens)
         if self._workforce is not None:
-            self._workforce.first_token(event.key, flight.worker_id, event.time_ns)
+            ttft_s = (event.time_ns - flight.arrived_ns) / 1e9
+            self._workforce.first_token(event.key, flight.worker_id, ttft_s, event.time_ns)
         if self._prefill is not None:
             self._measure(flight, self._prefill)
         self._load.progress(flight.ticket, 1)
@@ -400,21 +401,19 @@ class _Replay:
     def _finish(self, key: int, now_ns: int) -> None:
         flight = self._flights.pop(key)
         self._load.release(flight.ticket)
+        done = Finished(
+            worker_id=flight.worker_id,
+            prompt_tokens=flight.request.prompt_tokens,
+            output_tokens=flight.request.output_tokens,
+            cached_tokens=flight.cached_tokens,
+            ttft_s=(flight.first_ns - flight.arrived_ns) / 1e9,
+            duration_s=(now_ns - flight.arrived_ns) / 1e9,
+        )
+        self.outcome.finished.append(done)
         if self._workforce is not None:
-            tokens = flight.request.output_tokens
-            self._workforce.answered(key, flight.worker_id, tokens, now_ns)
+            self._workforce.answered(key, flight.worker_id, done.output_tokens, done.itl_s, now_ns)
         self.outcome.duration_s = max(self.outcome.duration_s, now_ns / 1e9)
         self.outcome.handed_over_tokens += flight.handed_over_tokens
-        self.outcome.finished.append(
-            Finished(
-                worker_id=flight.worker_id,
-                prompt_tokens=flight.request.prompt_tokens,
-                output_tokens=flight.request.output_tokens,
-                cached_tokens=flight.cached_tokens,
-                ttft_s=(flight.first_ns - flight.arrived_ns) / 1e9,
-                duration_s=(now_ns - flight.arrived_ns) / 1e9,
-            )
-        )
         self._place_queued()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -56,6 +56,8 @@ class Planning:
     config: PlannerConfig
     make_engine: Mapping[Role, Callable[[], VirtualEngine]]
     """Makes a worker of each role that the fleet may have."""
+    may_become: Mapping[Role, Collection[Role]] = field(factory=dict)
+    """The roles that a worker of a role could be given instead."""
 
 
 @frozen(kw_only=True)
@@ -78,7 +80,7 @@ class RoutedWorkers:
 
 @frozen
 class Span:
-    """A worker's life, from launch to exit, which is what it costs."""
+    """A worker's life in one role, from launch to exit, which is what it costs."""
 
     role: Role
     launched_ns: int
@@ -108,6 +110,10 @@ class _Worker:
     """None until it is ready."""
     served_ns: int = 0
     """When its last request ended."""
+    billed_ns: int = 0
+    """When it got its role."""
+    becomes: Role | None = None
+    """The role that it gets once it has no requests."""
 
 
 @define
@@ -152,7 +158,8 @@ class Workforce:
         self._launched = len(workers)
         self._counted: dict[Role, _Counted] = {}
         self._last_arrival_ns: dict[Role, int] = {}
-        self._answers = self._answer_tokens = 0
+        self._answers = self._answer_tokens = self._in_time = 0
+        self._firsts = self._firsts_in_time = 0
         self._meters: dict[Role, StepMeter] = {}
         self._started_s: list[float] = []
         self._observed_ns: int | None = None
@@ -164,7 +171,7 @@ class Workforce:
         now_ns = self._fleet.now_ns
         for virtual in self._first:
             self._workers[virtual.worker_id] = _Worker(
-                virtual.worker_id, virtual.role, now_ns, WorkerPhase.READY, virtual, now_ns
+                virtual.worker_id, virtual.role, now_ns, WorkerPhase.READY, virtual, now_ns, now_ns
             )
         self._tick()
 
@@ -190,13 +197,18 @@ class Workforce:
             key, worker_id, time_ns / 1e9, prompt_tokens=prompt_tokens, ahead_tokens=ahead_tokens
         )
 
-    def first_token(self, key: int, worker_id: str, time_ns: int) -> None:
+    def first_token(self, key: int, worker_id: str, ttft_s: float, time_ns: int) -> None:
         """The first token of its answer has come."""
+        self._firsts += 1
+        self._firsts_in_time += ttft_s <= self._planning.config.targets.ttft_s
         self._meters[self._workers[worker_id].role].answered(key, worker_id, time_ns / 1e9)
 
-    def answered(self, key: int, worker_id: str, output_tokens: int, time_ns: int) -> None:
+    def answered(
+        self, key: int, worker_id: str, output_tokens: int, itl_s: float, time_ns: int
+    ) -> None:
         """An answer has ended."""
         self._answers += 1
+        self._in_time += itl_s <= self._planning.config.targets.itl_s
         self._answer_tokens += output_tokens
         worker = self._workers[worker_id]
         worker.served_ns = time_ns
@@ -220,7 +232,9 @@ class Workforce:
         now_ns = self._fleet.now_ns
         self._fleet.catch_up()
         for worker in list(self._workers.values()):
-            if self._has_drained(worker):
+            if worker.becomes is not None and self._is_idle(worker):
+                self._change_role(worker, worker.becomes)
+            elif worker.phase is WorkerPhase.DRAINING and self._is_idle(worker):
                 self._exit(worker, worker.served_ns)
         seen = self._observation(now_ns)
         self._state, plan = self._planning.planner.plan(self._state, seen)
@@ -228,7 +242,8 @@ class Workforce:
         self.ticks.append(Tick(plan, requests / seen.window_s if seen.window_s else 0.0))
         self._observed_ns = now_ns
         self._counted = {}
-        self._answers = self._answer_tokens = 0
+        self._answers = self._answer_tokens = self._in_time = 0
+        self._firsts = self._firsts_in_time = 0
         self._started_s = []
         for action in plan.actions:
             self._do(action)
@@ -250,6 +265,8 @@ class Workforce:
             output_tokens=self._answer_tokens / self._answers if self._answers else None,
             started_s=self._started_s,
             waiting_tokens=self._routed.waiting_tokens(),
+            attained_ttft=self._firsts_in_time / self._firsts if self._firsts else None,
+            attained_itl=self._in_time / self._answers if self._answers else None,
             measured={role: meter.take() for role, meter in self._meters.items()},
         )
 
@@ -257,12 +274,13 @@ class Workforce:
         load = self._load.of(worker.worker_id)
         return PlannedWorker(
             worker_id=worker.worker_id,
-            role=worker.role,
-            phase=worker.phase,
-            age_s=(now_ns - worker.launched_ns) / 1e9,
+            role=worker.becomes or worker.role,
+            phase=worker.phase if worker.becomes is None else WorkerPhase.STARTING,
+            age_s=(now_ns - worker.launched_ns) / 1e9 if worker.becomes is None else 0.0,
             active_requests=load.active_requests,
             active_prefill_tokens=load.active_prefill_tokens,
             cached_blocks=cached_blocks,
+            may_become=self._planning.may_become.get(worker.role, ()),
         )
 
     def _do(self, action: PlanAction) -> None:
@@ -271,11 +289,17 @@ class Workforce:
             self._launch(action.role)
             return
         worker = self._workers[action.worker_id]
-        if action.kind is ActionKind.CANCEL:
+        if action.kind is ActionKind.CANCEL and worker.becomes is None:
             self._exit(worker, now_ns)
             return
         assert worker.virtual is not None, "only a worker that was ready is drained"
-        if action.kind is ActionKind.DRAIN:
+        if action.kind is ActionKind.CANCEL:
+            worker.becomes = None
+            self._routed.add(worker.virtual)
+        elif action.kind is ActionKind.SET_ROLE:
+            worker.becomes = action.role
+            self._routed.drain(worker.virtual)
+        elif action.kind is ActionKind.DRAIN:
             worker.phase = WorkerPhase.DRAINING
             worker.served_ns = max(worker.served_ns, now_ns)
             self._routed.drain(worker.virtual)
@@ -287,7 +311,9 @@ class Workforce:
         worker_id = f"worker-{self._launched:03}"
         self._launched += 1
         now_ns = self._fleet.now_ns
-        self._workers[worker_id] = _Worker(worker_id, role, now_ns, WorkerPhase.STARTING)
+        self._workers[worker_id] = _Worker(
+            worker_id, role, now_ns, WorkerPhase.STARTING, billed_ns=now_ns
+        )
         start_up_ns = round(self._planning.config.start_up_s * 1e9)
         self._fleet.alarm(now_ns + start_up_ns, partial(self._ready, worker_id))
 
@@ -303,16 +329,22 @@ class Workforce:
         self._fleet.add(worker_id, engine)
         self._routed.add(worker.virtual)
 
-    def _has_drained(self, worker: _Worker) -> bool:
-        return (
-            worker.phase is WorkerPhase.DRAINING
-            and not self._load.of(worker.worker_id).active_requests
-            and self._fleet.is_idle(worker.worker_id)
-        )
+    def _change_role(self, worker: _Worker, role: Role) -> None:
+        """A worker without requests gets its new role, with the cache that it has."""
+        assert worker.virtual is not None, "only a worker that was ready changes its role"
+        now_ns = self._fleet.now_ns
+        self.spans.append(Span(worker.role, worker.billed_ns, now_ns))
+        worker.role, worker.billed_ns, worker.becomes = role, now_ns, None
+        worker.virtual = VirtualWorker.make(worker.worker_id, worker.virtual.engine, role)
+        self._routed.add(worker.virtual)
+
+    def _is_idle(self, worker: _Worker) -> bool:
+        load = self._load.of(worker.worker_id)
+        return not load.active_requests and self._fleet.is_idle(worker.worker_id)
 
     def _exit(self, worker: _Worker, time_ns: int) -> None:
-        ended_ns = max(time_ns, worker.launched_ns)
-        self.spans.append(Span(worker.role, worker.launched_ns, ended_ns))
+        ended_ns = max(time_ns, worker.billed_ns)
+        self.spans.append(Span(worker.role, worker.billed_ns, ended_ns))
         del self._workers[worker.worker_id]
         if worker.virtual is not None:
             self._fleet.remove(worker.worker_id)

@@ -1,0 +1,87 @@
+"""A plan takes under 5 ms of CPU for 64 workers and under 20 ms for 1,000."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+from tests.support.planned_fleet import SIM, arrivals
+
+from commutator.contract.planner import (
+    Arrivals,
+    Observation,
+    PlannedWorker,
+    PlannerBounds,
+    SampleSums,
+    WorkerPhase,
+)
+from commutator.contract.worker import Role
+from commutator.planner.learned import bucket_of
+from commutator.planner.performance import Sample, sums_of
+from commutator.planner.pipeline import Planner
+from commutator_slo.growth import Growth, GrowthConfig
+from commutator_slo.policy import Slo, SloConfig
+
+
+def measured() -> Mapping[int, SampleSums]:
+    """In every bucket that traffic reaches."""
+    found: dict[int, SampleSums] = {}
+    for running in (1, 2, 4, 8, 16, 32, 64):
+        for prompt in (0, 30, 300, 3000):
+            seconds = 100 * (SIM.step_s + running * SIM.step_request_s) + prompt / 8.0
+            one = Sample(
+                seconds=seconds, steps=100, step_requests=100 * running, prompt_tokens=100 * prompt
+            )
+            found[bucket_of(one)] = sums_of(one).times(3)
+    return found
+
+
+@pytest.mark.parametrize(("workers", "limit_s"), [(64, 0.005), (1000, 0.020)])
+def test_a_tick_is_short(workers: int, limit_s: float) -> None:
+    bounds = PlannerBounds(both=(1, 2 * workers))
+    config = SloConfig(kind="slo", bounds=bounds)
+    forecaster = Growth(GrowthConfig(kind="growth"))
+    planner = Planner(config, {Role.BOTH: SIM}, Slo(config), forecaster)
+    state, took_s = planner.begin(), list[float]()
+    fleet = [
+        PlannedWorker(
+            worker_id=f"w-{number:04}",
+            role=Role.BOTH,
+            phase=WorkerPhase.READY if number % 8 else WorkerPhase.STARTING,
+            age_s=50.0,
+            active_requests=number % 9,
+            active_prefill_tokens=number % 9 * 300,
+            cached_blocks=number,
+        )
+        for number in range(workers)
+    ]
+    samples = measured()
+    for tick in range(60):
+        lengths = dict.fromkeys((64, 256, 724, 1024, 2048, 4096, 16384), workers)
+        arrived: Arrivals = arrivals(10 * workers + tick % 7, 1155, 5.0)
+        seen = Observation(
+            time_s=5.0 * tick,
+            window_s=5.0 if tick else 0.0,
+            arrivals={
+                Role.BOTH: Arrivals(
+                    requests=arrived.requests,
+                    prompt_tokens=arrived.prompt_tokens,
+                    context_tokens=arrived.context_tokens,
+                    prompt_lengths=lengths,
+                    gaps_squared_s2=arrived.gaps_squared_s2,
+                )
+            },
+            workers=fleet,
+            output_tokens=200.0,
+            attained_ttft=0.97,
+            attained_itl=0.99,
+            measured={Role.BOTH: samples},
+        )
+        began_s = time.thread_time()
+        state, _ = planner.plan(state, seen)
+        took_s.append(time.thread_time() - began_s)
+    assert sorted(took_s)[len(took_s) // 2] < limit_s, "the median"
+    # One plan a minute also makes a fit.
+    assert sorted(took_s)[-4] < 2 * limit_s
+    print(f"{workers} workers: median {sorted(took_s)[30] * 1e3:.2f} ms, {max(took_s) * 1e3:.2f}")
