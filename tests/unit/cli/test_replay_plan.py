@@ -185,10 +185,11 @@ def test_workers_change_their_role_with_the_load(tmp_path: Path) -> None:
         )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     planner = (
-        "{kind: slo, start_up_s: 200, hold_s: 30, targets: {ttft_s: 4.0, itl_s: 0.012}, "
-        "bounds: {prefill: [1, 6], decode: [1, 6]}, budget: {workers: 7}}"
+        "{kind: slo, start_up_s: 60, hold_s: 30, targets: {ttft_s: 3.0, itl_s: 0.0085}, "
+        "bounds: {prefill: [1, 2], decode: [1, 2]}, budget: {workers: 3}}"
     )
-    arguments = ("--plan", "--set", f"planner={planner}")
+    first = ("--set", "engines[0].replicas=1", "--set", "engines[1].replicas=2")
+    arguments = ("--plan", "--set", f"planner={planner}", *first)
     (one,) = planned(path, *arguments, file=EXAMPLES / "replay-disagg.yaml").values()
     assert one["requests"] == 480
     assert one["role_changes"] > 0
@@ -203,6 +204,7 @@ def test_a_picture_shows_demand_and_workers(trace: Path, tmp_path: Path) -> None
     text = picture.read_text()
     assert "workers" in text
     assert "requests/s" in text
+    assert "in time, %" in text
 
 
 @pytest.mark.parametrize(

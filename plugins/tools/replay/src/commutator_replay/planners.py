@@ -80,6 +80,8 @@ class Sample:
     need: int
     desired: int
     ready: int
+    attained: float | None
+    """The part that met the target that fewer met; None: nothing was answered."""
 
 
 @frozen
@@ -179,9 +181,17 @@ class PlannedReplays:
             )  # fmt: skip
         return self._planned(name, self._config(name), trace)
 
-    def ours(self, headroom: float, trace: Sequence[TraceRequest]) -> PlanReport:
-        """Replay under the file's own planner, whose forecasts count ``1 + headroom`` times."""
-        return self._planned(OURS, self._config(OURS), trace, 1 + headroom)
+    def ours(
+        self, headroom: float, trace: Sequence[TraceRequest], attainment: float | None = None
+    ) -> PlanReport:
+        """Replay under the file's own planner, whose forecasts count ``1 + headroom`` times.
+
+        ``attainment``: what is asked, instead of what the file says.
+        """
+        config = self._config(OURS)
+        if attainment is not None:
+            config = evolve(config, targets=evolve(config.targets, attainment=attainment))
+        return self._planned(OURS, config, trace, 1 + headroom)
 
     def _planned(
         self, name: str, config: PlannerConfig, trace: Sequence[TraceRequest], factor: float = 1.0
@@ -483,4 +493,5 @@ def _sample(tick: Tick, began_s: float) -> Sample:
         need=sum(one.desired if one.proposed is None else one.proposed for one in roles),
         desired=sum(one.desired for one in roles),
         ready=sum(one.ready for one in roles),
+        attained=tick.attained,
     )

@@ -29,6 +29,9 @@ mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "replay"})
 _CHOSEN, _OTHER, _SECOND = "#2f6f9f", "#b9c4cc", "#e39b3a"
 
 
+_ATTAINED = "#5a9e6f"
+
+
 _LINES = (_OTHER, _SECOND, _CHOSEN, "#5a9e6f", "#a05a9e")
 
 
@@ -84,7 +87,7 @@ def draw_sweep(sweep: Mapping[float, Sequence[Report]], path: Path) -> None:
 
 
 def draw_plans(reports: Sequence[PlanReport], path: Path) -> None:
-    """Write demand over time, and the workers of each planner beside what they need."""
+    """Write demand over time; of each planner its workers, their need, and what was attained."""
     figure, axes = plt.subplots(
         len(reports) + 1,
         1,
@@ -110,14 +113,36 @@ def draw_plans(reports: Sequence[PlanReport], path: Path) -> None:
             loc="left",
             fontsize="medium",
         )
+        one.plot([], [], color=_ATTAINED, label="in time")
         one.legend(frameon=False)
+        right = one.twinx()
+        attained = _by_minute([(sample.time_s, sample.attained) for sample in report.samples])
+        right.plot(
+            [minute for minute, _ in attained],
+            [part * 100 for _, part in attained],
+            color=_ATTAINED,
+            linewidth=0.8,
+        )
+        right.set_ylim(0, 105)
+        right.set_ylabel("in time, %")
     axes[-1][0].set_xlabel("minutes")
     _save(figure, path)
 
 
+def _by_minute(seen: Sequence[tuple[float, float | None]]) -> list[tuple[int, float]]:
+    """The mean of each minute in which anything was answered."""
+    minutes: dict[int, list[float]] = {}
+    for time_s, part in seen:
+        if part is not None:
+            minutes.setdefault(int(time_s // 60), []).append(part)
+    return [(minute, sum(parts) / len(parts)) for minute, parts in minutes.items()]
+
+
 def _save(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines["top"].set_visible(False)
+        # A second scale of a plot has its own axis on the right.
+        axes.spines["right"].set_visible(axes.yaxis.get_label_position() == "right")
     date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
     undated = None if date is None else {date: None}
     figure.savefig(path, metadata=undated)

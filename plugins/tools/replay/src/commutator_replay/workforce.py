@@ -98,6 +98,8 @@ class Tick:
     plan: Plan
     offered: float
     """Requests a second that arrived since the plan before."""
+    attained: float | None = None
+    """The part of what was answered since then that met the targets; None: nothing was."""
 
 
 @define
@@ -239,7 +241,9 @@ class Workforce:
         seen = self._observation(now_ns)
         self._state, plan = self._planning.planner.plan(self._state, seen)
         requests = sum(counted.requests for counted in self._counted.values())
-        self.ticks.append(Tick(plan, requests / seen.window_s if seen.window_s else 0.0))
+        offered = requests / seen.window_s if seen.window_s else 0.0
+        known = [one for one in (seen.attained_ttft, seen.attained_itl) if one is not None]
+        self.ticks.append(Tick(plan, offered, min(known, default=None)))
         self._observed_ns = now_ns
         self._counted = {}
         self._answers = self._answer_tokens = self._in_time = 0
