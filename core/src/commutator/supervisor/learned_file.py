@@ -74,7 +74,8 @@ def speed_keys(config: Config, machine: str) -> Mapping[Role, str]:
     keys: dict[Role, str] = {}
     for engine in config.engines:
         options = asdict(engine, filter=lambda field, _: field.name not in _OF_A_FLEET)
-        told: list[Any] = [machine, sources.get(engine.model), engine.kind, sorted(options.items())]
+        source = sources.get(engine.model) if engine.model else sorted(sources.values())
+        told: list[Any] = [machine, source, engine.kind, sorted(options.items())]
         keys.setdefault(Role(engine.role), hashlib.sha256(repr(told).encode()).hexdigest())
     return keys
 
