@@ -139,7 +139,10 @@ def table(cls: Any, base: Any = None, *, hides_kind: bool = True) -> str:
         return "Without options of its own.\n"
     for field in fields:
         doc = field.metadata["doc"].replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {default(field)} | {doc} ({describe(field.type)}) |")
+        what = describe(field.type)
+        if (tunable := field.metadata.get("tunable")) is not None:
+            what += f"; tunable from {tunable.minimum:,} to {tunable.maximum:,}"
+        lines.append(f"| `{field.name}` | {default(field)} | {doc} ({what}) |")
     return "\n".join(lines) + "\n"
 
 

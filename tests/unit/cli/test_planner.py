@@ -55,8 +55,10 @@ def test_status(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["/admin/planner"]
     assert text.splitlines() == [
         "slo advises only, every 5 s; 7 plans",
-        "both: 3 wanted, 2 ready, 0 starting, 0 draining; need 3 (work 1.9); "
-        "speed of 120 samples, residual 3.1%",
+        (
+            "both: 3 wanted, 2 ready, 0 starting, 0 draining; need 3 (work 1.9); "
+            "speed of 120 samples, residual 3.1%"
+        ),
         "warning: a target cannot be reached",
     ]
 
@@ -71,8 +73,10 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
         "  1 requests wait for a worker, the oldest for 2.0 s",
         "  90.0% within ttft_s",
         "  a worker became ready after 12.5 s",
-        "  both: 3 wanted, 2 ready, 0 starting, 0 draining; need 3 (work 1.9); "
-        "speed of 120 samples, residual 3.1%",
+        (
+            "  both: 3 wanted, 2 ready, 0 starting, 0 draining; need 3 (work 1.9); "
+            "speed of 120 samples, residual 3.1%"
+        ),
         "  action: launch both: w-2 starts",
         "  warning: a target cannot be reached",
     ]

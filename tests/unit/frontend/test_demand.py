@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from attrs import define
+from attrs import define, evolve
 
 from commutator.contract.planner import PlannerTargets, length_bucket
 from commutator.contract.request import FinishReason, RequestOutcome, RequestSummary
@@ -13,6 +13,7 @@ from commutator.contract.worker import Role
 from commutator.errors import RoutingError
 from commutator.frontend.demand import DemandCounter
 from commutator.planner.reports import DoorReport
+from commutator.planner.tuning import ArmCounts, Trial
 
 
 @define
@@ -123,3 +124,34 @@ def test_ended_requests_tell_how_fast_their_worker_is() -> None:
     first, others = sorted(buckets.values(), key=lambda sums: -sums.terms[3])
     assert first.terms == (0.0, 0.0, 200.0, 2.0), "100 tokens, one first token in half a second"
     assert others.terms == (10.0, 10.0, 0.0, 0.0), "20 steps with one request in two seconds"
+
+
+def test_requests_of_a_trial_count_by_the_value_that_they_had() -> None:
+    door = Door()
+    before = door.arrives()
+    trial = Trial(number=7, option="a", before=1.0, value=2.0, share=1.0)
+    door.counter.use_trial(trial)
+    door.ends(before, 10, 0.3)
+    assert door.report().trial == 7
+    assert door.report().arms == (ArmCounts(), ArmCounts()), "it began before the trial"
+    good, gone, broken = door.arrives(), door.arrives(), door.arrives()
+    door.counter.request_first_token(good, "w", 0.25)
+    door.ends(good, 11, 0.75)
+    door.counter.request_failed(gone, asyncio.CancelledError(), "w")
+    door.counter.request_failed(broken, RoutingError("no worker"), None)
+    arms = door.report().arms
+    assert arms[0] == ArmCounts()
+    assert (arms[1].ended, arms[1].missed, arms[1].failed) == (2, 1, 1), "not whose client left"
+    assert arms[1].delay == pytest.approx((0.5 + 1.0) / 2 + 4.0)
+    door.counter.use_trial(trial)
+    assert door.report().arms == arms, "told again"
+    late = door.arrives()
+    door.counter.use_trial(evolve(trial, number=8, share=0.0))
+    door.ends(late, 10, 0.3)
+    assert door.report().arms == (ArmCounts(), ArmCounts()), "it began in another stage"
+    door.ends(door.arrives(), 10, 0.3)
+    assert door.report().arms[0].ended == 1
+    door.counter.use_trial(None)
+    assert (door.report().trial, door.report().arms) == (0, (ArmCounts(), ArmCounts()))
+    door.ends(door.arrives(), 10, 0.3)
+    assert door.report().arms[0].ended == 1, "to be compared with a later trial"

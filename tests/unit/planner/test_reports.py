@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from commutator.contract.planner import SampleSums, length_bucket
 from commutator.contract.worker import Role
 from commutator.planner.reports import DoorReport, DoorReports, RoleCounts
+from commutator.planner.tuning import ArmCounts
 
 
 def counts(*prompts: int, gaps_squared_s2: float = 0.0) -> RoleCounts:
@@ -162,3 +163,26 @@ def test_what_front_doors_measured_is_added_up_and_counts_once() -> None:
     assert doors.observe(2.5).measured == {
         Role.BOTH: {5: SampleSums(count=1.0, terms=(1.0, 0.0, 0.0, 0.0), products=(1.0,) * 10)}
     }
+
+
+def of_trial(door: str, number: int, trial: int, before: int, tried: int) -> DoorReport:
+    counts = ArmCounts(ended=before), ArmCounts(ended=tried, missed=1)
+    return report(door, number, trial=trial, arms=counts)
+
+
+def test_the_requests_of_a_trial_at_all_front_doors_count_once() -> None:
+    known = reports()
+    known.take(of_trial("a", 1, 3, 10, 1), 0.0)
+    known.take(of_trial("b", 1, 0, 0, 0), 0.0)
+    known.observe(0.0)
+    known.take(of_trial("a", 2, 3, 18, 2), 1.0)
+    known.take(of_trial("b", 2, 3, 5, 1), 1.0)
+    before, tried = known.observe(1.0).arms[3]
+    assert (before.ended, tried.ended, tried.missed) == (13, 2, 1)
+    known.take(of_trial("a", 3, 4, 2, 7), 2.0)
+    known.take(of_trial("b", 3, 3, 6, 1), 2.0)
+    arms = known.observe(2.0).arms
+    assert (arms[4][1].ended, arms[3][0].ended) == (7, 1), "a stage is known by its number"
+    assert known.observe(2.0).arms[4] == (ArmCounts(), ArmCounts())
+    sent = of_trial("a", 4, 4, 3, 7)
+    assert DoorReport.unpack(sent.pack()) == sent

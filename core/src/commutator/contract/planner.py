@@ -45,6 +45,7 @@ __all__ = [
     "RolePlan",
     "SampleSums",
     "Situation",
+    "TuningConfig",
     "WorkerPhase",
     "length_bucket",
 ]
@@ -167,6 +168,55 @@ class PerformanceConfig:
 
 
 @frozen(kw_only=True)
+class TuningConfig:
+    """How options of routing and disaggregation policies are tuned while requests are served.
+
+    Only options that their plugin declares as tunable are, within the declared range.
+    """
+
+    mode: Literal["off", "advise", "act"] = setting(
+        "off; advise: only tell which value a replay finds better; act: try it on requests, and "
+        "use it if it proves better.",
+        "off",
+    )
+    state_file: str | None = setting(
+        "Where tuned values are kept, for the next start. Without it the values of the "
+        "configuration come back with a restart.",
+        None,
+    )
+    window_s: PositiveSeconds = setting(
+        "Values are tried in replays of the requests of this many seconds.", 3600.0
+    )
+    max_requests: PositiveInt = setting(
+        "Of these requests, at most this many, the latest: a search replays them some ten times "
+        "for each tunable option.",
+        5_000,
+    )
+    min_gain: Annotated[float, Bounds(minimum=0, maximum=1)] = setting(
+        "A value is tried on requests if replayed ones are delayed less by more than this part.",
+        0.05,
+    )
+    share: Annotated[float, Bounds(above=0, maximum=0.5)] = setting(
+        "The part of the requests that a value is tried on.", 0.1
+    )
+    min_requests: PositiveInt = setting(
+        "A trial ends no sooner than after this many requests with each of the two values.", 200
+    )
+    canary_s: PositiveSeconds = setting(
+        "A trial takes at least this many seconds, and is given up after six times as many.", 300.0
+    )
+    pause_s: PositiveSeconds = setting(
+        "Seconds from the end of a trial, or of a search that found nothing, to the next search.",
+        1800.0,
+    )
+    search_timeout_s: PositiveSeconds = setting(
+        "A search that takes longer is ended without a result. It runs as a process of lowest "
+        "priority.",
+        600.0,
+    )
+
+
+@frozen(kw_only=True)
 class PlannerConfig:
     """Options of every planner; each planner plugin adds its own."""
 
@@ -226,6 +276,11 @@ class PlannerConfig:
     )
     constraints: tuple[ConstraintConfig, ...] = setting(
         "Further floors and ceilings, applied in this order, before bounds and budget.", ()
+    )
+    tuning: TuningConfig = setting(
+        "Tries other values of tunable options on some requests; off by default. Needs "
+        "`recording`, and commutator-replay installed.",
+        factory=TuningConfig,
     )
 
 

@@ -349,7 +349,9 @@ class Filter(RouteStage, ABC):
 class Scorer(RouteStage, ABC):
     """A stage that rates each candidate from 0 to 1; higher is better."""
 
-    weight: Annotated[float, Bounds(minimum=0)] = setting("Factor of this scorer.", 1.0)
+    weight: Annotated[float, Bounds(minimum=0)] = setting(
+        "Factor of this scorer.", 1.0, tunable=(0.1, 10)
+    )
 
     @abstractmethod
     def score(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import attrs
 from attrs import NOTHING, frozen
@@ -27,6 +27,7 @@ __all__ = [
     "Secret",
     "SettingNote",
     "Size",
+    "Tunable",
     "setting",
 ]
 
@@ -60,6 +61,29 @@ class Bounds:
         if self.minimum is not None:
             return f" of at least {low}"
         return f" of at most {high}" if high else ""
+
+
+@frozen(kw_only=True)
+class Tunable:
+    """The range of an option of which `planner.tuning` may try other values."""
+
+    minimum: float
+    """The smallest value that is tried; above 0 on the scale log."""
+    maximum: float
+    """The largest value that is tried."""
+    scale: Literal["log", "linear"] = "log"
+    """Whether values are tried at equal ratios or at equal distances."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.minimum < self.maximum or (self.scale == "log" and self.minimum <= 0):
+            raise ValueError(
+                f"expected minimum < maximum, and above 0 on the scale log; got {self.minimum:g} "
+                f"and {self.maximum:g}, scale {self.scale}"
+            )
+
+    def allows(self, value: float) -> bool:
+        """Whether ``value`` is within the range."""
+        return self.minimum <= value <= self.maximum
 
 
 def _number(value: float | None) -> str:
@@ -119,19 +143,28 @@ def setting(
     validator: Validator | None = None,
     secret: bool = False,
     of_host: bool = False,
+    tunable: tuple[float, float] | None = None,
+    tunable_scale: Literal["log", "linear"] = "log",
 ) -> Any:
     """An attrs field with a description, shown in the JSON Schema and in the reference.
 
     Without ``default`` and ``factory`` the field is required. ``secret`` keeps it out of reprs.
     ``of_host``: hosts of one cluster have different values, which make no other generation.
+    ``tunable``: `planner.tuning` may try other values, from the first to the second number, at
+    equal ratios, or with ``tunable_scale="linear"`` at equal distances. It tunes options of routing
+    and disaggregation policies and of stages, and nothing that is not declared. Declare none that
+    protects, such as the cap of a queue, a time-out or a budget.
     ``validator`` raises ValueError, which is reported with the field's path; its message may begin
     with the field's name and a colon.
     """
+    declared = None
+    if tunable is not None:
+        declared = Tunable(minimum=tunable[0], maximum=tunable[1], scale=tunable_scale)
     return attrs.field(
         default=attrs.Factory(factory) if factory is not None else default,
         validator=None if validator is None else _located(validator),
         repr=not secret,
-        metadata={"doc": doc, "of_host": of_host},
+        metadata={"doc": doc, "of_host": of_host, "tunable": declared},
     )
 
 

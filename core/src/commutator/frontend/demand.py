@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from attrs import define, field
 
 from commutator.backoff import Backoff
@@ -24,6 +25,7 @@ from commutator.frames import FrameProtocol, kind_of
 from commutator.planner.learned import StepMeter
 from commutator.planner.performance import Sample
 from commutator.planner.reports import DoorReport, RoleCounts
+from commutator.planner.tuning import ArmCounts, Trial, counted, trial_outcome
 from commutator.registry.claims import PLANNER
 from commutator.registry.client import connect
 from commutator.routing.dispatcher import Dispatcher
@@ -37,6 +39,16 @@ _REPORT_EVERY_S = 1.0
 _ANSWER_S = 5.0
 _MAX_UNSENT_BYTES = 1 << 20
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
+_NO_ARMS = (ArmCounts(), ArmCounts())
+
+
+class _Tuned(msgspec.Struct):
+    """What the planner tells of tuning."""
+
+    values: dict[str, float] = msgspec.field(default_factory=dict)
+    """Of options, where they are not those of the configuration."""
+    trial: Trial | None = None
+    """A value that some requests get instead."""
 
 
 @define
@@ -97,8 +109,28 @@ class DemandCounter(Observer):
         self._answers = self._answer_tokens = self._answers_in_time = 0
         self._first_tokens = self._first_tokens_in_time = 0
         self._meters = {role: StepMeter(others) for role in {serving, Role.PREFILL}}
+        self._trial: Trial | None = None
+        self._arms = _NO_ARMS
+        self._tried: dict[int, tuple[RequestSummary, bool]] = {}
+        """The requests since the trial began or ended, and whether each has the tried value."""
+
+    def use_trial(self, trial: Trial | None) -> None:
+        """Count for ``trial`` the requests that come from now on."""
+        if trial != self._trial:
+            self._trial, self._arms = trial, _NO_ARMS
+            self._tried.clear()
+
+    def _count_for_trial(
+        self, request: RequestSummary, ttft_s: float | None, itl_s: float = 0.0
+    ) -> None:
+        found = self._tried.pop(id(request), None)
+        if found is not None:
+            outcome = trial_outcome(self._targets, ttft_s, itl_s)
+            self._arms = counted(self._arms, found[1], outcome)
 
     def request_received(self, request: RequestSummary) -> None:
+        takes = self._trial is not None and self._trial.takes(request)
+        self._tried[id(request)] = request, takes
         now_s = self._clock()
         self._waiting[id(request)] = _Waiting(request, now_s)
         self._roles[self._serving].came(now_s)
@@ -157,8 +189,9 @@ class DemandCounter(Observer):
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         _, ttft_s = self._ttft_s.pop(id(request), (None, 0.0))
+        itl_s = (outcome.duration_s - ttft_s) / max(1, outcome.generated_tokens - 1)
+        self._count_for_trial(request, ttft_s, itl_s)
         if outcome.generated_tokens:
-            itl_s = (outcome.duration_s - ttft_s) / max(1, outcome.generated_tokens - 1)
             self._answers += 1
             self._answer_tokens += outcome.generated_tokens
             self._answers_in_time += itl_s <= self._targets.itl_s
@@ -169,6 +202,9 @@ class DemandCounter(Observer):
     def request_failed(
         self, request: RequestSummary, error: BaseException, worker_id: str | None
     ) -> None:
+        if isinstance(error, asyncio.CancelledError):  # its client went away
+            self._tried.pop(id(request), None)
+        self._count_for_trial(request, None)
         self._ttft_s.pop(id(request), None)
         self._meters[self._serving].lost(id(request), self._clock())
         waited = self._waiting.pop(id(request), None)
@@ -204,6 +240,8 @@ class DemandCounter(Observer):
             waiting_requests=len(waiting),
             oldest_wait_s=now_s - min(one.since_s for one in waiting) if waiting else None,
             measured={role: dict(one.sums) for role, one in self._meters.items() if one.sums},
+            trial=0 if self._trial is None else self._trial.number,
+            arms=self._arms,
             **seen,
         )
 
@@ -231,6 +269,7 @@ class PlannerLink:
         self._report_number = 0
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._tuned = _Tuned()
 
     def on_claim(self, name: str, address: str) -> None:
         """Someone holds a name in the registry."""
@@ -261,6 +300,7 @@ class PlannerLink:
                     self._connection.close()
                     self._connection = None
                     self.status = None
+                    self._tune(_Tuned(self._tuned.values))  # nobody would end a trial
                     self._fail_questions()
             backoff, wait_s = backoff.after_failure(0.0)
             await asyncio.sleep(wait_s)
@@ -316,11 +356,28 @@ class PlannerLink:
         match frame:
             case ["planner", "status", dict() as status]:
                 self.status = status
+                try:
+                    self._tune(msgspec.convert(status.get("tuning") or {}, _Tuned))
+                except msgspec.ValidationError as error:
+                    log.warning("the planner sent values that are none: %s", error)
             case ["planner", "answer", int(number), value]:
                 if (question := self._questions.get(number)) and not question.done():
                     question.set_result(value)
             case _:
                 log.warning("the planner sent an unknown frame %s", kind_of(frame))
+
+    def _tune(self, tuned: _Tuned) -> None:
+        """Use the values of the planner, and the trial; those that cannot be used are not."""
+        if tuned == self._tuned:
+            return
+        self._tuned = tuned
+        try:
+            self._dispatcher.tune(tuned.values, tuned.trial)
+        except Exception:  # a policy that is made with a value may raise anything
+            log.exception("values of tuned options cannot be used; all requests stay as they are")
+            self._counter.use_trial(None)
+        else:
+            self._counter.use_trial(tuned.trial)
 
     def _fail_questions(self) -> None:
         for question in self._questions.values():

@@ -393,6 +393,7 @@ def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         "commutator_planner_actions", "What was done to workers.", labels=("kind",)
     )
     warnings = GaugeMetricFamily("commutator_planner_warnings", "Warnings of the last plan.")
+    statuses = list(statuses)
     for status in statuses:
         last = status["last"]
         if last is None:
@@ -413,4 +414,39 @@ def planner_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
         for kind, number in status["actions"].items():
             actions.add_metric((kind,), number)
         warnings.add_metric((), len(last["warnings"]))
-    return [*by_role.values(), attained, waits, acts, tick, plans, actions, warnings]
+    families = [*by_role.values(), attained, waits, acts, tick, plans, actions, warnings]
+    return [*families, *_tuning_metrics(filter(None, (one.get("tuning") for one in statuses)))]
+
+
+def _tuning_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+    """See ``LiveTuning.status``."""
+    values = GaugeMetricFamily(
+        "commutator_planner_tuning_value",
+        "The value of each tunable option, for requests in no trial.",
+        labels=("option",),
+    )
+    share = GaugeMetricFamily(
+        "commutator_planner_tuning_share_ratio",
+        "The part of the requests that get the tried value; 0 while none is tried.",
+    )
+    requests = GaugeMetricFamily(
+        "commutator_planner_tuning_requests",
+        "Requests of the present trial that ended, with the value before and the tried one.",
+        labels=("value", "outcome"),
+    )
+    steps = CounterMetricFamily(
+        "commutator_planner_tuning_steps",
+        "What tuning did: searched, advised, tried, promoted, settled, rolled_back.",
+        labels=("kind",),
+    )
+    for status in statuses:
+        for option, value in status["options"].items():
+            values.add_metric((option,), value)
+        trial = status["trial"]
+        share.add_metric((), 0.0 if trial is None else trial["share"])
+        for name, counted in zip(("before", "tried"), status["arms"] or (), strict=False):
+            for outcome in ("ended", "missed", "failed"):
+                requests.add_metric((name, outcome), counted[outcome])
+        for kind, number in status["steps"].items():
+            steps.add_metric((kind,), number)
+    return [values, share, requests, steps]

@@ -24,6 +24,7 @@ from commutator.contract.planner import (
     RolePlan,
     SampleSums,
     Situation,
+    TuningConfig,
     WorkerPhase,
     length_bucket,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "RolePlan",
     "SampleSums",
     "Situation",
+    "TuningConfig",
     "WorkerPhase",
     "length_bucket",
 ]

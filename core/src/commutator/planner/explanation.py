@@ -54,6 +54,7 @@ def explained(
             for action, outcome in zip(plan.actions, outcomes, strict=True)
         ],
         "warnings": list(plan.warnings),
+        "tuning": None,
     }
 
 

@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from commutator.contract.planner import Arrivals, SampleSums
 from commutator.contract.worker import Role
+from commutator.planner.tuning import ArmCounts
 
 __all__ = ["DoorReport", "DoorReports", "Reported", "RoleCounts"]
 
@@ -77,6 +78,11 @@ class DoorReport:
     """KV blocks that each worker caches, as far as this front door knows."""
     measured: Mapping[Role, Mapping[int, SampleSums]] = field(factory=dict)
     """What ended requests tell of how fast workers are, by kind of stretch."""
+    trial: int = 0
+    """The number of the trial that this front door takes part in; 0: none."""
+    arms: tuple[ArmCounts, ArmCounts] = (ArmCounts(), ArmCounts())
+    """Its requests that began and ended in this trial, by the value before and the tried one; or
+    since the last trial, all by the value before."""
 
     def pack(self) -> Any:
         """For a frame."""
@@ -112,6 +118,8 @@ class Reported:
     loads: Mapping[str, tuple[int, int]] = field(factory=dict)
     cached_blocks: Mapping[str, int] = field(factory=dict)
     measured: Mapping[Role, Mapping[int, SampleSums]] = field(factory=dict)
+    arms: Mapping[int, tuple[ArmCounts, ArmCounts]] = field(factory=dict)
+    """Requests that ended in each trial, by the value before and the tried one."""
 
 
 class DoorReports:
@@ -202,8 +210,12 @@ class DoorReports:
         )
         arrived: dict[Role, list[RoleCounts]] = {}
         measured = _measured(doors)
+        arms: dict[int, tuple[ArmCounts, ArmCounts]] = {}
         nothing = RoleCounts()
         for one in doors:
+            so_far = arms.get(one.newest.trial, (ArmCounts(), ArmCounts()))
+            ended = _arms_since(one.newest, one.counted)
+            arms[one.newest.trial] = so_far[0] + ended[0], so_far[1] + ended[1]
             for role, counts in one.newest.arrived.items():
                 new = counts.since(one.counted.arrived.get(role, nothing))
                 arrived.setdefault(role, []).append(new)
@@ -215,6 +227,7 @@ class DoorReports:
             attained_ttft=ttft / firsts if firsts else None,
             attained_itl=itl / answers if answers else None,
             measured=measured,
+            arms=arms,
         )
 
 
@@ -236,6 +249,13 @@ def _since(sums: SampleSums, before: SampleSums | None) -> SampleSums | None:
     if before is None:
         return sums
     return None if sums.count <= before.count else sums + before.times(-1)
+
+
+def _arms_since(newest: DoorReport, counted: DoorReport) -> tuple[ArmCounts, ArmCounts]:
+    """The requests of a trial that ended since; all of them if it is a new one."""
+    if newest.trial != counted.trial:
+        return newest.arms
+    return newest.arms[0] - counted.arms[0], newest.arms[1] - counted.arms[1]
 
 
 def _merged(counts: Sequence[RoleCounts]) -> Arrivals:

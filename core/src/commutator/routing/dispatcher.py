@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from commutator.config.model import Config
@@ -19,6 +20,7 @@ from commutator.contract.request import (
 )
 from commutator.contract.worker import EngineLoad
 from commutator.errors import RoutingError
+from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
     IncompatiblePair,
@@ -29,7 +31,7 @@ from commutator.routing.dispatch import Dispatch, DispatchLimits
 from commutator.routing.forward import Forward
 from commutator.routing.load import InFlightLoad
 from commutator.routing.membership import Membership
-from commutator.routing.model import model_routing
+from commutator.routing.model import model_routing, tune
 from commutator.routing.placement import Placement, Usable
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerEvents
@@ -100,7 +102,19 @@ class Dispatcher:
         shared = (config, host, self._workers, self.load, compatibility, rng, on_waiting, self._bus)
         self._models = {model.name: model_routing(model.name, *shared) for model in config.models}
         self.membership = Membership(engines, self._models, self._workers, compatibility, host)
-        self._migration = config.migration
+        self._config = config
+
+    def tune(self, values: Mapping[str, float], trial: Trial | None) -> None:
+        """Route by other values of tunable options, and by that of ``trial`` the requests it takes.
+
+        See ``commutator.routing.model.tune``, also for the errors.
+        """
+        tune(
+            chain.from_iterable(model.tuned for model in self._models.values()),
+            self._config,
+            values,
+            trial,
+        )
 
     def prefill_queues(self) -> dict[str, QueueState]:
         """Requests that wait for a prefill worker, by model. Empty without `disaggregation`."""
@@ -253,9 +267,9 @@ class Dispatcher:
         """
         summary = _summary(model, request, caller)
         placement = await self._place(summary, request, sequence_hashes, may_wait=may_wait)
-        most = self._migration.limit
+        most = self._config.migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
-        limits = DispatchLimits(limit, self._migration.wait_s, deadline_s)
+        limits = DispatchLimits(limit, self._config.migration.wait_s, deadline_s)
         dispatch = Dispatch(summary, request, placement, self._models[model], limits)
         if self._on_placed is not None:
             self._on_placed(summary, placement, dispatch.separate)

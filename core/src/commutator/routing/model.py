@@ -3,27 +3,94 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from attrs import frozen
 
 from commutator.config.model import Config
+from commutator.config.tunable import with_values
+from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
 from commutator.contract.event_bus import EventBus
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig, RouterConfig
 from commutator.fairness.guarded import Guarded
+from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad
 from commutator.routing.placement import Placer
 from commutator.routing.prefix_index.indexer import KvIndexer
-from commutator.routing.router import ModelRouter
+from commutator.routing.router import Arms, ModelRouter
 from commutator.routing.workers import LiveWorkers
 
 __all__ = [
     "ModelRouting",
+    "TunedPolicy",
     "model_routing",
+    "tune",
+    "tuned_policies",
 ]
+
+
+PolicyT = TypeVar("PolicyT")
+
+
+class TunedPolicy(Generic[PolicyT]):
+    """Makes the policies of one section, and keeps those, with their state, that stay in use."""
+
+    def __init__(
+        self,
+        arms: Arms[PolicyT],
+        make: Callable[[Any], PolicyT],
+        section: Callable[[Config], Any],
+        config: Config,
+    ) -> None:
+        """``section`` finds its options in a configuration; ``arms`` has those of ``config``."""
+        self._arms = arms
+        self._make = make
+        self._section = section
+        self._made: list[tuple[Any, PolicyT]] = [(section(config), arms.policy)]
+
+    def prepare(self, config: Config, other: Config, trial: Trial | None) -> Callable[[], None]:
+        """What is to be called to use other options; those of ``other`` where ``trial`` says so.
+
+        Raises what a policy raises that is made.
+        """
+        options, others = self._section(config), self._section(other)
+        policy, other = self._of(options), None
+        made = [(options, policy)]
+        if others != options:
+            other = self._of(others)
+            made.append((others, other))
+
+        def use() -> None:
+            self._made = made
+            self._arms.use(policy, other, trial)
+
+        return use
+
+    def _of(self, options: Any) -> PolicyT:
+        made = (policy for known, policy in self._made if known == options)
+        return next(made, None) or self._make(options)
+
+
+def tune(
+    policies: Iterable[TunedPolicy[Any]],
+    config: Config,
+    values: Mapping[str, float],
+    trial: Trial | None,
+) -> None:
+    """Have ``policies`` use these values of the tunable options of ``config``, and the trial's.
+
+    Raises ValueError for what may not be set, see ``with_values``, or what a policy raises that is
+    made with a value; then nothing has changed.
+    """
+    config = with_values(config, values)
+    other = config if trial is None else with_values(config, {trial.option: trial.value})
+    prepared = [one.prepare(config, other, trial) for one in policies]
+    for use in prepared:
+        use()
 
 
 @frozen(eq=False)
@@ -37,6 +104,17 @@ class ModelRouting:
     workers: LiveWorkers
     load: InFlightLoad
     host: PluginHost
+    tuned: Sequence[TunedPolicy[Any]]
+
+    def prepare(
+        self, config: Config, other: Config, trial: Trial | None
+    ) -> list[Callable[[], None]]:
+        """What is to be called to route by other options, all or none.
+
+        The requests that ``trial`` takes are routed by those of ``other``. Raises what a policy
+        raises that is made.
+        """
+        return [one.prepare(config, other, trial) for one in self.tuned]
 
     @property
     def indexer(self) -> KvIndexer | None:
@@ -56,9 +134,9 @@ class ModelRouting:
 
     def forget(self, worker_id: str) -> None:
         """Make the routing policies drop what they know about a worker."""
-        self.router.policy.forget(worker_id)
+        self.router.forget(worker_id)
         if self.prefill is not None:
-            self.prefill.router.policy.forget(worker_id)
+            self.prefill.router.forget(worker_id)
 
 
 def model_routing(
@@ -103,7 +181,36 @@ def model_routing(
         policy = host.disaggs.kinds[disagg.kind].thing(disagg)
         prefill = make_placer(disagg.router, placer.router.indexer, prefill=True)
         pool = PrefillPool(disagg, policy, prefill, compatibility, host)
-    return ModelRouting(placer.router, placer, pool, workers, load, host)
+    tuned = tuned_policies(
+        config, host, placer.router, *(() if pool is None else (pool.arms, pool.router))
+    )
+    return ModelRouting(placer.router, placer, pool, workers, load, host, tuned)
+
+
+def tuned_policies(
+    config: Config,
+    host: PluginHost,
+    router: ModelRouter,
+    disagg: Arms[DisaggPolicy] | None = None,
+    prefill: ModelRouter | None = None,
+) -> list[TunedPolicy[Any]]:
+    """The policies of one model whose options may be tuned, made of ``config``."""
+    make = host.routers.kinds[config.router.kind].thing
+    tuned = [TunedPolicy[Any](router.arms, make, lambda one: one.router, config)]
+    if disagg is not None and prefill is not None:
+        section = _disaggregation(config)
+        make_disagg = host.disaggs.kinds[section.kind].thing
+        make = host.routers.kinds[section.router.kind].thing
+        tuned += [
+            TunedPolicy(disagg, make_disagg, _disaggregation, config),
+            TunedPolicy(prefill.arms, make, lambda one: _disaggregation(one).router, config),
+        ]
+    return tuned
+
+
+def _disaggregation(config: Config) -> DisaggregationConfig:
+    assert config.disaggregation is not None
+    return config.disaggregation
 
 
 _DEFAULT_FAIRNESS = "weighted"

@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from attrs import asdict, define, field
 
@@ -24,6 +24,7 @@ from commutator.contract.routing import (
     ranks_of,
 )
 from commutator.errors import RoutingError
+from commutator.planner.tuning import Trial
 from commutator.routing.load import InFlightLoad, threshold_hit
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.prefix_index.prefix_map import NOTHING_HELD
@@ -32,6 +33,7 @@ from commutator.routing.workers import LiveWorker
 
 __all__ = [
     "FALLBACK",
+    "Arms",
     "ModelRouter",
     "PolicyRunner",
     "Route",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+PolicyT = TypeVar("PolicyT")
 
 FALLBACK = "fallback"
 """The policy's name in a decision made because the policy failed."""
@@ -139,6 +143,32 @@ class Route:
         }
 
 
+class Arms(Generic[PolicyT]):
+    """A policy, and during a trial a second one with another value of one option."""
+
+    def __init__(self, policy: PolicyT) -> None:
+        self.policy = policy
+        """The policy of requests in no trial."""
+        self._other: PolicyT | None = None
+        self._trial: Trial | None = None
+
+    def of(self, request: RequestSummary) -> PolicyT:
+        """The policy that decides about a request."""
+        if self._trial is None or self._other is None or not self._trial.takes(request):
+            return self.policy
+        return self._other
+
+    def __iter__(self) -> Iterator[PolicyT]:
+        """Each policy."""
+        yield self.policy
+        if self._other is not None:
+            yield self._other
+
+    def use(self, policy: PolicyT, other: PolicyT | None, trial: Trial | None) -> None:
+        """From now on ``other`` decides about the requests that ``trial`` takes."""
+        self.policy, self._other, self._trial = policy, other, trial
+
+
 class ModelRouter:
     """Asks one model's policy, with candidates made from workers, loads and overlaps."""
 
@@ -159,7 +189,7 @@ class ModelRouter:
         workers are given to the policy as a list, and more as a pool with an index; both lead to
         the same decisions.
         """
-        self.policy = policy
+        self.arms = Arms(policy)
         self.indexer = indexer
         self._load = load
         self._rng = rng
@@ -170,6 +200,11 @@ class ModelRouter:
         self._scanned = scanned
         self._tables: dict[bool, RankTable] = {}
         """The index of all workers, and the one that knows which of them are busy."""
+
+    def forget(self, worker_id: str) -> None:
+        """A worker left routing."""
+        for policy in self.arms:
+            policy.forget(worker_id)
 
     def hashes(self, request: GenerateRequest) -> Sequence[int]:
         """The prompt's sequence hashes; empty when the policy does not use overlaps."""
@@ -281,9 +316,8 @@ class ModelRouter:
         if self.indexer is not None and hashes:
             match = self.indexer.find(hashes)
         pool = IndexedPool(table, match, among)
-        request = self._request(summary)
         decision, candidate = self._pick(
-            request,
+            summary,
             pool,
             lambda name: None if (at := table.find(name, among)) is None else pool.at(at),
         )
@@ -329,7 +363,7 @@ class ModelRouter:
         candidates = [candidate for candidate, _ in pairs]
         named = {candidate.worker_id: number for number, candidate in enumerate(candidates)}
         decision, candidate = self._pick(
-            self._request(summary),
+            summary,
             candidates,
             lambda name: None if (at := named.get(name)) is None else candidates[at],
         )
@@ -347,7 +381,7 @@ class ModelRouter:
 
     def _pick(
         self,
-        request: RouteRequest,
+        summary: RequestSummary,
         candidates: Sequence[Candidate],
         named: Callable[[str], Candidate | None],
     ) -> tuple[Decision, Candidate]:
@@ -356,7 +390,8 @@ class ModelRouter:
         When the policy fails, the candidate with the fewest requests in flight is chosen.
         """
         try:
-            decision: object = self.policy.pick(request, candidates, self._rng)
+            policy, request = self.arms.of(summary), self._request(summary)
+            decision: object = policy.pick(request, candidates, self._rng)
             cause = None
             if not isinstance(decision, Decision):
                 problem = f"returned {type(decision).__name__}, not a Decision"

@@ -22,9 +22,10 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.planner.explanation import changed_roles, explained, summary
 from commutator.planner.pipeline import Planner, PlannerState
-from commutator.planner.reports import DoorReport, DoorReports
+from commutator.planner.reports import DoorReport, DoorReports, Reported
 from commutator.supervisor.fleet import ActionResult, loaded
 from commutator.supervisor.learned_file import LearnedFile
+from commutator.supervisor.tuning.live_tuning import LiveTuning
 
 __all__ = ["SERVICE", "LivePlanner", "PlannedFleet", "PlannerService", "SteadyClock"]
 
@@ -99,14 +100,16 @@ class LivePlanner:
         clock: Callable[[], float],
         *,
         learned: LearnedFile | None = None,
+        tuning: LiveTuning | None = None,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """``may_act``: whether this planner is the only one that acts; see ``Claim.held``.
 
         ``clock`` is that of ``fleet`` and ``reports``; ``learned`` keeps what is learned of
-        workers' speed.
+        workers' speed; ``tuning`` tries values of options.
         """
         self._learned = learned
+        self._tuning = tuning
         self._planner = planner
         self._config = config
         self._fleet = fleet
@@ -182,9 +185,7 @@ class LivePlanner:
             what = f"acts from now on (mode {self._config.mode})" if acts else "does not act"
             log.info("this planner %s", what)
         if workers is None:
-            if not self._reports.doors:
-                # They report to the planner that acts now: what this one knew is of the past.
-                self._state = self._known_s = None
+            self._stand_by()
             return None
         began_s = time.perf_counter()
         if self._planned_s is not None:
@@ -194,17 +195,41 @@ class LivePlanner:
                 self._state = self._known_s = None
         if self._state is None:
             self._state = self._planner.begin(self._learned and self._learned.read())
-        seen = self._observe(now_s, workers)
+        reported = self._reports.observe(now_s)
+        seen = self._observe(now_s, workers, reported)
         self._state, plan = self._planner.plan(self._state, seen)
         results = [self._do(action) for action in plan.actions]
         self._remember(seen, plan, results)
+        if self._tuning is not None:
+            self._tune(self._tuning, now_s, reported, workers)
         self._planned_s, self._plan = now_s, plan
         self._plans += 1
         self._tick_s = time.perf_counter() - began_s
         return plan
 
-    def _observe(self, now_s: float, workers: Sequence[PlannedWorker]) -> Observation:
-        reported = self._reports.observe(now_s)
+    def _stand_by(self) -> None:
+        """Another planner acts, or no worker is known yet."""
+        if not self._reports.doors:
+            # They report to the planner that acts now: what this one knew is of the past.
+            self._state = self._known_s = None
+        if self._tuning is not None:
+            self._tuning.forget()
+
+    def _tune(
+        self,
+        tuning: LiveTuning,
+        now_s: float,
+        reported: Reported,
+        workers: Sequence[PlannedWorker],
+    ) -> None:
+        for text in tuning.step(now_s, reported.arms, workers):
+            self._history.append({"time": self._unix_clock(), "text": text})
+            log.info("plan: %s", text)
+        self._explained[-1]["tuning"] = tuning.status()
+
+    def _observe(
+        self, now_s: float, workers: Sequence[PlannedWorker], reported: Reported
+    ) -> Observation:
         since_s = self._known_s
         window_s = 0.0 if since_s is None else now_s - since_s
         if reported.arrivals is not None:
@@ -280,6 +305,7 @@ class LivePlanner:
             "tick_s": self._tick_s,
             "actions": {kind.value: self._actions[kind] for kind in ActionKind},
             "last": last,
+            "tuning": None if self._tuning is None else self._tuning.status(),
             "recent": list(islice(reversed(self._history), _RECENT)),
         }
 

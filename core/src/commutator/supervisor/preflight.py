@@ -19,6 +19,7 @@ from commutator.errors import ConfigError
 from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
+from commutator.supervisor.tuning.policy_search import tuning_problems
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.downloads import download, downloaded, is_model_name
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -46,7 +47,7 @@ def check_machine(config: Config, host: PluginHost, *, front_doors: bool = True)
     problems_of_frontend = frontend.problems(config.frontend) if front_doors else ()
     of_frontend = (f"frontend.{problem}" for problem in problems_of_frontend)
     problems = [*_missing(config), *host_problems(config), *of_frontend, *_damaged(config)]
-    problems += planner_problems(config, host)
+    problems += [*planner_problems(config, host), *tuning_problems(config)]
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
     if problems:

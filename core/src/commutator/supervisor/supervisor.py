@@ -29,16 +29,18 @@ from commutator.config.secrets import (
     variables_of_worker,
 )
 from commutator.config.show import effective
+from commutator.config.tunable import tunable_options
 from commutator.contract.event_bus import EventBus
 from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
-from commutator.contract.planner import PlannerConfig
+from commutator.contract.planner import PlannerConfig, TuningConfig
 from commutator.contract.registry import Registry
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.launcher.output import Printer
 from commutator.launcher.process import LocalLauncher
 from commutator.planner.reports import DoorReports
+from commutator.planner.tuning import Tuner
 from commutator.plugins import PluginHost
 from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
 from commutator.registry.memory import MemoryConfig
@@ -59,6 +61,8 @@ from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
 from commutator.supervisor.planning import make_planner
+from commutator.supervisor.tuning.live_tuning import LiveTuning
+from commutator.supervisor.tuning.policy_search import PolicySearch
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
 from commutator.tenants.service import SERVICE, LedgerService
 from commutator.trust import (
@@ -263,6 +267,7 @@ class Supervisor:
                 lambda: claim.held,
                 clock,
                 learned=self._learned_file(planner),
+                tuning=self._make_tuning(planner.tuning),
             )
             server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
@@ -287,6 +292,12 @@ class Supervisor:
                 if one is not None:
                     await one.stop()
             await registry.close()
+
+    def _make_tuning(self, tuning: TuningConfig) -> LiveTuning | None:
+        if tuning.mode == "off":
+            return None
+        search = PolicySearch(self._config, self._launcher, self._folder / "tuning")
+        return LiveTuning(tuning, Tuner(tuning, tunable_options(self._config)), search)
 
     async def _share(
         self, registry: Registry, ledger: LedgerService

@@ -12,7 +12,7 @@ import click
 
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.planner.profile import profile_command
-from commutator.cli.planner.text import observed_lines, role_lines, time_of_day
+from commutator.cli.planner.text import observed_lines, role_lines, time_of_day, tuning_lines
 from commutator.errors import CommutatorError
 
 __all__ = ["planner"]
@@ -64,7 +64,7 @@ def status(door: FrontDoor) -> None:
     click.echo(f"{told['kind']} {does}, every {told['interval_s']:g} s; {told['plans']} plans")
     if (last := told["last"]) is None:
         return
-    for line in role_lines(last):
+    for line in [*role_lines(last), *tuning_lines(told.get("tuning"))]:
         click.echo(line)
     for warning in last["warnings"]:
         click.echo(f"warning: {warning}")
@@ -91,7 +91,7 @@ def explain(door: FrontDoor, at: str | None) -> None:
     click.echo(time_of_day(told["time"]))
     for line in observed_lines(told["observed"]):
         click.echo(f"  {line}")
-    for line in role_lines(told):
+    for line in [*role_lines(told), *tuning_lines(told.get("tuning"))]:
         click.echo(f"  {line}")
     for action in told["actions"]:
         what = action["worker_id"] or action["role"]

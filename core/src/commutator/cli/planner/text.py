@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-__all__ = ["observed_lines", "role_lines", "time_of_day"]
+__all__ = ["observed_lines", "role_lines", "time_of_day", "tuning_lines"]
 
 
 def role_lines(plan: dict[str, Any]) -> list[str]:
@@ -49,6 +49,25 @@ def observed_lines(seen: dict[str, Any]) -> list[str]:
             lines.append(f"{seen[name]:.1%} within {target}")
     for seconds in seen["started_s"]:
         lines.append(f"a worker became ready after {seconds:.1f} s")
+    return lines
+
+
+def tuning_lines(told: dict[str, Any] | None) -> list[str]:
+    """What tuning does now; nothing where it is off."""
+    if told is None:
+        return []
+    values = ", ".join(f"{option}={value:g}" for option, value in told["options"].items())
+    lines = [f"tuning ({told['mode']}): {values}"]
+    if (trial := told["trial"]) is not None:
+        before, tried = (one["ended"] for one in told["arms"])
+        lines.append(
+            f"tuning: {trial['option']}={trial['value']:g} is tried on {trial['share']:.0%} of "
+            f"requests; {tried} ended with it, {before} without"
+        )
+    elif told["searching"]:
+        lines.append("tuning: a search runs")
+    if told["last"] is not None:
+        lines.append(f"tuning, last: {told['last']}")
     return lines
 
 

@@ -22,7 +22,7 @@ from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.speeds import SpeedMeter
 from commutator.routing.placement import Placement, Placer
-from commutator.routing.router import PolicyRunner
+from commutator.routing.router import Arms, PolicyRunner
 from commutator.routing.workers import LiveWorker
 
 __all__ = [
@@ -175,7 +175,7 @@ class PrefillPool:
         self.compatibility = compatibility
         self.host = host
         self.speeds = SpeedMeter()
-        self._policy = policy
+        self.arms = Arms(policy)
         self._runner = PolicyRunner("disaggregation policy", policy)
 
     def queue(self) -> QueueState:
@@ -193,7 +193,7 @@ class PrefillPool:
             return None
         hashes = self._sequence_hashes(request, decode)
         question = self._question(summary, decode, hashes, workers)
-        answer = self._ask(question)
+        answer = self._ask(self.arms.of(summary), question)
         self.host.disagg_decided(summary, answer)
         return DisaggDecision(answer, question, hashes, time.perf_counter())
 
@@ -230,11 +230,11 @@ class PrefillPool:
         tokens = ahead + decode.ticket.prefill_tokens
         self.speeds.local_prefill.add(tokens, time.perf_counter() - decision.decided_s)
 
-    def _ask(self, question: DisaggQuestion) -> DisaggAnswer:
+    def _ask(self, policy: DisaggPolicy, question: DisaggQuestion) -> DisaggAnswer:
         """The policy's answer; if the policy fails, prefill stays at the decode worker."""
         cause: Exception | None = None
         try:
-            answer: object = self._policy.decide(question)
+            answer: object = policy.decide(question)
             if isinstance(answer, DisaggAnswer):
                 return answer
             problem = f"answered {answer!r:.100}"

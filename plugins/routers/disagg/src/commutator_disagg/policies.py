@@ -67,9 +67,12 @@ class ConditionalConfig(DisaggregationConfig):
         "A prompt is prefilled where it is decoded if at most this many of its tokens are not "
         "cached there.",
         1000,
+        tunable=(16, 32_768),
     )
     max_prefill_queue_size: NonNegativeInt = setting(
-        "While this many requests wait for a prefill worker, further ones are prefilled locally.", 2
+        "While this many requests wait for a prefill worker, further ones are prefilled locally.",
+        2,
+        tunable=(1, 64),
     )
     max_local_uncached_ratio: Fraction | None = setting(
         "A short uncached part is prefilled locally only if it is also less than this part of its "
@@ -119,6 +122,7 @@ class CostConfig(DisaggregationConfig):
         "A local prefill delays the answers that run beside it: each of them counts as this part "
         "of the prefill's own time. 0 compares the times to the first token alone.",
         0.1,
+        tunable=(0.01, 10),
     )
     min_gain_s: Seconds = setting(
         "Prefill elsewhere only if that is expected to save more than this.", 0.0

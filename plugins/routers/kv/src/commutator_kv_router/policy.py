@@ -56,6 +56,7 @@ class KvRouterConfig(RouterConfig):
         "ignores the cache.",
         1.0,
         validator=_of_formula_cost,
+        tunable=(0.25, 64),
     )
     router_temperature: Weight = setting(
         "0 takes the cheapest worker; more spreads requests over costlier ones.", 0.0

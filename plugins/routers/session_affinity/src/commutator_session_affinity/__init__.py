@@ -35,6 +35,7 @@ class SessionAffinityConfig(RouterConfig):
         "A worker takes at most this many times the mean number of requests in flight; beyond it, "
         "a session goes to the next worker on the ring.",
         1.25,
+        tunable=(1.05, 4),
     )
     points: PositiveInt = setting("Points of each worker on the hash ring.", 64)
 

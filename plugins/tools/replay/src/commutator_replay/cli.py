@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from rich.text import Text
 from commutator.cli.options import NumberRange, set_option
 from commutator.config.load import Loaded, load_config
 from commutator.config.tree import DEFAULT, find
-from commutator.errors import CommutatorError
+from commutator.config.tunable import tunable_options
+from commutator.contract.planner import PlannerTargets
+from commutator.errors import CommutatorError, ConfigError
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import Part, load_trace
 from commutator_replay.trace import TraceRequest, at_rate, ideal_hit_ratio, with_chats
+from commutator_replay.tuning import Comparison, compare_values
 
 __all__ = [
     "by_planner",
@@ -82,6 +86,11 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     "kinds, `fixed:N`, `fixed` (the smallest constant fleet, in hindsight), `clairvoyant` (a "
     "schedule made from the trace), and those of other projects, such as `hpa` or `dynamo_sla`; "
     "`hpa:8` sets their knob.",
+)
+@click.option(
+    "--tune",
+    is_flag=True,
+    help="Try other values of each tunable option of the file, one at a time.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
 @click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
@@ -162,6 +171,7 @@ def replay(
     disagg: str | None,
     plan: bool,
     compare_planners: str | None,
+    tune: bool,
     workers: int | None,
     requests: int | None,
     thin: float,
@@ -180,12 +190,7 @@ def replay(
     sets: tuple[str, ...],
 ) -> None:
     """Replay TRACE over FILE's workers, in virtual time, and show what clients would see."""
-    if sum(option is not None for option in (policy, compare, disagg)) > 1:
-        raise click.UsageError("give one of --policy, --compare and --disagg")
-    if rates and speed != 1.0:
-        raise click.UsageError("give --speed or --rates, not both")
-    if plan or compare_planners is not None:
-        _check_planned(ctx)
+    _check_combined(ctx)
     loaded = load_config([file], sets=sets)
     replays = Replays(
         loaded,
@@ -196,25 +201,31 @@ def replay(
         seed=seed,
         on_run=partial(click.echo, err=True) if timing else lambda _: None,
     )
-
     part = Part(thin=thin, begin_s=begin, end_s=end, copies=copies, requests=requests)
+
+    def read() -> list[TraceRequest]:
+        for warning in replay_warnings(loaded):
+            click.secho(f"warning: {warning}", fg="yellow", err=True)
+        return _mixed(trace, part, chats, seed)
+
     if plan or compare_planners is not None:
         planned = PlannedReplays(replays)
         written = planned.config.kind if compare_planners is None else compare_planners
         planners = planned.names(written, "--compare-planners")
-        for warning in replay_warnings(loaded):
-            click.secho(f"warning: {warning}", fg="yellow", err=True)
-        mixed = _mixed(trace, part, chats, seed)
+        mixed = read()
         show_plans([planned.run(name, mixed) for name in planners], plot, as_json=as_json)
+        return
+    if tune:
+        targets = tuned_targets(replays)
+        mixed = [one.sped_up(speed) for one in read()]
+        show_values(compare_values(replays, mixed, targets), as_json=as_json)
         return
     names = policies(replays, policy, compare, disagg)
     if loaded.config.planner is not None:
         click.secho(
             "warning: planner: without --plan the fleet stays as it is", fg="yellow", err=True
         )
-    for warning in replay_warnings(loaded):
-        click.secho(f"warning: {warning}", fg="yellow", err=True)
-    mixed = _mixed(trace, part, chats, seed)
+    mixed = read()
 
     def run(requests: Sequence[TraceRequest]) -> list[Report]:
         one = replays.by_router if disagg is None else replays.by_disaggregation
@@ -233,16 +244,32 @@ def _mixed(trace: Path, part: Part, chats: float, seed: int) -> list[TraceReques
     return with_chats(asked, chats, seed) if chats else asked
 
 
-def _check_planned(ctx: click.Context) -> None:
-    """Raises UsageError for options that cannot be combined with a planner."""
+def _check_combined(ctx: click.Context) -> None:
+    """Raises UsageError for options that cannot be combined."""
     given = {
         name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
+    if len(given & {"policy", "compare", "disagg"}) > 1:
+        raise click.UsageError("give one of --policy, --compare and --disagg")
+    if {"rates", "speed"} <= given:
+        raise click.UsageError("give --speed or --rates, not both")
     if {"plan", "compare_planners"} <= given:
         raise click.UsageError("give --plan or --compare-planners, not both")
-    if given & {"policy", "compare", "disagg"}:
+    if given & {"plan", "compare_planners"}:
+        _check_planned(given)
+    elif "tune" in given and given & {"policy", "compare", "disagg", "rates", "plot"}:
         raise click.UsageError(
-            "a planner runs under the file's own policies: leave --policy, --compare, --disagg out"
+            "--tune compares values of options of the file's own policies: leave --policy, "
+            "--compare, --disagg, --rates and --plot out"
+        )
+
+
+def _check_planned(given: set[str]) -> None:
+    """Raises UsageError for options that are ``given`` and cannot be combined with a planner."""
+    if given & {"policy", "compare", "disagg", "tune"}:
+        raise click.UsageError(
+            "a planner runs under the file's own policies: leave --policy, --compare, --disagg and "
+            "--tune out"
         )
     if given & {"speed", "rates"}:
         raise click.UsageError(
@@ -299,16 +326,43 @@ def show_sweep(
         plots().draw_sweep(sweep, plot)
 
 
+def tuned_targets(replays: Replays) -> PlannerTargets:
+    """The planner's targets, or those of --target-ttft and --target-itl.
+
+    Raises ConfigError where nothing can be tuned.
+    """
+    if not tunable_options(replays.config):
+        problem = "no option of `router` or `disaggregation` is tunable: their plugins declare none"
+        raise ConfigError([problem], replays.file)
+    planner, targets = replays.config.planner, replays.targets
+    if planner is not None:
+        return planner.targets
+    return PlannerTargets(ttft_s=targets.ttft_s, itl_s=targets.itl_s)
+
+
+def show_values(found: Comparison, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"tuning": asdict(found)}))
+        return
+    made = _table(f"{found.requests} requests with each value; delay as a part of the targets")
+    for column in ("option", "value", "delay", "gain", "both"):
+        made.add_column(column, justify="left" if column == "option" else "right", no_wrap=True)
+    made.add_row("the file's values", "", f"{found.delay:.3f}", "", f"{found.attained:.1%}")
+    for path, tried in groupby(found.tried, key=lambda one: one.option):
+        made.add_row(Text(path), f"{found.values[path]:g}", "", "now", "")
+        for one in tried:
+            cells = (f"{one.value:g}", f"{one.delay:.3f}", f"{one.gain:+.1%}")
+            made.add_row("", *cells, f"{one.attained:.1%}")
+    Console().print(made)
+
+
 def show_plans(reports: Sequence[PlanReport], plot: Path | None, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"planners": [asdict(one) for one in reports]}))
     else:
         if len(reports) == 1:
-            for change in reports[0].changes:
-                click.echo(
-                    f"{_clock(change.time_s)} {change.after - change.before:+d} {change.role}: "
-                    f"{change.reason}"
-                )
+            for line in _course(reports[0]):
+                click.echo(line)
         for one in reports:
             for text, number in one.warnings.items():
                 click.secho(f"{one.planner}: {text} ({number} times)", fg="yellow", err=True)
@@ -316,6 +370,17 @@ def show_plans(reports: Sequence[PlanReport], plot: Path | None, *, as_json: boo
         _tell_refused({one.planner: one.refused for one in reports})
     if plot is not None:
         plots().draw_plans(reports, plot)
+
+
+def _course(report: PlanReport) -> Iterator[str]:
+    """A line for each change, in the order of time."""
+    lines = [
+        (one.time_s, f"{one.after - one.before:+d} {one.role}: {one.reason}")
+        for one in report.changes
+    ]
+    lines += [(one.time_s, f"tuning, {one.kind}: {one.text}") for one in report.tuning]
+    for time_s, line in sorted(lines, key=lambda one: one[0]):
+        yield f"{_clock(time_s)} {line}"
 
 
 def _clock(time_s: float) -> str:

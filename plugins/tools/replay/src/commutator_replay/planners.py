@@ -29,6 +29,7 @@ from commutator_replay.replay import Outcome
 from commutator_replay.report import percentile
 from commutator_replay.setup import Replays
 from commutator_replay.trace import TraceRequest
+from commutator_replay.tuning import ReplayTuning, TunedAt
 from commutator_replay.virtual import VirtualEngine
 from commutator_replay.workforce import Planning, Tick
 
@@ -116,6 +117,10 @@ class PlanReport:
     """What plans warned of, and how often."""
     samples: Sequence[Sample] = field(factory=tuple)
     """One for each plan."""
+    tuning: Sequence[TunedAt] = field(factory=tuple)
+    """What `planner.tuning` did."""
+    tuned: Mapping[str, float] = field(factory=dict)
+    """The values of the tunable options at the end; empty where tuning is off."""
 
 
 class _Constant(PlannerPolicy):
@@ -212,13 +217,20 @@ class PlannedReplays:
         constraints = [host.constraints.kinds[c.kind].thing(c) for c in config.constraints]
         planner = Planner(config, performance, policy, forecaster, constraints)
         fleet = self.replays.fleet(roles=self._has_roles)
+        tuning = None
+        if config.tuning.mode != "off":
+            tuning = ReplayTuning(self.replays, trace, config.targets, config.tuning)
         planning = Planning(
             planner=planner,
             config=config,
             make_engine=makers,
             may_become=self._may_become() if self._has_roles else {},
+            tuning=tuning,
         )
-        return self._report(name, trace, planning, fleet)
+        report = self._report(name, trace, planning, fleet)
+        if tuning is None:
+            return report
+        return evolve(report, tuning=tuning.steps, tuned=tuning.values)
 
     def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
         """Replay with so many workers, whatever bounds and budget say."""

@@ -20,7 +20,7 @@ from commutator.routing.disagg.speeds import SpeedMeter
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue
-from commutator.routing.router import ModelRouter, Route
+from commutator.routing.router import Arms, ModelRouter, Route
 from commutator.routing.workers import LiveWorker
 from commutator_replay.fleet import VirtualWorker
 
@@ -72,6 +72,7 @@ class PrefillSide:
         seed: int,
     ) -> None:
         self._disagg = disagg
+        self.arms = Arms(disagg.policy)
         self._workers = [worker.live for worker in workers]
         self._info = self._workers[0].record.info
         self._token_bytes = workers[0].engine.token_bytes or 0
@@ -79,9 +80,7 @@ class PrefillSide:
         self._load = load
         rng = random.Random(seed)  # noqa: S311 - reproducible chance is the point
         known = indexer if disagg.router.uses_overlap else None
-        self._pool = ModelRouter(
-            disagg.router, known, load, rng, self._info.block_size, strict=True
-        )
+        self.pool = ModelRouter(disagg.router, known, load, rng, self._info.block_size, strict=True)
         self._queue = RequestQueue(disagg.busy.max_queued_requests)
         self._waiting: dict[Place, _Waiting] = {}
 
@@ -105,7 +104,7 @@ class PrefillSide:
 
     def forget(self, worker_id: str) -> None:
         """A worker is gone."""
-        self._pool.policy.forget(worker_id)
+        self.pool.forget(worker_id)
 
     @property
     def max_queue_s(self) -> float:
@@ -119,7 +118,7 @@ class PrefillSide:
 
         Without a prefill worker, as if there were an idle one: that is the demand for it.
         """
-        candidates = self._pool.candidates(hashes, self._workers)
+        candidates = self.pool.candidates(hashes, self._workers)
         first = self._queue.first()
         question = DisaggQuestion(
             prompt_tokens=summary.prompt_tokens,
@@ -133,7 +132,7 @@ class PrefillSide:
             token_bytes=self._token_bytes,
             speeds=self.meter.speeds(),
         )
-        return self._disagg.policy.decide(question)
+        return self.arms.of(summary).decide(question)
 
     def place(
         self, summary: RequestSummary, hashes: Sequence[int], now_ns: int
@@ -141,7 +140,7 @@ class PrefillSide:
         """Send a prompt to a worker; None while all are busy, or there is none."""
         if not self._workers:
             return None
-        route = self._pool.route_to_free(summary, hashes, self._workers, self._disagg.busy)
+        route = self.pool.route_to_free(summary, hashes, self._workers, self._disagg.busy)
         if route is None:
             return None
         one = route.candidate

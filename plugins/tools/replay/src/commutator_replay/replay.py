@@ -14,6 +14,7 @@ from commutator import RequestSummary, RouterConfig, RoutingPolicy
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import Role
 from commutator.routing.load import InFlightLoad, Ticket
+from commutator.routing.model import tuned_policies
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.queue import Place, RequestQueue
 from commutator.routing.router import ModelRouter, Route
@@ -50,6 +51,7 @@ class DoesNotFitError(ValueError):
 
 @define
 class _Flight:
+    key: int
     worker_id: str
     traced: TraceRequest
     request: VirtualRequest
@@ -122,6 +124,12 @@ class _Replay:
                 is_over=self._is_over,
             )
             self._workforce = Workforce(planning, workers, self._fleet, self._load, routed)
+        self._tuning = None if planning is None else planning.tuning
+        if self._tuning is not None:
+            side = self._prefill
+            others = () if side is None else (side.arms, side.pool)
+            config, host = self._tuning.file_config, self._tuning.host
+            self._tuning.begin(tuned_policies(config, host, self._pool, *others))
         self.outcome = Outcome(tokens_given_up=0 if policy.uses_overlap else None)
 
     def arrive(self, key: int, traced: TraceRequest, now_ns: int) -> None:
@@ -144,6 +152,8 @@ class _Replay:
             prompt_tokens=tokens,
             max_tokens=traced.output_length,
         )
+        if self._tuning is not None:
+            self._tuning.arrived(summary)
         route = None if self._queued else self._route(summary, hashes)
         if route is not None:
             self._begin(key, traced, summary, hashes, route, arrived_ns, counts=counts)
@@ -167,7 +177,7 @@ class _Replay:
     def _wait(self, queued: _Queued) -> None:
         place = self._queue.place(queued.summary.priority)
         if not self._queue.enter(place):
-            self.outcome.refused += 1
+            self._refused(queued)
             return
         self._queued[place] = queued
         self._fleet.keep_in_step(True)
@@ -177,8 +187,12 @@ class _Replay:
 
     def _refuse(self, place: Place) -> None:
         if place in self._queued:
-            self._leave_queue(place)
-            self.outcome.refused += 1
+            self._refused(self._leave_queue(place))
+
+    def _refused(self, queued: _Queued) -> None:
+        self.outcome.refused += 1
+        if self._tuning is not None:
+            self._tuning.ended(str(queued.key), None)
 
     def _leave_queue(self, place: Place) -> _Queued:
         self._queue.leave(place)
@@ -234,7 +248,7 @@ class _Replay:
             assert self._prefill is not None
             self._prefill.forget(worker.worker_id)
         else:
-            self._pool.policy.forget(worker.worker_id)
+            self._pool.forget(worker.worker_id)
 
     def _cached_blocks(self) -> Mapping[str, int]:
         return {name: sum(sizes) for name, sizes in self._index.blocks_by_worker().items()}
@@ -273,6 +287,7 @@ class _Replay:
         worker_id, tokens = route.candidate.worker_id, summary.prompt_tokens
         ticket = self._load.dispatch(worker_id, tokens, self._block_size, route.overlap_tokens)
         self._flights[key] = _Flight(
+            key=key,
             worker_id=worker_id,
             traced=traced,
             request=VirtualRequest(tokens, max(1, summary.max_tokens), hashes),
@@ -414,6 +429,8 @@ class _Replay:
             self._workforce.answered(key, flight.worker_id, done.output_tokens, done.itl_s, now_ns)
         self.outcome.duration_s = max(self.outcome.duration_s, now_ns / 1e9)
         self.outcome.handed_over_tokens += flight.handed_over_tokens
+        if self._tuning is not None:
+            self._tuning.ended(str(key), done.ttft_s, done.itl_s)
         self._place_queued()
 
 

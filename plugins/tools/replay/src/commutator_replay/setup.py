@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import attrs
 from attrs import frozen
 
-from commutator import DisaggPolicy, RouterConfig, RoutingPolicy
+from commutator import DisaggPolicy, EngineConfig, RouterConfig, RoutingPolicy
 from commutator.config.load import Loaded
 from commutator.config.model import Config
 from commutator.contract.registration import Kind
@@ -77,8 +77,7 @@ class Replays:
 
     def by_router(self, name: str, trace: Sequence[TraceRequest]) -> Report:
         """Run under this routing policy, and the file's own `disaggregation`."""
-        disagg = self.config.disaggregation
-        return self._run(name, trace, name, None if disagg is None else disagg.kind)
+        return self._run(name, trace, name, self._own_disagg)
 
     def by_disaggregation(self, name: str, trace: Sequence[TraceRequest]) -> Report:
         """Run under this disaggregation policy, and the file's own `router`."""
@@ -95,9 +94,26 @@ class Replays:
         self, trace: Sequence[TraceRequest], planning: Planning, fleet: Sequence[VirtualWorker]
     ) -> Outcome:
         """Run with a planner, which begins with ``fleet``, and the file's own policies."""
-        disagg = self.config.disaggregation
-        kind = None if disagg is None else disagg.kind
-        return self._outcome(trace, self.config.router.kind, kind, planning, fleet)
+        return self._outcome(trace, self.config.router.kind, self._own_disagg, planning, fleet)
+
+    @property
+    def _own_disagg(self) -> str | None:
+        """The kind of the file's disaggregation policy."""
+        return None if self.config.disaggregation is None else self.config.disaggregation.kind
+
+    def outcome(
+        self, trace: Sequence[TraceRequest], replicas: Mapping[Role, int] | None = None
+    ) -> Outcome:
+        """Run under the file's own policies, with its workers or as many of each role."""
+        fleet = None if replicas is None else self._fleet_of(replicas)
+        return self._outcome(trace, self.config.router.kind, self._own_disagg, fleet=fleet)
+
+    def _fleet_of(self, replicas: Mapping[Role, int]) -> list[VirtualWorker]:
+        makers: dict[Role, Callable[[], VirtualEngine]] = {}
+        for role, make in self.makers(roles=self.config.disaggregation is not None):
+            makers.setdefault(role, make)
+        wanted = [(role, makers[role]) for role, number in replicas.items() for _ in range(number)]
+        return _named(wanted)
 
     def _outcome(
         self,
@@ -141,12 +157,7 @@ class Replays:
 
     def fleet(self, *, roles: bool) -> list[VirtualWorker]:
         """The file's workers; without ``roles``, all are of the role both."""
-        makers = self.makers(roles=roles)
-        digits = max(3, len(str(len(makers) - 1)))  # so that workers are in the order of their ids
-        return [
-            VirtualWorker.make(f"worker-{number:0{digits}}", make(), role)
-            for number, (role, make) in enumerate(makers)
-        ]
+        return _named(self.makers(roles=roles))
 
     def makers(self, *, roles: bool) -> list[tuple[Role, Callable[[], VirtualEngine]]]:
         """The role of each of the file's workers, and what makes one."""
@@ -158,12 +169,35 @@ class Replays:
         made: list[tuple[Role, Callable[[], VirtualEngine]]] = []
         for number, entry in enumerate(entries):
             role = Role(entry.role) if roles else Role.BOTH
-            make_engine = virtual_engine_factory(entry.kind)
-            if make_engine is None:
+            make = self._maker(entry)
+            if make is None:
                 problem = f'"{entry.kind}" has no model in virtual time; use sim'
+                if self.config.planner is not None:
+                    problem += ", or give its speed in planner.performance"
                 raise ConfigError([f"engines[{number}].kind: {problem}"], self.file)
-            made += [(role, partial(make_engine, entry))] * (self.workers or entry.replicas)
+            made += [(role, make)] * (self.workers or entry.replicas)
         return made
+
+    def _maker(self, entry: EngineConfig) -> Callable[[], VirtualEngine] | None:
+        """What makes a worker of the entry; one without a model is a `sim` of its speed."""
+        if (make := virtual_engine_factory(entry.kind)) is not None:
+            return partial(make, entry)
+        planner, sim = self.config.planner, self.loaded.host.engines.kinds.get("sim")
+        make = virtual_engine_factory("sim")
+        if planner is None or planner.performance is None or sim is None or make is None:
+            return None
+        speed, block_size = planner.performance, self.config.router.block_size
+        modelled = sim.config_class(
+            kind="sim",
+            prefill_tokens_per_s=speed.prefill_tokens_per_s,
+            decode_base_s=speed.step_s,
+            decode_per_request_s=speed.step_request_s,
+            max_running_requests=speed.max_running,
+            max_tokens_per_step=max(speed.max_step_tokens, speed.max_running),
+            block_size=block_size,
+            kv_capacity_blocks=max(1, speed.kv_tokens // block_size),
+        )
+        return partial(make, modelled)
 
     def _disagg(self, name: str) -> ReplayDisagg:
         kind, config = self._disagg_kind(name, "disaggregation"), self.config.disaggregation
@@ -191,6 +225,14 @@ class Replays:
             problem = "prefill elsewhere needs `disaggregation`, and workers of `role: prefill`"
             raise ConfigError([problem], self.file)
         return _known(kinds, name, config.kind, "disaggregation", option)
+
+
+def _named(makers: Sequence[tuple[Role, Callable[[], VirtualEngine]]]) -> list[VirtualWorker]:
+    digits = max(3, len(str(len(makers) - 1)))  # so that workers are in the order of their ids
+    return [
+        VirtualWorker.make(f"worker-{number:0{digits}}", make(), role)
+        for number, (role, make) in enumerate(makers)
+    ]
 
 
 def _split(written: str) -> list[str]:

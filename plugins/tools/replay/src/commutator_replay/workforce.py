@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import define, field, frozen
 
+from commutator import RequestSummary
+from commutator.config.model import Config
 from commutator.contract.planner import (
     ActionKind,
     Arrivals,
@@ -22,12 +24,15 @@ from commutator.contract.planner import (
 from commutator.contract.worker import Role
 from commutator.planner.learned import StepMeter
 from commutator.planner.performance import Sample
+from commutator.plugins import PluginHost
 from commutator.routing.load import InFlightLoad
+from commutator.routing.model import TunedPolicy
 from commutator_replay.fleet import VirtualFleet, VirtualWorker
 from commutator_replay.virtual import VirtualEngine
 
 __all__ = [
     "Planning",
+    "PolicyTuning",
     "RoutedWorkers",
     "Span",
     "Tick",
@@ -48,6 +53,30 @@ class WorkerPlanner(Protocol[StateT]):
         """The plan for an observation, and the next state."""
 
 
+class PolicyTuning(Protocol):
+    """Tunes the options of the policies of a replay."""
+
+    @property
+    def file_config(self) -> Config:
+        """The configuration that the policies are made of."""
+
+    @property
+    def host(self) -> PluginHost:
+        """The plugins that make them."""
+
+    def begin(self, policies: Sequence[TunedPolicy[Any]]) -> None:
+        """Called once, with the policies of the replay."""
+
+    def arrived(self, request: RequestSummary) -> None:
+        """A request came."""
+
+    def ended(self, request_id: str, ttft_s: float | None, itl_s: float = 0.0) -> None:
+        """It was answered; ``ttft_s`` is None if it was refused."""
+
+    def tick(self, now_s: float, workers: Sequence[PlannedWorker]) -> None:
+        """Called after each plan with the workers that it saw."""
+
+
 @frozen(kw_only=True)
 class Planning:
     """What plans the workers of a replay, and how they are made."""
@@ -58,6 +87,8 @@ class Planning:
     """Makes a worker of each role that the fleet may have."""
     may_become: Mapping[Role, Collection[Role]] = field(factory=dict)
     """The roles that a worker of a role could be given instead."""
+    tuning: PolicyTuning | None = None
+    """Tunes the policies; None: they stay as they are."""
 
 
 @frozen(kw_only=True)
@@ -251,6 +282,9 @@ class Workforce:
         self._started_s = []
         for action in plan.actions:
             self._do(action)
+        if self._planning.tuning is not None:
+            workers = [self._seen(one, now_ns, 0) for one in self._workers.values()]
+            self._planning.tuning.tick(now_ns / 1e9, workers)
         if not self._routed.is_over():
             interval_ns = round(self._planning.config.interval_s * 1e9)
             self._fleet.alarm(now_ns + interval_ns, self._tick)

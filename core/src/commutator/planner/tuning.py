@@ -1,0 +1,532 @@
+"""Tunes options while requests are served: propose by replay, try on some, keep or roll back. Pure.
+
+State goes in and out, and time with it: a replay and a deployment run the same code. A trial never
+changes the value that an option has; it only names another one for a part of the requests. So
+ending the trial is all that a rollback takes, and whoever loses the planner goes back by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+from attrs import asdict, evolve, field, frozen
+
+from commutator.contract.planner import PlannerTargets, TuningConfig
+from commutator.contract.request import RequestSummary
+
+__all__ = [
+    "ArmCounts",
+    "Finding",
+    "Trial",
+    "TrialOutcome",
+    "Tried",
+    "Tuner",
+    "TuningSeen",
+    "TuningState",
+    "TuningStep",
+    "TuningStepKind",
+    "counted",
+    "pooled_z",
+    "trial_outcome",
+]
+
+_MOST_DELAY = 4.0
+"""A request that takes longer than this many times the target counts no more: one that hung would
+outweigh all others."""
+_NOT_WORSE = 1.0
+"""Standard deviations by which misses may differ by chance."""
+_HARM = 3.0
+"""Standard deviations from which a value is taken to harm."""
+_DRIFT = 1.2
+"""Compared with earlier requests, those of a trial may miss this many times as many targets, or be
+delayed this many times as long: the load is not the same."""
+_PATIENCE = 6.0
+"""A trial is given up after this many times ``canary_s``."""
+_FEWEST = 20
+"""Below this number of requests with each value, misses and delays say nothing."""
+_BARRED_S = 86_400.0
+"""A value that did not prove better is not tried again for this long."""
+
+
+# ------------------------------------------------------------------- requests
+
+
+@frozen(kw_only=True)
+class TrialOutcome:
+    """How one request ended, as trials are judged by it."""
+
+    delay: float
+    """Mean of its time to the first token and its time between tokens, each as a part of its
+    target, from 0 to 4; 4 where it failed."""
+    missed: bool
+    """Whether it missed a target, or failed."""
+    failed: bool = False
+
+
+def trial_outcome(targets: PlannerTargets, ttft_s: float | None, itl_s: float) -> TrialOutcome:
+    """The outcome of a request; ``ttft_s`` is None where it failed."""
+    if ttft_s is None:
+        return TrialOutcome(delay=_MOST_DELAY, missed=True, failed=True)
+    parts = ttft_s / targets.ttft_s, itl_s / targets.itl_s
+    return TrialOutcome(
+        delay=sum(min(part, _MOST_DELAY) for part in parts) / len(parts), missed=max(parts) > 1
+    )
+
+
+@frozen(kw_only=True)
+class ArmCounts:
+    """The requests that ended with one of the two values of a trial."""
+
+    ended: int = 0
+    """Without those whose client went away."""
+    missed: int = 0
+    failed: int = 0
+    delay: float = 0.0
+    """The sum of their delays."""
+    delay_squared: float = 0.0
+
+    def plus(self, one: TrialOutcome) -> ArmCounts:
+        """With one more request."""
+        return ArmCounts(
+            ended=self.ended + 1,
+            missed=self.missed + one.missed,
+            failed=self.failed + one.failed,
+            delay=self.delay + one.delay,
+            delay_squared=self.delay_squared + one.delay * one.delay,
+        )
+
+    def __add__(self, other: ArmCounts) -> ArmCounts:
+        return self._with(other, 1)
+
+    def __sub__(self, other: ArmCounts) -> ArmCounts:
+        return self._with(other, -1)
+
+    def _with(self, other: ArmCounts, times: int) -> ArmCounts:
+        return ArmCounts(
+            ended=self.ended + times * other.ended,
+            missed=self.missed + times * other.missed,
+            failed=self.failed + times * other.failed,
+            delay=self.delay + times * other.delay,
+            delay_squared=self.delay_squared + times * other.delay_squared,
+        )
+
+    @property
+    def mean_delay(self) -> float:
+        """0 without requests."""
+        return self.delay / self.ended if self.ended else 0.0
+
+    @property
+    def delay_variance(self) -> float:
+        """Of the mean."""
+        if not self.ended:
+            return 0.0
+        return max(0.0, self.delay_squared / self.ended - self.mean_delay**2) / self.ended
+
+
+def counted(
+    arms: tuple[ArmCounts, ArmCounts], takes: bool, one: TrialOutcome
+) -> tuple[ArmCounts, ArmCounts]:
+    """``arms``, before and tried, with one more request, which has the tried value or not."""
+    before, tried = arms
+    return (before, tried.plus(one)) if takes else (before.plus(one), tried)
+
+
+@frozen(kw_only=True)
+class Trial:
+    """A value that a part of the requests gets, to be compared with the others."""
+
+    number: int
+    """Each stage of a trial has a number of its own; those of a planner grow."""
+    option: str
+    """Its path in the configuration."""
+    before: float
+    """The value that the other requests have."""
+    value: float
+    """The value that is tried."""
+    share: float
+    """The part of the requests that get it, from 0 to 1."""
+
+    def takes(self, request: RequestSummary) -> bool:
+        """Whether a request gets the value; equal at every front door, and for a conversation.
+
+        Who gets it of a small share gets it of a larger one, too.
+        """
+        name = request.session_id or request.request_id
+        text = f"{self.option}={self.value}:{name}".encode(errors="surrogatepass")
+        drawn = int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
+        return drawn < self.share * 2**64
+
+    def pack(self) -> Any:
+        """For a frame or a file."""
+        return asdict(self)
+
+    @classmethod
+    def unpack(cls, packed: Any) -> Trial:
+        """Raises ValueError for anything else."""
+        return msgspec.convert(packed, cls)
+
+
+# -------------------------------------------------------------------- tuning
+
+
+@frozen(kw_only=True)
+class Tried:
+    """What a replay says of one value of one option."""
+
+    option: str
+    value: float
+    gain: float
+    """The part by which the mean delay of requests is less than with the present value."""
+
+
+@frozen(kw_only=True)
+class Finding:
+    """The result of a search."""
+
+    tried: Sequence[Tried] = ()
+    requests: int = 0
+    """The requests that were replayed."""
+    problem: str | None = None
+    """Why there is no result."""
+
+
+@frozen(kw_only=True)
+class TuningSeen:
+    """What is known at one time."""
+
+    arms: tuple[ArmCounts, ArmCounts] | None = None
+    """Requests that ended since the last step, by the value before and the tried one of the trial
+    that runs; None: not known."""
+    fleet: Mapping[str, int] | None = None
+    """Workers by role and phase; None: not known."""
+    steady: bool = True
+    """Whether no worker starts or drains."""
+    finding: Finding | None = None
+    """The result of the search, once it has ended."""
+
+
+class TuningStepKind(StrEnum):
+    """What tuning did."""
+
+    SEARCHED = "searched"
+    """A search ended without a value to try."""
+    ADVISED = "advised"
+    """A search found a value that would be tried in the mode act."""
+    TRIED = "tried"
+    """A share of the requests gets a value from now on."""
+    PROMOTED = "promoted"
+    """All but that share get it."""
+    SETTLED = "settled"
+    """All get it."""
+    ROLLED_BACK = "rolled_back"
+    """All get the value before."""
+
+
+@frozen(kw_only=True)
+class TuningStep:
+    """What changed, for people; and what is to be done."""
+
+    kind: TuningStepKind | None = None
+    """None: nothing changed."""
+    text: str = ""
+    search: bool = False
+    """Whether a search is to begin now."""
+
+
+@frozen(kw_only=True)
+class TuningState:
+    """Everything that tuning remembers; never changed in place."""
+
+    values: Mapping[str, float] = field(factory=dict)
+    """Those that proved better than the configured ones, by option."""
+    trial: Trial | None = None
+    arms: tuple[ArmCounts, ArmCounts] = (ArmCounts(), ArmCounts())
+    """Requests of the trial, by the value before and the tried one; without a trial those since the
+    last one or the last search, all by the value before."""
+    earlier: ArmCounts = ArmCounts()
+    """Those before the trial."""
+    fleet: Mapping[str, int] | None = None
+    """Workers when the trial began."""
+    since_s: float = 0.0
+    """When the stage of the trial began."""
+    next_s: float | None = None
+    """The time of the next search; None: not known yet."""
+    searching: bool = False
+    stages: int = 0
+    """The number of the last trial."""
+    barred: Mapping[tuple[str, float], float] = field(factory=dict)
+    """Until when an option is not tried with a value."""
+
+
+@frozen(kw_only=True)
+class _Verdict:
+    """What the requests of a trial say."""
+
+    misses_z: float
+    failures_z: float
+    delay_z: float
+    """Below 0: requests are delayed less with the tried value."""
+
+    @property
+    def harm(self) -> str | None:
+        """Why the value harms; None as far as it is known not to."""
+        if self.failures_z > _NOT_WORSE:
+            return "more requests fail"
+        if self.misses_z > _HARM:
+            return f"more requests miss a target, z = {self.misses_z:.2f}"
+        if self.delay_z > _HARM:
+            return f"requests are delayed more, z = {self.delay_z:.2f}"
+        return None
+
+    @property
+    def is_better(self) -> bool:
+        return self.misses_z < _NOT_WORSE and self.delay_z < 0
+
+
+class Option(Protocol):
+    """An option that is declared as tunable."""
+
+    @property
+    def value(self) -> float:
+        """The configured value."""
+
+    def accepts(self, value: float) -> bool:
+        """Whether it may be set to ``value``."""
+
+
+class Tuner:
+    """Decides which value is tried, on which requests, and what becomes of it."""
+
+    def __init__(self, config: TuningConfig, options: Mapping[str, Option]) -> None:
+        """``options`` are those that are declared as tunable; nothing else is ever set."""
+        self._config = config
+        self._options = options
+
+    def values(self, state: TuningState) -> dict[str, float]:
+        """The value of each option for requests in no trial."""
+        return {option: self._value(state, option) for option in self._options}
+
+    def _value(self, state: TuningState, option: str) -> float:
+        return state.values.get(option, self._options[option].value)
+
+    def step(
+        self, state: TuningState, seen: TuningSeen, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
+        """The state after what was ``seen`` at ``now_s``, and what changed."""
+        if self._config.mode == "off":
+            return state, TuningStep()
+        if seen.arms is not None:
+            arms = (state.arms[0] + seen.arms[0], state.arms[1] + seen.arms[1])
+            state = evolve(state, arms=arms)
+        if seen.finding is not None and state.searching:
+            return self._decide(evolve(state, searching=False), seen, seen.finding, now_s)
+        if state.trial is not None:
+            return self._judge(state, state.trial, seen, now_s)
+        if state.next_s is None:
+            return self._paused(state, now_s), TuningStep()
+        if state.searching or now_s < state.next_s:
+            return state, TuningStep()
+        return evolve(state, searching=True), TuningStep(search=True)
+
+    def _paused(self, state: TuningState, now_s: float) -> TuningState:
+        return evolve(state, next_s=now_s + self._config.pause_s, arms=(ArmCounts(), ArmCounts()))
+
+    # ---------------------------------------------------------------- propose
+
+    def _decide(
+        self, state: TuningState, seen: TuningSeen, finding: Finding, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
+        earlier = state.arms[0]
+        state = self._paused(state, now_s)
+        if finding.problem is not None:
+            text = f"no value was looked for: {finding.problem}"
+            return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
+        barred = {key: until for key, until in state.barred.items() if until > now_s}
+        state = evolve(state, barred=barred)
+        able = [
+            one
+            for one in finding.tried
+            if one.option in self._options
+            and self._options[one.option].accepts(one.value)
+            and one.value != self._value(state, one.option)
+            and (one.option, one.value) not in barred
+        ]
+        best = max(able, key=lambda one: one.gain, default=None)
+        what = f"{len(finding.tried)} values replayed with {finding.requests} requests"
+        if best is None or best.gain <= self._config.min_gain:
+            text = f"{what}: none is better by more than {self._config.min_gain:.0%}"
+            return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
+        before = self._value(state, best.option)
+        change = f"{best.option} {before:g} -> {best.value:g}"
+        why = f"{what}: {best.gain:.0%} less delay"
+        if self._config.mode == "advise":
+            return state, TuningStep(kind=TuningStepKind.ADVISED, text=f"{change} ({why})")
+        if not seen.steady or seen.fleet is None:
+            text = f"{change} is not tried now, as the fleet changes ({why})"
+            return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
+        trial = Trial(
+            number=state.stages + 1,
+            option=best.option,
+            before=before,
+            value=best.value,
+            share=self._config.share,
+        )
+        text = f"{change} for {trial.share:.0%} of requests ({why})"
+        state = evolve(self._begun(state, trial, now_s), fleet=seen.fleet, earlier=earlier)
+        return state, TuningStep(kind=TuningStepKind.TRIED, text=text)
+
+    def _begun(self, state: TuningState, trial: Trial, now_s: float) -> TuningState:
+        arms = (ArmCounts(), ArmCounts())
+        return evolve(state, trial=trial, stages=trial.number, arms=arms, since_s=now_s)
+
+    # ------------------------------------------------------------------ judge
+
+    def _judge(
+        self, state: TuningState, trial: Trial, seen: TuningSeen, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
+        if seen.fleet is not None and seen.fleet != state.fleet:
+            return self._rolled_back(state, trial, "the fleet changed meanwhile", now_s, bars=False)
+        before, tried = state.arms
+        verdict = compared(before, tried)
+        figures = _figures(before, tried)
+        if harm := verdict.harm or _harm_to_all(state.earlier, before + tried):
+            return self._rolled_back(state, trial, f"{harm} ({figures})", now_s, bars=True)
+        lasted_s = now_s - state.since_s
+        seen_enough = min(before.ended, tried.ended) >= self._config.min_requests
+        change = f"{trial.option} {trial.before:g} -> {trial.value:g}"
+        if lasted_s >= self._config.canary_s and seen_enough:
+            if trial.share > 1 / 2:  # the value before, kept by a few, has not been better
+                values = {**state.values, trial.option: trial.value}
+                if trial.value == self._options[trial.option].value:
+                    del values[trial.option]
+                state = self._paused(evolve(state, trial=None, values=values), now_s)
+                text = f"{change} for all requests ({figures})"
+                return state, TuningStep(kind=TuningStepKind.SETTLED, text=text)
+            if verdict.is_better:
+                trial = evolve(trial, number=trial.number + 1, share=1 - trial.share)
+                text = f"{change} for {trial.share:.0%} of requests ({figures})"
+                state = self._begun(state, trial, now_s)
+                return state, TuningStep(kind=TuningStepKind.PROMOTED, text=text)
+        if lasted_s >= _PATIENCE * self._config.canary_s:
+            why = "it is not better" if seen_enough else "too few requests ended"
+            why = f"{why} after {lasted_s:.0f} s ({figures})"
+            return self._rolled_back(state, trial, why, now_s, bars=seen_enough)
+        return state, TuningStep()
+
+    def _rolled_back(
+        self, state: TuningState, trial: Trial, why: str, now_s: float, *, bars: bool
+    ) -> tuple[TuningState, TuningStep]:
+        barred = dict(state.barred)
+        if bars:
+            barred[trial.option, trial.value] = now_s + _BARRED_S
+        state = self._paused(evolve(state, trial=None, barred=barred), now_s)
+        return state, TuningStep(kind=TuningStepKind.ROLLED_BACK, text=rolled_back(trial, why))
+
+    # ------------------------------------------------------------------- kept
+
+    def kept(self, state: TuningState) -> dict[str, Any]:
+        """What a restart needs, as plain data."""
+        return {
+            "values": {
+                option: {"value": value, "configured": self._options[option].value}
+                for option, value in state.values.items()
+            },
+            "trial": None if state.trial is None else state.trial.pack(),
+            "stages": state.stages,
+        }
+
+    def restored(self, kept: Any) -> tuple[TuningState, Sequence[str]]:
+        """The state after a restart, and what is to be told of it. A trial has been rolled back.
+
+        A tuned value is dropped where its option is not tunable any more, or the configuration has
+        another value than then. Raises ValueError for data that is not from ``kept``.
+        """
+        try:
+            found = msgspec.convert(kept, _Kept)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+        told: list[str] = []
+        values: dict[str, float] = {}
+        for option, one in found.values.items():
+            declared = self._options.get(option)
+            if declared is None or not declared.accepts(one.value):
+                told.append(f"{option} {one.value:g} is dropped: not tunable to it any more")
+            elif declared.value != one.configured:
+                told.append(f"{option} {one.value:g} is dropped: the configuration has a new value")
+            else:
+                values[option] = one.value
+        if found.trial is not None:
+            told.append(rolled_back(found.trial, "the planner ended meanwhile"))
+        return TuningState(values=values, stages=found.stages), told
+
+
+def compared(before: ArmCounts, tried: ArmCounts) -> _Verdict:
+    """How the requests with the tried value differ from the others, in standard deviations."""
+    failures_z = pooled_z(before.failed, before.ended, tried.failed, tried.ended)
+    if min(before.ended, tried.ended) < _FEWEST:
+        return _Verdict(misses_z=0.0, failures_z=failures_z, delay_z=0.0)
+    return _Verdict(
+        misses_z=pooled_z(before.missed, before.ended, tried.missed, tried.ended),
+        failures_z=failures_z,
+        delay_z=_delay_z(before, tried),
+    )
+
+
+def _harm_to_all(earlier: ArmCounts, now: ArmCounts) -> str | None:
+    """Why all requests fare worse since the trial began, whichever value they have.
+
+    They share workers: what a value takes from others, they lack whether they have it or not.
+    """
+    verdict = compared(earlier, now)
+    more = now.missed * earlier.ended > _DRIFT * earlier.missed * now.ended
+    if verdict.misses_z > _HARM and more:
+        return f"all requests miss more targets than before, z = {verdict.misses_z:.2f}"
+    if verdict.delay_z > _HARM and now.mean_delay > _DRIFT * earlier.mean_delay:
+        return f"all requests are delayed more than before, z = {verdict.delay_z:.2f}"
+    return None
+
+
+def _delay_z(before: ArmCounts, tried: ArmCounts) -> float:
+    if math.isclose(before.mean_delay, tried.mean_delay, rel_tol=1e-6):
+        return 0.0
+    difference = tried.mean_delay - before.mean_delay
+    deviation = math.sqrt(before.delay_variance + tried.delay_variance)
+    return difference / deviation if deviation else math.copysign(math.inf, difference)
+
+
+def pooled_z(hits: int, of: int, more_hits: int, more_of: int) -> float:
+    """By how many standard deviations the second proportion exceeds the first."""
+    if not of or not more_of:
+        return 0.0
+    pooled = (hits + more_hits) / (of + more_of)
+    deviation = math.sqrt(pooled * (1 - pooled) * (1 / of + 1 / more_of))
+    return (more_hits / more_of - hits / of) / deviation if deviation else 0.0
+
+
+def rolled_back(trial: Trial, why: str) -> str:
+    """A line for people."""
+    return f"{trial.option} stays {trial.before:g}: {trial.value:g} rolled back, as {why}"
+
+
+class _KeptValue(msgspec.Struct):
+    value: float
+    configured: float
+
+
+class _Kept(msgspec.Struct):
+    values: dict[str, _KeptValue]
+    trial: Trial | None = None
+    stages: int = 0
+
+
+def _figures(before: ArmCounts, tried: ArmCounts) -> str:
+    return (
+        f"{tried.ended} requests with it: {tried.missed} misses, {tried.failed} failed, delay "
+        f"{tried.mean_delay:.3f}; {before.ended} without: {before.missed}, {before.failed}, "
+        f"{before.mean_delay:.3f}"
+    )

@@ -1,0 +1,1 @@
+"""Tunes options of a running deployment: proposes values by replays, and tries them."""

@@ -1,0 +1,348 @@
+"""Tuning tries a value on a few requests, and keeps it only if it proves better."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from commutator.contract.planner import PlannerTargets, TuningConfig
+from commutator.contract.request import RequestSummary
+from commutator.planner.tuning import (
+    ArmCounts,
+    Finding,
+    Trial,
+    Tried,
+    Tuner,
+    TuningSeen,
+    TuningState,
+    TuningStep,
+    TuningStepKind,
+    pooled_z,
+    trial_outcome,
+)
+
+CONFIG = TuningConfig(mode="act")
+FLEET = {"both ready": 2}
+
+
+@frozen
+class Option:
+    value: float
+    least: float
+    most: float
+
+    def accepts(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+
+OPTIONS = {"a": Option(100, 16, 4096), "b": Option(2, 1, 64)}
+
+
+def arms(
+    before: tuple[int, int], tried: tuple[int, int], delays: tuple[float, float] = (0.5, 0.5)
+) -> tuple[ArmCounts, ArmCounts]:
+    """Requests and misses with each value, whose delays vary by a fifth."""
+    made = []
+    for (ended, missed), delay in zip((before, tried), delays, strict=True):
+        squared = ended * delay**2 * 1.04
+        made.append(
+            ArmCounts(ended=ended, missed=missed, delay=ended * delay, delay_squared=squared)
+        )
+    return made[0], made[1]
+
+
+class Course:
+    """A tuner through its steps, in virtual time."""
+
+    def __init__(self, config: TuningConfig = CONFIG, options: Mapping[str, Any] = OPTIONS) -> None:
+        self.tuner = Tuner(config, options)
+        self.state = TuningState()
+        self.now_s = 0.0
+        self.step(0.0)
+
+    def step(self, seconds: float, **seen: Any) -> TuningStep:
+        self.now_s += seconds
+        seen = {"fleet": FLEET, **seen}
+        self.state, step = self.tuner.step(self.state, TuningSeen(**seen), self.now_s)
+        return step
+
+    def find(self, *tried: Tried, **seen: Any) -> TuningStep:
+        """Wait for a search and end it."""
+        self.step(0.0)
+        assert not self.step(CONFIG.pause_s - 1.0).search
+        assert self.step(1.0).search
+        assert not self.step(5.0).search, "one search at a time"
+        return self.step(5.0, finding=Finding(tried=tried, requests=1000), **seen)
+
+    def tries(self, value: float = 400) -> Trial:
+        step = self.find(Tried(option="a", value=value, gain=0.2))
+        assert step.kind is TuningStepKind.TRIED
+        assert self.state.trial is not None
+        return self.state.trial
+
+
+def test_the_guard_of_vector_10() -> None:
+    assert pooled_z(40, 2000, 12, 200) == pytest.approx(3.55, abs=0.005)
+    course = Course()
+    course.tries()
+    step = course.step(10.0, arms=arms((2000, 40), (200, 12)))
+    assert step.kind is TuningStepKind.ROLLED_BACK, "at once, not at the end of the canary"
+    assert "z = 3.55" in step.text
+    assert course.tuner.values(course.state) == {"a": 100, "b": 2}
+    assert course.state.trial is None
+
+
+def test_a_better_value_goes_from_a_tenth_to_nine_tenths_to_all() -> None:
+    course = Course()
+    trial = course.tries()
+    assert (trial.option, trial.before, trial.value, trial.share) == ("a", 100, 400, 0.1)
+    better = arms((1800, 40), (200, 2), (0.5, 0.3))
+    assert course.step(299.0, arms=better).kind is None, "not before five minutes"
+    step = course.step(1.0)
+    assert step.kind is TuningStepKind.PROMOTED
+    assert "90% of requests" in step.text
+    assert course.state.trial is not None
+    assert course.state.trial.share == pytest.approx(0.9)
+    assert course.tuner.values(course.state)["a"] == 100, "a restart would still go back"
+    assert course.step(300.0, arms=arms((199, 4), (1800, 20))).kind is None, "too few without it"
+    step = course.step(1.0, arms=arms((1, 0), (9, 0)))
+    assert step.kind is TuningStepKind.SETTLED
+    assert course.tuner.values(course.state) == {"a": 400, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (arms((200, 4), (1800, 180)), "more requests miss"),
+        (arms((200, 4), (1800, 36), (0.5, 0.9)), "requests are delayed more"),
+    ],
+)
+def test_a_value_that_harms_only_where_many_have_it_is_rolled_back(
+    after: tuple[ArmCounts, ArmCounts], why: str
+) -> None:
+    course = Course()
+    course.tries()
+    course.step(300.0, arms=arms((1800, 40), (200, 2), (0.5, 0.3)))
+    step = course.step(5.0, arms=after)
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert why in step.text
+    assert course.tuner.values(course.state)["a"] == 100
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (arms((1800, 180), (200, 20)), "all requests miss more targets than before"),
+        (arms((1800, 40), (200, 4), (0.75, 0.74)), "all requests are delayed more than before"),
+    ],
+)
+def test_a_value_that_harms_those_who_do_not_have_it_is_rolled_back(
+    now: tuple[ArmCounts, ArmCounts], why: str
+) -> None:
+    """Requests share workers, so the others suffer as much, and comparing the two shows nothing."""
+    course = Course()
+    course.step(0.0, arms=arms((2000, 40), (0, 0)))
+    course.tries()
+    step = course.step(5.0, arms=now)
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert why in step.text
+
+
+def test_a_little_more_load_than_before_is_no_harm() -> None:
+    course = Course()
+    course.step(0.0, arms=arms((2000, 200), (0, 0)))
+    course.tries()
+    now = arms((18_000, 2000), (2000, 210), (0.58, 0.55))
+    assert course.step(300.0, arms=now).kind is TuningStepKind.PROMOTED
+
+
+def test_any_rise_of_failures_rolls_back() -> None:
+    course = Course()
+    course.tries()
+    before, tried = arms((180, 0), (20, 0), (0.5, 0.1))
+    step = course.step(5.0, arms=(before, evolve(tried, failed=1, missed=1)))
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert "more requests fail" in step.text
+
+
+def test_failures_that_both_values_have_are_no_rise() -> None:
+    course = Course()
+    course.tries()
+    before, tried = arms((1800, 18), (200, 2), (0.5, 0.3))
+    both = evolve(before, failed=18), evolve(tried, failed=2)
+    assert course.step(300.0, arms=both).kind is TuningStepKind.PROMOTED
+
+
+def test_a_change_of_the_fleet_rolls_back_and_the_value_may_be_tried_again() -> None:
+    course = Course()
+    course.tries()
+    step = course.step(5.0, fleet={"both ready": 3})
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert "the fleet changed" in step.text
+    course.tries()
+
+
+def test_nothing_is_tried_while_the_fleet_changes() -> None:
+    course = Course()
+    step = course.find(Tried(option="a", value=400, gain=0.2), steady=False)
+    assert step.kind is TuningStepKind.SEARCHED
+    assert course.state.trial is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [(arms((1800, 40), (200, 4)), "not better"), (arms((90, 1), (10, 0)), "too few requests")],
+)
+def test_a_trial_that_shows_nothing_is_given_up(
+    seen: tuple[ArmCounts, ArmCounts], why: str
+) -> None:
+    course = Course()
+    course.tries()
+    assert course.step(1799.0, arms=seen).kind is None
+    step = course.step(1.0)
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert why in step.text
+
+
+def test_a_value_that_was_not_better_is_left_alone_for_a_day() -> None:
+    course = Course()
+    course.tries(400)
+    course.step(10.0, arms=arms((2000, 40), (200, 12)))
+    both = (Tried(option="a", value=400, gain=0.2), Tried(option="b", value=4, gain=0.1))
+    course.find(*both)
+    assert course.state.trial is not None
+    assert course.state.trial.option == "b"
+    course.step(1.0, fleet={})
+    course.step(86_400.0)
+    course.step(1.0, finding=Finding(tried=both))
+    assert course.state.trial is not None
+    assert course.state.trial.option == "a"
+
+
+@pytest.mark.parametrize(
+    "tried",
+    [
+        Tried(option="router.busy.max_queue_s", value=10, gain=0.9),
+        Tried(option="a", value=15, gain=0.9),
+        Tried(option="a", value=4097, gain=0.9),
+        Tried(option="a", value=100, gain=0.9),
+        Tried(option="a", value=400, gain=0.05),
+    ],
+    ids=["not declared", "below", "above", "the present value", "too little gain"],
+)
+def test_what_is_not_declared_or_gains_too_little_is_never_tried(tried: Tried) -> None:
+    course = Course()
+    assert course.find(tried).kind is TuningStepKind.SEARCHED
+    assert course.state == TuningState(next_s=course.now_s + CONFIG.pause_s)
+
+
+def test_in_the_mode_advise_nothing_changes() -> None:
+    course = Course(evolve(CONFIG, mode="advise"))
+    step = course.find(Tried(option="a", value=400, gain=0.2))
+    assert step.kind is TuningStepKind.ADVISED
+    assert step.text == "a 100 -> 400 (1 values replayed with 1000 requests: 20% less delay)"
+    assert course.state.trial is None
+
+
+def test_switched_off_nothing_happens() -> None:
+    tuner = Tuner(evolve(CONFIG, mode="off"), OPTIONS)
+    for now_s in (0.0, 1e6):
+        state, step = tuner.step(TuningState(), TuningSeen(fleet=FLEET), now_s)
+        assert (state, step) == (TuningState(), TuningStep())
+
+
+def test_a_search_that_fails_is_told_and_repeated_later() -> None:
+    course = Course()
+    course.step(CONFIG.pause_s)
+    step = course.step(1.0, finding=Finding(problem="no requests came"))
+    assert step.text == "no value was looked for: no requests came"
+    assert not course.step(CONFIG.pause_s - 1.0).search
+    assert course.step(1.0).search
+
+
+def restart(course: Course, options: Mapping[str, Any] = OPTIONS) -> tuple[Course, list[str]]:
+    """The same from what its state file keeps."""
+    kept = json.loads(json.dumps(course.tuner.kept(course.state)))
+    again = Course(options=options)
+    again.state, told = again.tuner.restored(kept)
+    return again, list(told)
+
+
+def test_a_restart_in_the_middle_of_a_canary_rolls_back() -> None:
+    course = Course()
+    settle(course)
+    trial = course.tries(1000)
+    assert trial.before == 400
+    again, told = restart(course)
+    assert told == ["a stays 400: 1000 rolled back, as the planner ended meanwhile"]
+    assert again.state.trial is None
+    assert again.tuner.values(again.state) == {"a": 400, "b": 2}
+    assert again.tries(1000).number > trial.number, "no front door takes it for an earlier trial"
+
+
+def settle(course: Course) -> None:
+    course.tries()
+    for share in (200, 1800):
+        course.step(300.0, arms=arms((2000 - share, 40), (share, 2), (0.5, 0.3)))
+    assert course.tuner.values(course.state)["a"] == 400
+
+
+def test_a_tuned_value_ends_with_the_configured_one_that_it_replaced() -> None:
+    course = Course()
+    settle(course)
+    _, told = restart(course, {**OPTIONS, "a": Option(200, 16, 4096)})
+    assert told == ["a 400 is dropped: the configuration has a new value"]
+    again, told = restart(course, {"b": OPTIONS["b"]})
+    assert told == ["a 400 is dropped: not tunable to it any more"]
+    assert again.state.values == {}
+    with pytest.raises(ValueError, match="values"):
+        course.tuner.restored({"value": 3})
+
+
+def test_a_configured_value_that_proves_best_again_is_no_tuned_value() -> None:
+    course = Course()
+    settle(course)
+    course.tries(100)
+    for share in (200, 1800):
+        course.step(300.0, arms=arms((2000 - share, 40), (share, 2), (0.5, 0.3)))
+    assert course.state.values == {}
+    assert course.tuner.values(course.state)["a"] == 100
+
+
+def request(name: str, session: str | None = None) -> RequestSummary:
+    return RequestSummary(
+        request_id=name, model="m", prompt_tokens=9, max_tokens=9, session_id=session
+    )
+
+
+def test_a_trial_takes_its_share_of_the_requests_and_whole_conversations() -> None:
+    tenth = Trial(number=1, option="a", before=1.0, value=2.0, share=0.1)
+    most = evolve(tenth, number=2, share=0.9)
+    takes = {name: tenth.takes(request(str(name))) for name in range(5000)}
+    assert 430 < sum(takes.values()) < 570
+    assert all(most.takes(request(str(name))) for name, taken in takes.items() if taken)
+    other = evolve(tenth, value=3.0)
+    both = sum(taken and other.takes(request(str(name))) for name, taken in takes.items())
+    assert both < 100, "another trial takes others"
+    for session in map(str, range(50)):
+        assert len({tenth.takes(request(str(name), session)) for name in range(20)}) == 1
+    assert tenth.takes(request("\ud800")) in {True, False}, "clients choose ids"
+    assert Trial.unpack(json.loads(json.dumps(tenth.pack()))) == tenth
+
+
+def test_a_request_counts_by_its_delay_and_its_misses() -> None:
+    targets = PlannerTargets(ttft_s=0.5, itl_s=0.05)
+    inside = trial_outcome(targets, 0.25, 0.05)
+    assert (inside.delay, inside.missed, inside.failed) == (0.75, False, False)
+    late = trial_outcome(targets, 100.0, 0.0)
+    assert (late.delay, late.missed, late.failed) == (2.0, True, False)
+    failed = trial_outcome(targets, None, 0.0)
+    assert (failed.delay, failed.missed, failed.failed) == (4.0, True, True)
+    both = ArmCounts().plus(inside).plus(late)
+    assert (both.ended, both.missed, both.mean_delay) == (2, 1, 1.375)
+    assert both.delay_variance == pytest.approx(0.625**2 / 2)
+    assert both - ArmCounts().plus(late) == ArmCounts().plus(inside)
