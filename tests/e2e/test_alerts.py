@@ -262,7 +262,7 @@ if __name__ == "__main__":
         global count
         count += bool(events)
         if count > 60 and count % 10 == 0:
-            self._kept.append(b"")  # its number is taken, and it is neither sent nor replayed
+            self._messages._kept.append(b"")  # its number is taken, and it is never sent
         publish(self, events)
 
     EventPublisher.publish = lose_some

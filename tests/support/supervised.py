@@ -73,7 +73,7 @@ class IdleLauncher(Launcher):
     async def open(self) -> None:
         pass
 
-    def listen_at(self) -> tuple[str, int]:
+    def listen_at(self, *, loopback: bool = False) -> tuple[str, int]:
         return "127.0.0.1", 1
 
     async def start(self, name: str, plan: LaunchPlan) -> LaunchedProcess:
@@ -110,9 +110,11 @@ class FakeLauncher(IdleLauncher):
 
     def __init__(self) -> None:
         self.processes: list[FakeProcess] = []
+        self.plans: list[LaunchPlan] = []
+        """Of the processes, in the same order."""
         self._port = 1000
 
-    def listen_at(self) -> tuple[str, int]:
+    def listen_at(self, *, loopback: bool = False) -> tuple[str, int]:
         self._port += 1
         return "127.0.0.1", self._port
 
@@ -120,4 +122,5 @@ class FakeLauncher(IdleLauncher):
         if plan.argv == ("/no/such/program",):
             raise FileNotFoundError(2, "No such file or directory", plan.argv[0])
         self.processes.append(FakeProcess())
+        self.plans.append(plan)
         return self.processes[-1]

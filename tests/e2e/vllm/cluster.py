@@ -39,8 +39,7 @@ def engine_client(cluster: LocalCluster, worker: str) -> VllmClient | VllmTokenC
     (known,) = (one for one in cluster.health()["workers"] if one["worker_id"] == worker)
     if known["admin_address"] is None:
         return VllmClient(url, api_key=api_key_at(url))
-    host, _, port = known["admin_address"].rpartition(":")
-    return VllmTokenClient(TokenApiAddress(host, int(url.rpartition(":")[2]), int(port)))
+    return VllmTokenClient(TokenApiAddress(url, known["admin_address"]))
 
 
 def apart_config(root: Path) -> dict[str, Any]:

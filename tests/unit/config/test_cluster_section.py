@@ -70,8 +70,12 @@ PLANNER = {"kind": "slo", "bounds": {"both": [1, 4]}, "start_up_s": 30}
         ({"cluster": {"kv_ports": "1-2"}}, "kv_ports: expected 1024 <= FIRST"),
         ({"registry": {"kind": "memory"}}, "registry.address: required"),
         ({"registry": {"kind": "memory", "address": "10.0.0.1"}}, "address: expected HOST:PORT"),
-        ({"engines": [{"kind": "vllm"}]}, 'engines[0].kind: engine "vllm" neither encrypts'),
-        ({"engines": [{"kind": "vllm", "url": "http://10.0.0.9"}]}, "neither encrypts"),
+        ({"engines": [{"kind": "trtllm"}]}, 'engines[0].kind: engine "trtllm" neither encrypts'),
+        ({"engines": [{"kind": "trtllm", "url": "https://10.0.0.9"}]}, "neither encrypts"),
+        (
+            {"engines": [{"kind": "vllm", "url": "http://10.0.0.9"}]},
+            "engines[0].url: http://10.0.0.9 is on another machine",
+        ),
         ({"disaggregation": DISAGG}, "disaggregation: KV would move between hosts"),
         ({"engines": [SIM, {"kind": "sim", "role": "decode"}]}, "engines[1].role: KV would move"),
         (
@@ -96,7 +100,15 @@ def test_what_a_cluster_refuses(tmp_path: Path, sections: dict[str, Any], proble
     "sections",
     [
         {},
+        {"engines": [{"kind": "vllm"}]},
+        {"engines": [{"kind": "sglang"}]},
         {"engines": [{"kind": "vllm", "url": "https://10.0.0.9"}]},
+        {"engines": [{"kind": "vllm", "url": "http://127.0.0.1:8000"}]},
+        {"engines": [{"kind": "vllm", "url": "http://localhost:8000"}]},
+        {
+            "engines": [{"kind": "vllm", "url": "http://10.0.0.9"}],
+            "cluster": {"tls": None, "insecure": True},
+        },
         {"engines": [{"kind": "vllm"}], "cluster": {"tls": None, "insecure": True}},
         {"disaggregation": DISAGG, "cluster": {"kv_network": "isolated"}},
         {"runtime": {"kv_interfaces": ["eth0"]}, "cluster": {"kv_network": "isolated"}},

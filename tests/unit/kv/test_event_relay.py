@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
+from tests.support.certificates import Authorities, on_a_network
 from tests.unit.routing.fake_engine import FakeEngine, info, record, stored
 
 from commutator.contract.block import BlocksCleared
@@ -15,8 +17,9 @@ from commutator.contract.event_bus import EventBus, EventOutlet, EventStream, Ke
 from commutator.contract.worker import EventSource, WorkerRecord
 from commutator.kv_events.codec import decode_batch
 from commutator.kv_events.relay import EventRelay
-from commutator.kv_events.subscriber import SourceTimes
+from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator.kv_events.zmq_bus import ZmqEventBus
+from commutator.trust import Network, RunSecret, TlsFiles, adopt, use_network
 
 TIMES = SourceTimes(replay_timeout_s=0.3, settle_s=0.05, check_interval_s=0.5)
 
@@ -146,6 +149,65 @@ async def test_on_zmq_front_doors_read_the_engine_itself() -> None:
     assert await relay.announced(worker(None)) == worker(None)
     await relay.close()
     await bus.close()
+
+
+async def test_between_hosts_what_asks_for_no_proof_is_published_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authorities = Authorities(tmp_path)
+    with adopt(RunSecret.new()), on_a_network(monkeypatch, authorities.network("h1")):
+        bus, door = ZmqEventBus(), ZmqEventBus()
+        async with FakeEngine() as engine:
+            relay = EventRelay(bus, TIMES)
+            await engine.publish(stored(0, 1))
+            announced = await relay.announced(worker(engine.source))
+            source = announced.info.kv_events
+            assert source is not None
+            assert source.server_key is not None
+            assert {source.endpoint, source.replay_endpoint}.isdisjoint(
+                {engine.source.endpoint, engine.source.replay_endpoint}
+            )
+            reader = Reader(door, source)
+            await until(lambda: reader.bodies == engine.log)
+            await engine.publish(stored(1, 2))
+            await until(lambda: reader.bodies == engine.log)
+            late = Reader(door, source)
+            await until(lambda: late.bodies == engine.log)
+            for one in (reader, late):
+                await one.subscriber.close()
+            await relay.close()
+        await door.close()
+        await bus.close()
+
+
+class Reader:
+    """As a front door reads."""
+
+    def __init__(self, bus: EventBus, source: EventSource) -> None:
+        self.bodies: list[bytes] = []
+        self.subscriber = EventSubscriber(bus, source, self, TIMES)
+        self.subscriber.start()
+
+    def message(self, body: bytes) -> None:
+        self.bodies.append(body)
+
+    def reset(self, reason: str) -> None:
+        self.bodies.clear()
+
+    def undecodable(self, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("tls", [True, False])
+async def test_between_hosts_front_doors_read_publishers_of_ours_themselves(tls: bool) -> None:
+    network = Network("c", "h1", "10.0.0.1", "10.0.0.1", TlsFiles("a", "b", "c") if tls else None)
+    with use_network(network):
+        bus = ZmqEventBus()
+        relay = EventRelay(bus)
+        source = EventSource(endpoint="tcp://10.0.0.1:1", server_key="k" if tls else None)
+        assert await relay.announced(worker(source)) == worker(source)
+        await relay.close()
+        await bus.close()
 
 
 async def test_sources_that_cannot_be_read_are_left_as_they_are(

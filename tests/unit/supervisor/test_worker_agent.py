@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from tests.support.supervised import INFO, FakeEngine, FakeLauncher
 
 from commutator.config.model import RuntimeConfig
 from commutator.contract.engine import (
+    EngineClient,
     EngineConfig,
+    HttpRelay,
+    LaunchContext,
     ModelConfig,
 )
+from commutator.contract.launcher import LaunchPlan
 from commutator.contract.registry import RETIRED, Change, WorkerDown, WorkerUp
 from commutator.contract.worker import KvTransferInfo, Role, WorkerRecord
+from commutator.engine.protocol import INSTANCE
 from commutator.errors import (
     ConfigError,
     EngineUnavailableError,
@@ -29,6 +35,7 @@ from commutator.launcher.child import StartFailure, report_start_failure
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.unready import UnreadyState, UnreadyWorker
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
+from commutator.trust import Network, TlsFiles, use_network
 
 PROGRAM = ("an-engine",)
 
@@ -384,3 +391,58 @@ async def test_a_name_that_is_taken_later_is_waited_for(watch: Watch) -> None:
     assert isinstance(first, WorkerUp)
     assert isinstance(again, WorkerUp)
     assert again.record.instance != first.record.instance
+
+
+class HttpEngine(FakeEngine):
+    """One whose server its host relays to others."""
+
+    def __init__(self) -> None:
+        super().__init__(PROGRAM)
+        self.connected: list[str] = []
+
+    def relay(self, config: EngineConfig) -> HttpRelay:
+        return HttpRelay(read_paths=("/health",), request_paths=("/generate",))
+
+    def launch_plan(self, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
+        plan = super().launch_plan(config, context)
+        assert plan is not None
+        return evolve(plan, address=f"http://{plan.address}?more=1")
+
+    def connect(self, config: EngineConfig, address: str) -> EngineClient:
+        self.connected.append(address)
+        return super().connect(config, address)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_an_http_engine_stays_on_loopback_behind_its_host_s_relay(watch: Watch) -> None:
+    engine = HttpEngine()
+    files = TlsFiles("ca.pem", "h1.pem", "h1.key")
+    with use_network(Network("c", "h1", "0.0.0.0", "10.0.0.1", files)):
+        watched = watch(engine, lease_s=60.0)
+        up = await watched.next()
+        assert isinstance(up, WorkerUp)
+        (context,) = engine.contexts
+        assert (context.host, context.advertise) == ("127.0.0.1", "127.0.0.1")
+        own = f"http://127.0.0.1:{context.port}?more=1"
+        server, relay = watched.launcher.plans
+        assert server.address == own
+        assert engine.connected == [own, up.record.address], "front doors can reach it"
+        assert up.record.address == relay.address
+        assert re.fullmatch(r"https://10\.0\.0\.1:\d+\?more=1", relay.address)
+        assert relay.env[INSTANCE] == up.record.instance == server.env[INSTANCE]
+        watched.launcher.processes[1].die()
+        await until(lambda: len(watched.launcher.processes) == 3)
+        assert watched.launcher.plans[2] == relay, "at the same address"
+        assert watched.changes.empty(), "the engine goes on"
+        watched.running.cancel()
+        await until(lambda: all(one.stopped for one in watched.launcher.processes))
+
+
+async def test_on_one_machine_nothing_is_relayed(watch: Watch) -> None:
+    watched = watch(HttpEngine())
+    up = await watched.next()
+    assert isinstance(up, WorkerUp)
+    (server,) = watched.launcher.plans
+    assert up.record.address == server.address

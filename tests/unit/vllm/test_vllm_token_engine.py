@@ -241,7 +241,9 @@ async def served(
 
     server = TokenApiServer(VllmTokenEngine(engine, die))
     port = await server.start("127.0.0.1", 0)
-    client = VllmTokenClient(TokenApiAddress("127.0.0.1", 1, port), hands_over=hands_over)
+    client = VllmTokenClient(
+        TokenApiAddress("http://127.0.0.1:1", f"127.0.0.1:{port}"), hands_over=hands_over
+    )
     try:
         yield server, client
     finally:
@@ -378,7 +380,7 @@ async def test_the_middleware_serves_as_long_as_the_app_lives(
     life = Lifespan()
     running = life.run()
     assert (await life.said.get())["type"] == "lifespan.startup.complete"
-    client = VllmTokenClient(TokenApiAddress("127.0.0.1", 1, port))
+    client = VllmTokenClient(TokenApiAddress("http://127.0.0.1:1", f"127.0.0.1:{port}"))
     assert await client.start() == INFO
     assert loaded.sent == []
     life.received.put_nowait({"type": "lifespan.shutdown"})
@@ -403,6 +405,9 @@ async def test_a_port_that_is_taken_ends_the_server(monkeypatch: pytest.MonkeyPa
 
 
 def test_both_addresses_are_in_one() -> None:
-    for address in (TokenApiAddress("127.0.0.1", 80, 81), TokenApiAddress("[::1]", 80, 81)):
+    for address in (
+        TokenApiAddress("http://127.0.0.1:80", "127.0.0.1:81"),
+        TokenApiAddress("https://[::1]:80", "[::1]:81"),
+    ):
         assert TokenApiAddress.parse(str(address)) == address
     assert TokenApiAddress.parse("http://127.0.0.1:80") is None

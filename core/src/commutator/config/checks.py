@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -281,7 +282,7 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _is_loopback(text: str) -> bool:
     """Whether it is one; False for anything that is no address, which other checks report."""
     try:
-        return ip_address(text).is_loopback
+        return text == "localhost" or ip_address(text).is_loopback
     except ValueError:
         return False
 
@@ -294,14 +295,21 @@ def _open_engines(
         return
     for index, engine in engines:
         kind = host.engines.kinds.get(_text(engine, "kind"))
-        attached = _text(engine, "url").startswith("https://")
-        if kind is not None and not kind.thing.secures_connections and not attached:
+        if kind is not None and not kind.thing.secures_connections:
             problem = (
                 f'engine "{kind.name}" neither encrypts nor knows who asks, so it must not be '
                 "reached from other hosts; keep cluster.host.listen at 127.0.0.1, or allow plain "
                 "text by cluster.insecure: true"
             )
             yield f"engines[{index}].kind", problem
+        url = urlsplit(_text(engine, "url"))
+        if url.scheme == "http" and not _is_loopback(url.hostname or ""):
+            problem = (
+                f"{url.geturl()} is on another machine, and prompts would go there in plain text; "
+                "use https, run it on a host of the cluster, whose relay encrypts, or allow plain "
+                "text by cluster.insecure: true"
+            )
+            yield f"engines[{index}].url", problem
 
 
 _ISOLATE = (

@@ -34,6 +34,7 @@ __all__ = [
     "EngineConfig",
     "EngineConnector",
     "ForwardedAnswer",
+    "HttpRelay",
     "LaunchContext",
     "ModelConfig",
     "TokenStream",
@@ -108,6 +109,25 @@ class LaunchContext:
     """The address at which others reach what listens at ``host``, which may be all interfaces."""
     kv_host: str = Factory(lambda self: self.host, takes_self=True)
     """The address at which the worker hands KV over to others, and lends it."""
+    guarded_host: str = Factory(lambda self: self.advertise, takes_self=True)
+    """The address at which a ``TokenApiServer`` may listen beside an engine at ``host``: other
+    hosts reach it, and it knows who asks."""
+
+
+@frozen(kw_only=True)
+class HttpRelay:
+    """What other hosts may ask an engine's HTTP server, which itself listens on this host only.
+
+    The host's relay takes their requests by mutual TLS. Every path that is not named here is for
+    operators of the cluster.
+    """
+
+    read_paths: tuple[str, ...]
+    """What front doors and operators may GET."""
+    request_paths: tuple[str, ...]
+    """What front doors may POST."""
+    api_key: str | None = None
+    """What the server asks for; by default that of a launched server (``launching.api_key_at``)."""
 
 
 class TokenStream(Protocol):
@@ -259,9 +279,10 @@ class EngineConnector(ABC, Generic[ConfigT]):
     uses_tiers: bool = False
     """Whether its engines store KV blocks in the configured storage tiers."""
     secures_connections: bool = False
-    """Whether its workers encrypt what comes from other hosts, and know who asks.
+    """Whether what comes from other hosts is encrypted, and comes from who may ask.
 
-    Workers behind ``TokenApiServer`` do. Others are not started where other hosts reach them.
+    So it is for workers behind ``TokenApiServer``, and for those of which ``relay`` says what may
+    be asked. Others are not started where other hosts reach them.
     """
 
     def problems(
@@ -296,6 +317,16 @@ class EngineConnector(ABC, Generic[ConfigT]):
     @abstractmethod
     def connect(self, config: ConfigT, address: str) -> EngineClient:
         """A client, not yet connected, for the worker at ``address``."""
+
+    def relay(self, config: ConfigT) -> HttpRelay | None:
+        """What of its workers' HTTP servers the host relays to others.
+
+        With it, in a cluster, they are launched on the loopback interface, their KV events are
+        passed on by the host, and front doors ``connect`` to the relay's address: https://HOST:PORT
+        and whatever followed in their own. None: other hosts reach the workers themselves.
+        """
+        del config
+        return None
 
     def handover_style(self, config: ConfigT) -> HandoverStyle | None:
         """The style of disaggregated requests of these workers; None: they serve none."""

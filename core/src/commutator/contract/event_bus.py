@@ -123,6 +123,9 @@ class EventBus(ABC):
     bus that cannot be reached stops neither workers nor requests, only the prefix index grows old.
     """
 
+    reads_engines: ClassVar[bool] = False
+    """Whether front doors can also read engines' own sockets, where other hosts reach them."""
+
     async def publish(self, stream: EventStream, kept: KeptMessages) -> EventOutlet | None:
         """Offer a stream to readers. The outlet also answers replays, from ``kept``.
 

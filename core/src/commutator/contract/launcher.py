@@ -92,10 +92,10 @@ class Launcher(ABC):
         """Prepare to start processes. Called once, before the first ``start``."""
 
     @abstractmethod
-    def listen_at(self) -> tuple[str, int]:
+    def listen_at(self, *, loopback: bool = False) -> tuple[str, int]:
         """``LauncherContext.listen``, and a free TCP port there for a process about to be started.
 
-        No port is given twice in a row.
+        With ``loopback``, the loopback interface instead. No port is given twice in a row.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import ssl
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +18,7 @@ import msgspec
 
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest
-from commutator.contract.worker import EngineInfo
+from commutator.contract.worker import EngineInfo, WorkerRecord
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
     EngineError,
@@ -25,8 +26,15 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
+from commutator.trust import ClientGate, Right, TlsError, is_loopback
+from commutator.trust.wire import notice_loss, secured
 
 __all__ = [
+    "CLOSES_IDLE_S",
+    "FORWARDED_PATHS",
+    "IDLE_AT_ENGINES_S",
+    "INSTANCE_HEADER",
+    "REFUSED_PATH",
     "FailedAnswerError",
     "HttpAnswer",
     "HttpEngineClient",
@@ -39,10 +47,29 @@ __all__ = [
 
 T = TypeVar("T")
 
+INSTANCE_HEADER = "Commutator-Instance"
+"""The header with which a client names the instance of a worker that it means."""
+REFUSED_PATH = "/commutator/refused_connections"
+"""The path at which a relay says how many it refused."""
+FORWARDED_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+)
+"""Paths of OpenAI-compatible servers to which front doors forward clients' own requests."""
+
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
 # These servers close connections that were idle for 5 s. Closing ours earlier avoids sending a
 # request just as the server closes its end.
-_KEEP_ALIVE_S = 3.0
+IDLE_AT_ENGINES_S = 3.0
+"""How long a connection to an engine's server may be idle before its client closes it."""
+CLOSES_IDLE_S = 75.0
+"""How long one to a relay may be, before the relay closes it."""
+_IDLE_AT_RELAYS_S = 30.0
+"""A new one costs a TLS handshake."""
 _CONNECT_S = 5.0
 # Routing handles these two; every other answer goes to the client.
 _FOR_ROUTING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -84,10 +111,38 @@ class HttpAnswer:
             yield data
 
 
+class _ClusterConnector(aiohttp.TCPConnector):
+    """Makes connections to relays of this cluster: no byte is sent to anyone else."""
+
+    def __init__(self, server: HttpServer) -> None:
+        super().__init__(limit=0, keepalive_timeout=_IDLE_AT_RELAYS_S)
+        self._server = server
+
+    async def _create_connection(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Any],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
+    ) -> Any:
+        protocol = await super()._create_connection(req, traces, timeout)
+        transport = protocol.transport
+        assert isinstance(transport, asyncio.Transport)
+        gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self._server.host)
+        try:
+            gate.identify(transport)
+        except TlsError as error:
+            protocol.close()
+            raise aiohttp.ClientConnectorError(req.connection_key, OSError(str(error))) from error
+        notice_loss(transport, urlsplit(self._server.url).hostname or "")
+        return protocol
+
+
 class HttpServer:
     """One server of ``engine``, such as "vLLM", at ``url``, http://HOST:PORT.
 
-    A live server answers ``alive_path`` at once. The session is opened at its first use.
+    A live server answers ``alive_path`` at once. The session is opened at its first use. One
+    ``of_cluster``, and not on this machine, is behind the relay of its host: with https, reached by
+    mutual TLS with the certificates of this process's network.
     """
 
     def __init__(
@@ -98,20 +153,43 @@ class HttpServer:
         api_key: str | None = None,
         alive_path: str = "/health",
         answer_timeout_s: float = 10.0,
+        of_cluster: bool = False,
     ) -> None:
+        """Raises TlsError when this process's certificates cannot be used."""
         self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        self._relayed = of_cluster and not is_loopback(host)
+        self._certificates = secured(host) if self._relayed and parts.scheme == "https" else None
+        self.host = ""
+        """The host of the cluster whose relay must answer; empty: any."""
         self.where = f"{engine} at {self.url}"
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._alive_path = alive_path
         self._answer_timeout_s = answer_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
+    def expect(self, record: WorkerRecord) -> None:
+        """Let only the relay of this worker answer. Called before the first request."""
+        if self._relayed:
+            self.host = record.host
+            if record.instance:
+                self._headers[INSTANCE_HEADER] = record.instance
+
+    def request(self, method: str, path: str, **options: Any) -> Any:
+        """Send a request, as ``aiohttp.ClientSession.request`` does."""
+        if self._certificates is not None:
+            options["ssl"] = self._certificates.client  # renewed ones serve new connections
+        return self.session.request(method, self.url + path, **options)
+
     @property
     def session(self) -> aiohttp.ClientSession:
         """Has no limit on connections or on the length of an answer."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_AT_ENGINES_S)
+                if self._certificates is None
+                else _ClusterConnector(self),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 headers=self._headers,
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
@@ -124,10 +202,16 @@ class HttpServer:
             await session.close()
 
     async def read(
-        self, path: str, kind: type[T], *, method: str = "GET", body: object = None
+        self,
+        path: str,
+        kind: type[T],
+        *,
+        method: str = "GET",
+        body: object = None,
+        timeout_s: float | None = None,
     ) -> T:
         """The JSON answer of ``path``. Raises as ``ask`` does, and EngineError for other JSON."""
-        answer = await self.ask(path, method=method, body=body)
+        answer = await self.ask(path, method=method, body=body, timeout_s=timeout_s)
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.MsgspecError as error:
@@ -145,7 +229,7 @@ class HttpServer:
         """
         try:
             async with asyncio.timeout(timeout_s or self._answer_timeout_s):
-                async with self.session.request(method, self.url + path, json=body) as response:
+                async with self.request(method, path, json=body) as response:
                     status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise connection_error(self.where, error) from error
@@ -164,7 +248,7 @@ class HttpServer:
         Connection errors, also while the answer is read, are raised as EngineUnavailableError.
         """
         with _connection_errors(self.where):
-            async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            async with self.request("POST", path, json=body, headers=headers) as response:
                 if response.status != HTTPStatus.OK:
                     raise FailedAnswerError(response.status, message_of(await response.read()))
                 yield response.content
@@ -179,7 +263,7 @@ class HttpServer:
         """
         sent = {"Content-Type": "application/json", **headers}
         with _connection_errors(self.where):
-            response = await self.session.post(self.url + path, data=body, headers=sent)
+            response = await self.request("POST", path, data=body, headers=sent)
         async with response:
             if response.status in _FOR_ROUTING:
                 message = message_of(await response.read())
@@ -200,10 +284,16 @@ class HttpServer:
             return EngineOverloadedError(message)
         return EngineError(f"{self.where} answers {status}: {message}")
 
+    async def refused_connections(self, timeout_s: float) -> Mapping[str, int]:
+        """Those that the server's relay refused. Raises EngineError."""
+        if not self._relayed:
+            return {}
+        return await self.read(REFUSED_PATH, dict[str, int], timeout_s=timeout_s)
+
     async def is_alive(self) -> bool:
         """Whether the server answers ``alive_path`` with status 200."""
         try:
-            alive = self.session.get(self.url + self._alive_path, timeout=_HEALTH_TIMEOUT)
+            alive = self.request("GET", self._alive_path, timeout=_HEALTH_TIMEOUT)
             async with alive as answer:
                 return answer.status == HTTPStatus.OK
         except (aiohttp.ClientError, OSError):
@@ -228,6 +318,12 @@ class HttpEngineClient(EngineClient):
 
         Raises the errors of ``TokenStream``.
         """
+
+    def expect(self, record: WorkerRecord) -> None:
+        self.server.expect(record)
+
+    async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
+        return await self.server.refused_connections(timeout_s)
 
     async def start(self) -> EngineInfo:
         if self._info is None:  # the dispatcher calls this before each request
@@ -330,6 +426,9 @@ def connection_error(where: str, error: aiohttp.ClientError | OSError) -> Engine
     """The error, with the cause in plain words for the operator."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
+        if isinstance(cause, ssl.SSLError):
+            reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
+            return EngineUnavailableError(f"{where} cannot be reached: TLS failed: {reason}")
         known = cause.errno in errno.errorcode
         what = os.strerror(cause.errno) if known and cause.errno else str(cause.strerror or cause)
         return EngineUnavailableError(f"{where} cannot be reached: {what}")

@@ -11,19 +11,26 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import attrs
 from attrs import Attribute, frozen
 
 from commutator.config.secrets import HIDDEN, hidden_arguments, hidden_values
-from commutator.contract.engine import EngineConfig, EngineConnector, LaunchContext
+from commutator.contract.engine import (
+    EngineConfig,
+    EngineConnector,
+    HttpRelay,
+    LaunchContext,
+)
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.settings import NonNegativeInt, Secret, setting
 from commutator.errors import ConfigError
-from commutator.trust import secret_of_this_process
+from commutator.trust import is_loopback, secret_of_this_process
 
 __all__ = [
     "RANKS_ON_LOOPBACK",
+    "KeyedServerConfig",
     "ServerConfig",
     "ServerConnector",
     "api_key_at",
@@ -114,13 +121,42 @@ class ServerConfig(EngineConfig):
         return f"engine {self.name or self.kind}"
 
 
-ConfigT = TypeVar("ConfigT", bound=ServerConfig)
+@frozen(kw_only=True)
+class KeyedServerConfig(ServerConfig):
+    """Servers that ask for an API key."""
+
+    api_key: Secret | None = setting(
+        "The `--api-key` of the server at `url`.", None, validator=only_to_attach
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=KeyedServerConfig)
 
 
 class ServerConnector(EngineConnector[ConfigT]):
-    """Launches servers with the configured tiers, or attaches to the server at `url`."""
+    """Launches servers with the configured tiers, or attaches to the server at `url`.
+
+    Other hosts reach them by the relay of their host, also one at a loopback `url`.
+    """
 
     uses_tiers = True
+    secures_connections = True
+
+    @abstractmethod
+    def paths(self) -> HttpRelay:
+        """The paths that front doors need; the key is added to them."""
+
+    def relay(self, config: ConfigT) -> HttpRelay | None:
+        if config.url is not None and not is_loopback(urlsplit(config.url).hostname or ""):
+            return None
+        key = None if config.api_key is None else config.api_key.reveal()
+        return attrs.evolve(self.paths(), api_key=key)
+
+    def client_key(self, config: ConfigT, address: str) -> str | None:
+        """The API key for a server that runs already, was launched, or is relayed."""
+        if address != config.url:
+            return api_key_at(address)
+        return None if config.api_key is None else config.api_key.reveal()
 
     @abstractmethod
     def launch(self, config: ConfigT, context: LaunchContext) -> LaunchPlan:

@@ -6,7 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-__all__ = ["MessageHistory"]
+__all__ = ["RELAYED_BYTES", "RELAYED_MESSAGES", "MessageHistory"]
+
+RELAYED_MESSAGES = 10_000
+"""Messages of a stream that its worker's host passes on, and keeps for replays."""
+RELAYED_BYTES = 64 * 1024 * 1024
+"""The most that they take up."""
 
 
 class MessageHistory:

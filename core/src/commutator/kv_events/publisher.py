@@ -1,4 +1,4 @@
-"""Publishes an engine's KV events over ZMQ, and replays missed messages."""
+"""Publishes KV events over ZMQ, and replays missed messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commutator.kv_events.curve import ReaderGuard, network_to_guard
 from commutator.kv_events.history import MessageHistory
 from commutator.trust import in_url, network_of_this_process, run_folder, secret_of_this_process
 
-__all__ = ["EventPublisher", "bind_private", "end_context"]
+__all__ = ["EventPublisher", "MessagePublisher", "bind_private", "end_context"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _STALLED_S = 30.0
 _numbers = itertools.count()
 
 
-class EventPublisher:
+class MessagePublisher:
     """Publishes on a PUB socket and answers replay requests on a ROUTER socket, on its own thread.
 
     A replay request is ``[b"", first sequence (8 bytes, big-endian)]``. The answer is one
@@ -62,12 +62,11 @@ class EventPublisher:
         host: str = "127.0.0.1",
         *,
         topic: str = "",
-        data_parallel_rank: int = 0,
         keep_messages: int = 10_000,
+        keep_bytes: int | None = None,
     ) -> None:
         self._topic = topic.encode()
-        self._rank = data_parallel_rank
-        self._inbox: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(max(1, keep_messages))  # what it drops can still be replayed
@@ -76,7 +75,7 @@ class EventPublisher:
             socket.setsockopt(zmq.MAXMSGSIZE, _MOST_READER_BYTES)
         self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or lost reader raises
         self._replay.set_hwm(_REPLAY_HIGH_WATER)
-        self._kept = MessageHistory(keep_messages)
+        self._kept = MessageHistory(keep_messages, keep_bytes)
         self._replays: dict[bytes, _Replay] = {}
         self._guard = _guard(self._context)
         if self._guard is not None:
@@ -91,14 +90,9 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def publish(self, events: Sequence[KvEvent]) -> None:
-        """Queue one message with these events. Never blocks; any thread may call it."""
-        if events:
-            self._inbox.put(
-                EventBatch(
-                    timestamp_s=time.time(), events=tuple(events), data_parallel_rank=self._rank
-                )
-            )
+    def send(self, make_body: Callable[[], bytes]) -> None:
+        """Queue a message, whose body the thread makes. Never blocks; any thread may call it."""
+        self._inbox.put(make_body)
 
     def close(self) -> None:
         """Send the queued messages, then close the sockets."""
@@ -110,13 +104,13 @@ class EventPublisher:
         while True:
             try:
                 wait_ms = _REPLAYING_POLL_MS if self._replays else _POLL_MS
-                batch = self._inbox.get(timeout=wait_ms / 1000)
+                make_body = self._inbox.get(timeout=wait_ms / 1000)
             except queue.Empty:
                 pass
             else:
-                if batch is None:
+                if make_body is None:
                     break
-                body = encode_batch(batch)
+                body = make_body()
                 self._pub.send_multipart([self._topic, _packed(self._kept.append(body)), body])
             if self._guard is not None:
                 self._guard.work()
@@ -161,6 +155,34 @@ class EventPublisher:
                 return None
             raise
         return True
+
+
+class EventPublisher:
+    """Publishes the events of one data-parallel rank of an engine, as ``MessagePublisher`` does."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        keep_messages: int = 10_000,
+    ) -> None:
+        self._rank = data_parallel_rank
+        self._messages = MessagePublisher(host, topic=topic, keep_messages=keep_messages)
+        self.source = self._messages.source
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Queue one message with these events. Never blocks; any thread may call it."""
+        if events:
+            batch = EventBatch(
+                timestamp_s=time.time(), events=tuple(events), data_parallel_rank=self._rank
+            )
+            self._messages.send(partial(encode_batch, batch))
+
+    def close(self) -> None:
+        """Send the queued messages, then close the sockets."""
+        self._messages.close()
 
 
 class _Replay:

@@ -15,17 +15,15 @@ from attrs import evolve
 
 from commutator.contract.event_bus import EventBus, EventOutlet, EventStream
 from commutator.contract.worker import EngineInfo, EventSource, WorkerRecord
-from commutator.kv_events.history import MessageHistory
+from commutator.kv_events.history import RELAYED_BYTES, RELAYED_MESSAGES, MessageHistory
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes
 from commutator.kv_events.zmq_bus import ZmqEventBus
+from commutator.trust import is_loopback
 
 __all__ = ["EventRelay", "sources_by_rank"]
 
 log = logging.getLogger(__name__)
 
-_KEPT_MESSAGES = 10_000
-_KEPT_BYTES = 64 * 1024 * 1024
-"""For each stream."""
 _FORGET = b""
 """A message that tells readers to forget every block that earlier messages told of."""
 
@@ -33,7 +31,8 @@ _FORGET = b""
 class EventRelay:
     """Publishes the events of one start of a worker. Used from one event loop.
 
-    Where the bus takes no streams, as ``zmq``, it does nothing: front doors read the engine.
+    It does nothing where front doors read the engine itself: on one machine, and where the engine's
+    own sockets are made for other hosts and the bus is ``zmq``.
     """
 
     def __init__(self, bus: EventBus, times: SourceTimes = SourceTimes()) -> None:  # noqa: B008 - frozen
@@ -71,14 +70,17 @@ class EventRelay:
         await self._engines.close()
 
     async def _begin(self, record: WorkerRecord) -> None:
-        for rank, source in enumerate(self._sources(record)):
+        sources = self._sources(record)
+        if self._bus.reads_engines and all(map(_is_for_other_hosts, sources)):
+            return
+        for rank, source in enumerate(sources):
             name = EventStream(
                 model=record.model,
                 worker_id=record.worker_id,
                 instance=record.instance,
                 rank=rank,
             )
-            kept = MessageHistory(_KEPT_MESSAGES, _KEPT_BYTES)
+            kept = MessageHistory(RELAYED_MESSAGES, RELAYED_BYTES)
             outlet = await self._bus.publish(name, kept)
             if outlet is None:
                 return
@@ -140,6 +142,12 @@ class _Stream:
 
     def undecodable(self, error: Exception) -> None:
         log.debug("%s: not passed on: %s", self._worker_id, error)
+
+
+def _is_for_other_hosts(source: EventSource) -> bool:
+    """Whether front doors of other hosts reach it: our publisher, or an engine's in plain text."""
+    endpoint = urlsplit(source.endpoint)
+    return endpoint.scheme == "tcp" and not is_loopback(endpoint.hostname or "")
 
 
 def sources_by_rank(info: EngineInfo) -> list[EventSource]:

@@ -1,6 +1,8 @@
-"""The event bus `zmq`: front doors connect to every worker's own sockets.
+"""The event bus `zmq`: front doors connect to every worker's sockets.
 
-Engines publish on a PUB socket, and answer replays on a ROUTER socket, if they have one.
+Engines publish on a PUB socket, and answer replays on a ROUTER socket, if they have one. Those that
+ask for no proof of who reads are read on their own machine only; for front doors of other hosts the
+worker's host publishes what they say on sockets of the same kind that do ask.
 """
 
 from __future__ import annotations
@@ -10,11 +12,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import zmq
 
-from commutator.contract.event_bus import EventBus, EventChannel, Message
+from commutator.contract.event_bus import (
+    EventBus,
+    EventChannel,
+    EventOutlet,
+    EventStream,
+    KeptMessages,
+    Message,
+)
 from commutator.contract.worker import EventSource
 from commutator.errors import EngineUnavailableError
 from commutator.kv_events.curve import read_with
-from commutator.kv_events.publisher import end_context
+from commutator.kv_events.history import RELAYED_BYTES, RELAYED_MESSAGES
+from commutator.kv_events.publisher import MessagePublisher, end_context
+from commutator.trust import network_of_this_process
 
 __all__ = ["ZmqEventBus", "receive_burst", "replay_messages"]
 
@@ -37,8 +48,15 @@ _KEEP_ALIVE = {
 class ZmqEventBus(EventBus):
     """One ZMQ context, for all sources of a process."""
 
+    reads_engines = True
+
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    async def publish(self, stream: EventStream, kept: KeptMessages) -> EventOutlet | None:
+        del stream, kept  # readers know its sockets, which keep what they sent
+        network = network_of_this_process()
+        return None if network is None or not network.spans_hosts else _ZmqOutlet()
 
     def subscribe(
         self, source: EventSource, on_malformed: Callable[[Exception], None]
@@ -56,6 +74,21 @@ class ZmqEventBus(EventBus):
         if self._context is not None:
             end_context(self._context)
             self._context = None
+
+
+class _ZmqOutlet(EventOutlet):
+    """Our publisher's sockets, for what an engine published on its own."""
+
+    def __init__(self) -> None:
+        self._publisher = MessagePublisher(keep_messages=RELAYED_MESSAGES, keep_bytes=RELAYED_BYTES)
+        self.source = self._publisher.source
+
+    def send(self, sequence: int, body: bytes) -> None:
+        del sequence  # the publisher counts likewise, from 0
+        self._publisher.send(lambda: body)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._publisher.close)
 
 
 class _ZmqChannel(EventChannel):

@@ -162,8 +162,9 @@ class LocalLauncher(Launcher):
     async def open(self) -> None:
         await self._guardian.start()
 
-    def listen_at(self) -> tuple[str, int]:
-        return self._listen, self._ports.pick(self._listen)
+    def listen_at(self, *, loopback: bool = False) -> tuple[str, int]:
+        host = "127.0.0.1" if loopback else self._listen
+        return host, self._ports.pick(host)
 
     async def start(self, name: str, plan: LaunchPlan) -> LocalProcess:
         mark = f"{name}-{next(self._numbers)}-{self._guardian.run_id}"

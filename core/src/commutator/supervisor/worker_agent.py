@@ -20,6 +20,7 @@ from commutator.contract.engine import (
     EngineClient,
     EngineConfig,
     EngineConnector,
+    HttpRelay,
     LaunchContext,
     ModelConfig,
 )
@@ -29,6 +30,7 @@ from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
 from commutator.engine.protocol import INSTANCE
+from commutator.engine.relay import RelayStart, relay_plan, relayed_address
 from commutator.errors import (
     CommutatorError,
     ConfigError,
@@ -41,6 +43,7 @@ from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.child import take_start_failure
 from commutator.registry.unready import StartLog, UnreadyWorker
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
+from commutator.trust import network_of_this_process
 
 __all__ = [
     "KvPeers",
@@ -95,6 +98,7 @@ class WorkerAgent:
         """Set while its process runs and is registered."""
         self._spec = spec
         self._lease_s = runtime.lease_s
+        self._runtime = runtime
         self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
         self._registry = registry
         self._lease_id: int | None = None
@@ -151,13 +155,18 @@ class WorkerAgent:
         process: LaunchedProcess | None = None
         client: EngineClient | None = None
         events = EventRelay(self._bus)
+        relaying: asyncio.Task[None] | None = None
         outcome: str | None = None
         self._starts.begins()
         try:
             instance = secrets.token_hex(8)
-            process, address = await self._start_process(instance)
+            relay = self._relay()
+            process, address = await self._start_process(instance, relay)
             client = self._spec.connector.connect(self._spec.config, address)
             info = await while_alive(process, self._wait_until_ready(client, process))
+            if relay is not None:
+                address, relaying = self._begin_relay(relay, address, instance)
+                await while_alive(process, self._until_relayed(address))
             record = await events.announced(self._record(address, info, instance))
             await while_alive(process, self._announce(record))
             self._ever_ready = True
@@ -185,6 +194,9 @@ class WorkerAgent:
             retires = self.leaving == RETIRED
             await self._deregister(RETIRED if retires else outcome or self.leaving)
             await events.close()
+            if relaying is not None:
+                relaying.cancel()
+                await asyncio.gather(relaying, return_exceptions=True)
             await self._clean_up(client, process)
         return Ended(reason, healthy_s)
 
@@ -199,11 +211,51 @@ class WorkerAgent:
             return ConfigError(list(failure.problems), f"worker {self.name}")
         return EngineError("; ".join(failure.problems))
 
-    async def _start_process(self, instance: str) -> tuple[LaunchedProcess | None, str]:
-        """The process (None for an engine that is attached) and the engine's address."""
+    def _relay(self) -> HttpRelay | None:
+        """What is relayed to other hosts; None: there are none, or they need no relay."""
+        network = network_of_this_process()
+        if network is None or not network.spans_hosts:
+            return None
+        return self._spec.connector.relay(self._spec.config)
+
+    def _begin_relay(
+        self, rules: HttpRelay, target: str, instance: str
+    ) -> tuple[str, asyncio.Task[None]]:
+        """Start the process of a relay, again and again if it ends; returns where it is reached."""
+        network = network_of_this_process()
+        assert network is not None
+        listen, port = self._launcher.listen_at()
+        address = relayed_address(target, network.advertise, port, tls=network.tls is not None)
+        plan = relay_plan(RelayStart(listen, port, address, target, rules), instance)
+        name = f"{self.name}-relay"
+
+        async def once() -> Ended:
+            started_s = time.monotonic()
+            process = await self._launcher.start(name, plan)
+            try:
+                reason = await process.wait()
+            finally:
+                await process.stop(_STOP_GRACE_S)
+            return Ended(reason, time.monotonic() - started_s)
+
+        backoff = Backoff(self._runtime.restart_backoff_s, self._runtime.restart_backoff_max_s)
+        return address, asyncio.create_task(keep_running(name, once, backoff))
+
+    async def _until_relayed(self, address: str) -> None:
+        """Return when front doors can reach the engine."""
+        through = self._spec.connector.connect(self._spec.config, address)
+        try:
+            await self._wait_until_ready(through, None)
+        finally:
+            await through.close()
+
+    async def _start_process(
+        self, instance: str, relay: HttpRelay | None
+    ) -> tuple[LaunchedProcess | None, str]:
+        """The process (None for an engine that is attached) and the engine's own address."""
         spec = self._spec
         self._folder.mkdir(exist_ok=True)
-        host, port = self._launcher.listen_at()
+        host, port = self._launcher.listen_at(loopback=relay is not None)
         context = LaunchContext(
             worker_id=self.name,
             model=spec.model,
@@ -211,8 +263,9 @@ class WorkerAgent:
             port=port,
             state_dir=self._folder,
             tiers=spec.tiers,
-            advertise=spec.advertise,
+            advertise=spec.advertise if relay is None else host,
             kv_host=spec.kv_host,
+            guarded_host=spec.advertise,
         )
         plan = spec.connector.launch_plan(spec.config, context)
         if plan is None:

@@ -27,6 +27,7 @@ __all__ = [
     "host_and_port",
     "in_url",
     "listen",
+    "notice_loss",
     "secured",
     "serve",
 ]
@@ -88,7 +89,7 @@ async def connect(
             server_hostname="",
             ssl_handshake_timeout=_HANDSHAKE_S,
         )
-    _notice_loss(transport, host)
+    notice_loss(transport, host)
     return transport
 
 
@@ -179,7 +180,7 @@ async def _admit(
         # It leads back to itself, and to the 256 KiB of the connection, until cycles are collected.
         error.__traceback__ = None
     else:
-        _notice_loss(transport, "")
+        notice_loss(transport, "")
 
 
 def _reason(error: OSError) -> str:
@@ -190,7 +191,7 @@ def _reason(error: OSError) -> str:
     return "it did not complete TLS"
 
 
-def _notice_loss(transport: asyncio.BaseTransport, host: str) -> None:
+def notice_loss(transport: asyncio.BaseTransport, host: str) -> None:
     """Have the system end the connection within seconds of the other host's disappearance."""
     sock = transport.get_extra_info("socket")
     if sock is None or is_loopback(host):

@@ -9,9 +9,10 @@ from commutator.errors import RequestError
 from commutator_sglang.api import ServerInfo
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
-__all__ = ["GENERATE", "request_body"]
+__all__ = ["ABORT", "GENERATE", "request_body"]
 
 GENERATE = "/generate"
+ABORT = "/abort_request"
 _ALL_TOKENS = -1
 
 

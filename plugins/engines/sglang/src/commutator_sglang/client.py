@@ -11,10 +11,15 @@ from pathlib import Path
 
 import aiohttp
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, HttpRelay
 from commutator.engine import DeltaStream
 from commutator.engine.completions import ModelList
-from commutator.engine.http import FailedAnswerError, HttpEngineClient, HttpServer
+from commutator.engine.http import (
+    FORWARDED_PATHS,
+    FailedAnswerError,
+    HttpEngineClient,
+    HttpServer,
+)
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -22,7 +27,7 @@ from commutator.errors import (
     EngineNeedsPrefillError,
 )
 from commutator_sglang.api import Loads, ModelInfo, ServerInfo
-from commutator_sglang.bodies import GENERATE, request_body
+from commutator_sglang.bodies import ABORT, GENERATE, request_body
 from commutator_sglang.deltas import DeltaReader
 from commutator_sglang.discovery import (
     UNIX_SOCKET,
@@ -32,15 +37,19 @@ from commutator_sglang.discovery import (
 )
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
-__all__ = ["SglangClient"]
+__all__ = ["PATHS", "SglangClient"]
 
 log = logging.getLogger(__name__)
 
+PATHS = HttpRelay(
+    read_paths=("/health", "/model_info", "/server_info", "/v1/loads", "/v1/models"),
+    request_paths=(ABORT, GENERATE, *FORWARDED_PATHS),
+)
+"""What the client, and those of front doors on other hosts, ask a server for."""
 _ALIVE = "/model_info"
 """Shows that a server is alive. /health takes a second or more, because it generates a token."""
 _HEALTH_S = 30.0
 """That token may wait for a long prompt; SGLang gives up after 20 s."""
-_ABORT = "/abort_request"
 _ABORT_WITHIN_S = 2.0
 _ABORT_AGAIN_S = 0.2
 """SGLang ignores the abort of a request that it has not started yet, so aborts are repeated."""
@@ -56,6 +65,7 @@ class SglangClient(HttpEngineClient):
         api_key: str | None = None,
         kv_events: EventSource | None = None,
         answer_timeout_s: float = 10.0,
+        of_cluster: bool = False,
     ) -> None:
         super().__init__(
             HttpServer(
@@ -64,6 +74,7 @@ class SglangClient(HttpEngineClient):
                 api_key=api_key,
                 alive_path=_ALIVE,
                 answer_timeout_s=answer_timeout_s,
+                of_cluster=of_cluster,
             )
         )
         self._given_events = kv_events
@@ -186,7 +197,7 @@ class _Generation:
     async def _post_abort(self) -> None:
         with suppress(aiohttp.ClientError):
             body = {"rid": self._request_id}
-            async with self._server.session.post(self._server.url + _ABORT, json=body) as response:
+            async with self._server.request("POST", ABORT, json=body) as response:
                 await response.read()
 
     def _check_role(self) -> None:

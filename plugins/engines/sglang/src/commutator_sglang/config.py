@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from commutator import Secret, setting
-from commutator.engine.launching import ServerConfig, only_to_attach, only_to_launch
+from commutator import setting
+from commutator.engine.launching import KeyedServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["SglangConfig"]
 
 
 @frozen(kw_only=True)
-class SglangConfig(ServerConfig):
+class SglangConfig(KeyedServerConfig):
     """A running SGLang server at `url`, or servers to launch when there is no `url`."""
 
-    api_key: Secret | None = setting(
-        "The `--api-key` of the server at `url`.", None, validator=only_to_attach
-    )
     kv_events: str | None = setting(
         "Where the server at `url` publishes KV events, tcp://HOST:PORT. Needed when the server "
         "does not report it (older versions), or reports an address that cannot be reached from "

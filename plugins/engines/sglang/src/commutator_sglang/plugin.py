@@ -9,13 +9,14 @@ from commutator import (
     EngineRegister,
     EventSource,
     HandoverStyle,
+    HttpRelay,
     LaunchContext,
     LaunchPlan,
     ModelConfig,
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector, api_key_at
+from commutator.engine.launching import ServerConnector
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 
@@ -24,6 +25,11 @@ __all__ = ["SglangConnector"]
 
 class SglangConnector(ServerConnector[SglangConfig]):
     """Launches SGLang's server, or attaches to one, and talks HTTP to it."""
+
+    def paths(self) -> HttpRelay:
+        from commutator_sglang.client import PATHS
+
+        return PATHS
 
     def problems(
         self, config: SglangConfig, model: ModelConfig, tiers: Sequence[TierConfig]
@@ -47,7 +53,8 @@ class SglangConnector(ServerConnector[SglangConfig]):
 
         return SglangClient(
             address,
-            api_key=_api_key(config, address),
+            api_key=self.client_key(config, address),
+            of_cluster=address != config.url,
             kv_events=None
             if config.kv_events is None
             else EventSource(endpoint=config.kv_events, replay_endpoint=config.kv_events_replay),
@@ -55,13 +62,6 @@ class SglangConnector(ServerConnector[SglangConfig]):
 
     def handover_style(self, config: SglangConfig) -> HandoverStyle | None:
         return RoomHandover()  # each server reports whether it takes part
-
-
-def _api_key(config: SglangConfig, address: str) -> str | None:
-    """The key of the server at `url`, or of one that we launched."""
-    if config.url is None:
-        return api_key_at(address)
-    return None if config.api_key is None else config.api_key.reveal()
 
 
 @hookimpl

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, HttpRelay
 from commutator.engine import DeltaStream
 from commutator.engine.completions import ModelList, Version
-from commutator.engine.http import FailedAnswerError, HttpEngineClient, HttpServer
+from commutator.engine.http import (
+    FORWARDED_PATHS,
+    FailedAnswerError,
+    HttpEngineClient,
+    HttpServer,
+)
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator_vllm.bodies import (
     COMPLETIONS,
@@ -25,7 +30,13 @@ from commutator_vllm.discovery import (
     event_source,
 )
 
-__all__ = ["VllmClient"]
+__all__ = ["PATHS", "VllmClient"]
+
+PATHS = HttpRelay(
+    read_paths=("/health", "/kv_event_sources", "/metrics", "/v1/models", "/version"),
+    request_paths=(GENERATE, *FORWARDED_PATHS),
+)
+"""What the client, and those of front doors on other hosts, ask a server for."""
 
 _NOT_OFFERED = (HTTPStatus.FORBIDDEN, HTTPStatus.METHOD_NOT_ALLOWED)
 _NO_ROUTE = HTTPStatus.NOT_FOUND.phrase
@@ -44,9 +55,16 @@ class VllmClient(HttpEngineClient):
         kv_events: EventSource | None = None,
         hands_over: bool = False,
         answer_timeout_s: float = 10.0,
+        of_cluster: bool = False,
     ) -> None:
         super().__init__(
-            HttpServer("vLLM", url, api_key=api_key, answer_timeout_s=answer_timeout_s)
+            HttpServer(
+                "vLLM",
+                url,
+                api_key=api_key,
+                answer_timeout_s=answer_timeout_s,
+                of_cluster=of_cluster,
+            )
         )
         self._use_priority = use_priority
         self._given_events = kv_events

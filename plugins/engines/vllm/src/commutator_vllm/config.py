@@ -6,8 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
-from commutator import Secret, setting
-from commutator.engine.launching import ServerConfig, only_to_attach, only_to_launch
+from commutator import setting
+from commutator.engine.launching import KeyedServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["KV_TRANSFER", "VllmConfig"]
 
@@ -15,12 +15,9 @@ KV_TRANSFER = "--kv-transfer-config"
 
 
 @frozen(kw_only=True)
-class VllmConfig(ServerConfig):
+class VllmConfig(KeyedServerConfig):
     """A running vLLM server at `url`, or servers to launch when there is no `url`."""
 
-    api_key: Secret | None = setting(
-        "The `--api-key` of the server at `url`.", None, validator=only_to_attach
-    )
     kv_events: str | None = setting(
         "Where the server at `url` publishes KV events, tcp://HOST:PORT. Needed when the server "
         "has no /kv_event_sources, or reports an address that cannot be reached from here.",

@@ -105,21 +105,22 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
         _check_tiers(config, python)
     arguments = server_arguments(config, context, directory_for(source))
     command = (python, *_SERVER, *arguments)
-    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.advertise}
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
     if not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
         defaults |= RANKS_ON_LOOPBACK
     env = server_environment(config, context, defaults)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.kv_host)
-        env.setdefault(_SIDE_CHANNEL_PORT, str(free_ports(context.host)[0]))
+        env.setdefault(_SIDE_CHANNEL_PORT, str(free_ports(context.kv_host)[0]))
         # vLLM sets this against a leak in UCX, but not when our tiers have imported NIXL before.
         env.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     url = address = f"http://{context.advertise}:{context.port}"
     if config.connection == "token_api":
         _check_token_api(config, python)
         taken = {context.port, int(env.get(_SIDE_CHANNEL_PORT, 0))}
-        port = next(port for port in free_ports(context.host, 3) if port not in taken)
-        both = TokenApiAddress(context.advertise, context.port, port)
+        at = context.guarded_host
+        port = next(port for port in free_ports(at, 3) if port not in taken)
+        both = TokenApiAddress(url, f"{at}:{port}")
         address = str(both)
         env[LISTEN_AT] = both.token_api
         command = (*command, "--middleware", _TOKEN_API)

@@ -9,13 +9,14 @@ from commutator import (
     EngineRegister,
     EventSource,
     HandoverStyle,
+    HttpRelay,
     LaunchContext,
     LaunchPlan,
     ModelConfig,
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector, api_key_at
+from commutator.engine.launching import ServerConnector
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 
@@ -24,6 +25,11 @@ __all__ = ["VllmConnector"]
 
 class VllmConnector(ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
+
+    def paths(self) -> HttpRelay:
+        from commutator_vllm.client import PATHS
+
+        return PATHS
 
     def problems(
         self, config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
@@ -51,7 +57,8 @@ class VllmConnector(ServerConnector[VllmConfig]):
             return VllmTokenClient(both, hands_over=config.takes_part_in_handovers)
         return VllmClient(
             address,
-            api_key=_api_key(config, address),
+            api_key=self.client_key(config, address),
+            of_cluster=address != config.url,
             hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
             kv_events=None
@@ -61,13 +68,6 @@ class VllmConnector(ServerConnector[VllmConfig]):
 
     def handover_style(self, config: VllmConfig) -> HandoverStyle | None:
         return NixlHandover() if config.takes_part_in_handovers else None
-
-
-def _api_key(config: VllmConfig, address: str) -> str | None:
-    """The key of the server at `url`, or of one that we launched."""
-    if config.url is None:
-        return api_key_at(address)
-    return None if config.api_key is None else config.api_key.reveal()
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from attrs import evolve, frozen
 
-from commutator import EngineInfo
+from commutator import EngineInfo, WorkerRecord
 from commutator.engine import TokenApiClient
 from commutator.engine.http import HttpAnswer, HttpServer
 from commutator.engine.launching import api_key_at
@@ -19,33 +19,22 @@ __all__ = ["TokenApiAddress", "VllmTokenClient"]
 
 @frozen
 class TokenApiAddress:
-    """Where one server serves both; written ``http://HOST:PORT?token_api=PORT``."""
+    """Where one server serves both; written ``URL?token_api=HOST:PORT``."""
 
-    host: str
-    http_port: int
-    token_port: int
+    url: str
+    """Of vLLM's own endpoints, or of their relay."""
+    token_api: str
+    """Of the token API, "host:port"."""
 
     def __str__(self) -> str:
-        return f"{self.url}?token_api={self.token_port}"
-
-    @property
-    def url(self) -> str:
-        """Of vLLM's own endpoints."""
-        return f"http://{self.host}:{self.http_port}"
-
-    @property
-    def token_api(self) -> str:
-        """Of the token API, "host:port"."""
-        return f"{self.host}:{self.token_port}"
+        return f"{self.url}?token_api={self.token_api}"
 
     @classmethod
     def parse(cls, address: str) -> TokenApiAddress | None:
         """None for an address without a token API."""
         parts = urlsplit(address)
-        ports = parse_qs(parts.query).get("token_api")
-        if not ports or parts.hostname is None or parts.port is None:
-            return None
-        return cls(parts.netloc.rpartition(":")[0], parts.port, int(ports[0]))
+        found = parse_qs(parts.query).get("token_api")
+        return cls(f"{parts.scheme}://{parts.netloc}", found[0]) if found else None
 
 
 class VllmTokenClient(TokenApiClient):
@@ -53,8 +42,14 @@ class VllmTokenClient(TokenApiClient):
 
     def __init__(self, address: TokenApiAddress, *, hands_over: bool = False) -> None:
         super().__init__(address.token_api)
-        self._server = HttpServer("vLLM", address.url, api_key=api_key_at(address.url))
+        self._server = HttpServer(
+            "vLLM", address.url, api_key=api_key_at(address.url), of_cluster=True
+        )
         self._hands_over = hands_over
+
+    def expect(self, record: WorkerRecord) -> None:
+        super().expect(record)
+        self._server.expect(record)
 
     async def start(self) -> EngineInfo:
         info = await super().start()
