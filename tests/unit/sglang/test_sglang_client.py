@@ -246,13 +246,13 @@ async def test_an_abort_is_sent_in_the_next_turn_of_the_event_loop(
     await client.start()
     stream = client.generate(REQUEST)
     await anext(stream)
-    post = aiohttp.ClientSession.post
+    request = aiohttp.ClientSession.request
 
-    def noted(session: aiohttp.ClientSession, url: str, **options: Any) -> Any:
+    def noted(session: aiohttp.ClientSession, method: str, url: str, **options: Any) -> Any:
         sent.append(url)
-        return post(session, url, **options)
+        return request(session, method, url, **options)
 
-    monkeypatch.setattr(aiohttp.ClientSession, "post", noted)
+    monkeypatch.setattr(aiohttp.ClientSession, "request", noted)
     await stream.aclose()
     await asyncio.sleep(0)
     assert sent == [f"{sglang.url}/abort_request"]

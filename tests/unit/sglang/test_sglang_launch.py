@@ -109,6 +109,17 @@ def test_without_sglang_it_says_how_to_get_it(context: LaunchContext) -> None:
         launch_plan(evolve(CONFIG, python="nowhere/python"), context)
 
 
+def test_a_prefill_server_is_at_the_address_for_kv(context: LaunchContext, python: str) -> None:
+    """Its bootstrap server is where its own is, so hand-overs between hosts need that."""
+    apart = evolve(context, kv_host="127.0.0.2")
+    for role, host in (("both", "127.0.0.1"), ("decode", "127.0.0.1"), ("prefill", "127.0.0.2")):
+        config = evolve(CONFIG, python=python, role=role, args=("--device=cpu",))
+        plan = launch_plan(config, apart)
+        assert value_of(plan.argv, "--host") == host
+        assert plan.address == f"http://{host}:{value_of(plan.argv, '--port')}"
+        assert plan.env["SGLANG_HOST_IP"] == "127.0.0.2"
+
+
 def test_a_role_brings_the_hand_over(context: LaunchContext) -> None:
     prefill = SglangConfig(kind="sglang", role="prefill", args=("--device=cpu",))
     arguments = server_arguments(prefill, context, Path("d"))

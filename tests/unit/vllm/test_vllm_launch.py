@@ -81,12 +81,36 @@ def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContex
     assert both is not None
     assert both.url == "http://127.0.0.1:8123"
     assert plan.env[LISTEN_AT] == both.token_api
-    assert str(both.token_port) not in {"8123", plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]}
+    host, _, port = both.token_api.rpartition(":")
+    assert host == "127.0.0.1"
+    assert port not in {"8123", plan.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]}
     client = VllmConnector().connect(config, plan.address)
     assert isinstance(client, VllmTokenClient)
     assert client.admin_address == both.token_api
     by_http = launch_plan(evolve(config, connection="http"), context)
     assert plan.argv[: len(by_http.argv)] == by_http.argv, "the same arguments"
+
+
+def test_beside_a_relay_the_token_api_listens_for_other_hosts(context: LaunchContext) -> None:
+    """It knows who asks; vLLM's own endpoints stay on loopback, and KV has its own network."""
+    config = evolve(CONFIG, python=sys.executable, connection="token_api", role="prefill")
+    plan = launch_plan(config, evolve(context, guarded_host="127.0.0.2", kv_host="127.0.0.3"))
+    both = TokenApiAddress.parse(plan.address)
+    assert both is not None
+    assert both.url == "http://127.0.0.1:8123"
+    assert both.token_api.startswith("127.0.0.2:")
+    assert plan.env[LISTEN_AT] == both.token_api
+    assert plan.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.3"
+
+
+@pytest.mark.security
+def test_kv_events_that_other_hosts_could_read_are_refused(context: LaunchContext) -> None:
+    several = evolve(CONFIG, python=sys.executable, args=("--data-parallel-size", "2"))
+    assert launch_plan(several, context)
+    with pytest.raises(ConfigError, match="at every interface, where other hosts read prompts"):
+        launch_plan(several, evolve(context, guarded_host="10.0.0.1"))
+    own = evolve(several, args=(*several.args, "--kv-events-config", "{}"))
+    assert launch_plan(own, evolve(context, guarded_host="10.0.0.1"))
 
 
 @pytest.mark.parametrize("args", [("--disable-log-stats",), ()])

@@ -7,10 +7,10 @@ import errno
 import os
 import ssl
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -111,6 +111,16 @@ class HttpAnswer:
             yield data
 
 
+class _Asking(Protocol):
+    """A request; its answer is closed at the end of the context, or by who awaits it."""
+
+    def __await__(self) -> Generator[Any, None, aiohttp.ClientResponse]: ...
+
+    async def __aenter__(self) -> aiohttp.ClientResponse: ...
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+
 class _ClusterConnector(aiohttp.TCPConnector):
     """Makes connections to relays of this cluster: no byte is sent to anyone else."""
 
@@ -176,7 +186,7 @@ class HttpServer:
             if record.instance:
                 self._headers[INSTANCE_HEADER] = record.instance
 
-    def request(self, method: str, path: str, **options: Any) -> Any:
+    def request(self, method: str, path: str, **options: Any) -> _Asking:
         """Send a request, as ``aiohttp.ClientSession.request`` does."""
         if self._certificates is not None:
             options["ssl"] = self._certificates.client  # renewed ones serve new connections

@@ -30,6 +30,7 @@ from commutator.trust import is_loopback, secret_of_this_process
 
 __all__ = [
     "RANKS_ON_LOOPBACK",
+    "HttpRelay",
     "KeyedServerConfig",
     "ServerConfig",
     "ServerConnector",

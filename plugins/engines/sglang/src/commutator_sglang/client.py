@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, HttpRelay
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
 from commutator.engine.completions import ModelList
 from commutator.engine.http import (
@@ -20,6 +20,7 @@ from commutator.engine.http import (
     HttpEngineClient,
     HttpServer,
 )
+from commutator.engine.launching import HttpRelay
 from commutator.errors import (
     EngineError,
     EngineHandoverError,

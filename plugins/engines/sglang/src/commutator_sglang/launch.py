@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from attrs import evolve
+
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
@@ -112,6 +114,10 @@ def launch_plan(config: SglangConfig, context: LaunchContext) -> LaunchPlan:
     if context.tiers:
         _check_tiers(config, python)
     source = locate_model(context.model.source)
+    if config.role == "prefill" and context.kv_host != context.host:
+        # Its bootstrap server, which decode servers ask for the KV, listens where its own does.
+        (port,) = free_ports(context.kv_host)
+        context = evolve(context, host=context.kv_host, advertise=context.kv_host, port=port)
     arguments = server_arguments(config, context, directory_for(source))
     command = (python, *_SERVER, *arguments)
     defaults = {

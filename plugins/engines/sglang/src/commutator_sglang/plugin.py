@@ -9,14 +9,13 @@ from commutator import (
     EngineRegister,
     EventSource,
     HandoverStyle,
-    HttpRelay,
     LaunchContext,
     LaunchPlan,
     ModelConfig,
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector
+from commutator.engine.launching import HttpRelay, ServerConnector
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest, HttpRelay
+from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
 from commutator.engine.completions import ModelList, Version
 from commutator.engine.http import (
@@ -13,6 +13,7 @@ from commutator.engine.http import (
     HttpEngineClient,
     HttpServer,
 )
+from commutator.engine.launching import HttpRelay
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
 from commutator_vllm.bodies import (
     COMPLETIONS,

@@ -36,6 +36,11 @@ _OLDEST = "0.32"
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
+_OPEN_EVENTS = (
+    "args: vLLM would publish the KV events of several data-parallel ranks, or beside a folder with "
+    "a long name, at every interface, where other hosts read prompts in them; use `replicas`, a "
+    "shorter runtime.state_dir, or a --kv-events-config of your own"
+)
 _API_KEY = "VLLM_API_KEY"
 _TOKEN_API = "commutator_vllm.token_api.TokenApi"  # noqa: S105 - the name of a class
 _SEVERAL_HOSTS = {
@@ -147,6 +152,8 @@ def server_arguments(
     if not given & {"--kv-events-config", "--no-enable-prefix-caching"}:
         # vLLM makes names of sockets for one rank only.
         sockets = None if given & _DATA_PARALLEL else event_sockets(context)
+        if sockets is None and context.guarded_host != context.host:
+            raise ConfigError([_OPEN_EVENTS], config.where)
         arguments += ["--kv-events-config", _json(_events(*(sockets or _ANY_PORTS)))]
     if KV_TRANSFER not in given and (connector := _kv_connector(config, context)) is not None:
         arguments += [KV_TRANSFER, _json(connector)]

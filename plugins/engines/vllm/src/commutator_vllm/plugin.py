@@ -9,14 +9,13 @@ from commutator import (
     EngineRegister,
     EventSource,
     HandoverStyle,
-    HttpRelay,
     LaunchContext,
     LaunchPlan,
     ModelConfig,
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import ServerConnector
+from commutator.engine.launching import HttpRelay, ServerConnector
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 
