@@ -31,6 +31,7 @@ from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
 from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
+from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.recording import TraceRecorder
 from commutator.frontend.services import FrontendServices
@@ -114,9 +115,11 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     await loaded.host.start(config.observers)
     calm_garbage_collector()
     indexes = IndexSharing(dispatcher.indexers(), Path(socket_path).with_suffix(INDEX_SUFFIX))
-    await indexes.start_warm()
+    exchange = IndexExchangeClient(hub, indexes) if hub.spans_hosts else None
+    is_warm = await indexes.start_warm()
     follower = WorkerFollower(dispatcher.membership)
-    changes, lost = _with_losses(workers_only(registry.watch(), _on_claim(hub, link)))
+    claims = workers_only(registry.watch(), _on_claim(hub, link))
+    changes, lost = _with_losses(claims if is_warm else warmed(claims, exchange))
     following = asyncio.create_task(follower.run(changes))
     tasks = [
         following,
@@ -137,6 +140,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
+        tasks += [asyncio.create_task(one.run()) for one in (exchange,) if one is not None]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(
             frontend,
@@ -152,12 +156,9 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await indexes.close()
-        await follower.close()
-        await dispatcher.close()
-        await loaded.host.stop()
-        await gate.stop()
-        await registry.close()
+        parts = (indexes.close, follower.close, dispatcher.close, loaded.host.stop, gate.stop)
+        for end_part in (*parts, registry.close):
+            await end_part()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)
 

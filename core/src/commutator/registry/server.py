@@ -65,7 +65,8 @@ _AGE_EVERY_S = 1.0
 
 Service = Callable[[Callable[[list[Any]], None]], Callable[[list[Any]], None]]
 """What else is served on the port: given how to answer one connection, it returns what takes that
-connection's frames, which raises ValueError or TypeError for a wrong one."""
+connection's frames, which raises ValueError or TypeError for a wrong one. A frame of one word says
+that the connection has ended."""
 
 
 class _Connection:
@@ -83,6 +84,9 @@ class _Connection:
         self._server.connections.discard(self)
         for task in self._tasks:
             task.cancel()
+        services, self._services = self._services, {}
+        for name, take in services.items():
+            take([name])
 
     def _on_lost(self, reason: str) -> None:
         del reason
@@ -120,6 +124,8 @@ class _Connection:
         if name not in self._services:
             self._services[name] = self._server.services[name](self.frames.send)
         try:
+            if len(frame) == 1:
+                raise ValueError("it says nothing")  # noqa: TRY301 - handled with the others
             self._services[name](frame)
         except (ValueError, TypeError) as error:
             log.warning("a registry client sent a wrong %r frame: %s", name, error)

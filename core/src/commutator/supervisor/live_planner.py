@@ -355,6 +355,8 @@ class PlannerService:
                     question in answers
                 ):
                     send([SERVICE, "answer", number, answers[question](at)])
+                case [_]:
+                    pass  # it has ended; who falls silent is forgotten later
                 case _:
                     raise ValueError("unknown frame")
 

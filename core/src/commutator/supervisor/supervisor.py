@@ -43,6 +43,8 @@ from commutator.planner.reports import DoorReports
 from commutator.planner.tuning import Tuner
 from commutator.plugins import PluginHost
 from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
+from commutator.registry.index_exchange import SERVICE as INDEX_SERVICE
+from commutator.registry.index_exchange import IndexExchange
 from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
 from commutator.supervisor.fleet import Agent, Fleet
@@ -310,7 +312,8 @@ class Supervisor:
         place = serves_registry(self._config, network)
         if network is None or (place is None and not can_be_hub(self._config, network)):
             return None, []
-        shared = RegistryServer(registry, {SERVICE: ledger.connected})
+        services = {SERVICE: ledger.connected, INDEX_SERVICE: IndexExchange().connected}
+        shared = RegistryServer(registry, services)
         host, port = place or (network.listen, 0)
         try:
             address = await shared.start(host, port)

@@ -210,6 +210,8 @@ class _Connection:
                     self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
                 self.send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
+            case [_]:
+                return  # it has ended: its requests may be settled on its next connection
             case _:
                 raise ValueError("unknown frame, or a door that has not opened")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ INDEX_SUFFIX = ".index"
 
 _VERSION = 2
 _LENGTH_BYTES = 4
+_MOST_BYTES = MAX_FRAME_BYTES - 4096
+"""Of a snapshot; the rest is for what frames say beside it."""
 _SILENCE_S = 2.0
 """Seconds without a frame after which the next front door is asked."""
 
@@ -76,32 +78,39 @@ class IndexSharing:
         self._silence_s = silence_s
         self._server: asyncio.Server | None = None
 
-    async def start_warm(self) -> None:
+    async def start_warm(self) -> bool:
         """Take the snapshots of the first front door that answers; before any worker is added.
 
-        Never fails: without an answer, the index begins with what the workers can replay.
+        Never fails: without an answer, which it returns, the index begins with what the workers
+        can replay, or with that of a front door elsewhere.
         """
         others = [path for path in sorted(self._socket.parent.glob(f"*{INDEX_SUFFIX}"))
                   if path != self._socket]  # fmt: skip
         if not self._indexers or not others:
-            return
+            return False
         for path in others:
-            started_s = time.monotonic()
-            taken: list[WorkerSnapshot] = []
-            try:
-                await self._ask(path, taken)
-            except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
-                log.warning("%s sent no complete prefix index: %s",
-                            path.stem, str(error) or "no answer")  # fmt: skip
-            else:
-                log.info(
-                    "%s sent the prefix index of %d workers, %d blocks, in %.3f s",
-                    *(path.stem, len(taken), sum(worker.blocks for worker in taken)),
-                    time.monotonic() - started_s,
-                )
-                return
+            async with aclosing(index_frames(path, self._silence_s)) as frames:
+                if await self.take(path.stem, frames):
+                    return True
         log.warning("no other front door sent its complete prefix index: the rest is what the "
                     "workers can replay")  # fmt: skip
+        return False
+
+    async def take(self, door: str, frames: AsyncIterator[Any]) -> bool:
+        """Take the snapshots that a front door sends. False when they are not complete."""
+        started_s = time.monotonic()
+        taken: list[WorkerSnapshot] = []
+        try:
+            await self._take(door, frames, taken)
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            log.warning("%s sent no complete prefix index: %s", door, str(error) or "no answer")
+            return False
+        log.info(
+            "%s sent the prefix index of %d workers, %d blocks, in %.3f s",
+            *(door, len(taken), sum(worker.blocks for worker in taken)),
+            time.monotonic() - started_s,
+        )
+        return True
 
     async def serve(self) -> None:
         """Answer other front doors until ``close``; once every worker has been added."""
@@ -115,25 +124,27 @@ class IndexSharing:
             with suppress(FileNotFoundError):
                 self._socket.unlink()
 
-    async def _ask(self, path: Path, taken: list[WorkerSnapshot]) -> None:
+    async def _take(
+        self, door: str, frames: AsyncIterator[Any], taken: list[WorkerSnapshot]
+    ) -> None:
         refused: set[str] = set()
-        async with aclosing(index_frames(path, self._silence_s)) as frames:
-            async for frame in frames:
-                match frame:
-                    case ["format", str(name), found]:
-                        if (problem := self._incompatible(name, found)) is not None:
-                            log.warning("the prefix index of %s for %s is ignored: %s",
-                                        path.stem, name, problem)  # fmt: skip
-                            refused.add(name)
-                    case ["worker", str(name), bytes(packed)]:
-                        if name in self._indexers and name not in refused:
-                            snapshot = _decoder.decode(packed)
-                            self._indexers[name].restore(snapshot)
-                            taken.append(snapshot)
-                    case ["end"]:
-                        return
-                    case _:
-                        raise ValueError(f"unknown frame {str(frame)[:60]}")
+        async for frame in frames:
+            match frame:
+                case ["format", str(name), found]:
+                    if (problem := self._incompatible(name, found)) is not None:
+                        log.warning("the prefix index of %s for %s is ignored: %s",
+                                    door, name, problem)  # fmt: skip
+                        refused.add(name)
+                case ["worker", str(name), bytes(packed)]:
+                    if name in self._indexers and name not in refused:
+                        snapshot = _decoder.decode(packed)
+                        self._indexers[name].restore(snapshot)
+                        taken.append(snapshot)
+                case ["end"]:
+                    return
+                case _:
+                    raise ValueError(f"unknown frame {str(frame)[:60]}")
+        raise EOFError("it ended before the end")
 
     def _incompatible(self, name: str, packed: Any) -> str | None:
         """Why an index of this format cannot be used; None if it can."""
@@ -145,27 +156,30 @@ class IndexSharing:
 
     async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            for name, indexer in self._indexers.items():
-                writer.write(pack(["format", name, _format(indexer)]))
-                for worker_id in sorted(indexer.exact):
-                    if (snapshot := indexer.snapshot(worker_id)) is None:
-                        continue  # it was removed while another one was sent
-                    frame = pack(["worker", name, _encoder.encode(snapshot)])
-                    if len(frame) > MAX_FRAME_BYTES:
-                        log.warning("worker %s: its index is too large to send, %d bytes",
-                                    worker_id, len(frame))  # fmt: skip
-                        continue
-                    writer.write(frame)
-                    async with asyncio.timeout(self._silence_s):
-                        await writer.drain()
-                    await asyncio.sleep(0)  # requests come first
-            writer.write(pack(["end"]))
-            async with asyncio.timeout(self._silence_s):
-                await writer.drain()
+            for part in self.parts():
+                writer.write(pack(part))
+                async with asyncio.timeout(self._silence_s):
+                    await writer.drain()
+                await asyncio.sleep(0)  # requests come first
         except OSError as error:
             log.info("a front door that asked for the prefix index disconnected: %s", error)
         finally:
             writer.close()
+
+    def parts(self) -> Iterator[list[Any]]:
+        """The frames of our own index, each of the moment in which it is taken."""
+        for name, indexer in self._indexers.items():
+            yield ["format", name, msgspec.to_builtins(_format(indexer))]
+            for worker_id in sorted(indexer.exact):
+                if (snapshot := indexer.snapshot(worker_id)) is None:
+                    continue  # it was removed while another one was sent
+                packed = _encoder.encode(snapshot)
+                if len(packed) > _MOST_BYTES:
+                    log.warning("worker %s: its index is too large to send, %d bytes",
+                                worker_id, len(packed))  # fmt: skip
+                    continue
+                yield ["worker", name, packed]
+        yield ["end"]
 
 
 def _format(indexer: KvIndexer) -> IndexFormat:

@@ -37,9 +37,9 @@ _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
 _OPEN_EVENTS = (
-    "args: vLLM would publish the KV events of several data-parallel ranks, or beside a folder with "
-    "a long name, at every interface, where other hosts read prompts in them; use `replicas`, a "
-    "shorter runtime.state_dir, or a --kv-events-config of your own"
+    "args: vLLM would publish the KV events of several data-parallel ranks, or beside a folder "
+    "with a long name, at every interface, where other hosts read prompts in them; use "
+    "`replicas`, a shorter runtime.state_dir, or a --kv-events-config of your own"
 )
 _API_KEY = "VLLM_API_KEY"
 _TOKEN_API = "commutator_vllm.token_api.TokenApi"  # noqa: S105 - the name of a class
