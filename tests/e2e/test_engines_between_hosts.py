@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import ssl
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,16 +20,18 @@ from tests.support.hosts import Host, hosts, why_not
 from tests.support.sglang_server import CONFIG as SGLANG
 from tests.support.vllm_server import CONFIG as VLLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-from cluster_demo import COMMUTATOR, Demo, get, workers_of  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from cluster_demo import COMMUTATOR, Demo, get, workers_of
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
 PORT = 8100
+BLOCK = 16
+"""Of the router."""
 ENGINES: dict[str, dict[str, Any]] = {
     "attached": {"kind": "vllm", "url": f"http://127.0.0.1:{PORT}"},
     "vllm": {
@@ -165,8 +167,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def test_chat_completions_by_a_front_door_of_another_host(cluster: Cluster) -> None:
-    address = cluster.worker["address"]
-    assert address.startswith(f"https://{cluster.demo.hosts[1].address}:")
     messages = [{"role": "user", "content": "Say something about the river."}]
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     answer, headers = cluster.post("/v1/chat/completions", body)
@@ -182,13 +182,13 @@ def test_its_kv_events_are_in_the_index_of_that_front_door(cluster: Cluster) -> 
     while True:
         again, headers = cluster.post("/v1/completions", body)
         decision = json.loads(headers["X-Commutator-Decision"])
-        if decision["cached_tokens"] > 0:
+        if decision["overlap_blocks"]:
             break
         assert time.monotonic() < until_s, (decision, cluster.worker)
         time.sleep(0.2)
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
     found = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert decision["cached_tokens"] == found > 0
+    assert decision["overlap_blocks"] * BLOCK >= found > 0
 
 
 def test_requests_that_only_the_engine_serves(cluster: Cluster) -> None:
@@ -282,7 +282,9 @@ def engine_ports(cluster: Cluster) -> set[int]:
 def test_others_on_the_network_reach_nothing_of_the_engine(cluster: Cluster) -> None:
     h1, h2, h3 = cluster.demo.hosts
     folder = cluster.demo.folder
-    port = int(cluster.worker["address"].rpartition(":")[2].partition("?")[0])
+    log = (folder / "h2-worker.log").read_text(errors="replace")
+    relays = re.findall(rf"is served to other hosts at https://{h2.address}:(\d+)", log)
+    port = int(relays[-1])
     before = cluster.refused()
     stranger = ["certs/h3.pem", "certs/h3.key"]  # of the cluster, but a worker's
     for files in ([], ["-"], stranger):
@@ -301,4 +303,3 @@ def test_others_on_the_network_reach_nothing_of_the_engine(cluster: Cluster) -> 
     # What listens for others: the registry, the relay, two sockets of KV events, and the hub.
     assert len(open_ports(h2)) <= 5, sockets(h2)
     assert get(f"http://{h1.address}:8000/health")["status"]
-    assert ssl.HAS_TLSv1_3

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 from attrs import define, evolve, field
 from tests.support.certificates import Authorities, on_a_network
@@ -95,13 +96,20 @@ class Engine(FakeVllm):
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    server = Engine()
+    async with serving(Engine()) as server:
+        yield server
+
+
+@asynccontextmanager
+async def serving(server: Engine) -> AsyncIterator[Engine]:
     runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    try:
+        yield server
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -154,6 +162,19 @@ async def test_requests_streams_and_passed_on_bodies(host: None, engine: Engine)
         assert engine.asked[-1] == (CHAT, {"x": 1})
         assert engine.seen[-1]["X-Request-Id"] == "r-1"
         assert (await client.refused_connections())[SERVICE] == refused(SERVICE)
+
+
+def test_its_process_runs_on_uvloop_as_front_doors_do(host: None) -> None:
+    async def generated() -> list[int]:
+        async with (
+            serving(Engine()) as engine,
+            relaying(engine.url) as address,
+            client_at(address) as client,
+        ):
+            await client.start()
+            return [token async for delta in client.generate(REQUEST) for token in delta.token_ids]
+
+    assert uvloop.run(generated()) == [8, 9]
 
 
 async def test_who_goes_away_aborts_the_request(host: None, engine: Engine) -> None:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -135,8 +135,7 @@ class _ClusterConnector(aiohttp.TCPConnector):
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
     ) -> Any:
         protocol = await super()._create_connection(req, traces, timeout)
-        transport = protocol.transport
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, protocol.transport)
         gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self._server.host)
         try:
             gate.identify(transport)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from hmac import compare_digest
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -120,11 +120,12 @@ class _Connection(web.RequestHandler):
         self.identity: Identity | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # uvloop's transports do not subclass asyncio's, so isinstance cannot be used.
+        accepted = cast(asyncio.Transport, transport)
         try:
-            self.identity = self._relay.admit(transport)
+            self.identity = self._relay.admit(accepted)
         except TlsError:  # it was counted and logged
-            transport.abort()
+            accepted.abort()
         else:
             super().connection_made(transport)
 
