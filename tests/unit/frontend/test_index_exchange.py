@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.routing.fake_engine import stored, until
+from tests.unit.routing.fake_engine import SIZE, stored, until
 from tests.unit.routing.test_index_sharing import knows, view_of, worker
 
+from commutator.contract.block import BlockStored
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.kv_events.publisher import EventPublisher
 from commutator.registry.client import connect
@@ -87,6 +89,44 @@ async def test_it_begins_with_what_workers_no_longer_repeat(
         await knows(new, 8)
         await until(lambda: not exchange.asking)
     await until(lambda: not exchange.offers)
+
+
+async def test_twelve_thousand_blocks_are_there_at_once(tmp_path: Path) -> None:
+    """More than workers repeat. It is CPU time that counts: other tests may run beside it."""
+    blocks = 12_000
+    publisher = EventPublisher(keep_messages=10_000)
+    async with hub() as (exchange, address), view_of() as old, view_of() as new:
+        await old.add(worker(publisher))
+        for number in range(blocks):
+            publisher.publish([alone(number)])
+        await until(lambda: held(old) == blocks, 60.0)
+        offers = asyncio.create_task(client_of(old, tmp_path, address).run())
+        await until(lambda: len(exchange.offers) == 1)
+        begun_s, cpu_s = time.monotonic(), time.process_time()
+        await client_of(new, tmp_path, address).start_warm()
+        await new.add(worker(publisher))
+        cpu_s, took_s = time.process_time() - cpu_s, time.monotonic() - begun_s
+        assert held(new) == blocks
+        assert new.index.snapshot("w") == old.index.snapshot("w")
+        print(f"{blocks} blocks after {took_s:.2f} s, {cpu_s:.2f} s of CPU for both ends")
+        assert cpu_s < 2.0
+        offers.cancel()
+        await asyncio.gather(offers, return_exceptions=True)
+    publisher.close()
+
+
+def held(view: KvIndexer) -> int:
+    return sum(view.index.blocks_by_worker().get("w", ()))
+
+
+def alone(number: int) -> BlockStored:
+    """A block of a prompt of its own."""
+    return BlockStored(
+        block_hashes=(number + 1,),
+        parent_block_hash=None,
+        token_ids=tuple(range(number, number + SIZE)),
+        block_size=SIZE,
+    )
 
 
 async def test_the_first_front_door_finds_nobody_and_says_nothing_of_it(
