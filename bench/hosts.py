@@ -148,7 +148,7 @@ class Deployment:
         secured = {"tls": {"ca_file": "certs/ca.pem", **files}} if self.kind == TLS else {}
         place = {"listen": host.address, **({} if secured else {"name": host.name})}
         open_ = {} if secured else {"insecure": True}
-        sections = {
+        sections: dict[str, Any] = {
             "cluster": {"name": "bench", "host": place, **secured, **open_},
             "registry": {
                 "kind": "memory",
@@ -157,7 +157,7 @@ class Deployment:
         }
         return self._written(f"{host.name}.yaml", sections)
 
-    def _written(self, name: str, sections: Mapping[str, Any]) -> str:
+    def _written(self, name: str, sections: dict[str, Any]) -> str:
         values = config(1) | sections | {"runtime": {"secret": {"env": "BENCH_SECRET"}}}
         values["engines"] = [{**engine, "name": "sim"} for engine in values["engines"]]
         values["frontend"] = {"host": "0.0.0.0", "port": self._port}

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -118,7 +119,12 @@ class _Asking(Protocol):
 
     async def __aenter__(self) -> aiohttp.ClientResponse: ...
 
-    async def __aexit__(self, *error: object) -> None: ...
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...
 
 
 class _ClusterConnector(aiohttp.TCPConnector):

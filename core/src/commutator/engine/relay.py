@@ -300,15 +300,18 @@ def main() -> None:
     calm_garbage_collector()
     start = msgspec.json.decode(raw, type=RelayStart)
     try:
-        import uvloop
-    except ImportError:
-        run = asyncio.run
-    else:
-        run = uvloop.run
-    try:
-        run(_serve(start))
+        _run(start)
     except (OSError, TlsError) as error:
         sys.exit(f"ERROR the relay to {start.target} cannot listen at {start.url}: {error}")
+
+
+def _run(start: RelayStart) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(start))
+    else:
+        uvloop.run(_serve(start))
 
 
 if __name__ == "__main__":

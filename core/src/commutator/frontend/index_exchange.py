@@ -69,7 +69,7 @@ class IndexExchangeClient:
 
     async def _parts(
         self, first: list[Any], connection: FrameProtocol, got: _Frames
-    ) -> AsyncGenerator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """Raises OSError and EOFError before the end."""
         part: list[Any] | None = first
         while part is not None:
@@ -148,7 +148,7 @@ class _Answers:
 
 async def warmed(
     batches: AsyncIterator[T], client: IndexExchangeClient | None
-) -> AsyncGenerator[T]:
+) -> AsyncGenerator[T, None]:
     """``batches``, of which the first also says where the hub is; an index is taken before it."""
     first = True
     async for batch in batches:
