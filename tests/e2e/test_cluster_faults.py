@@ -6,26 +6,25 @@ door and two workers, h3 with two workers. docs/how-to/cluster.md has the table 
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import struct
-import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.clocks import Clocks
+from tests.support.cluster_faults import cut_off
+from tests.support.cluster_views import age_s, engines_of, whole_again
 from tests.support.hosts import Host, why_not
 from tests.support.steady_traffic import Outcome, SteadyTraffic, stream
 
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from cluster_demo import WORKERS, Demo, get, peers_of, ready_workers, running, workers_of
+from cluster_demo import WORKERS, Demo, peers_of, ready_workers, running, workers_of
 
 pytestmark = [
     pytest.mark.long,
@@ -40,48 +39,6 @@ CONVERGED_S = 2.0
 LOADED_S = 2.0
 """What a loaded machine takes to compute a prompt again, and to notice what the test looks for."""
 PER_S = 3.0
-CLOCK_JUMP_S = 3600
-CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static volatile long *offset;
-static int (*real)(clockid_t, struct timespec *);
-__attribute__((constructor)) static void begin(void) {
-  int fd = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
-  offset = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, fd, 0);
-  close(fd);
-  real = dlsym(RTLD_NEXT, "clock_gettime");
-}
-int clock_gettime(clockid_t id, struct timespec *ts) {
-  if (!real) begin();
-  int result = real(id, ts);
-  if (!result && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) ts->tv_sec += *offset;
-  return result;
-}
-int gettimeofday(struct timeval *tv, void *zone) {
-  struct timespec ts;
-  int result = clock_gettime(CLOCK_REALTIME, &ts);
-  tv->tv_sec = ts.tv_sec;
-  tv->tv_usec = ts.tv_nsec / 1000;
-  return result;
-}
-time_t time(time_t *t) {
-  struct timespec ts;
-  clock_gettime(CLOCK_REALTIME, &ts);
-  if (t) *t = ts.tv_sec;
-  return ts.tv_sec;
-}
-"""
-"""A library that shifts the time of day of processes by the seconds that a file has, at any time.
-
-Lengths of time (the monotonic clock) stay right, as they do when someone sets a real clock.
-"""
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +67,6 @@ def traffic(cluster: Demo, expected: Mapping[str, str]) -> Iterator[SteadyTraffi
         running_traffic.until_streaming_at("h3")
         yield running_traffic
     whole_again(cluster)
-
-
-def whole_again(demo: Demo) -> None:
-    doors = demo.hosts[:2]
-    demo.until(
-        "the workers", lambda: all(ready_workers(door) == WORKERS for door in doors), timeout_s=60.0
-    )
-    demo.until("front doors to share", lambda: all(peers_of(d) == 1 for d in doors), timeout_s=60.0)
 
 
 def measured(what: str, since_s: float, limit_s: float, true: Callable[[], bool]) -> None:
@@ -175,27 +124,6 @@ def migrations_at(door: Host) -> float:
         text = page.read().decode()
     found = re.findall(r"^commutator_migrations_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
     return sum(map(float, found))
-
-
-def age_s(door: Host) -> float:
-    health = get(f"http://{door.address}:8000/health") or {}
-    return float(health.get("registry_age_s") or 0.0)
-
-
-def engines_of(host: Host) -> set[int]:
-    """The processes of the engines that run on a host."""
-    return {
-        pid for pid in host.pids() if b"commutator_sim" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
-
-
-@contextmanager
-def cut_off(host: Host, *others: Host) -> Iterator[None]:
-    host.cut_off(*others)
-    try:
-        yield
-    finally:
-        host.cut_off(*others, cut=False)
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["no packet", "connections reset"])
@@ -390,41 +318,27 @@ def test_a_front_door_is_started_while_all_of_etcd_is_gone(
 
 
 @pytest.fixture
-def clocks(cluster: Demo, tmp_path: Path) -> Iterator[Mapping[str, Path]]:
-    """Files with the seconds by which the clocks of h1 and h3 are ahead."""
-    library = tmp_path / "clock.so"
-    (tmp_path / "clock.c").write_text(CLOCK)
-    build = f"cc -shared -fPIC -o {library} {tmp_path / 'clock.c'} -ldl"
-    subprocess.run(build.split(), check=True)
-    files = {host: tmp_path / f"{host}.offset" for host in ("h1", "h3")}
-    moved = [host for host in cluster.hosts if host.name in files]
+def clocks(cluster: Demo, tmp_path: Path) -> Iterator[Clocks]:
+    """Those of h1 and h3."""
+    moved = [host for host in cluster.hosts if host.name in ("h1", "h3")]
+    made = Clocks(tmp_path)
     for host in moved:
-        files[host.name].write_bytes(struct.pack("l", 0))
+        cluster.env[host.name] = made.env_of(host.name)
         cluster.end(host, signal.SIGTERM)
-        cluster.begin_commutator(host, clock_env(library, files[host.name]))
-    yield files
+        cluster.begin_commutator(host)
+    yield made
+    cluster.env.clear()
     for host in moved:
         cluster.end(host, signal.SIGTERM)
         cluster.begin_commutator(host)
     whole_again(cluster)
 
 
-def clock_env(library: Path, offset: Path) -> dict[str, str]:
-    return {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
-
-
-def test_clocks_jump(cluster: Demo, clocks: Mapping[str, Path], traffic: SteadyTraffic) -> None:
+def test_clocks_jump(cluster: Demo, clocks: Clocks, traffic: SteadyTraffic) -> None:
     """An hour back and an hour ahead: leases, pings and timeouts count lengths of time."""
     h1, h2, _ = cluster.hosts
-    for host, offset_s in (("h1", -CLOCK_JUMP_S), ("h3", CLOCK_JUMP_S)):
-        with clocks[host].open("r+b") as file:
-            file.write(struct.pack("l", offset_s))
-        env = clock_env(clocks[host].with_name("clock.so"), clocks[host])
-        asked = subprocess.run(
-            [sys.executable, "-c", "import time; print(time.time())"],
-            env=os.environ | env, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert abs(float(asked.stdout) - time.time() - offset_s) < 60.0, "the library does nothing"
+    clocks.jump("h1", -3600)
+    clocks.jump("h3", 3600)
     watched_until_s = time.monotonic() + 3 * LEASE_S
     while time.monotonic() < watched_until_s:
         assert [ready_workers(door) for door in (h1, h2)] == [WORKERS] * 2, "no lease lapsed"

@@ -10,9 +10,8 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from http import HTTPStatus
@@ -21,7 +20,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from attrs import define, field
+from attrs import asdict, define, field
+from tests.support.flat_memory import Growth, processes_of, rss_mb
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster
@@ -31,9 +31,6 @@ PRINCIPALS = int(os.environ.get("SOAK_PRINCIPALS", "10000"))
 SAMPLE_S = 5.0
 WARM_UP = 0.4
 """The part of the run before the slope counts: caches of bounded size fill."""
-MOST_SLOPE_MB_PER_HOUR = 24.0
-MOST_GROWTH = 0.08
-"""Beside the slope: the part by which the last fifth may exceed the first after the warm-up."""
 LEAST_S = 600.0
 MODEL = "smollm2-135m"
 LIMITS = {
@@ -160,29 +157,6 @@ class Soak:
             self.statuses[answer.status] += 1
 
 
-def processes_of(parent: int) -> dict[int, str]:
-    """The descendants of a process, and itself, with their names."""
-    children: dict[int, list[int]] = defaultdict(list)
-    names: dict[int, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            children[int(stat[1])].append(int(folder.name))
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            names[int(folder.name)] = command
-    found, left = {}, [parent]
-    while left:
-        pid = left.pop()
-        found[pid] = names.get(pid, "")
-        left += children[pid]
-    return found
-
-
-def rss_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 async def sample(
     processes: dict[int, str], ends_s: float, log: Callable[[], str]
 ) -> dict[int, list[tuple[float, float]]]:
@@ -221,22 +195,10 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     }
     grown = []
     for pid, series in samples.items():
-        settled = series[int(len(series) * WARM_UP) :]
-        slope, _ = statistics.linear_regression(
-            [second for second, _ in settled], [mb for _, mb in settled]
-        )
-        fifth = max(1, len(settled) // 5)
-        first = statistics.median(mb for _, mb in settled[:fifth])
-        last = statistics.median(mb for _, mb in settled[-fifth:])
-        figures = {
-            "process": processes[pid][:120],
-            "start_mb": series[0][1],
-            "settled_mb": first,
-            "end_mb": last,
-            "slope_mb_per_hour": slope * 3600,
-        }
+        growth = Growth.of(series[int(len(series) * WARM_UP) :])
+        figures = {"process": processes[pid][:120], "start_mb": series[0][1], **asdict(growth)}
         report["processes"][str(pid)] = figures
-        if slope * 3600 > MOST_SLOPE_MB_PER_HOUR and last > first * (1 + MOST_GROWTH):
+        if not growth.is_flat:
             grown.append(figures)
     print(json.dumps(report, indent=2))
     assert soak.statuses[HTTPStatus.OK] > SOAK_S, "the deployment served next to nothing"

@@ -56,12 +56,13 @@ class Host:
         """Lose every packet to and from other hosts, and nobody is told; or no longer."""
         for other in others:
             for here, there in ((self, other), (other, self)):
+                ip = f"ip -n {here.namespace} neigh"
                 # Frames for an address of the link layer that nobody has reach nobody.
                 if cut:
-                    entry = f"replace {there.address} lladdr {_NOBODY} nud permanent"
+                    _run(f"{ip} replace {there.address} lladdr {_NOBODY} nud permanent dev eth")
                 else:
-                    entry = f"del {there.address}"
-                _run(f"ip -n {here.namespace} neigh {entry} dev eth")
+                    with suppress(RuntimeError):  # a link that went down took it along
+                        _run(f"{ip} del {there.address} dev eth")
 
     def set_link(self, up: bool) -> None:
         """Plug the host's cable in, or pull it: packets are lost, and nobody is told."""

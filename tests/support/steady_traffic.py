@@ -8,8 +8,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +20,8 @@ from attrs import define, field
 __all__ = ["Outcome", "SteadyTraffic", "answer", "stream"]
 
 TOKENS = 400
-_ANSWER_TIMEOUT_S = 30.0
+_ANSWER_TIMEOUT_S = 60.0
+"""Between two pieces: longer than any host of these tests is paused."""
 _MOST_AT_ONCE = 128
 
 
@@ -37,6 +40,9 @@ class Outcome:
     """Without a piece of the stream: before the first, or between two."""
     problem: str = ""
     """Why it is not a whole answer; "" when it is."""
+    tokens: int = TOKENS
+    request_id: str = field(factory=lambda: uuid.uuid4().hex)
+    """As in the front door's log."""
 
     def runs_at(self, host: str, at_s: float) -> bool:
         """Whether a worker of a host, or the worker of that id, was answering it at a moment."""
@@ -44,9 +50,9 @@ class Outcome:
         return here and self.began_s < at_s < self.ended_s
 
 
-def stream(door: str, prompt: str) -> Outcome:
+def stream(door: str, prompt: str, tokens: int = TOKENS) -> Outcome:
     """Ask the front door at an address for a greedy answer."""
-    outcome = Outcome(door, prompt)
+    outcome = Outcome(door, prompt, tokens=tokens)
     answer(outcome)
     return outcome
 
@@ -57,20 +63,20 @@ def answer(outcome: Outcome) -> None:
         _read(outcome)
     except urllib.error.HTTPError as error:
         outcome.problem = f"{error.code}: {error.read()[:300]!r}"
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         outcome.problem = str(error) or type(error).__name__
     outcome.ended_s = time.monotonic()
 
 
 def _read(outcome: Outcome) -> None:
     body = {
-        "model": "m", "prompt": outcome.prompt, "max_tokens": TOKENS, "temperature": 0,
-        "ignore_eos": True, "stream": True,
+        "model": "m", "prompt": outcome.prompt, "max_tokens": outcome.tokens,
+        "temperature": 0, "ignore_eos": True, "stream": True,
     }  # fmt: skip
     request = urllib.request.Request(
         f"http://{outcome.door}:8000/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "X-Request-Id": outcome.request_id},
     )
     with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as response:
         outcome.worker = response.headers["X-Commutator-Worker"]
@@ -97,9 +103,16 @@ class SteadyTraffic:
     ``expected`` has the whole answer to each prompt, as it is without faults.
     """
 
-    def __init__(self, doors: Sequence[str], expected: Mapping[str, str], per_s: float) -> None:
+    def __init__(
+        self,
+        doors: Sequence[str],
+        expected: Mapping[str, str],
+        per_s: float,
+        tokens: int = TOKENS,
+    ) -> None:
         self._doors = doors
         self._expected = expected
+        self._tokens = tokens
         self._pause_s = 1.0 / per_s
         self._pool = ThreadPoolExecutor(_MOST_AT_ONCE)
         self._asked: list[Outcome] = []
@@ -123,7 +136,8 @@ class SteadyTraffic:
         number = 0
         while not self._stop.is_set():
             door = self._doors[number % len(self._doors)]
-            outcome = Outcome(door, prompts[number // len(self._doors) % len(prompts)])
+            prompt = prompts[number // len(self._doors) % len(prompts)]
+            outcome = Outcome(door, prompt, tokens=self._tokens)
             self._asked.append(outcome)
             self._pool.submit(answer, outcome)
             number += 1

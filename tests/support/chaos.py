@@ -1,0 +1,440 @@
+"""Chaos: a plan of faults befalls a running cluster, and everything is judged from outside.
+
+What is asked: is every request answered, and rightly; do front doors, etcd and workers know the
+same once a fault is over; does anything leak. docs/how-to/cluster.md says how to run it.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from enum import StrEnum
+from subprocess import CalledProcessError
+from types import TracebackType
+from typing import Self
+
+from attrs import define, field
+from tests.support.chaos_plan import Fault, Kind
+from tests.support.clocks import Clocks
+from tests.support.cluster_faults import Faults
+from tests.support.cluster_views import (
+    WORKERS,
+    Demo,
+    age_s,
+    get,
+    indexed_blocks,
+    own_count,
+    peers_of,
+    ready_workers,
+    registered,
+    seen_by,
+)
+from tests.support.flat_memory import Growth, command_of, rss_mb
+from tests.support.hosts import Host
+from tests.support.steady_traffic import Outcome, SteadyTraffic
+
+from commutator.engine.client import MAX_MISSES, PING_EVERY_S
+
+__all__ = ["Chaos", "Class", "Healing", "Memory", "Struck", "say"]
+
+PINGS_S = PING_EVERY_S * MAX_MISSES
+LEASE_S = 5.0
+"""``runtime.lease_s``, by default."""
+CONVERGED_S = 2.0
+LOADED_S = 2.0
+"""What a loaded machine takes to notice what the test looks for."""
+_WHOLE_S = 120.0
+_POLL_S = 0.25
+_FRESH_S = 2.5
+_SAMPLE_S = 30.0
+_WARM_UP_S = 300.0
+"""Of each process: caches of bounded size fill."""
+_LEAST_LIFE_S = 600.0
+"""After the warm-up: of shorter lives no slope is judged."""
+_LOST = (Kind.HOST_VANISHED, Kind.HOST_KILLED, Kind.HOST_PAUSED, Kind.CUT_FROM_ALL)
+"""Front doors elsewhere stop sending to these hosts' workers."""
+_MIGRATED = re.compile(r"request (\S+) migrated from")
+
+
+def say(text: str) -> None:
+    """A line of the run's log."""
+    print(f"{datetime.now(UTC):%H:%M:%S}  {text}", flush=True)
+
+
+class Class(StrEnum):
+    """What became of a request."""
+
+    EQUAL = "equal"
+    MIGRATED = "migrated, equal"
+    REFUSED = "refused by a front door"
+    DOOR_GONE = "refused as the front door was gone"
+    IN_FLIGHT = "in flight at a front door that was killed"
+    LOST = "lost"
+    WRONG = "wrong"
+
+
+@define
+class Struck:
+    """A fault that happened. Times are seconds of the monotonic clock."""
+
+    fault: Fault
+    began_s: float
+    over_s: float = 0.0
+
+
+@define
+class Healing:
+    """After a fault, until all is as before."""
+
+    answers_s: float = 0.0
+    """Until front doors and etcd answer; what was killed has to start."""
+    whole_s: float = 0.0
+    """From then on until all workers are ready."""
+    views_s: float = 0.0
+    """The longest time meanwhile in which front doors did not know those workers that etcd has."""
+    indexes_s: float = 0.0
+    """The same for the blocks of each worker, which both front doors have to know."""
+
+
+@define
+class Spell:
+    """How long something did not hold in one go, from a moment on."""
+
+    since_s: float
+    holds: bool = False
+    longest_s: float = 0.0
+
+    def note(self, holds: bool) -> None:
+        """It holds now, or does not."""
+        now_s = time.monotonic()
+        if not self.holds:
+            self.longest_s = max(self.longest_s, now_s - self.since_s)
+        elif not holds:
+            self.since_s = now_s
+        self.holds = holds
+
+
+@define
+class Memory:
+    """Samples of every process of the cluster's hosts, in a block."""
+
+    hosts: Sequence[Host]
+    samples: dict[tuple[str, int], list[tuple[float, float]]] = field(
+        factory=lambda: defaultdict(list)
+    )
+    """(seconds, MiB) by what the process is, and its id."""
+    _stop: threading.Event = field(factory=threading.Event)
+    _thread: threading.Thread = field(init=False)
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="memory")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SAMPLE_S):
+            now_s = time.monotonic()
+            for host in self.hosts:
+                for pid in host.pids():
+                    with suppress(OSError):
+                        name = f"{host.name} {_role(command_of(pid))}"
+                        self.samples[name, pid].append((now_s, rss_mb(pid)))
+
+    def grown(self) -> Sequence[str]:
+        """Processes whose memory is not flat. Prints the figures of all that lived long enough."""
+        found = []
+        for (name, pid), series in sorted(self.samples.items()):
+            settled = [one for one in series if one[0] >= series[0][0] + _WARM_UP_S]
+            if not settled or settled[-1][0] - settled[0][0] < _LEAST_LIFE_S:
+                continue
+            growth = Growth.of(settled)
+            minutes = (series[-1][0] - series[0][0]) / 60
+            say(
+                f"memory of {name} ({pid}), {minutes:.0f} minutes old: {growth.settled_mb:.1f} MiB "
+                f"after the warm-up, {growth.end_mb:.1f} at the end, slope "
+                f"{growth.slope_mb_per_hour:+.1f} MiB an hour"
+            )
+            if not growth.is_flat:
+                found.append(f"{name}: {growth}")
+        return found
+
+
+def _role(command: str) -> str:
+    for part, role in {
+        "guard.py": "guard",
+        "frontend.process": "front door",
+        "commutator_": "worker",
+        "commutator ": "supervisor",
+    }.items():
+        if part in command:
+            return role
+    return "other"
+
+
+class Chaos:
+    """Faults for a running cluster, and what is known of it."""
+
+    def __init__(self, demo: Demo, clocks: Clocks) -> None:
+        """``clocks``: those that the hosts of the cluster run with."""
+        self.demo = demo
+        self.doors = demo.hosts[:2]
+        self.struck: list[Struck] = []
+        self.healings: list[Healing] = []
+        self.outcomes: Counter[Class] = Counter()
+        self.longest_gap_s = 0.0
+        """In a stream through a front door that was not struck itself."""
+        self.late: list[str] = []
+        """Requests that were sent to a lost host after the time in which it must be noticed."""
+        self.problems: list[Outcome] = []
+        """Requests that were lost, answered wrongly, or refused by a front door."""
+        self._faults = Faults(demo, clocks)
+
+    def run(
+        self,
+        faults: Sequence[Fault],
+        traffic: Callable[[], SteadyTraffic],
+        expected: Mapping[str, str],
+        round_s: float,
+        length_s: float,
+    ) -> None:
+        """Strike as planned under traffic, which ends each ``round_s`` so that all can be counted.
+
+        ``length_s``: at least so long. Raises RuntimeError when the cluster does not heal.
+        """
+        began_s = time.monotonic()
+        groups = _overlapping(faults)
+        while groups or time.monotonic() < began_s + length_s:
+            round_ends_s = time.monotonic() + round_s
+            with traffic() as running:
+                while groups and time.monotonic() < round_ends_s:
+                    self._strike(groups.pop(0), began_s)
+                    self.heal()
+                left_s = began_s + length_s - time.monotonic()
+                if not groups and left_s > 0:
+                    time.sleep(left_s)
+                self._judge(running.outcomes(), expected)
+            self.count_all()
+
+    def _strike(self, faults: Sequence[Fault], began_s: float) -> None:
+        """Faults that overlap, each for its time."""
+        moments = [(one.at_s, number, True) for number, one in enumerate(faults)]
+        moments += [(one.ends_s, number, False) for number, one in enumerate(faults)]
+        shift_s = max(0.0, time.monotonic() - began_s - faults[0].at_s)  # healing took longer
+        undo: dict[int, tuple[ExitStack, Struck]] = {}
+        for at_s, number, begins in sorted(moments, key=lambda one: (one[0], one[1], not one[2])):
+            time.sleep(max(0.0, began_s + shift_s + at_s - time.monotonic()))
+            if begins:
+                fault = faults[number]
+                say(f"{time.monotonic() - began_s:6.0f} s  {fault}")
+                undo[number] = ExitStack(), Struck(fault, time.monotonic())
+                self.struck.append(undo[number][1])
+                undo[number][0].enter_context(self._faults.befall(fault))
+            else:
+                stack, struck = undo.pop(number)
+                stack.close()
+                struck.over_s = time.monotonic()
+
+    def heal(self) -> Healing:
+        """Wait until the cluster is whole, with nothing wrong any more. Raises RuntimeError."""
+        over_s = time.monotonic()
+        self.demo.until("front doors", lambda: all(map(_answers, self.doors)), _WHOLE_S)
+        self.demo.until_etcd_answers()
+        answers_s = time.monotonic()
+        views, indexes = Spell(answers_s), Spell(answers_s)
+
+        def is_whole() -> bool:
+            time.sleep(_POLL_S)
+            views.note(self._views_are_equal())
+            indexes.note(self._indexes_are_equal())
+            return views.holds and indexes.holds and self._is_whole()
+
+        self.demo.until("the cluster to be whole again", is_whole, _WHOLE_S)
+        healing = Healing(
+            answers_s - over_s, time.monotonic() - answers_s, views.longest_s, indexes.longest_s
+        )
+        self.healings.append(healing)
+        say(
+            f"          all answer after {healing.answers_s:.1f} s, whole {healing.whole_s:.1f} s "
+            f"later; views differed for {healing.views_s:.1f} s, indexes for "
+            f"{healing.indexes_s:.1f} s"
+        )
+        return healing
+
+    def _views_are_equal(self) -> bool:
+        with suppress(CalledProcessError):
+            views = [seen_by(door) for door in self.doors]
+            return views[0] == views[1] == registered(self.demo)
+        return False
+
+    def _is_whole(self) -> bool:
+        return all(
+            ready_workers(door) == WORKERS and peers_of(door) == 1 and age_s(door) < _FRESH_S
+            for door in self.doors
+        )
+
+    def _indexes_are_equal(self) -> bool:
+        with suppress(OSError):
+            return indexed_blocks(self.doors[0]) == indexed_blocks(self.doors[1])
+        return False
+
+    def count_all(self) -> None:
+        """Without traffic: workers hold nothing, and front doors know what they cache.
+
+        Raises RuntimeError with what differs.
+        """
+        door = self.doors[0]
+        wrong = ""
+
+        def is_right() -> bool:
+            nonlocal wrong
+            time.sleep(_POLL_S)
+            counts = {name: own_count(door, name) for name in seen_by(door)}
+            indexes = [indexed_blocks(one) for one in self.doors]
+            wrong = f"counted by workers: {counts}, by front doors: {indexes}"
+            return indexes[0] == indexes[1] and all(
+                count.requests == count.held_blocks == 0
+                and count.cached_blocks == indexes[0].get((name, "device"), 0)
+                for name, count in counts.items()
+            )
+
+        try:
+            self.demo.until("equal counts", is_right, 10.0)
+        except RuntimeError as error:
+            raise RuntimeError(f"{wrong}\n{error}") from None
+        total = sum(indexed_blocks(door).values())
+        say(f"          counted: no request left, the same {total} blocks at workers and doors")
+
+    def _judge(self, outcomes: Sequence[Outcome], expected: Mapping[str, str]) -> None:
+        """Give each request its class."""
+        moved = self._migrated()
+        found: Counter[Class] = Counter()
+        for one in outcomes:
+            what = self._class_of(one, expected[one.prompt], moved)
+            found[what] += 1
+            if what in (Class.LOST, Class.WRONG, Class.REFUSED):
+                self.problems.append(one)
+                say(f"{what}: {one}")
+            if not self._own_stall(one):
+                self.longest_gap_s = max(self.longest_gap_s, one.longest_gap_s)
+            self._note_if_late(one)
+        self.outcomes += found
+        say(f"requests: {', '.join(f'{what} {n}' for what, n in sorted(found.items()))}")
+
+    def _class_of(self, one: Outcome, expected: str, moved: frozenset[str]) -> Class:
+        if not one.problem and one.text == expected:
+            return Class.MIGRATED if one.request_id in moved else Class.EQUAL
+        if not one.problem or not expected.startswith(one.text):
+            return Class.WRONG
+        gone = [struck for struck in self.struck if _kills_door(struck.fault, self._name(one.door))]
+        if any(one.began_s <= struck.began_s <= one.ended_s for struck in gone):
+            return Class.IN_FLIGHT
+        accepted = bool(one.worker or one.text)
+        started_s = PINGS_S + _WHOLE_S  # at most, until it serves again
+        if not accepted and any(
+            struck.began_s <= one.began_s <= (struck.over_s or one.began_s) + started_s
+            and "Connection refused" in one.problem
+            for struck in gone
+        ):
+            return Class.DOOR_GONE
+        return Class.REFUSED if one.problem.startswith(("503", "429")) else Class.LOST
+
+    def _own_stall(self, one: Outcome) -> bool:
+        """Whether the front door of a request was struck itself, so that its client waited."""
+        name = self._name(one.door)
+        return any(
+            struck.fault.place == name
+            and struck.began_s <= one.ended_s
+            and one.began_s <= struck.over_s + PINGS_S
+            for struck in self.struck
+        )
+
+    def _note_if_late(self, one: Outcome) -> None:
+        """Who reaches the registry and the workers of other hosts stops sending to a lost one."""
+        door = self._name(one.door)
+        for struck in self.struck:
+            fault = struck.fault
+            after_s = PINGS_S + LOADED_S
+            if fault.kind is Kind.CUT_FROM_ETCD:
+                after_s = LEASE_S + 1.0 + LOADED_S
+            elif not (
+                fault.kind in _LOST or (fault.kind is Kind.CUT_FROM_DOOR and door == fault.other)
+            ):
+                continue
+            here = door != fault.place and one.worker.startswith(f"{fault.place}-")
+            if here and struck.began_s + after_s < one.began_s < struck.over_s:
+                late_s = one.began_s - struck.began_s
+                self.late.append(f"{one.worker} was chosen {late_s:.1f} s after: {fault}")
+
+    def _name(self, address: str) -> str:
+        return next(host.name for host in self.doors if host.address == address)
+
+    def _migrated(self) -> frozenset[str]:
+        """The ids of requests that front doors have moved."""
+        logs = [self.demo.folder / name for name in ("h1-frontend.log", "h2-serve.log")]
+        return frozenset(
+            found for log in logs for found in _MIGRATED.findall(log.read_text(errors="replace"))
+        )
+
+    def tracebacks(self) -> int:
+        """Errors that nobody expected, in the logs of the cluster."""
+        logs = self.demo.folder.glob("h[123]-*.log")
+        return sum(log.read_text(errors="replace").count("Traceback") for log in logs)
+
+    def summary(self) -> None:
+        """Print the figures of the run."""
+        say(f"faults: {len(self.struck)}")
+        for kind, number in sorted(Counter(one.fault.kind for one in self.struck).items()):
+            say(f"  {number:3d} x {kind}")
+        say(f"requests: {self.outcomes.total()}")
+        for what in Class:
+            say(f"  {self.outcomes[what]:5d} {what}")
+        say(
+            f"longest gap in a stream, its front door not struck itself: {self.longest_gap_s:.1f} s"
+        )
+        for name, what in {
+            "views_s": "front doors' views differed from etcd",
+            "indexes_s": "their indexes differed",
+            "whole_s": "some workers were not ready",
+        }.items():
+            seconds = [getattr(one, name) for one in self.healings]
+            if seconds:
+                say(
+                    f"{what} after faults for {statistics.median(seconds):.1f} s (median), at most "
+                    f"{max(seconds):.1f} s, after the last one {seconds[-1]:.1f} s"
+                )
+
+
+def _answers(door: Host) -> bool:
+    return get(f"http://{door.address}:8000/live") is not None
+
+
+def _overlapping(faults: Sequence[Fault]) -> list[Sequence[Fault]]:
+    """Faults in groups that do not overlap."""
+    groups: list[list[Fault]] = []
+    ends_s = -1.0
+    for fault in faults:
+        if fault.at_s > ends_s:
+            groups.append([])
+        groups[-1].append(fault)
+        ends_s = max(ends_s, fault.ends_s)
+    return [*groups]
+
+
+def _kills_door(fault: Fault, door: str) -> bool:
+    kinds = (Kind.DOOR_KILLED, Kind.HOST_KILLED, Kind.HOST_VANISHED)
+    return fault.kind in kinds and fault.place == door
