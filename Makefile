@@ -9,6 +9,7 @@
 # make browser  install Chromium for the tests of the page at /ui; test-ui runs them all
 # make pictures take the pictures of the docs from a running deployment
 # make test-cluster   faults of hosts, networks, etcd, NATS and Ray, and simulated schedules of them; needs root
+# make chaos    an hour of random faults on several hosts, with simulated and with real workers; needs root
 # make cluster-demo   three hosts on this machine, with etcd, certificates and requests; needs root
 # make lint     ruff and mypy
 # make peers    install what is measured and compared against, each in its own environment
@@ -33,7 +34,7 @@ TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))
 
-.PHONY: serve tiers demo cluster-demo test test-all test-cluster vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
+.PHONY: serve tiers demo cluster-demo test test-all test-cluster chaos vllm test-vllm sglang test-sglang test-mixed fuzz soak peers browser test-ui pictures lint bench dist try-wheels docs site site-serve walks clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -65,6 +66,10 @@ test-cluster: $(VENV)/.test
 	SCHEDULES=$${SCHEDULES:-100000} $(BIN)/pytest -s --timeout 14400 \
 		tests/property/registry/test_etcd_schedules.py \
 		tests/property/supervisor/test_placed_fleet_schedules.py
+
+# CHAOS_SEED=2 for other faults; -s shows each fault and the figures.
+chaos: $(VENV)/.test
+	CHAOS_S=$${CHAOS_S:-3600} $(BIN)/pytest -s tests/e2e/test_chaos.py
 
 vllm: $(VENV)/.serve
 	$(BIN)/python scripts/install_vllm.py

@@ -89,6 +89,12 @@ class Demo:
         self._registry = registry
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
+    @property
+    def others(self) -> Sequence[Host]:
+        """Hosts of etcd and NATS that run nothing else."""
+        nats = () if self.nats_host is None else (self.nats_host,)
+        return [host for host in (*self.etcd_hosts, *nats) if host not in self.hosts]
+
     def command(self, *argv: str) -> str:
         """Run `commutator` on this machine, show it, and return its output. Raises RuntimeError."""
         print(f"$ commutator {shlex.join(argv)}", flush=True)

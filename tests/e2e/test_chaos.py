@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,15 +17,13 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
-from tests.support.chaos import CONVERGED_S, LOADED_S, Chaos, Class, Memory, say
+from tests.support.chaos import CONVERGED_S, LOADED_S, Chaos, Class, Vitals, say
 from tests.support.chaos_plan import Places, plan
 from tests.support.clocks import Clocks
-from tests.support.cluster_views import Demo
-from tests.support.hosts import why_not
+from tests.support.cluster_views import COMMUTATOR, Demo, running
+from tests.support.flat_memory import command_of
+from tests.support.hosts import Host, why_not
 from tests.support.steady_traffic import SteadyTraffic, stream
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from cluster_demo import COMMUTATOR, running
 
 CHAOS_S = float(os.environ.get("CHAOS_S", "150"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -106,7 +103,7 @@ def cluster(kind: str, clocks: Clocks) -> Iterator[Demo]:
 def test_nothing_is_lost_in_chaos(kind: str, tmp_path: Path) -> None:
     clocks, shape = Clocks(tmp_path), SHAPES[kind]
     say(f"chaos with {kind} workers: CHAOS_S={CHAOS_S:g} CHAOS_SEED={SEED}")
-    with cluster(kind, clocks) as demo, Memory(demo.hosts) as memory:
+    with cluster(kind, clocks) as demo, Vitals(demo) as vitals:
         h1, h2, h3 = demo.hosts
         prompts = [f"{number}. {STORY * shape.repeated}" for number in range(shape.prompts)]
         with ThreadPoolExecutor(4) as pool:
@@ -134,10 +131,13 @@ def test_nothing_is_lost_in_chaos(kind: str, tmp_path: Path) -> None:
             length_s=CHAOS_S,
         )
         if shape.tiers:
-            verify_tiers(h1.address)
+            verify_tiers(h1)
         chaos.summary()
-        grown = memory.grown()
+        vitals.say_cpu()
+        grown = vitals.grown()
         tracebacks = chaos.tracebacks()
+        demo.stop()
+        left = [command_of(pid) for host in (*demo.hosts, *demo.others) for pid in host.pids()]
     assert chaos.outcomes[Class.LOST] == chaos.outcomes[Class.WRONG] == 0, chaos.problems
     assert chaos.outcomes[Class.REFUSED] == 0, chaos.problems
     assert chaos.outcomes[Class.EQUAL] > 0
@@ -145,11 +145,12 @@ def test_nothing_is_lost_in_chaos(kind: str, tmp_path: Path) -> None:
     assert max(one.views_s for one in chaos.healings) < CONVERGED_S + LOADED_S
     assert grown == []
     assert tracebacks == 0
+    assert left == [], "processes that nobody stopped"
 
 
-def verify_tiers(door: str) -> None:
+def verify_tiers(door: Host) -> None:
     """Every block that a tier stores is what was stored."""
-    argv = [COMMUTATOR, "kv", "verify", "--url", f"http://{door}:8000"]
+    argv = [str(COMMUTATOR), "kv", "verify", "--url", f"http://{door.address}:8000", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    say(f"commutator kv verify:\n{done.stdout}{done.stderr}")
+    say(f"commutator kv verify: {done.stdout}{done.stderr}")
     assert done.returncode == 0

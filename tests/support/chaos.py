@@ -35,13 +35,13 @@ from tests.support.cluster_views import (
     registered,
     seen_by,
 )
-from tests.support.flat_memory import Growth, command_of, rss_mb
+from tests.support.flat_memory import Growth, command_of, cpu_s, rss_mb, starved_s
 from tests.support.hosts import Host
 from tests.support.steady_traffic import Outcome, SteadyTraffic
 
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S
 
-__all__ = ["Chaos", "Class", "Healing", "Memory", "Struck", "say"]
+__all__ = ["Chaos", "Class", "Healing", "Struck", "Vitals", "say"]
 
 PINGS_S = PING_EVERY_S * MAX_MISSES
 LEASE_S = 5.0
@@ -121,19 +121,22 @@ class Spell:
 
 
 @define
-class Memory:
-    """Samples of every process of the cluster's hosts, in a block."""
+class Vitals:
+    """Memory and CPU time of every process of a cluster, sampled in a block."""
 
-    hosts: Sequence[Host]
+    demo: Demo
     samples: dict[tuple[str, int], list[tuple[float, float]]] = field(
         factory=lambda: defaultdict(list)
     )
-    """(seconds, MiB) by what the process is, and its id."""
+    """(seconds, MiB) by what the process is, and its id: those of front doors and workers."""
+    _cpu_s: dict[int, float] = field(factory=dict)
+    _began_s: float = field(factory=time.monotonic)
+    _starved_s: float = field(factory=starved_s)
     _stop: threading.Event = field(factory=threading.Event)
     _thread: threading.Thread = field(init=False)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="memory")
+        self._thread = threading.Thread(target=self._run, name="vitals")
         self._thread.start()
         return self
 
@@ -149,11 +152,22 @@ class Memory:
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_S):
             now_s = time.monotonic()
-            for host in self.hosts:
+            for host in (*self.demo.hosts, *self.demo.others):
                 for pid in host.pids():
                     with suppress(OSError):
-                        name = f"{host.name} {_role(command_of(pid))}"
-                        self.samples[name, pid].append((now_s, rss_mb(pid)))
+                        self._cpu_s[pid] = cpu_s(pid)
+                        if host in self.demo.hosts:
+                            name = f"{host.name} {_role(command_of(pid))}"
+                            self.samples[name, pid].append((now_s, rss_mb(pid)))
+
+    def say_cpu(self) -> None:
+        """Print how much CPU time the cluster used, and how overloaded the machine was."""
+        length_s = time.monotonic() - self._began_s
+        say(
+            f"the cluster used {sum(self._cpu_s.values()) / length_s:.2f} of a CPU; processes of "
+            f"this machine waited for one in {(starved_s() - self._starved_s) / length_s:.0%} of "
+            "the time"
+        )
 
     def grown(self) -> Sequence[str]:
         """Processes whose memory is not flat. Prints the figures of all that lived long enough."""
@@ -401,17 +415,17 @@ class Chaos:
         for kind, number in sorted(Counter(one.fault.kind for one in self.struck).items()):
             say(f"  {number:3d} x {kind}")
         say(f"requests: {self.outcomes.total()}")
-        for what in Class:
-            say(f"  {self.outcomes[what]:5d} {what}")
+        for name in Class:
+            say(f"  {self.outcomes[name]:5d} {name}")
         say(
             f"longest gap in a stream, its front door not struck itself: {self.longest_gap_s:.1f} s"
         )
-        for name, what in {
+        for times, what in {
             "views_s": "front doors' views differed from etcd",
             "indexes_s": "their indexes differed",
             "whole_s": "some workers were not ready",
         }.items():
-            seconds = [getattr(one, name) for one in self.healings]
+            seconds = [getattr(one, times) for one in self.healings]
             if seconds:
                 say(
                     f"{what} after faults for {statistics.median(seconds):.1f} s (median), at most "

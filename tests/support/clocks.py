@@ -63,7 +63,7 @@ class Clocks:
         self._library = folder / "clock.so"
         source = folder / "clock.c"
         source.write_text(_SOURCE)
-        build = ["cc", "-shared", "-fPIC", "-o", self._library, source, "-ldl"]
+        build = ["cc", "-shared", "-fPIC", "-o", str(self._library), str(source), "-ldl"]
         subprocess.run(build, check=True)
 
     def env_of(self, host: str) -> dict[str, str]:

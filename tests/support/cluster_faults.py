@@ -39,8 +39,7 @@ class Faults:
         """``clocks``: those that the hosts of the cluster run with."""
         self._demo = demo
         self._clocks = clocks
-        every = (*demo.hosts, *demo.etcd_hosts, *([demo.nats_host] if demo.nats_host else ()))
-        self._hosts = {host.name: host for host in every}
+        self._hosts = {host.name: host for host in (*demo.hosts, *demo.others)}
 
     def befall(self, fault: Fault) -> AbstractContextManager[None]:
         """The fault lasts as long as the block. Raises LookupError if etcd has no leader."""

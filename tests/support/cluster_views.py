@@ -22,17 +22,33 @@ from tests.support.guarded import program_of
 from tests.support.hosts import Host
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from cluster_demo import WORKERS, Demo, get, peers_of, ready_workers, workers_of
+from cluster_demo import (
+    COMMUTATOR,
+    WORKERS,
+    Demo,
+    get,
+    peers_of,
+    ready_workers,
+    running,
+    workers_of,
+)
 
 __all__ = [
+    "COMMUTATOR",
+    "WORKERS",
+    "Demo",
     "WorkerCount",
     "age_s",
     "engines_of",
     "etcdctl",
+    "get",
     "indexed_blocks",
     "leader_of_etcd",
     "own_count",
+    "peers_of",
+    "ready_workers",
     "registered",
+    "running",
     "seen_by",
     "whole_again",
 ]

@@ -12,7 +12,7 @@ from typing import Self
 
 from attrs import frozen
 
-__all__ = ["Growth", "command_of", "processes_of", "rss_mb"]
+__all__ = ["Growth", "command_of", "cpu_s", "processes_of", "rss_mb", "starved_s"]
 
 _MOST_SLOPE_MB_PER_HOUR = 24.0
 _MOST_GROWTH = 0.08
@@ -75,3 +75,17 @@ def rss_mb(pid: int) -> float:
     """The memory that a process occupies. Raises OSError."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time that a process has used. Raises OSError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def starved_s() -> float:
+    """How long some process of this machine was waiting for a CPU, since boot; 0 if not known."""
+    with suppress(OSError):
+        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    return 0.0
