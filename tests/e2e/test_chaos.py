@@ -69,13 +69,13 @@ SHAPES = {
     ),
     "reference": Shape(
         options={"kv_cache_bytes": 30_000_000},
-        kv="tiers: [{kind: dram, capacity: 60MB}, "
+        kv="tiers: [{kind: dram, capacity: 40MB}, "
         "{kind: nvme, path: 'tiers/{worker}', capacity: 200MB}]\n",
         nats=False,
-        prompts=12,
+        prompts=24,
         repeated=10,
-        tokens=24,
-        per_s=0.25,
+        tokens=20,
+        per_s=0.2,
         rest_s=(20.0, 40.0),
         tiers=True,
     ),

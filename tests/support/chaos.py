@@ -34,6 +34,7 @@ from tests.support.cluster_views import (
     ready_workers,
     registered,
     seen_by,
+    stored_blocks,
 )
 from tests.support.flat_memory import Growth, command_of, cpu_s, rss_mb, starved_s
 from tests.support.hosts import Host
@@ -319,11 +320,12 @@ class Chaos:
             time.sleep(_POLL_S)
             counts = {name: own_count(door, name) for name in seen_by(door)}
             indexes = [indexed_blocks(one) for one in self.doors]
-            wrong = f"counted by workers: {counts}, by front doors: {indexes}"
-            return indexes[0] == indexes[1] and all(
-                count.requests == count.held_blocks == 0
-                and count.cached_blocks == indexes[0].get((name, "device"), 0)
-                for name, count in counts.items()
+            blocks = {(name, "device"): count.cached_blocks for name, count in counts.items()}
+            own = {place: number for place, number in blocks.items() if number}
+            own |= stored_blocks(door)
+            wrong = f"counted by workers: {counts}, {own}, by front doors: {indexes}"
+            return indexes == [own, own] and all(
+                count.requests == count.held_blocks == 0 for count in counts.values()
             )
 
         try:

@@ -50,10 +50,12 @@ __all__ = [
     "registered",
     "running",
     "seen_by",
+    "stored_blocks",
     "whole_again",
 ]
 
 _ENGINES = ("commutator_sim", "commutator_reference")
+_TIERS = {"dram": "host", "nvme": "disk"}
 _INDEXED = re.compile(
     r'^commutator_router_indexed_blocks\{tier="(\w+)",worker="([^"]+)"\} (\S+)$', re.MULTILINE
 )
@@ -138,16 +140,36 @@ class WorkerCount:
 
 def own_count(door: Host, worker: str) -> WorkerCount:
     """Ask a worker through the socket of a front door. Raises OSError."""
-    health: Mapping[str, Any] = get(f"http://{door.address}:8000/health") or {}
-    asking = _UnixConnection(health.get("socket", ""))
-    with closing(asking):
-        asking.request("GET", f"/admin/workers/{worker}/load")
-        load = json.load(asking.getresponse())
-    if "error" in load:
-        raise OSError(str(load["error"]))
+    load = _ask_socket(door, f"/admin/workers/{worker}/load")
     return WorkerCount(
         load["running"] + load["waiting"], load["kv_used_blocks"], load["kv_cached_blocks"]
     )
+
+
+def stored_blocks(door: Host) -> dict[tuple[str, str], int]:
+    """Blocks in the tiers of each worker, as it counts them; by worker and tier as in an index.
+
+    Empty for workers without tiers. Raises OSError.
+    """
+    answers = _ask_socket(door, "/admin/tiers")["answers"]
+    return {
+        (worker, _TIERS[row["tier"]]): row["blocks"]
+        for worker, rows in answers.items()
+        for row in rows
+        if row["tier"] in _TIERS and row["blocks"]
+    }
+
+
+def _ask_socket(door: Host, path: str) -> Any:
+    """The JSON that a front door answers whoever may use its socket."""
+    health: Mapping[str, Any] = get(f"http://{door.address}:8000/health") or {}
+    asking = _UnixConnection(health.get("socket", ""))
+    with closing(asking):
+        asking.request("GET", path)
+        answer = json.load(asking.getresponse())
+    if "error" in answer:
+        raise OSError(str(answer["error"]))
+    return answer
 
 
 class _UnixConnection(HTTPConnection):

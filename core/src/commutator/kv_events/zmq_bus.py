@@ -35,13 +35,12 @@ _MOST_BYTES = 64 << 20
 """Of one frame; ZMQ leaves a publisher that sends more, and connects again."""
 _SCHEMES = ("tcp://", "ipc://", "inproc://")
 
-# A network may drop an idle connection silently. Keep-alive detects that within a minute, and ZMQ
-# reconnects.
-_KEEP_ALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 30,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 3,
+# A network may drop packets silently, for a while or for ever. TCP alone would try again ever more
+# seldom; so a publisher that answers nothing for 3 s is left, and asked anew each second.
+_LEAVE_SILENT = {
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.CONNECT_TIMEOUT: 1000,
 }
 
 
@@ -109,7 +108,7 @@ class _ZmqChannel(EventChannel):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self._socket.set_hwm(_HIGH_WATER)
-        for option, value in _KEEP_ALIVE.items():
+        for option, value in _LEAVE_SILENT.items():
             self._socket.setsockopt(option, value)
         self._socket.subscribe(source.topic)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
