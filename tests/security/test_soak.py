@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 from attrs import asdict, define, field
-from tests.support.flat_memory import Growth, processes_of, rss_mb
+from tests.support.processes import Growth, processes_of, rss_mb
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster

@@ -13,8 +13,8 @@ from tests.support.bad_links import bad_link
 from tests.support.chaos_plan import Fault, Kind
 from tests.support.clocks import Clocks
 from tests.support.cluster_views import Demo, engines_of, etcdctl, leader_of_etcd
-from tests.support.flat_memory import command_of
 from tests.support.hosts import Host
+from tests.support.processes import command_of
 
 __all__ = ["Faults", "cut_off"]
 

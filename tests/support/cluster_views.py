@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from attrs import frozen
-from tests.support.flat_memory import command_of
 from tests.support.guarded import program_of
 from tests.support.hosts import Host
+from tests.support.processes import command_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from cluster_demo import (

@@ -1,4 +1,4 @@
-"""Whether the memory of processes grows, from samples of a long run."""
+"""What processes take of a machine: whether their memory grows, and whether they get a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self
 
 from attrs import frozen
 
-__all__ = ["Growth", "command_of", "cpu_s", "processes_of", "rss_mb", "starved_s"]
+__all__ = ["Growth", "command_of", "cpu_s", "processes_of", "rss_mb", "waited_s"]
 
 _MOST_SLOPE_MB_PER_HOUR = 24.0
 _MOST_GROWTH = 0.08
@@ -83,9 +83,6 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def starved_s() -> float:
-    """How long some process of this machine was waiting for a CPU, since boot; 0 if not known."""
-    with suppress(OSError):
-        some = Path("/proc/pressure/cpu").read_text().partition("\n")[0]
-        return int(some.rpartition("total=")[2]) / 1e6
-    return 0.0
+def waited_s(pid: int) -> float:
+    """How long the main thread of a process has waited for a CPU. Raises OSError."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
