@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
-from tests.support.chaos import CONVERGED_S, LOADED_S, Chaos, Class, Vitals, say
+from tests.support.chaos import CONVERGED_S, LOADED_S, Chaos, Class
 from tests.support.chaos_plan import Places, plan
 from tests.support.clocks import Clocks
 from tests.support.cluster_views import COMMUTATOR, Demo, running
 from tests.support.hosts import Host, why_not
 from tests.support.processes import command_of
 from tests.support.steady_traffic import SteadyTraffic, stream
+from tests.support.vitals import Vitals, say
 
 CHAOS_S = float(os.environ.get("CHAOS_S", "150"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))

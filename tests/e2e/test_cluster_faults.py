@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +16,21 @@ from pathlib import Path
 import pytest
 from tests.support.clocks import Clocks
 from tests.support.cluster_faults import cut_off
-from tests.support.cluster_views import age_s, engines_of, whole_again
+from tests.support.cluster_views import (
+    WORKERS,
+    Demo,
+    age_s,
+    engines_of,
+    peers_of,
+    ready_workers,
+    running,
+    whole_again,
+    workers_of,
+)
 from tests.support.hosts import Host, why_not
 from tests.support.steady_traffic import Outcome, SteadyTraffic, stream
 
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from cluster_demo import WORKERS, Demo, peers_of, ready_workers, running, workers_of
 
 pytestmark = [
     pytest.mark.long,

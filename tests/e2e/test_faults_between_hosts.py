@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from attrs import frozen
+from tests.support.cluster_views import Demo, running, whole_again
 from tests.support.hosts import Host, why_not
 
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-from cluster_demo import WORKERS, Demo, peers_of, ready_workers, running
 
 pytestmark = [
     pytest.mark.long,
@@ -93,14 +89,6 @@ def served_through(demo: Demo, fault: signal.Signals | None) -> Answer:
     print(f"longest gap {answer.longest_gap_s:.2f} s")
     assert answer.longest_gap_s < LONGEST_GAP_S
     return answer
-
-
-def whole_again(demo: Demo) -> None:
-    h1, h2, _ = demo.hosts
-    demo.until(
-        "the workers", lambda: all(ready_workers(door) == WORKERS for door in (h1, h2)), 60.0
-    )
-    demo.until("front doors to share", lambda: peers_of(h1) == peers_of(h2) == 1, 60.0)
 
 
 def test_a_host_is_paused(cluster: Demo) -> None:

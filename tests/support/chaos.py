@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, datetime
 from enum import StrEnum
 from subprocess import CalledProcessError
-from types import TracebackType
-from typing import Self
 
-from attrs import define, field
+from attrs import define
 from tests.support.chaos_plan import Fault, Kind
 from tests.support.clocks import Clocks
 from tests.support.cluster_faults import Faults
@@ -38,12 +34,13 @@ from tests.support.cluster_views import (
     stored_blocks,
 )
 from tests.support.hosts import Host
-from tests.support.processes import Growth, command_of, cpu_s, rss_mb, waited_s
+from tests.support.processes import command_of, waited_s
 from tests.support.steady_traffic import Outcome, SteadyTraffic
+from tests.support.vitals import FRONT_DOOR, role_of, say
 
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S
 
-__all__ = ["Chaos", "Class", "Healing", "Struck", "Vitals", "say"]
+__all__ = ["Chaos", "Class", "Healing", "Struck"]
 
 PINGS_S = PING_EVERY_S * MAX_MISSES
 LEASE_S = 5.0
@@ -54,20 +51,9 @@ LOADED_S = 2.0
 _WHOLE_S = 300.0
 _POLL_S = 0.25
 _FRESH_S = 2.5
-_SAMPLE_S = 30.0
-_WARM_UP_S = 300.0
-"""Of each process: caches of bounded size fill."""
-_LEAST_LIFE_S = 600.0
-"""After the warm-up: of shorter lives no slope is judged."""
 _LOST = (Kind.HOST_VANISHED, Kind.HOST_KILLED, Kind.HOST_PAUSED, Kind.CUT_FROM_ALL)
 """Front doors elsewhere stop sending to these hosts' workers."""
-_FRONT_DOOR = "front door"
 _MIGRATED = re.compile(r"request (\S+) migrated from")
-
-
-def say(text: str) -> None:
-    """A line of the run's log."""
-    print(f"{datetime.now(UTC):%H:%M:%S}  {text}", flush=True)
 
 
 class Class(StrEnum):
@@ -125,81 +111,6 @@ class Spell:
         elif not holds:
             self.since_s = now_s
         self.holds = holds
-
-
-@define
-class Vitals:
-    """Memory and CPU time of every process of a cluster, sampled in a block."""
-
-    demo: Demo
-    samples: dict[tuple[str, int], list[tuple[float, float]]] = field(
-        factory=lambda: defaultdict(list)
-    )
-    """(seconds, MiB) by what the process is, and its id: those of front doors and workers."""
-    _cpu_s: dict[int, float] = field(factory=dict)
-    _began_s: float = field(factory=time.monotonic)
-    _stop: threading.Event = field(factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
-
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="vitals")
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_SAMPLE_S):
-            now_s = time.monotonic()
-            for host in (*self.demo.hosts, *self.demo.others):
-                for pid in host.pids():
-                    with suppress(OSError):
-                        self._cpu_s[pid] = cpu_s(pid)
-                        if host in self.demo.hosts:
-                            name = f"{host.name} {_role(command_of(pid))}"
-                            self.samples[name, pid].append((now_s, rss_mb(pid)))
-
-    def say_cpu(self) -> None:
-        """Print how much CPU time the cluster used."""
-        length_s = time.monotonic() - self._began_s
-        say(f"the cluster used {sum(self._cpu_s.values()) / length_s:.2f} of a CPU")
-
-    def grown(self) -> Sequence[str]:
-        """Processes whose memory is not flat. Prints the figures of all that lived long enough."""
-        found = []
-        for (name, pid), series in sorted(self.samples.items()):
-            settled = [one for one in series if one[0] >= series[0][0] + _WARM_UP_S]
-            if not settled or settled[-1][0] - settled[0][0] < _LEAST_LIFE_S:
-                continue
-            growth = Growth.of(settled)
-            minutes = (series[-1][0] - series[0][0]) / 60
-            say(
-                f"memory of {name} ({pid}), {minutes:.0f} minutes old: {growth.settled_mb:.1f} MiB "
-                f"after the warm-up, {growth.end_mb:.1f} at the end, slope "
-                f"{growth.slope_mb_per_hour:+.1f} MiB an hour"
-            )
-            if not growth.is_flat:
-                found.append(f"{name}: {growth}")
-        return found
-
-
-def _role(command: str) -> str:
-    for part, role in {
-        "guard.py": "guard",
-        "frontend.process": _FRONT_DOOR,
-        "commutator_": "worker",
-        "commutator ": "supervisor",
-    }.items():
-        if part in command:
-            return role
-    return "other"
 
 
 class Chaos:
@@ -300,7 +211,7 @@ class Chaos:
         for door in self.doors:
             for pid in door.pids():
                 with suppress(OSError):
-                    if _role(command_of(pid)) == _FRONT_DOOR:
+                    if role_of(command_of(pid)) == FRONT_DOOR:
                         found[pid] = waited_s(pid)
         return found
 

@@ -52,6 +52,7 @@ __all__ = [
     "seen_by",
     "stored_blocks",
     "whole_again",
+    "workers_of",
 ]
 
 _ENGINES = ("commutator_sim", "commutator_reference")
