@@ -6,6 +6,7 @@ same once a fault is over; does anything leak. docs/how-to/cluster.md says how t
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -62,6 +63,7 @@ class Class(StrEnum):
     EQUAL = "equal"
     MIGRATED = "migrated, equal"
     REFUSED = "refused by a front door"
+    CUT_OFF = "refused by a front door that was cut off from all workers"
     DOOR_GONE = "refused as the front door was gone"
     IN_FLIGHT = "in flight at a front door that was killed"
     LOST = "lost"
@@ -74,7 +76,11 @@ class Struck:
 
     fault: Fault
     began_s: float
+    happened_s: float = 0.0
+    """By then what was killed is dead; it takes a moment from ``began_s`` on."""
     over_s: float = 0.0
+    served_s: float = math.inf
+    """From then on both front doors answered."""
 
 
 @define
@@ -171,6 +177,7 @@ class Chaos:
                 undo[number] = ExitStack(), Struck(fault, time.monotonic())
                 self.struck.append(undo[number][1])
                 undo[number][0].enter_context(self._faults.befall(fault))
+                undo[number][1].happened_s = time.monotonic()
             else:
                 stack, struck = undo.pop(number)
                 stack.close()
@@ -181,6 +188,8 @@ class Chaos:
         over_s = time.monotonic()
         before_s = self._waited_s()
         self.demo.until("front doors", lambda: all(map(_answers, self.doors)), _WHOLE_S)
+        for struck in self.struck:
+            struck.served_s = min(struck.served_s, time.monotonic())
         self.demo.until_etcd_answers()
         answers_s = time.monotonic()
         views, indexes = Spell(answers_s), Spell(answers_s)
@@ -285,17 +294,21 @@ class Chaos:
         if not one.problem or not expected.startswith(one.text):
             return Class.WRONG
         gone = [struck for struck in self.struck if _kills_door(struck.fault, self._name(one.door))]
-        if any(one.began_s <= struck.began_s <= one.ended_s for struck in gone):
+        if any(one.began_s <= at.happened_s and at.began_s <= one.ended_s for at in gone):
             return Class.IN_FLIGHT
         accepted = bool(one.worker or one.text)
-        started_s = PINGS_S + _WHOLE_S  # at most, until it serves again
-        if not accepted and any(
-            struck.began_s <= one.began_s <= (struck.over_s or one.began_s) + started_s
-            and "Connection refused" in one.problem
-            for struck in gone
-        ):
+        down = any(at.began_s <= one.began_s <= at.served_s for at in gone)
+        if down and not accepted and "Connection refused" in one.problem:
             return Class.DOOR_GONE
-        return Class.REFUSED if one.problem.startswith(("503", "429")) else Class.LOST
+        if accepted or not one.problem.startswith(("503", "429")):
+            return Class.LOST
+        cut_off = any(
+            at.fault.kind is Kind.CUT_FROM_ALL
+            and at.fault.place == self._name(one.door)
+            and at.began_s <= one.began_s <= at.over_s + PINGS_S
+            for at in self.struck
+        )
+        return Class.CUT_OFF if cut_off else Class.REFUSED
 
     def _own_stall(self, one: Outcome) -> bool:
         """Whether the front door of a request was struck itself, so that its client waited."""

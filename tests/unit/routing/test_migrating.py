@@ -52,6 +52,12 @@ class Worker(EngineClient):
     info: EngineInfo = INFO
     asked: list[GenerateRequest] = field(factory=list)
     open: int = 0
+    silent: bool = False
+    """It leaves pings unanswered."""
+
+    @property
+    def answers(self) -> bool:
+        return not self.silent
 
     async def start(self) -> EngineInfo:
         return self.info
@@ -232,6 +238,21 @@ async def test_workers_of_other_hosts_than_the_lost_one_come_first(
     await world.up("w-2", host=host)
     assert tokens(await world.run()) == list(range(10))
     assert f"w-0 to {to_worker}: connection_lost after 4" in world.seen
+    await world.dispatcher.close()
+
+
+@in_virtual_time
+async def test_a_worker_that_leaves_pings_unanswered_may_be_lost_as_well() -> None:
+    """As when the front door is cut off from all: the next would cost the only migration."""
+    world = World(wait_s=5.0)
+    await world.up("w-0", Worker([(4, LOST)]), host="h1")
+    other = await world.up("w-1", Worker(silent=True), host="h2")
+    running = asyncio.create_task(world.run())
+    await asyncio.sleep(4.0)
+    assert other.asked == []
+    other.silent = False
+    assert tokens(await running) == list(range(10))
+    assert world.reasons == ["connection_lost"]
     await world.dispatcher.close()
 
 

@@ -206,6 +206,14 @@ class EngineClient(ABC):
         """Make the engine refuse new requests and finish running ones. Default: does nothing."""
 
     @property
+    def answers(self) -> bool:
+        """False while the worker leaves pings unanswered, and may be about to be taken for lost.
+
+        A request that has just lost one worker is not sent there. By default True.
+        """
+        return True
+
+    @property
     def admin_address(self) -> str | None:
         """The "host:port" where ``TokenApiClient`` reaches the same engine; None: it cannot."""
         return None

@@ -63,6 +63,8 @@ PING_EVERY_S = 1.0
 """Between pings of a worker of another host."""
 MAX_MISSES = 3
 """Pings in a row without any answer, after which a worker is taken for lost."""
+_DOUBTFUL_MISSES = 2
+"""The last one may have been sent just now."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -166,6 +168,10 @@ class TokenApiClient(EngineClient):
     async def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request needs."""
         await self._ask("reset_prefix_cache")
+
+    @property
+    def answers(self) -> bool:
+        return self._session is None or self._session.unanswered_pings < _DOUBTFUL_MISSES
 
     @property
     def admin_address(self) -> str | None:

@@ -276,12 +276,14 @@ class Dispatch:
 
         A request that lost its worker retries for ``limits.wait_s``. A request that a full worker
         refused does not retry. What took a worker may have taken its whole host, which the others
-        there do not show at once, so workers of other hosts come first.
+        there do not show at once, so workers of other hosts come first. What cut this front door
+        off from a worker may have cut it off from all, so one that leaves pings unanswered gets
+        nothing: it will answer, or be lost as well.
         """
         begun = request.generated_prefix > 0
 
         def usable(worker: LiveWorker) -> bool:
-            if worker in self._lost or worker in self._full:
+            if worker in self._lost or worker in self._full or not worker.client.answers:
                 return False
             return worker.record.info.continues_answers or not begun
 
