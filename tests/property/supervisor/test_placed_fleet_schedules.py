@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -161,9 +162,7 @@ class World:
         """Since when a node has reached neither etcd nor Ray's head."""
 
     def begin(self) -> None:
-        self.ray.nodes += [
-            Node(self.ray, name, lambda name=name: self.registry_of(name)) for name in NODES
-        ]
+        self.ray.nodes += [Node(self.ray, name, partial(self.registry_of, name)) for name in NODES]
         self.hosts |= {name: Host(self, name) for name in HOSTS}
         self.tick()
 
