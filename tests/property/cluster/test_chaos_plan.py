@@ -40,6 +40,8 @@ def test_two_faults_at_most_and_not_of_two_hosts(seed: int, length_s: float) -> 
         others = [one for one in faults[:number] + faults[number + 1 :] if overlap(one, fault)]
         assert len(others) <= 1
         assert all(one.is_shared != fault.is_shared for one in others)
+        if fault.kind is Kind.COMPACTED_UNSEEN:
+            assert not any(one.kind.name.startswith("ETCD_") for one in others), "it needs quorum"
     for one, other in pairwise(faults):
         if not overlap(one, other):
             assert other.at_s - one.ends_s >= REST_S[0] - 1e-6
