@@ -12,7 +12,7 @@ from commutator.config.load import load_config
 from commutator.contract.planner import SampleSums
 from commutator.contract.worker import Role
 from commutator.planner.performance import Sample, sums_of
-from commutator.supervisor.learned_file import LearnedFile, machine, speed_keys
+from commutator.supervisor.planning import LearnedFile, machine, speed_keys
 
 SUMS = sums_of(Sample(seconds=1.5, steps=10, step_requests=30.0)).times(40)
 KEYS = {Role.BOTH: "a", Role.PREFILL: "b"}

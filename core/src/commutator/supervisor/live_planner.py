@@ -24,7 +24,7 @@ from commutator.planner.explanation import changed_roles, explained, summary
 from commutator.planner.pipeline import Planner, PlannerState
 from commutator.planner.reports import DoorReport, DoorReports, Reported
 from commutator.supervisor.fleet import ActionResult, loaded
-from commutator.supervisor.learned_file import LearnedFile
+from commutator.supervisor.planning import LearnedFile
 from commutator.supervisor.tuning.live_tuning import LiveTuning
 
 __all__ = ["SERVICE", "LivePlanner", "PlannedFleet", "PlannerService", "SteadyClock"]

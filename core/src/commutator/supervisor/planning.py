@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import platform
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import msgspec
+from attrs import asdict, frozen
 
 from commutator.config.model import Config
 from commutator.contract.planner import (
@@ -11,12 +19,18 @@ from commutator.contract.planner import (
     Forecaster,
     PlannerBounds,
     PlannerConfig,
+    SampleSums,
 )
 from commutator.contract.worker import Role
 from commutator.planner.pipeline import Planner, no_growth
 from commutator.plugins import PluginHost
 
-__all__ = ["make_planner", "planner_problems"]
+__all__ = ["LearnedFile", "machine", "make_planner", "planner_problems", "speed_keys"]
+
+log = logging.getLogger(__name__)
+
+_OF_A_FLEET = frozenset({"name", "role", "replicas"})
+"""Options of an engine that say nothing of one worker's speed."""
 
 
 def planner_problems(config: Config, host: PluginHost) -> Iterator[str]:
@@ -82,3 +96,68 @@ def _performance(
         if speed is not None:
             found.setdefault(role, speed)
     return found
+
+
+@frozen(kw_only=True)
+class _Kept:
+    key: str
+    """Of model, engine and machine."""
+    buckets: Mapping[int, SampleSums]
+
+
+class LearnedFile:
+    """The file named by `planner.learned_file`.
+
+    It is JSON: for each role the samples, and a key of what they were measured at. Samples of
+    another model, engine or machine are not read.
+    """
+
+    def __init__(self, path: Path, keys: Mapping[Role, str]) -> None:
+        self._path = path
+        self._keys = keys
+
+    def read(self) -> Mapping[Role, Mapping[int, SampleSums]]:
+        """What was kept; nothing where the file is not there or cannot be read."""
+        try:
+            kept = msgspec.json.decode(self._path.read_bytes(), type=dict[Role, _Kept])
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("planner.learned_file: %s cannot be read: %s", self._path, error)
+            return {}
+        return {role: one.buckets for role, one in kept.items() if one.key == self._keys.get(role)}
+
+    def write(self, learned: Mapping[Role, Mapping[int, SampleSums]]) -> None:
+        """Keep it in the place of what was there; logs what goes wrong."""
+        kept = {
+            role.value: _Kept(key=self._keys[role], buckets=buckets)
+            for role, buckets in learned.items()
+        }
+        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            draft.write_bytes(msgspec.json.encode(kept))
+            draft.replace(self._path)
+        except OSError as error:
+            log.warning("planner.learned_file: %s cannot be written: %s", self._path, error)
+
+
+def speed_keys(config: Config, machine: str) -> Mapping[Role, str]:
+    """For each role, what the speed of its workers depends on, as a hash."""
+    sources = {model.name: model.source for model in config.models}
+    keys: dict[Role, str] = {}
+    for engine in config.engines:
+        options = asdict(engine, filter=lambda field, _: field.name not in _OF_A_FLEET)
+        source = sources.get(engine.model) if engine.model else sorted(sources.values())
+        told: list[Any] = [machine, source, engine.kind, sorted(options.items())]
+        keys.setdefault(Role(engine.role), hashlib.sha256(repr(told).encode()).hexdigest())
+    return keys
+
+
+def machine() -> str:
+    """This machine's kind: its processors and their number."""
+    models: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return f"{platform.machine()} {os.cpu_count()} {sorted(models)}"

@@ -58,11 +58,10 @@ from commutator.supervisor.hosts import (
     serves_registry,
     those_set,
 )
-from commutator.supervisor.learned_file import LearnedFile, machine, speed_keys
 from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
-from commutator.supervisor.planning import make_planner
+from commutator.supervisor.planning import LearnedFile, machine, make_planner, speed_keys
 from commutator.supervisor.tuning.live_tuning import LiveTuning
 from commutator.supervisor.tuning.policy_search import PolicySearch
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
