@@ -57,7 +57,7 @@ def load(tmp_path: Any, **more: Any) -> Loaded:
 def classes() -> Iterator[type[Any]]:
     """Every class of options: of core, and of each kind of each installed plugin."""
     host = load_plugins()
-    found = [Config]
+    found: list[type[Any]] = [Config]
     for catalog in vars(host).values():
         found += [kind.config_class for kind in getattr(catalog, "kinds", {}).values()]
     seen: set[type[Any]] = set()

@@ -36,7 +36,7 @@ def search(goodput: Any, **options: Any) -> tuple[Search, Counter[tuple[Layout, 
         runs[layout, len(part)] += 1
         return float(rate_of(part) <= goodput(layout))
 
-    values = {"trace": trace(), "layouts": layouts(8, ["conditional"])} | options
+    values: dict[str, Any] = {"trace": trace(), "layouts": layouts(8, ["conditional"])} | options
     made = Search(performance=SIM, itl_s=0.05, attainment=0.95, run=run, **values)
     return made, runs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -112,7 +113,12 @@ def test_without_sglang_it_says_how_to_get_it(context: LaunchContext) -> None:
 def test_a_prefill_server_is_at_the_address_for_kv(context: LaunchContext, python: str) -> None:
     """Its bootstrap server is where its own is, so hand-overs between hosts need that."""
     apart = evolve(context, kv_host="127.0.0.2")
-    for role, host in (("both", "127.0.0.1"), ("decode", "127.0.0.1"), ("prefill", "127.0.0.2")):
+    roles: dict[Literal["both", "decode", "prefill"], str] = {
+        "both": "127.0.0.1",
+        "decode": "127.0.0.1",
+        "prefill": "127.0.0.2",
+    }
+    for role, host in roles.items():
         config = evolve(CONFIG, python=python, role=role, args=("--device=cpu",))
         plan = launch_plan(config, apart)
         assert value_of(plan.argv, "--host") == host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
@@ -66,7 +67,7 @@ def test_replicas_change_nothing_and_options_of_the_engine_do(tmp_path: Path) ->
     (engine,) = config.engines
     keys = speed_keys(config, machine())
     more = evolve(config, engines=(evolve(engine, replicas=3),))
-    faster = evolve(config, engines=(evolve(engine, prefill_tokens_per_s=9000.0),))
+    faster = evolve(config, engines=(evolve(cast(Any, engine), prefill_tokens_per_s=9000.0),))
     assert speed_keys(more, machine()) == keys
     assert speed_keys(faster, machine()) != keys
     assert speed_keys(config, "another machine") != keys

@@ -106,11 +106,11 @@ def test_beside_a_relay_the_token_api_listens_for_other_hosts(context: LaunchCon
 @pytest.mark.security
 def test_kv_events_that_other_hosts_could_read_are_refused(context: LaunchContext) -> None:
     several = evolve(CONFIG, python=sys.executable, args=("--data-parallel-size", "2"))
-    assert launch_plan(several, context)
+    assert launch_plan(several, context).argv
     with pytest.raises(ConfigError, match="at every interface, where other hosts read prompts"):
         launch_plan(several, evolve(context, guarded_host="10.0.0.1"))
     own = evolve(several, args=(*several.args, "--kv-events-config", "{}"))
-    assert launch_plan(own, evolve(context, guarded_host="10.0.0.1"))
+    assert launch_plan(own, evolve(context, guarded_host="10.0.0.1")).argv
 
 
 @pytest.mark.parametrize("args", [("--disable-log-stats",), ()])

@@ -58,15 +58,15 @@ class TunedPolicy(Generic[PolicyT]):
         Raises what a policy raises that is made.
         """
         options, others = self._section(config), self._section(other)
-        policy, other = self._of(options), None
-        made = [(options, policy)]
+        policy = self._of(options)
+        made, tried = [(options, policy)], None
         if others != options:
-            other = self._of(others)
-            made.append((others, other))
+            tried = self._of(others)
+            made.append((others, tried))
 
         def use() -> None:
             self._made = made
-            self._arms.use(policy, other, trial)
+            self._arms.use(policy, tried, trial)
 
         return use
 

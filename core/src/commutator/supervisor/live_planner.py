@@ -194,7 +194,9 @@ class LivePlanner:
             if now_s - self._planned_s > _FORGOTTEN_S:
                 self._state = self._known_s = None
         if self._state is None:
-            self._state = self._planner.begin(self._learned and self._learned.read())
+            self._state = self._planner.begin(
+                None if self._learned is None else self._learned.read()
+            )
         reported = self._reports.observe(now_s)
         seen = self._observe(now_s, workers, reported)
         self._state, plan = self._planner.plan(self._state, seen)

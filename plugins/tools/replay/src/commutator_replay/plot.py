@@ -142,7 +142,7 @@ def _save(figure: Figure, path: Path) -> None:
     for axes in figure.axes:
         axes.spines["top"].set_visible(False)
         # A second scale of a plot has its own axis on the right.
-        axes.spines["right"].set_visible(axes.yaxis.get_label_position() == "right")
+        axes.spines["right"].set_visible(str(axes.yaxis.get_label_position()) == "right")
     date = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
     undated = None if date is None else {date: None}
     figure.savefig(path, metadata=undated)
