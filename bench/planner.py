@@ -82,6 +82,7 @@ engines:
 router: {{kind: kv, formula: cost, overlap_score_weight: 16, block_size: 512}}
 planner:
   kind: slo
+  adapt: true
   targets: {{ttft_s: {self.ttft_s}, itl_s: {self.itl_s}, attainment: 0.95}}
   bounds: {{both: [1, 64]}}
   start_up_s: {start_up_s}

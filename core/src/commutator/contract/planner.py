@@ -242,8 +242,9 @@ class PlannerConfig:
     )
     adapt: bool = setting(
         "Size the fleet for less of the growth that is forecast while more requests meet the "
-        "targets than `targets.attainment` asks, and for more where too few do.",
-        True,
+        "targets than `targets.attainment` asks, and for more where too few do. The fleet then "
+        "changes now and then at constant load, too.",
+        False,
     )
     targets: PlannerTargets = setting("The latencies to reach.", factory=PlannerTargets)
     bounds: PlannerBounds = setting("Workers of each role.", factory=PlannerBounds)
