@@ -169,10 +169,9 @@ def test_a_value_that_harms_is_rolled_back_within_its_guard(
     path.write_text(yaml.safe_dump(deployment))
     report = tuned(trace, path)
     print(*(f"{one.time_s:.0f} {one.kind}: {one.text}" for one in report.tuning), sep="\n")
-    assert [one.kind for one in report.tuning][:2] == ["tried", "rolled_back"]
-    assert "settled" not in {one.kind for one in report.tuning}
-    began_s, ended_s = (one.time_s for one in report.tuning[:2])
-    assert ended_s - began_s <= 6 * 20
+    times_s = {one.kind: one.time_s for one in reversed(report.tuning)}
+    assert "settled" not in times_s, "its harm to all shows at the latest when most have it"
+    assert times_s["rolled_back"] - times_s.get("promoted", times_s["tried"]) <= 6 * 20
     assert report.tuned[LOCAL] == 500
     assert report.attained > good.attained
 
