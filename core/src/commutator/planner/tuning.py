@@ -2,7 +2,8 @@
 
 State goes in and out, and time with it: a replay and a deployment run the same code. A trial never
 changes the value that an option has; it only names another one for a part of the requests. So
-ending the trial is all that a rollback takes, and whoever loses the planner goes back by itself.
+ending the trial is all that a rollback takes, and a front door that loses the planner rolls back
+by itself.
 """
 
 from __future__ import annotations
