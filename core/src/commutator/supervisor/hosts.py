@@ -1,4 +1,4 @@
-"""This host among the others of its cluster: its network, and what its processes are told of it."""
+"""This host in its cluster: its network, and the environment that its processes get."""
 
 from __future__ import annotations
 
