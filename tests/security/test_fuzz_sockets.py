@@ -113,7 +113,7 @@ def test_the_registry(target: FuzzedProcess) -> None:
     opened = framed(msgspec.msgpack.encode(["limits", "open", "door", "first", []]))
     of_a_door = wire(
         ["limits", "admit", 1, "tenant", [9, 900, 9000, 3], 30],
-        ["limits", "settle", 1, 20],
+        ["limits", "settle", [[1, 20], [2, None]], [[3, 5]]],
         ["limits", "changes", 20_000, [["tenant", [[1, 2]], [[1, 30]], 30]]],
     )
     known |= of_a_door.map(opened.__add__)

@@ -289,7 +289,7 @@ async def ask_raw(deployment: Deployment, *frames: list[object]) -> FrameProtoco
     [
         [SERVICE],
         [SERVICE, "admit", 1, "ada", [1, 1, 1, 1], 1, 0, 1],
-        [SERVICE, "settle", [[1, None]]],
+        [SERVICE, "settle", [[1, None]], []],
         [SERVICE, "open", "door-0", "x", ["no number"]],
         [SERVICE, "open", "door-0", 7, []],
         [[SERVICE]],

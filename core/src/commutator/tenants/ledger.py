@@ -206,7 +206,7 @@ class _Usage:
 
 @define
 class _Ticket:
-    """One admitted request."""
+    """An admitted request; those that were admitted together share one."""
 
     principal: str
     limits: Limits
@@ -274,18 +274,10 @@ class Ledger:
         if refused is not None:
             limit, retry_after_s = refused
             return Refusal(limit, retry_after_s, self._standing(account, principal, limits, now))
-        second = account.second
-        account.running += 1
-        if limits.requests_per_minute is not None:
-            account.requests.add(second, 1)
-        if limits.tokens_per_minute is not None:
-            account.tokens.add(second, tokens)
-        if limits.tokens_per_day is not None:
-            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
-        ticket = _Ticket(principal, limits, tokens, second, self._day)
+        ticket = self._charge(1, principal, limits, tokens, account)
         self._doors[door].tickets[number] = ticket
         # Both windows were charged in this second, unless there were no tokens to charge.
-        just_now_s = second + WINDOW_S + 1 - now.monotonic_s if tokens else None
+        just_now_s = account.second + WINDOW_S + 1 - now.monotonic_s if tokens else None
         return self._standing(account, principal, limits, now, just_now_s)
 
     def admit_ahead(
@@ -316,8 +308,9 @@ class Ledger:
         if (most := limits.tokens_per_day) is not None:
             left.append((most - self._day_tokens.get(principal, 0)) // room)
         count = max(0, min(left))
-        for number in range(first, first + count):
-            self.admit(door, number, principal, limits, tokens, now)
+        if count:
+            ticket = self._charge(count, principal, limits, tokens, account)
+            self._doors[door].tickets.update(dict.fromkeys(range(first, first + count), ticket))
         return count
 
     def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> str | None:
@@ -330,22 +323,34 @@ class Ledger:
         ticket = None if known is None else known.tickets.pop(number, None)
         if ticket is None:
             return None
-        limits = ticket.limits
         self._turn_day(now)
-        account = self._touched(ticket.principal, now.monotonic_s)
-        account.running -= 1
-        if tokens is None and limits.requests_per_minute is not None:
-            account.requests.take_back(ticket.second, 1)
-        beyond = (tokens or 0) - ticket.tokens
-        if limits.tokens_per_minute is not None:
-            if beyond > 0:
-                account.tokens.add(account.second, beyond)
-            elif beyond:
-                account.tokens.take_back(ticket.second, -beyond)
-        if limits.tokens_per_day is not None and (ticket.day == self._day or beyond > 0):
-            used = self._day_tokens.get(ticket.principal, 0)
-            self._day_tokens[ticket.principal] = used + beyond
+        if tokens is None:
+            self._settle(ticket, 1, 1, ticket.tokens, 0, now.monotonic_s)
+        elif tokens < ticket.tokens:
+            self._settle(ticket, 1, 0, ticket.tokens - tokens, 0, now.monotonic_s)
+        else:
+            self._settle(ticket, 1, 0, 0, tokens - ticket.tokens, now.monotonic_s)
         return ticket.principal
+
+    def settle_all(
+        self, door: str, ended: Iterable[tuple[int, int | None]], now: Moment
+    ) -> None:
+        """As ``settle``, of several requests: those that were charged together cost little each."""
+        known = self._doors.get(door)
+        if known is None:
+            return
+        tickets = known.tickets
+        together: dict[int, tuple[_Ticket, list[int | None]]] = {}
+        """What requests took, by the identity of the ticket that they share."""
+        for number, tokens in ended:
+            if (ticket := tickets.pop(number, None)) is not None:
+                together.setdefault(id(ticket), (ticket, []))[1].append(tokens)
+        self._turn_day(now)
+        for ticket, took in together.values():
+            more = [(tokens or 0) - ticket.tokens for tokens in took]
+            below = -sum(one for one in more if one < 0)
+            beyond = sum(one for one in more if one > 0)
+            self._settle(ticket, len(took), took.count(None), below, beyond, now.monotonic_s)
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
         """The day, counted since 1970, and everything that was used and still counts."""
@@ -392,6 +397,40 @@ class Ledger:
         """Requests of the principal that run now."""
         account = self._accounts.get(principal)
         return 0 if account is None else account.running
+
+    def _charge(
+        self, count: int, principal: str, limits: Limits, tokens: int, account: _Usage
+    ) -> _Ticket:
+        """Charge ``count`` requests of ``tokens`` each, in the account's second."""
+        second = account.second
+        account.running += count
+        if limits.requests_per_minute is not None:
+            account.requests.add(second, count)
+        if limits.tokens_per_minute is not None:
+            account.tokens.add(second, count * tokens)
+        if limits.tokens_per_day is not None:
+            used = self._day_tokens.get(principal, 0)
+            self._day_tokens[principal] = used + count * tokens
+        return _Ticket(principal, limits, tokens, second, self._day)
+
+    def _settle(
+        self, ticket: _Ticket, count: int, unreached: int, below: int, beyond: int, now_s: float
+    ) -> None:
+        """Requests of ``ticket`` ended, and took tokens ``below`` and ``beyond`` their charges."""
+        limits = ticket.limits
+        account = self._touched(ticket.principal, now_s)
+        account.running -= count
+        if unreached and limits.requests_per_minute is not None:
+            account.requests.take_back(ticket.second, unreached)
+        if limits.tokens_per_minute is not None:
+            if beyond:
+                account.tokens.add(account.second, beyond)
+            if below:
+                account.tokens.take_back(ticket.second, below)
+        if limits.tokens_per_day is not None and (beyond or ticket.day == self._day):
+            used = self._day_tokens.get(ticket.principal, 0)
+            given_back = below if ticket.day == self._day else 0
+            self._day_tokens[ticket.principal] = used + beyond - given_back
 
     def _touched(self, principal: str, now_s: float) -> _Usage:
         accounts, second = self._accounts, int(now_s)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -48,8 +49,9 @@ _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.2
 _MAX_UNSETTLED = 100_000
 _COUNTED_S = 1.0
-"""As many tickets are asked for ahead as half of the requests that came in this time."""
-_SETTLE_INTERVAL_S = 0.05
+"""The requests of this time say how many tickets are asked for ahead."""
+_FEWEST_AHEAD = 2
+_SETTLE_INTERVAL_S = 0.2
 """Requests that end are reported together, unless the ledger may need to know."""
 _MOST_AHEAD = 256
 
@@ -179,7 +181,7 @@ class _Sender:
     before: int = 0
     """In the time before that."""
     until_s: float = 0.0
-    """Until when the tickets can be used."""
+    """Until when the tickets can be used: the end of a second of the ledger's clock."""
     next: int = 0
     end: int = 0
     """The tickets from ``next`` to ``end``, without that, were admitted ahead and are not used."""
@@ -189,6 +191,8 @@ class _Sender:
     """What the next of them leaves."""
     most_tokens: int = 0
     """Of one request since ``since_s``."""
+    most_before: int = 0
+    """In the time before that."""
     had_ahead: bool = False
     """Whether the ledger ever admitted tickets ahead."""
 
@@ -196,15 +200,30 @@ class _Sender:
         """A request of ``tokens`` came."""
         if now_s - self.since_s >= _COUNTED_S:
             is_next = now_s - self.since_s < 2 * _COUNTED_S
-            self.before = self.requests if is_next else 0
+            self.before, self.most_before = (
+                (self.requests, self.most_tokens) if is_next else (0, 0)
+            )
             self.since_s, self.requests, self.most_tokens = now_s, 0, 0
         self.requests += 1
         self.most_tokens = max(self.most_tokens, tokens)
 
+    def has_ahead(self, now_s: float) -> bool:
+        """Whether there are tickets that can be used."""
+        return self.next != self.end and now_s < self.until_s
+
+    def wanted(self, now_s: float) -> int:
+        """How many tickets to ask for ahead: those of about all requests until they lapse."""
+        left_s = (self.until_s - now_s) % 1.0
+        expected = max(self.requests, self.before) * left_s / _COUNTED_S
+        if expected < _FEWEST_AHEAD:
+            return 0
+        return min(int(expected + math.sqrt(expected)), _MOST_AHEAD)
+
     @property
-    def wanted(self) -> int:
-        """How many tickets to ask for ahead."""
-        return min(max(self.requests, self.before) // 2, _MOST_AHEAD)
+    def each(self) -> int:
+        """The tokens to ask for with each of them: few requests are larger."""
+        most = max(self.most_tokens, self.most_before)
+        return most + most // 8
 
 
 @define(eq=False)
@@ -232,6 +251,8 @@ class SharedLimiter(RequestLimiter):
         """Those for whom the ledger was asked lately."""
         self._ended: list[tuple[int, int | None]] = []
         """Requests that ended and are to be reported soon."""
+        self._unused: list[tuple[int, int]] = []
+        """From and to which tickets, without the latter, are to be given back soon."""
         self._unsettled: deque[tuple[int, int | None]] = deque(maxlen=_MAX_UNSETTLED)
         """Requests that ended while the ledger could not be reached."""
         self._settling: asyncio.TimerHandle | None = None
@@ -242,10 +263,9 @@ class SharedLimiter(RequestLimiter):
         sender = self._senders.get(principal)
         if (
             sender is None
-            or sender.next == sender.end
+            or not sender.has_ahead(now_s := asyncio.get_running_loop().time())
             or tokens > sender.charged
             or (sender.limits is not limits and sender.limits != limits)
-            or (now_s := asyncio.get_running_loop().time()) >= sender.until_s
         ):
             return None
         sender.came(tokens, now_s)
@@ -265,11 +285,14 @@ class SharedLimiter(RequestLimiter):
         sender = self._senders.get(principal)
         if sender is None:
             sender = self._senders[principal] = _Sender(limits, now_s)
-        self._give_back(sender)
-        self._report()
-        sender.limits = limits
         sender.came(tokens, now_s)
-        wanted, each = sender.wanted, sender.most_tokens
+        wanted = 0
+        if sender.limits != limits or not sender.has_ahead(now_s):
+            self._give_back(sender)
+            self._report()
+            sender.limits = limits
+            wanted = sender.wanted(now_s)
+        each = sender.each
         ticket = self._next
         self._next += 1 + wanted
         question = _Question(sender, each, loop.create_future(), now_s)
@@ -322,8 +345,8 @@ class SharedLimiter(RequestLimiter):
 
     def _give_back(self, sender: _Sender | None) -> None:
         """Settle what ``sender`` does not use."""
-        if sender is not None:
-            self._ended += [(ticket, None) for ticket in range(sender.next, sender.end)]
+        if sender is not None and sender.next < sender.end:
+            self._unused.append((sender.next, sender.end))
             sender.next = sender.end
 
     def _settle_later(self) -> None:
@@ -359,13 +382,15 @@ class SharedLimiter(RequestLimiter):
         self._report()
 
     def _report(self) -> None:
-        if not self._ended:
+        if not self._ended and not self._unused:
             return
         if self._link.connection is None:
             self._unsettled += self._ended
+            for first, end in self._unused:
+                self._unsettled += [(ticket, None) for ticket in range(first, end)]
         else:
-            self._link.connection.send([SERVICE, "settle", self._ended])
-        self._ended = []
+            self._link.connection.send([SERVICE, "settle", self._ended, self._unused])
+        self._ended, self._unused = [], []
 
     def _opened(self) -> list[int]:
         return [*self._open, *(ticket for ticket, _ in self._unsettled)]
@@ -375,15 +400,16 @@ class SharedLimiter(RequestLimiter):
             case [_, int(ticket), standing, limit, retry_after_s, int(given), float(left_s)]:
                 answer = unpack_answer(standing, limit, retry_after_s)
                 question = self._questions.get(ticket)
-                ahead = range(ticket + 1, ticket + 1 + given)
+                first, end = ticket + 1, ticket + 1 + given
                 if question is None or question.answer.done():  # given up, and settled already
-                    self._ended += [(number, None) for number in ahead]
+                    if given:
+                        self._unused.append((first, end))
                     self._report()
                     return
-                if isinstance(answer, Standing) and ahead:
+                if isinstance(answer, Standing) and given:
                     sender = question.sender
                     self._give_back(sender)
-                    sender.next, sender.end, sender.standing = ahead.start, ahead.stop, answer
+                    sender.next, sender.end, sender.standing = first, end, answer
                     sender.charged, sender.had_ahead = question.charged, True
                     sender.until_s = question.asked_s + left_s
                 question.answer.set_result(answer)
@@ -392,7 +418,7 @@ class SharedLimiter(RequestLimiter):
             case [_, "opened", *_]:
                 self.ready.set()
                 if self._unsettled and self._link.connection is not None:
-                    self._link.connection.send([SERVICE, "settle", [*self._unsettled]])
+                    self._link.connection.send([SERVICE, "settle", [*self._unsettled], []])
                     self._unsettled.clear()
             case _:
                 raise ValueError("unknown frame")

@@ -5,7 +5,8 @@ door -> ledger                                             ledger -> door
 ["limits", "admit", ticket, principal, Limits, tokens,     ["limits", ticket, Standing, limit | nil,
  count ahead, tokens of each]                               seconds to retry | nil, count ahead,
                                                             seconds for which they can be used]
-["limits", "settle", [[ticket, tokens | nil], ...]]
+["limits", "settle", [[ticket, tokens | nil], ...],
+ [[first unused ticket, end], ...]]
                                                            ["limits", "recall", principal]
 ["limits", "returned", principal]
 ["limits", "changes", day, [Account, ...]]
@@ -57,6 +58,7 @@ _Answer = tuple[_Facts, LimitName | None, float | None]
 
 
 _Settled = list[tuple[int, int | None]]
+_Ranges = list[tuple[int, int]]
 
 
 _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
@@ -193,10 +195,13 @@ class _Connection:
             ] if door:  # fmt: skip
                 limits = _unpack_limits(packed)
                 self._admit(door, ticket, principal, limits, tokens, ahead, each)
-            case [_, "settle", list(settled)] if door:
-                at = self._clock()
-                for ticket, took in msgspec.convert(settled, _Settled):
-                    ledger.settle(door, ticket, took, at)
+            case [_, "settle", list(settled), list(unused)] if door:
+                ended = msgspec.convert(settled, _Settled)
+                for first, end in msgspec.convert(unused, _Ranges):
+                    if end - first > _MAX_AHEAD:
+                        raise ValueError(f"{end - first} tickets at once were never given")
+                    ended += [(ticket, None) for ticket in range(first, end)]
+                ledger.settle_all(door, ended, self._clock())
             case [_, "returned", str(principal)] if door:
                 self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
