@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from attrs import define
-from hypothesis import assume
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
@@ -325,3 +325,30 @@ def test_the_charge_of_a_request() -> None:
     assert tokens_charged(Limits(tokens_per_minute=100), 200, 1, None) == 200
     assert tokens_charged(Limits(tokens_per_minute=100, tokens_per_day=50), 10, 1, None) == 50
     assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, 300) == 310
+
+
+@given(
+    ahead=st.lists(st.tuples(st.integers(1, 5), amounts), min_size=1, max_size=4),
+    took=st.lists(st.none() | amounts, max_size=25),
+    settled_s=st.sampled_from([10.2, 40.0, 75.0]),
+    day=st.sampled_from([0.0, DAY_S - 20.0]),
+)
+def test_what_was_charged_together_is_settled_together_as_one_by_one(
+    ahead: list[tuple[int, int]], took: list[int | None], settled_s: float, day: float
+) -> None:
+    """Of two ledgers, one settles each request by itself; a day may turn between."""
+    limits = Limits(requests_per_minute=10_000, tokens_per_minute=10_000, tokens_per_day=100_000)
+    together, apart = Ledger(), Ledger()
+    began, later = Moment(10.0, day + 10.0), Moment(settled_s, day + settled_s)
+    number = 0
+    for count, tokens in ahead:
+        for ledger in (together, apart):
+            ledger.door_opened("d", "", range(number))
+            assert ledger.admit_ahead("d", number, count, "ada", limits, tokens, began) == count
+        number += count
+    ended = list(enumerate(took[:number]))
+    together.settle_all("d", ended, later)
+    for one, tokens_taken in ended:
+        apart.settle("d", one, tokens_taken, later)
+    assert together.accounts(later) == apart.accounts(later)
+    assert together.running("ada") == apart.running("ada") == number - len(ended)

@@ -170,7 +170,7 @@ async def test_without_max_tokens_a_chat_may_be_charged_more_in_the_end() -> Non
 
 async def test_without_the_ledger_nobody_with_limits_is_served() -> None:
     class Unreachable(LocalLimiter):
-        def try_admit(self, *_: Any) -> Any:
+        async def admit(self, *_: Any) -> Any:
             raise RegistryError("the ledger of limits cannot be reached")
 
     async with limited(Limits(requests_per_minute=5, concurrent_requests=1)) as door:

@@ -334,11 +334,14 @@ class Ledger:
 
     def settle_all(
         self, door: str, ended: Iterable[tuple[int, int | None]], now: Moment
-    ) -> None:
-        """As ``settle``, of several requests: those that were charged together cost little each."""
+    ) -> set[str]:
+        """As ``settle``, of several requests: those that were charged together cost little each.
+
+        Returns their principals.
+        """
         known = self._doors.get(door)
         if known is None:
-            return
+            return set()
         tickets = known.tickets
         together: dict[int, tuple[_Ticket, list[int | None]]] = {}
         """What requests took, by the identity of the ticket that they share."""
@@ -351,6 +354,7 @@ class Ledger:
             below = -sum(one for one in more if one < 0)
             beyond = sum(one for one in more if one > 0)
             self._settle(ticket, len(took), took.count(None), below, beyond, now.monotonic_s)
+        return {ticket.principal for ticket, _ in together.values()}
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
         """The day, counted since 1970, and everything that was used and still counts."""

@@ -10,7 +10,6 @@ that limits are never exceeded; requests of other principals are not affected.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from commutator.registry.hub import Hub
 from commutator.tenants.ledger import Ledger, Moment, Refusal, Standing
 from commutator.tenants.service import (
     SERVICE,
+    left_of_second_s,
     now,
     pack_account,
     pack_limits,
@@ -56,14 +56,115 @@ _SETTLE_INTERVAL_S = 0.2
 _MOST_AHEAD = 256
 
 
+@define(eq=False)
+class _Sender:
+    """What this front door knows of one principal that sends requests."""
+
+    limits: Limits
+    since_s: float
+    """Its requests are counted from then on, and anew after ``_COUNTED_S``."""
+    requests: int = 0
+    """Since then."""
+    before: int = 0
+    """In the time before that."""
+    until_s: float = 0.0
+    """Until when the tickets can be used: the end of a second of the ledger's clock."""
+    next: int = 0
+    end: int = 0
+    """The tickets from ``next`` to ``end``, without that, were admitted ahead and are not used."""
+    charged: int = 0
+    """The tokens that each of them was charged."""
+    standing: Standing = field(factory=Standing)
+    """What the next of them leaves."""
+    most_tokens: int = 0
+    """Of one request since ``since_s``."""
+    most_before: int = 0
+    """In the time before that."""
+    had_ahead: bool = False
+    """Whether the ledger ever admitted tickets ahead."""
+
+    def came(self, tokens: int, now_s: float) -> None:
+        """A request of ``tokens`` came."""
+        if now_s - self.since_s >= _COUNTED_S:
+            is_next = now_s - self.since_s < 2 * _COUNTED_S
+            self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
+            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
+        self.requests += 1
+        self.most_tokens = max(self.most_tokens, tokens)
+
+    def fits(self, limits: Limits, tokens: int, now_s: float) -> bool:
+        """Whether the next ticket serves a request of ``tokens``."""
+        return (
+            self.next != self.end
+            and tokens <= self.charged
+            and now_s < self.until_s
+            and (self.limits is limits or self.limits == limits)
+        )
+
+    def got(self, first: int, count: int, charged: int, standing: Standing, until_s: float) -> None:
+        """The ledger admitted ``count`` tickets ahead, from ``first`` on; none are left of others.
+
+        ``standing`` is that of before.
+        """
+        self.next, self.end = first, first + count
+        self.charged, self.standing, self.until_s = charged, standing, until_s
+
+    def use(self) -> Standing:
+        """Take the next ticket. Returns how far the principal is from its limits then."""
+        self.next += 1
+        known = self.standing
+        requests, tokens = known.remaining_requests, known.remaining_tokens
+        self.standing = Standing(
+            known.limit_requests,
+            None if requests is None else max(0, requests - 1),
+            known.reset_requests_s,
+            known.limit_tokens,
+            None if tokens is None else max(0, tokens - self.charged),
+            known.reset_tokens_s,
+        )
+        return self.standing
+
+    def has_ahead(self, now_s: float) -> bool:
+        """Whether there are tickets that can be used."""
+        return self.next != self.end and now_s < self.until_s
+
+    def wanted(self, now_s: float) -> int:
+        """How many tickets to ask for ahead: those of about all requests until they lapse."""
+        left_s = (self.until_s - now_s) % 1.0
+        expected = max(self.requests, self.before) * left_s / _COUNTED_S
+        if expected < _FEWEST_AHEAD:
+            return 0
+        return min(int(expected + math.sqrt(expected)), _MOST_AHEAD)
+
+    @property
+    def each(self) -> int:
+        """The tokens to ask for with each of them: few requests are larger."""
+        most = max(self.most_tokens, self.most_before)
+        return most + most // 8
+
+
 class RequestLimiter(ABC):
-    """Admits and settles the requests of one front door."""
+    """Admits and settles the requests of one front door.
+
+    Those of a principal that sends many and is far from its limits are admitted some at a time,
+    ahead: then a request takes a ticket, and its end is reported with those of others.
+    """
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         """Set once requests can be counted, together with what counts from before."""
+        self._next = 1
+        """The next ticket."""
+        self._senders: dict[str, _Sender] = {}
+        """The principals that sent requests lately."""
+        self._open: dict[int, str] = {}
+        """The principals of the requests that run."""
+        self._ended: list[tuple[int, int | None]] = []
+        """Requests that ended and are to be settled soon."""
+        self._unused: list[tuple[int, int]] = []
+        """From and to which tickets, without the latter, are to be given back soon."""
+        self._settling: asyncio.TimerHandle | None = None
 
-    @abstractmethod
     async def admit(
         self, principal: str, limits: Limits, tokens: int
     ) -> tuple[int, Standing | Refusal]:
@@ -72,20 +173,86 @@ class RequestLimiter(ABC):
         Of a refused request nothing is charged, and the ticket means nothing. Raises RegistryError
         when the ledger cannot be asked. A request whose asking is cancelled is not charged.
         """
-
-    def try_admit(
-        self, principal: str, limits: Limits, tokens: int
-    ) -> tuple[int, Standing | Refusal] | None:
-        """What ``admit`` would return, if that is known here; None: call it."""
-        return None
+        now_s = self._now_s()
+        sender = self._senders.get(principal)
+        if sender is not None and sender.fits(limits, tokens, now_s):
+            sender.came(tokens, now_s)
+            ticket = sender.next
+            self._open[ticket] = principal
+            return ticket, sender.use()
+        return await self._ask(principal, limits, tokens, now_s)
 
     @abstractmethod
+    async def _ask(
+        self, principal: str, limits: Limits, tokens: int, now_s: float
+    ) -> tuple[int, Standing | Refusal]:
+        """As ``admit``, of the ledger."""
+
     def settle(self, ticket: int, tokens: int | None) -> None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
+        principal = self._open.pop(ticket, None)
+        sender = None if principal is None else self._senders.get(principal)
+        self._ended.append((ticket, tokens))
+        if sender is None or sender.next == sender.end:
+            self._report()  # the principal may be near its limits
+
+    @abstractmethod
+    def _report(self) -> None:
+        """Have the ledger settle what ended and what was not used."""
+
+    @abstractmethod
+    def _now_s(self) -> float:
+        """By a clock that never goes back."""
 
     @abstractmethod
     async def run(self) -> None:
         """Stay in touch with the supervisor's ledger until cancelled."""
+
+    def _asking(
+        self, principal: str, limits: Limits, tokens: int, now_s: float
+    ) -> tuple[_Sender, int]:
+        """The sender of a request that the ledger is asked for, and how many more to ask for."""
+        sender = self._senders.get(principal)
+        if sender is None:
+            sender = self._senders[principal] = _Sender(limits, now_s)
+        sender.came(tokens, now_s)
+        self._settle_later()
+        if sender.limits == limits and sender.has_ahead(now_s):
+            return sender, 0  # this request alone is too large for them
+        self._give_back(sender)
+        self._report()
+        sender.limits = limits
+        return sender, sender.wanted(now_s)
+
+    def _give_back(self, sender: _Sender | None) -> None:
+        """Settle what ``sender`` does not use."""
+        if sender is not None and sender.next < sender.end:
+            self._unused.append((sender.next, sender.end))
+            sender.next = sender.end
+
+    def _settle_later(self) -> None:
+        """Keep reporting while there are senders."""
+        if self._settling is None:
+            loop = asyncio.get_running_loop()
+            self._settling = loop.call_later(_SETTLE_INTERVAL_S, self._settle_some)
+
+    def _settle_some(self) -> None:
+        """Give back what was not used in time, and report what ended."""
+        now_s = self._now_s()
+        for principal, sender in [*self._senders.items()]:
+            if now_s >= sender.until_s:
+                self._give_back(sender)
+            if now_s - sender.since_s >= 2 * _COUNTED_S:
+                self._forget(principal)
+        self._report()
+        self._settling = None
+        if self._senders:
+            self._settle_later()
+
+    def _forget(self, principal: str) -> None:
+        """Give back what the principal does not use."""
+        self._give_back(self._senders.pop(principal, None))
+        self._report()
 
 
 class LocalLimiter(RequestLimiter):
@@ -102,7 +269,6 @@ class LocalLimiter(RequestLimiter):
         self._door = door
         self._ledger = Ledger()
         self._ledger.door_opened(door, "")
-        self._numbers = itertools.count(1)
         self._changed: set[str] = set()
         """Principals whose accounts differ from the copy."""
         self._copied = False
@@ -114,24 +280,38 @@ class LocalLimiter(RequestLimiter):
             self._link = _Link(hub, door, self._on_frame, lambda: None)
             self._link.on_open = self._opened
 
-    async def admit(
-        self, principal: str, limits: Limits, tokens: int
+    async def _ask(
+        self, principal: str, limits: Limits, tokens: int, now_s: float
     ) -> tuple[int, Standing | Refusal]:
-        return self.try_admit(principal, limits, tokens)
-
-    def try_admit(
-        self, principal: str, limits: Limits, tokens: int
-    ) -> tuple[int, Standing | Refusal]:
-        ticket = next(self._numbers)
-        answer = self._ledger.admit(self._door, ticket, principal, limits, tokens, self._clock())
-        if self._link is not None:
-            self._changed.add(principal)
+        sender, wanted = self._asking(principal, limits, tokens, now_s)
+        ledger, door, at, ticket = self._ledger, self._door, self._clock(), self._next
+        answer = ledger.admit(door, ticket, principal, limits, tokens, at)
+        if isinstance(answer, Refusal) and (sender.next < sender.end or self._ended):
+            self._give_back(sender)
+            self._report()
+            answer = ledger.admit(door, ticket, principal, limits, tokens, at)
+        self._next += 1
+        self._changed.add(principal)
+        if isinstance(answer, Refusal):
+            return ticket, answer
+        self._open[ticket] = principal
+        if wanted:
+            first, each = self._next, sender.each
+            given = ledger.admit_ahead(door, first, wanted, principal, limits, each, at)
+            self._next += given
+            sender.got(first, given, each, answer, now_s + left_of_second_s(at))
         return ticket, answer
 
-    def settle(self, ticket: int, tokens: int | None) -> None:
-        principal = self._ledger.settle(self._door, ticket, tokens, self._clock())
-        if self._link is not None and principal is not None:
-            self._changed.add(principal)
+    def _report(self) -> None:
+        ended, self._ended = self._ended, []
+        for first, end in self._unused:
+            ended += [(ticket, None) for ticket in range(first, end)]
+        self._unused.clear()
+        if ended:
+            self._changed |= self._ledger.settle_all(self._door, ended, self._clock())
+
+    def _now_s(self) -> float:
+        return self._clock().monotonic_s
 
     async def run(self) -> None:
         if self._link is None:
@@ -170,63 +350,6 @@ class LocalLimiter(RequestLimiter):
 
 
 @define(eq=False)
-class _Sender:
-    """What this front door knows of one principal that sends requests."""
-
-    limits: Limits
-    since_s: float
-    """Its requests are counted from then on, and anew after ``_COUNTED_S``."""
-    requests: int = 0
-    """Since then."""
-    before: int = 0
-    """In the time before that."""
-    until_s: float = 0.0
-    """Until when the tickets can be used: the end of a second of the ledger's clock."""
-    next: int = 0
-    end: int = 0
-    """The tickets from ``next`` to ``end``, without that, were admitted ahead and are not used."""
-    charged: int = 0
-    """The tokens that each of them was charged."""
-    standing: Standing = field(factory=Standing)
-    """What the next of them leaves."""
-    most_tokens: int = 0
-    """Of one request since ``since_s``."""
-    most_before: int = 0
-    """In the time before that."""
-    had_ahead: bool = False
-    """Whether the ledger ever admitted tickets ahead."""
-
-    def came(self, tokens: int, now_s: float) -> None:
-        """A request of ``tokens`` came."""
-        if now_s - self.since_s >= _COUNTED_S:
-            is_next = now_s - self.since_s < 2 * _COUNTED_S
-            self.before, self.most_before = (
-                (self.requests, self.most_tokens) if is_next else (0, 0)
-            )
-            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
-        self.requests += 1
-        self.most_tokens = max(self.most_tokens, tokens)
-
-    def has_ahead(self, now_s: float) -> bool:
-        """Whether there are tickets that can be used."""
-        return self.next != self.end and now_s < self.until_s
-
-    def wanted(self, now_s: float) -> int:
-        """How many tickets to ask for ahead: those of about all requests until they lapse."""
-        left_s = (self.until_s - now_s) % 1.0
-        expected = max(self.requests, self.before) * left_s / _COUNTED_S
-        if expected < _FEWEST_AHEAD:
-            return 0
-        return min(int(expected + math.sqrt(expected)), _MOST_AHEAD)
-
-    @property
-    def each(self) -> int:
-        """The tokens to ask for with each of them: few requests are larger."""
-        most = max(self.most_tokens, self.most_before)
-        return most + most // 8
-
-
-@define(eq=False)
 class _Question:
     sender: _Sender
     charged: int
@@ -242,81 +365,34 @@ class SharedLimiter(RequestLimiter):
         super().__init__()
         self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
-        self._next = 1
-        """The next ticket."""
         self._questions: dict[int, _Question] = {}
-        self._open: dict[int, str] = {}
-        """The principals of the requests that run."""
-        self._senders: dict[str, _Sender] = {}
-        """Those for whom the ledger was asked lately."""
-        self._ended: list[tuple[int, int | None]] = []
-        """Requests that ended and are to be reported soon."""
-        self._unused: list[tuple[int, int]] = []
-        """From and to which tickets, without the latter, are to be given back soon."""
         self._unsettled: deque[tuple[int, int | None]] = deque(maxlen=_MAX_UNSETTLED)
         """Requests that ended while the ledger could not be reached."""
-        self._settling: asyncio.TimerHandle | None = None
 
-    def try_admit(
-        self, principal: str, limits: Limits, tokens: int
-    ) -> tuple[int, Standing | Refusal] | None:
-        sender = self._senders.get(principal)
-        if (
-            sender is None
-            or not sender.has_ahead(now_s := asyncio.get_running_loop().time())
-            or tokens > sender.charged
-            or (sender.limits is not limits and sender.limits != limits)
-        ):
-            return None
-        sender.came(tokens, now_s)
-        return self._use(principal, sender)
-
-    async def admit(
-        self, principal: str, limits: Limits, tokens: int
+    async def _ask(
+        self, principal: str, limits: Limits, tokens: int, now_s: float
     ) -> tuple[int, Standing | Refusal]:
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
-        known = self.try_admit(principal, limits, tokens)
-        if known is not None:
-            return known
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
-        sender = self._senders.get(principal)
-        if sender is None:
-            sender = self._senders[principal] = _Sender(limits, now_s)
-        sender.came(tokens, now_s)
-        wanted = 0
-        if sender.limits != limits or not sender.has_ahead(now_s):
-            self._give_back(sender)
-            self._report()
-            sender.limits = limits
-            wanted = sender.wanted(now_s)
-        each = sender.each
-        ticket = self._next
+        sender, wanted = self._asking(principal, limits, tokens, now_s)
+        ticket, each = self._next, sender.each
         self._next += 1 + wanted
-        question = _Question(sender, each, loop.create_future(), now_s)
+        question = _Question(sender, each, asyncio.get_running_loop().create_future(), now_s)
         self._questions[ticket] = question
         packed = pack_limits(limits)
         connection.send([SERVICE, "admit", ticket, principal, packed, tokens, wanted, each])
-        self._settle_later()
         try:
             answer = await question.answer
         except BaseException:
-            self._settle(ticket, None)
+            self._ended.append((ticket, None))
+            self._report()
             raise
         finally:
             del self._questions[ticket]
         if isinstance(answer, Standing):
             self._open[ticket] = principal
         return ticket, answer
-
-    def settle(self, ticket: int, tokens: int | None) -> None:
-        principal = self._open.pop(ticket, None)
-        sender = None if principal is None else self._senders.get(principal)
-        self._ended.append((ticket, tokens))
-        if sender is None or sender.next == sender.end:
-            self._report()  # the principal may be near its limits
 
     async def run(self) -> None:
         try:
@@ -326,60 +402,6 @@ class SharedLimiter(RequestLimiter):
         finally:
             if self._settling is not None:
                 self._settling.cancel()
-
-    def _use(self, principal: str, sender: _Sender) -> tuple[int, Standing]:
-        """A ticket that was admitted ahead."""
-        ticket, known = sender.next, sender.standing
-        sender.next = ticket + 1
-        self._open[ticket] = principal
-        requests, tokens = known.remaining_requests, known.remaining_tokens
-        sender.standing = Standing(
-            known.limit_requests,
-            None if requests is None else max(0, requests - 1),
-            known.reset_requests_s,
-            known.limit_tokens,
-            None if tokens is None else max(0, tokens - sender.charged),
-            known.reset_tokens_s,
-        )
-        return ticket, sender.standing
-
-    def _give_back(self, sender: _Sender | None) -> None:
-        """Settle what ``sender`` does not use."""
-        if sender is not None and sender.next < sender.end:
-            self._unused.append((sender.next, sender.end))
-            sender.next = sender.end
-
-    def _settle_later(self) -> None:
-        """Keep reporting while there are senders."""
-        if self._settling is None:
-            loop = asyncio.get_running_loop()
-            self._settling = loop.call_later(_SETTLE_INTERVAL_S, self._settle_some)
-
-    def _settle_some(self) -> None:
-        """Give back what was not used in time, and report what ended."""
-        now_s = asyncio.get_running_loop().time()
-        for principal, sender in [*self._senders.items()]:
-            if now_s >= sender.until_s:
-                self._give_back(sender)
-            if now_s - sender.since_s >= 2 * _COUNTED_S:
-                self._forget(principal)
-        self._report()
-        self._settling = None
-        if self._senders:
-            self._settle_later()
-
-    def _forget(self, principal: str) -> None:
-        """Give back what the principal does not use, and say so."""
-        sender = self._senders.pop(principal, None)
-        self._give_back(sender)
-        self._report()
-        if self._link.connection is not None and (sender is None or sender.had_ahead):
-            self._link.connection.send([SERVICE, "returned", principal])
-
-    def _settle(self, ticket: int, tokens: int | None) -> None:
-        """Report the end of a request now."""
-        self._ended.append((ticket, tokens))
-        self._report()
 
     def _report(self) -> None:
         if not self._ended and not self._unused:
@@ -391,6 +413,15 @@ class SharedLimiter(RequestLimiter):
         else:
             self._link.connection.send([SERVICE, "settle", self._ended, self._unused])
         self._ended, self._unused = [], []
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _forget(self, principal: str) -> None:
+        sender = self._senders.get(principal)
+        super()._forget(principal)
+        if self._link.connection is not None and (sender is None or sender.had_ahead):
+            self._link.connection.send([SERVICE, "returned", principal])
 
     def _opened(self) -> list[int]:
         return [*self._open, *(ticket for ticket, _ in self._unsettled)]
@@ -409,9 +440,9 @@ class SharedLimiter(RequestLimiter):
                 if isinstance(answer, Standing) and given:
                     sender = question.sender
                     self._give_back(sender)
-                    sender.next, sender.end, sender.standing = first, end, answer
-                    sender.charged, sender.had_ahead = question.charged, True
-                    sender.until_s = question.asked_s + left_s
+                    until_s = question.asked_s + left_s
+                    sender.got(first, given, question.charged, answer, until_s)
+                    sender.had_ahead = True
                 question.answer.set_result(answer)
             case [_, "recall", str(principal)]:
                 self._forget(principal)

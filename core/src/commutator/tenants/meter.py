@@ -125,10 +125,7 @@ class MeteredRequest:
             return
         principal, limiter = self._principal, self._meter.limiter
         tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
-        answered = limiter.try_admit(principal.name, principal.limits, tokens)
-        if answered is None:
-            answered = await limiter.admit(principal.name, principal.limits, tokens)
-        ticket, answer = answered
+        ticket, answer = await limiter.admit(principal.name, principal.limits, tokens)
         if isinstance(answer, Refusal):
             self.standing = answer.standing
             self._meter.refused(principal, answer)

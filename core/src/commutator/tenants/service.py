@@ -36,6 +36,7 @@ from commutator.tenants.ledger import Account, Ledger, LimitName, Moment, Refusa
 __all__ = [
     "SERVICE",
     "LedgerService",
+    "left_of_second_s",
     "now",
     "pack_account",
     "pack_limits",
@@ -67,6 +68,11 @@ _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
 def now() -> Moment:
     """Of the clocks of this machine, which all its processes share."""
     return Moment(time.monotonic(), time.time())
+
+
+def left_of_second_s(at: Moment) -> float:
+    """Until when tickets that were charged ahead can be used."""
+    return 1.0 - at.monotonic_s % 1.0
 
 
 def pack_limits(limits: Limits) -> _Packed:
@@ -196,12 +202,7 @@ class _Connection:
                 limits = _unpack_limits(packed)
                 self._admit(door, ticket, principal, limits, tokens, ahead, each)
             case [_, "settle", list(settled), list(unused)] if door:
-                ended = msgspec.convert(settled, _Settled)
-                for first, end in msgspec.convert(unused, _Ranges):
-                    if end - first > _MAX_AHEAD:
-                        raise ValueError(f"{end - first} tickets at once were never given")
-                    ended += [(ticket, None) for ticket in range(first, end)]
-                ledger.settle_all(door, ended, self._clock())
+                ledger.settle_all(door, _ended(settled, unused), self._clock())
             case [_, "returned", str(principal)] if door:
                 self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
@@ -244,7 +245,7 @@ class _Connection:
             given = ledger.admit_ahead(door, ticket + 1, count, principal, limits, each, at)
             if given:
                 self.ahead.add(principal)
-        left_s = 1.0 - at.monotonic_s % 1.0
+        left_s = left_of_second_s(at)
         self.send([SERVICE, ticket, _facts(answer), None, None, given, left_s])
 
     def _decide(self, door: str, ticket: int, principal: str, limits: Limits, tokens: int) -> None:
@@ -260,6 +261,16 @@ class _Connection:
     def _refuse(self, ticket: int, answer: Refusal) -> None:
         facts = _facts(answer.standing)
         self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0.0])
+
+
+def _ended(settled: list[Any], unused: list[Any]) -> list[tuple[int, int | None]]:
+    """Tickets and what they took, out of a frame. Raises ValueError for what no door sends."""
+    ended = msgspec.convert(settled, _Settled)
+    for first, end in msgspec.convert(unused, _Ranges):
+        if end - first > _MAX_AHEAD:
+            raise ValueError(f"{end - first} tickets at once were never given")
+        ended += [(ticket, None) for ticket in range(first, end)]
+    return ended
 
 
 def _facts(standing: Standing) -> list[Any]:
