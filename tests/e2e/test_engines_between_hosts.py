@@ -43,7 +43,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sglang": {
         "kind": "sglang",
         "python": str(ROOT / SGLANG.python),
-        "args": list(SGLANG.args),
+        "args": [*SGLANG.args, "--enable-metrics"],
         "env": dict(SGLANG.env),
     },
 }
