@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
 from attrs import evolve, frozen
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commutator.contract.planner import PlannerTargets, TuningConfig
 from commutator.contract.request import RequestSummary
@@ -21,6 +24,7 @@ from commutator.planner.tuning import (
     TuningState,
     TuningStep,
     TuningStepKind,
+    gain_by_chance,
     pooled_z,
     trial_outcome,
 )
@@ -78,6 +82,13 @@ class Course:
         assert not self.step(5.0).search, "one search at a time"
         return self.step(5.0, finding=Finding(tried=tried, requests=1000), **seen)
 
+    def switch(self, without: ArmCounts, having: ArmCounts) -> TuningStep:
+        """Go through a switchback with the same requests in each period; returns its last step."""
+        step = TuningStep()
+        while step.kind is None:
+            step = switched(self, without, having)
+        return step
+
     def tries(self, value: float = 400) -> Trial:
         step = self.find(Tried(option="a", value=value, gain=0.2))
         assert step.kind is TuningStepKind.TRIED
@@ -85,7 +96,32 @@ class Course:
         return self.state.trial
 
 
-def test_the_guard_of_vector_10() -> None:
+def switched(course: Course, without: ArmCounts, having: ArmCounts) -> TuningStep:
+    """Go through one period."""
+    trial = course.state.trial
+    assert trial is not None
+    on = bool(trial.share)
+    course.step(50.0)
+    nothing = ArmCounts()
+    return course.step(100.0, arms=(nothing, having) if on else (without, nothing))
+
+
+def promoted() -> Course:
+    """At the beginning of a switchback."""
+    course = Course()
+    course.tries()
+    step = course.step(300.0, arms=arms((1800, 40), (200, 2)))
+    assert step.kind is TuningStepKind.PROMOTED
+    return course
+
+
+def until_on(course: Course, without: ArmCounts) -> None:
+    """Go on to a period in which all requests have the value."""
+    while course.state.trial is None or not course.state.trial.share:
+        assert switched(course, without, without).kind is None
+
+
+def test_vector_v10_a_canary_with_more_misses_ends() -> None:
     assert pooled_z(40, 2000, 12, 200) == pytest.approx(3.55, abs=0.005)
     course = Course()
     course.tries()
@@ -96,41 +132,108 @@ def test_the_guard_of_vector_10() -> None:
     assert course.state.trial is None
 
 
-def test_a_better_value_goes_from_a_tenth_to_nine_tenths_to_all() -> None:
+def test_a_better_value_goes_from_a_tenth_to_every_other_period_to_all() -> None:
     course = Course()
     trial = course.tries()
     assert (trial.option, trial.before, trial.value, trial.share) == ("a", 100, 400, 0.1)
-    better = arms((1800, 40), (200, 2), (0.5, 0.3))
-    assert course.step(299.0, arms=better).kind is None, "not before five minutes"
+    alike = arms((1800, 40), (200, 2))  # they share workers: the others gain as much
+    assert course.step(299.0, arms=alike).kind is None, "not before five minutes"
     step = course.step(1.0)
     assert step.kind is TuningStepKind.PROMOTED
-    assert "90% of requests" in step.text
-    assert course.state.trial is not None
-    assert course.state.trial.share == pytest.approx(0.9)
-    assert course.tuner.values(course.state)["a"] == 100, "a restart would still go back"
-    assert course.step(300.0, arms=arms((199, 4), (1800, 20))).kind is None, "too few without it"
-    step = course.step(1.0, arms=arms((1, 0), (9, 0)))
+    assert "one of each two periods" in step.text
+    off, on = arms((100, 2), (100, 1), (0.5, 0.3))
+    shares = []
+    for _ in range(12):
+        assert course.state.trial is not None
+        shares.append(course.state.trial.share)
+        assert course.tuner.values(course.state)["a"] == 100, "a restart would still go back"
+        step = switched(course, off, on)
+    assert all({*shares[i : i + 2]} == {0.0, 1.0} for i in range(0, 12, 2)), "one of each two"
+    assert 0 < sum(shares[::2]) < 6, "drawn"
     assert step.kind is TuningStepKind.SETTLED
+    assert "p = 0.016" in step.text, "of 64 outcomes of the draws none is better"
     assert course.tuner.values(course.state) == {"a": 400, "b": 2}
 
 
+def test_what_the_period_before_has_left_does_not_count() -> None:
+    """The first requests of each period still wait behind those of the other value."""
+    course = promoted()
+    off, on = arms((100, 2), (100, 1), (0.5, 0.4))
+    late = arms((100, 2), (100, 2), (0.6, 0.55))
+    step = TuningStep()
+    while step.kind is None:
+        assert course.state.trial is not None
+        has = bool(course.state.trial.share)
+        nothing = ArmCounts()
+        course.step(49.0, arms=(nothing, late[1]) if has else (late[0], nothing))
+        course.step(1.0)
+        step = course.step(100.0, arms=(nothing, on) if has else (off, nothing))
+    assert step.kind is TuningStepKind.SETTLED
+    assert "delay 0.400; 600 without: 12, 0, 0.500" in step.text
+
+
+def test_a_period_waits_for_its_requests() -> None:
+    course = promoted()
+    before = course.state.trial
+    few, enough = (ArmCounts(ended=n, delay=0.5 * n, delay_squared=0.25 * n) for n in (33, 34))
+    assert switched(course, few, few).kind is None
+    assert course.state.trial == before, "200 in six periods are 34 in each"
+    switched(course, enough - few, enough - few)
+    assert course.state.trial != before
+    course.step(50.0)
+    step = course.step(6 * 150.0 - 50.0)
+    assert step.kind is TuningStepKind.ROLLED_BACK
+    assert "too few requests ended in a period" in step.text
+
+
+@given(st.lists(st.floats(-3, 3), min_size=6, max_size=6))
+def test_whatever_the_load_does_chance_settles_one_switchback_in_twenty_at_most(
+    differences: list[float],
+) -> None:
+    """Without an effect, the draw of each pair's order decides the sign of its difference."""
+    draws = product((1, -1), repeat=6)
+    chances = [
+        gain_by_chance([sign * one for sign, one in zip(signs, differences, strict=True)])
+        for signs in draws
+    ]
+    assert sum(chance <= 0.05 for chance in chances) <= 0.05 * len(chances)
+
+
 @pytest.mark.parametrize(
-    ("after", "why"),
+    ("having", "why"),
     [
-        (arms((200, 4), (1800, 180)), "more requests miss"),
-        (arms((200, 4), (1800, 36), (0.5, 0.9)), "requests are delayed more"),
+        (arms((0, 0), (200, 20))[1], "miss more targets"),
+        (arms((0, 0), (200, 2), (0.5, 0.9))[1], "are delayed more"),
+        (evolve(arms((0, 0), (200, 2))[1], failed=2), "more requests fail"),
     ],
 )
-def test_a_value_that_harms_only_where_many_have_it_is_rolled_back(
-    after: tuple[ArmCounts, ArmCounts], why: str
+def test_a_value_that_harms_only_where_all_have_it_is_rolled_back(
+    having: ArmCounts, why: str
 ) -> None:
-    course = Course()
-    course.tries()
-    course.step(300.0, arms=arms((1800, 40), (200, 2), (0.5, 0.3)))
-    step = course.step(5.0, arms=after)
+    course = promoted()
+    until_on(course, arms((200, 2), (0, 0))[0])
+    step = course.step(5.0, arms=(ArmCounts(), having))
+    assert step.kind is TuningStepKind.ROLLED_BACK, "at once, not at the end of the period"
+    assert why in step.text
+    assert course.tuner.values(course.state)["a"] == 100
+
+
+@pytest.mark.parametrize(
+    ("having", "why"),
+    [
+        (arms((0, 0), (200, 2), (0.5, 0.5))[1], "not surely better"),
+        (arms((0, 0), (200, 4), (0.5, 0.4))[1], "more requests miss a target"),
+    ],
+)
+def test_a_value_without_gain_is_rolled_back_after_its_switchback(
+    having: ArmCounts, why: str
+) -> None:
+    course = promoted()
+    step = course.switch(arms((200, 2), (0, 0))[0], having)
     assert step.kind is TuningStepKind.ROLLED_BACK
     assert why in step.text
     assert course.tuner.values(course.state)["a"] == 100
+    assert course.find(Tried(option="a", value=400, gain=0.2)).kind is TuningStepKind.SEARCHED
 
 
 @pytest.mark.parametrize(
@@ -193,19 +296,13 @@ def test_nothing_is_tried_while_the_fleet_changes() -> None:
     assert course.state.trial is None
 
 
-@pytest.mark.parametrize(
-    ("seen", "why"),
-    [(arms((1800, 40), (200, 4)), "not better"), (arms((90, 1), (10, 0)), "too few requests")],
-)
-def test_a_trial_that_shows_nothing_is_given_up(
-    seen: tuple[ArmCounts, ArmCounts], why: str
-) -> None:
+def test_a_canary_of_too_few_requests_is_given_up() -> None:
     course = Course()
     course.tries()
-    assert course.step(1799.0, arms=seen).kind is None
+    assert course.step(1799.0, arms=arms((90, 1), (10, 0))).kind is None
     step = course.step(1.0)
     assert step.kind is TuningStepKind.ROLLED_BACK
-    assert why in step.text
+    assert "too few requests" in step.text
 
 
 def test_a_value_that_was_not_better_is_left_alone_for_a_day() -> None:
@@ -286,8 +383,8 @@ def test_a_restart_in_the_middle_of_a_canary_rolls_back() -> None:
 
 def settle(course: Course) -> None:
     course.tries()
-    for share in (200, 1800):
-        course.step(300.0, arms=arms((2000 - share, 40), (share, 2), (0.5, 0.3)))
+    course.step(300.0, arms=arms((1800, 40), (200, 2)))
+    assert course.switch(*arms((200, 4), (200, 2), (0.5, 0.3))).kind is TuningStepKind.SETTLED
     assert course.tuner.values(course.state)["a"] == 400
 
 
@@ -307,8 +404,8 @@ def test_a_configured_value_that_proves_best_again_is_no_tuned_value() -> None:
     course = Course()
     settle(course)
     course.tries(100)
-    for share in (200, 1800):
-        course.step(300.0, arms=arms((2000 - share, 40), (share, 2), (0.5, 0.3)))
+    course.step(300.0, arms=arms((1800, 40), (200, 2)))
+    course.switch(*arms((200, 4), (200, 2), (0.5, 0.3)))
     assert course.state.values == {}
     assert course.tuner.values(course.state)["a"] == 100
 

@@ -200,10 +200,14 @@ class TuningConfig:
         "The part of the requests that a value is tried on.", 0.1
     )
     min_requests: PositiveInt = setting(
-        "A trial ends no sooner than after this many requests with each of the two values.", 200
+        "Both stages of a trial take at least this many requests with each of the two values.",
+        200,
     )
     canary_s: PositiveSeconds = setting(
-        "A trial takes at least this many seconds, and is given up after six times as many.", 300.0
+        "A value is tried on `share` of the requests for this many seconds. Then, twelve times for "
+        "half as long, all requests have it or none. Half of it should be much longer than a "
+        "request takes. What lacks requests for six times as long is given up.",
+        300.0,
     )
     pause_s: PositiveSeconds = setting(
         "Seconds from the end of a trial, or of a search that found nothing, to the next search.",

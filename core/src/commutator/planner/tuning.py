@@ -4,6 +4,12 @@ State goes in and out, and time with it: a replay and a deployment run the same 
 changes the value that an option has; it only names another one for a part of the requests. So
 ending the trial is all that a rollback takes, and a front door that loses the planner rolls back
 by itself.
+
+A trial has two stages. The canary, a small part of the requests, shows whether the value harms. It
+cannot show a gain, because requests share workers: a value that helps its few may harm the others,
+and one that relieves a worker helps all alike. The gain is therefore measured by a switchback: all
+requests have the value in one period of each pair, which of the two is drawn, and all have the
+value before in the other.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import product
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +30,7 @@ from commutator.contract.request import RequestSummary
 __all__ = [
     "ArmCounts",
     "Finding",
+    "Period",
     "Trial",
     "TrialOutcome",
     "Tried",
@@ -32,6 +40,7 @@ __all__ = [
     "TuningStep",
     "TuningStepKind",
     "counted",
+    "gain_by_chance",
     "pooled_z",
     "trial_outcome",
 ]
@@ -47,7 +56,16 @@ _DRIFT = 1.2
 """Compared with earlier requests, those of a trial may miss this many times as many targets, or be
 delayed this many times as long: the load is not the same."""
 _PATIENCE = 6.0
-"""A trial is given up after this many times ``canary_s``."""
+"""A stage of a trial is given up after this many times the seconds that it should take."""
+_PAIRS = 6
+"""Pairs of periods in a switchback."""
+_PERIOD = 1 / 2
+"""The length of a period as a part of ``canary_s``."""
+_WASHED_OUT = 1 / 3
+"""The first part of a period, whose requests do not count as its gain: they still meet queues that
+the period before has left."""
+_BY_CHANCE = 0.05
+"""A gain is believed if chance alone gives one as large in at most this part of all switchbacks."""
 _FEWEST = 20
 """Below this number of requests with each value, misses and delays say nothing."""
 _BARRED_S = 86_400.0
@@ -221,7 +239,7 @@ class TuningStepKind(StrEnum):
     TRIED = "tried"
     """A share of the requests gets a value from now on."""
     PROMOTED = "promoted"
-    """All but that share get it."""
+    """All get it in one of each two periods."""
     SETTLED = "settled"
     """All get it."""
     ROLLED_BACK = "rolled_back"
@@ -240,6 +258,16 @@ class TuningStep:
 
 
 @frozen(kw_only=True)
+class Period:
+    """A part of a switchback that has ended."""
+
+    on: bool
+    """Whether all requests had the tried value, or all had the one before."""
+    counts: ArmCounts
+    """Its requests, but for those at its beginning."""
+
+
+@frozen(kw_only=True)
 class TuningState:
     """Everything that tuning remembers; never changed in place."""
 
@@ -250,7 +278,11 @@ class TuningState:
     """Requests of the trial, by the value before and the tried one; without a trial those since the
     last one or the last search, all by the value before."""
     earlier: ArmCounts = ArmCounts()
-    """Those before the trial."""
+    """Those before the stage of the trial."""
+    periods: tuple[Period, ...] | None = None
+    """Of the switchback; None: there is none yet."""
+    washed_out: ArmCounts | None = None
+    """Requests at the beginning of the present period; None: it is not over."""
     fleet: Mapping[str, int] | None = None
     """Workers when the trial began."""
     since_s: float = 0.0
@@ -283,10 +315,6 @@ class _Verdict:
         if self.delay_z > _HARM:
             return f"requests are delayed more, z = {self.delay_z:.2f}"
         return None
-
-    @property
-    def is_better(self) -> bool:
-        return self.misses_z < _NOT_WORSE and self.delay_z < 0
 
 
 class Option(Protocol):
@@ -363,13 +391,6 @@ class Tuner:
             text = f"{what}: none is better by more than {self._config.min_gain:.0%}"
             return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
         before = self._value(state, best.option)
-        change = f"{best.option} {before:g} -> {best.value:g}"
-        why = f"{what}: {best.gain:.0%} less delay"
-        if self._config.mode == "advise":
-            return state, TuningStep(kind=TuningStepKind.ADVISED, text=f"{change} ({why})")
-        if not seen.steady or seen.fleet is None:
-            text = f"{change} is not tried now, as the fleet changes ({why})"
-            return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
         trial = Trial(
             number=state.stages + 1,
             option=best.option,
@@ -377,13 +398,22 @@ class Tuner:
             value=best.value,
             share=self._config.share,
         )
+        change = _change(trial)
+        why = f"{what}: {best.gain:.0%} less delay"
+        if self._config.mode == "advise":
+            return state, TuningStep(kind=TuningStepKind.ADVISED, text=f"{change} ({why})")
+        if not seen.steady or seen.fleet is None:
+            text = f"{change} is not tried now, as the fleet changes ({why})"
+            return state, TuningStep(kind=TuningStepKind.SEARCHED, text=text)
         text = f"{change} for {trial.share:.0%} of requests ({why})"
         state = evolve(self._begun(state, trial, now_s), fleet=seen.fleet, earlier=earlier)
         return state, TuningStep(kind=TuningStepKind.TRIED, text=text)
 
     def _begun(self, state: TuningState, trial: Trial, now_s: float) -> TuningState:
         arms = (ArmCounts(), ArmCounts())
-        return evolve(state, trial=trial, stages=trial.number, arms=arms, since_s=now_s)
+        return evolve(
+            state, trial=trial, stages=trial.number, arms=arms, since_s=now_s, washed_out=None
+        )
 
     # ------------------------------------------------------------------ judge
 
@@ -392,32 +422,89 @@ class Tuner:
     ) -> tuple[TuningState, TuningStep]:
         if seen.fleet is not None and seen.fleet != state.fleet:
             return self._rolled_back(state, trial, "the fleet changed meanwhile", now_s, bars=False)
+        if state.periods is None:
+            return self._judge_canary(state, trial, now_s)
+        return self._judge_period(state, state.periods, trial, now_s)
+
+    def _judge_canary(
+        self, state: TuningState, trial: Trial, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
         before, tried = state.arms
-        verdict = compared(before, tried)
         figures = _figures(before, tried)
-        if harm := verdict.harm or _harm_to_all(state.earlier, before + tried):
+        if harm := compared(before, tried).harm or _harm_to_all(state.earlier, before + tried):
             return self._rolled_back(state, trial, f"{harm} ({figures})", now_s, bars=True)
         lasted_s = now_s - state.since_s
         seen_enough = min(before.ended, tried.ended) >= self._config.min_requests
-        change = f"{trial.option} {trial.before:g} -> {trial.value:g}"
         if lasted_s >= self._config.canary_s and seen_enough:
-            if trial.share > 1 / 2:  # the value before, kept by a few, has not been better
-                values = {**state.values, trial.option: trial.value}
-                if trial.value == self._options[trial.option].value:
-                    del values[trial.option]
-                state = self._paused(evolve(state, trial=None, values=values), now_s)
-                text = f"{change} for all requests ({figures})"
-                return state, TuningStep(kind=TuningStepKind.SETTLED, text=text)
-            if verdict.is_better:
-                trial = evolve(trial, number=trial.number + 1, share=1 - trial.share)
-                text = f"{change} for {trial.share:.0%} of requests ({figures})"
-                state = self._begun(state, trial, now_s)
-                return state, TuningStep(kind=TuningStepKind.PROMOTED, text=text)
+            state = evolve(state, periods=(), earlier=before + tried)
+            text = f"{_change(trial)} for all requests in one of each two periods ({figures})"
+            step = TuningStep(kind=TuningStepKind.PROMOTED, text=text)
+            return self._switched(state, (), trial, now_s), step
         if lasted_s >= _PATIENCE * self._config.canary_s:
-            why = "it is not better" if seen_enough else "too few requests ended"
-            why = f"{why} after {lasted_s:.0f} s ({figures})"
-            return self._rolled_back(state, trial, why, now_s, bars=seen_enough)
+            why = f"too few requests ended after {lasted_s:.0f} s ({figures})"
+            return self._rolled_back(state, trial, why, now_s, bars=False)
         return state, TuningStep()
+
+    def _switched(
+        self, state: TuningState, periods: tuple[Period, ...], trial: Trial, now_s: float
+    ) -> TuningState:
+        """The state at the beginning of the period after ``periods``."""
+        trial = evolve(trial, number=trial.number + 1)
+        on = not periods[-1].on if len(periods) % 2 else _drawn(trial)
+        trial = evolve(trial, share=1.0 if on else 0.0)
+        return evolve(self._begun(state, trial, now_s), periods=periods)
+
+    def _judge_period(
+        self, state: TuningState, periods: tuple[Period, ...], trial: Trial, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
+        on = trial.share > 0
+        counts = state.arms[on]
+        off_before, on_before = (_total(periods, on=value) for value in (False, True))
+        if on:  # what harms is seen at once, and not at the end of the period
+            without, having = off_before if off_before.ended else state.earlier, on_before + counts
+            rise = compared(without, having).failures_z > _NOT_WORSE
+            if harm := "more requests fail" if rise else _harm_to_all(without, having):
+                why = f"{harm} ({_figures(without, having)})"
+                return self._rolled_back(state, trial, why, now_s, bars=True)
+        lasted_s, takes_s = now_s - state.since_s, _PERIOD * self._config.canary_s
+        if state.washed_out is None:
+            if lasted_s >= _WASHED_OUT * takes_s:
+                state = evolve(state, washed_out=counts)
+            return state, TuningStep()
+        period = Period(on=on, counts=counts - state.washed_out)
+        seen_enough = period.counts.ended * _PAIRS >= self._config.min_requests
+        if lasted_s >= takes_s and seen_enough:
+            periods = (*periods, period)
+            if len(periods) == 2 * _PAIRS:
+                return self._concluded(state, periods, trial, now_s)
+            return self._switched(state, periods, trial, now_s), TuningStep()
+        if lasted_s >= _PATIENCE * takes_s:
+            why = f"too few requests ended in a period of {lasted_s:.0f} s"
+            return self._rolled_back(state, trial, why, now_s, bars=False)
+        return state, TuningStep()
+
+    def _concluded(
+        self, state: TuningState, periods: tuple[Period, ...], trial: Trial, now_s: float
+    ) -> tuple[TuningState, TuningStep]:
+        without, having = (_total(periods, on=value) for value in (False, True))
+        chance = gain_by_chance([_difference(*periods[i : i + 2]) for i in range(0, 2 * _PAIRS, 2)])
+        figures = f"p = {chance:.3f}; {_figures(without, having)}"
+        if compared(without, having).misses_z >= _NOT_WORSE:
+            why = f"more requests miss a target ({figures})"
+            return self._rolled_back(state, trial, why, now_s, bars=True)
+        if chance > _BY_CHANCE:
+            why = f"it is not surely better ({figures})"
+            return self._rolled_back(state, trial, why, now_s, bars=True)
+        values = {**state.values, trial.option: trial.value}
+        if trial.value == self._options[trial.option].value:
+            del values[trial.option]
+        text = f"{_change(trial)} for all requests ({figures})"
+        state = self._ended(evolve(state, values=values), now_s)
+        return state, TuningStep(kind=TuningStepKind.SETTLED, text=text)
+
+    def _ended(self, state: TuningState, now_s: float) -> TuningState:
+        """Without a trial."""
+        return self._paused(evolve(state, trial=None, periods=None, washed_out=None), now_s)
 
     def _rolled_back(
         self, state: TuningState, trial: Trial, why: str, now_s: float, *, bars: bool
@@ -425,7 +512,7 @@ class Tuner:
         barred = dict(state.barred)
         if bars:
             barred[trial.option, trial.value] = now_s + _BARRED_S
-        state = self._paused(evolve(state, trial=None, barred=barred), now_s)
+        state = self._ended(evolve(state, barred=barred), now_s)
         return state, TuningStep(kind=TuningStepKind.ROLLED_BACK, text=rolled_back(trial, why))
 
     # ------------------------------------------------------------------- kept
@@ -490,6 +577,47 @@ def _harm_to_all(earlier: ArmCounts, now: ArmCounts) -> str | None:
     if verdict.delay_z > _HARM and now.mean_delay > _DRIFT * earlier.mean_delay:
         return f"all requests are delayed more than before, z = {verdict.delay_z:.2f}"
     return None
+
+
+def gain_by_chance(differences: Sequence[float]) -> float:
+    """How probable it is that a value without any effect seems to gain as much.
+
+    ``differences`` are those of the logarithms of mean delays, with the value and without, of each
+    pair of periods. Which of the two periods had the value was drawn. So if the value has no
+    effect, each difference could as well have the other sign, however much load or anything else
+    has changed from one period to the next: the probability is the part of all combinations of
+    signs whose sum is as low.
+    """
+    total = sum(differences) + 1e-9 * sum(map(abs, differences))  # equal sums differ by rounding
+    flips = list(product((1, -1), repeat=len(differences)))
+    as_low = sum(
+        sum(sign * one for sign, one in zip(signs, differences, strict=True)) <= total
+        for signs in flips
+    )
+    return as_low / len(flips)
+
+
+def _difference(one: Period, other: Period) -> float:
+    on, off = (one, other) if one.on else (other, one)
+    return math.log(_at_least(on.counts.mean_delay)) - math.log(_at_least(off.counts.mean_delay))
+
+
+def _at_least(delay: float) -> float:
+    return max(delay, 1e-6)
+
+
+def _total(periods: Sequence[Period], *, on: bool) -> ArmCounts:
+    return sum((one.counts for one in periods if one.on is on), ArmCounts())
+
+
+def _drawn(trial: Trial) -> bool:
+    """Whether the first period of a pair has the value: a toss, the same wherever it is made."""
+    text = f"{trial.option}={trial.value}:{trial.number}".encode()
+    return blake2b(text, digest_size=1).digest()[0] % 2 == 0
+
+
+def _change(trial: Trial) -> str:
+    return f"{trial.option} {trial.before:g} -> {trial.value:g}"
 
 
 def _delay_z(before: ArmCounts, tried: ArmCounts) -> float:
