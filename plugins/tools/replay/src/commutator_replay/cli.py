@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commutator.cli.options import NumberRange, set_option
+from commutator.cli.options import NumberRange
 from commutator.config.load import Loaded, load_config
 from commutator.config.tree import DEFAULT, find
 from commutator.config.tunable import tunable_options
 from commutator.contract.planner import PlannerTargets
 from commutator.errors import CommutatorError, ConfigError
+from commutator_replay.options import trace_options
 from commutator_replay.planners import PlannedReplays, PlanReport
 from commutator_replay.report import Report
 from commutator_replay.setup import Replays, Targets
@@ -68,8 +69,6 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
 @click.command(
     epilog="Example: commutator replay trace.jsonl examples/replay.yaml --compare kv,round_robin"
 )
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policy", help="Routing policy instead of the file's, with its defaults.")
 @click.option("--compare", help="Several policies, separated by commas; one row each.")
 @click.option(
@@ -93,14 +92,6 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     help="Try other values of each tunable option of the file, one at a time.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Workers instead of the file's replicas.")
-@click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
-@click.option(
-    "--thin",
-    type=NumberRange(min=1),
-    default=1.0,
-    show_default=True,
-    help="Keep one in this many requests, drawn; of a table of rates, draw as many fewer.",
-)
 @click.option(
     "--begin",
     type=NumberRange(min=0),
@@ -133,7 +124,6 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
 @click.option(
     "--rates", type=_Rates(), help="Requests a second instead, several separated by commas."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
 @click.option(
     "--target-ttft",
     type=_POSITIVE,
@@ -160,7 +150,7 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
     callback=_checked_plot,
     help="Write a picture: SVG, PNG or PDF, as FILE ends.",
 )
-@set_option
+@trace_options
 @click.pass_context
 def replay(
     ctx: click.Context,

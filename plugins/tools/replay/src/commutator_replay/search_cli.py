@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commutator.cli.options import NumberRange, set_option
 from commutator.config.load import Loaded, load_config
 from commutator.config.tree import DEFAULT, Node, find
 from commutator.contract.planner import EnginePerformance, PlannerTargets
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
+from commutator_replay.options import trace_options
 from commutator_replay.search import Layout, Look, Result, Search
 from commutator_replay.setup import Replays, Targets
 from commutator_replay.tables import Part, load_trace
@@ -37,14 +37,11 @@ _KNOBS: Mapping[str, Sequence[Any]] = {
     "router.overlap_score_weight": (0.5, 1, 2, 4, 8, 16),
 }
 """Tried where the policies have them."""
-_POSITIVE = NumberRange(min=0, min_open=True)
 
 
 @click.command(
     epilog="Example: commutator planner search trace.jsonl examples/replay-disagg.yaml --workers 8"
 )
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--workers", type=click.IntRange(1), required=True, help="Of all roles together.")
 @click.option(
     "--disagg",
@@ -59,22 +56,13 @@ _POSITIVE = NumberRange(min=0, min_open=True)
     help="Values of an option to try for the best placement; may be given several times. By "
     "default the length up to which prompts are computed locally, and the weight of overlaps.",
 )
-@click.option("--requests", type=click.IntRange(1), help="Only this many of the trace's requests.")
-@click.option(
-    "--thin",
-    type=NumberRange(min=1),
-    default=1.0,
-    show_default=True,
-    help="Keep one in this many requests, drawn.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="For ties and draws.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write what is to be changed in FILE: `commutator serve FILE OUTPUT`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@set_option
+@trace_options
 def search(
     trace: Path,
     file: Path,
