@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from commutator_slo.growth import Growth, GrowthConfig
 
@@ -88,3 +91,66 @@ def test_what_was_seen_long_ago_counts_little() -> None:
 
 def test_a_pause_is_no_growth() -> None:
     assert learned([0.0] * 500 + [3.0] * 500, 60) == pytest.approx(1.0, abs=0.3)
+
+
+def published(trace: str) -> list[float]:
+    """Demand of one time after the other."""
+    path = Path(__file__).parent / "demand" / f"{trace}.txt"
+    lines = [one for one in path.read_text().splitlines() if not one.startswith("#")]
+    return [float(one) for one in " ".join(lines).split()]
+
+
+def growth_from_the_level(
+    levels: list[float], every_s: float, lead_s: float, quantile: float
+) -> float:
+    """The quantile of all growths within the lead time, none of them forgotten or assumed."""
+    options = {"quantile": quantile, "prior_samples": 0, "memory_s": 1e12}
+    forecaster = Growth(GrowthConfig(kind="growth", **options))
+    state = forecaster.begin()
+    for number, level in enumerate(levels):
+        state = forecaster.update(state, every_s * number, level, lead_s)
+    return forecaster.growth(evolve(state, ruling=0), lead_s)
+
+
+def as_written(value: float) -> Any:
+    """To half a unit of its second decimal, and half a step of the forecaster, which are of 1 %."""
+    return pytest.approx(value, abs=0.005 + 0.005 * value)
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "quantile", "growth"),
+    [
+        *((30, 0.9, 1.25), (30, 0.95, 1.37)),
+        *((120, 0.5, 1.09), (120, 0.9, 1.43), (120, 0.95, 1.54)),
+        *((300, 0.5, 1.18), (300, 0.9, 1.64), (300, 0.95, 1.72)),
+    ],
+)
+def test_growth_within_an_hour_of_conversations(
+    lead_s: float, quantile: float, growth: float
+) -> None:
+    """Vector V11: windows of 60 s, of which the later ones begin within the lead time.
+
+    They begin as this one ends, and then every 10 s, so the last one ends 50 s after the lead time.
+    The vector's median at 30 s, 1.03, leaves windows out that overlap this one; the forecaster
+    counts them.
+    """
+    sums = [0.0, *accumulate(published("azure_2023_conv"))]
+    windows = [after - before for before, after in zip(sums, sums[6:], strict=False)]
+    found = growth_from_the_level(windows, 10.0, lead_s + 50.0, quantile)
+    assert found == as_written(growth)
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "quantile", "growth"),
+    [
+        *((600, 0.5, 1.00), (600, 0.9, 1.19), (600, 0.95, 1.31), (600, 0.99, 1.58)),
+        *((1800, 0.5, 1.06), (1800, 0.9, 1.38), (1800, 0.95, 1.55)),
+        *((3600, 0.5, 1.11), (3600, 0.9, 1.54), (3600, 0.95, 1.73)),
+    ],
+)
+def test_growth_within_two_weeks_of_a_service(
+    lead_s: float, quantile: float, growth: float
+) -> None:
+    """Vector V11: windows of 600 s."""
+    levels = published("servegen_m_large_14d")
+    assert growth_from_the_level(levels, 600.0, lead_s, quantile) == as_written(growth)

@@ -62,6 +62,7 @@ def slo(workers: int = 1, **options: Any) -> FleetModel:
 
 
 def test_workers_that_start_count_so_that_none_is_launched_twice() -> None:
+    """Vector V12."""
     fleet = planned(Wanted(both=4), workers=2)
     for _ in range(40):
         fleet.tick(arrivals(10, 1000, 15))
@@ -70,6 +71,7 @@ def test_workers_that_start_count_so_that_none_is_launched_twice() -> None:
 
 
 def test_a_launch_that_never_comes_is_replaced_and_blocks_nothing() -> None:
+    """Vector V12."""
     fleet = planned(
         Wanted(both=4), workers=2, launches=lambda number: None if number < 2 else 120.0
     )
@@ -376,7 +378,7 @@ def test_a_constraint_that_fails_is_reported_and_the_others_hold() -> None:
 
 
 def test_an_idle_role_is_stopped_after_a_cold_start_s_worth_of_idling() -> None:
-    """Ski rental: 120 s of start-up and 300 s of penalty make 420 s of waiting."""
+    """Vector V13, ski rental: 120 s of start-up and 300 s of penalty make 420 s of waiting."""
     fleet = planned(Wanted(both=0), workers=1, both=(0, 4), start_up_s=120.0, idle_penalty_s=300.0)
     for _ in range(40):
         fleet.tick(arrivals(5, 100, 15))
@@ -389,6 +391,7 @@ def test_an_idle_role_is_stopped_after_a_cold_start_s_worth_of_idling() -> None:
 
 @pytest.mark.parametrize("pause_s", [60, 300, 405, 420, 600, 6000])
 def test_waiting_so_long_costs_at_most_twice_the_best_in_hindsight(pause_s: int) -> None:
+    """Vector V13."""
     fleet = planned(Wanted(both=0), workers=1, both=(0, 4), start_up_s=120.0, idle_penalty_s=300.0)
     for _ in range(40):
         fleet.tick(arrivals(5, 100, 15))

@@ -41,20 +41,24 @@ TARGETS = PlannerTargets(ttft_s=0.5, itl_s=0.05)
 
 @pytest.mark.parametrize(("load", "workers"), [(90, 6), (64, 4), (30, 2)])
 def test_a_horizontal_pod_autoscaler(load: float, workers: int) -> None:
+    """Vector V1."""
     assert hpa_count(4, load, 60) == workers
 
 
 def test_ray_serve() -> None:
+    """Vector V1."""
     assert ray_count(4, 20) == 10
 
 
 @pytest.mark.parametrize(("load", "workers"), [(0.9, 8), (0.2, 2), (0.52, 4), (3.0, 8)])
 def test_aibrix_apa_at_most_doubles_and_at_least_halves(load: float, workers: int) -> None:
+    """Vector V1."""
     assert apa_count(4, load, 0.5) == workers
 
 
 @pytest.mark.parametrize(("now", "workers"), [(4, 4), (1, 2), (12, 6)])
 def test_aibrix_kpa(now: int, workers: int) -> None:
+    """Vector V1."""
     assert kpa_count(now, 1.8, 0.5) == workers
 
 
@@ -63,6 +67,7 @@ def test_aibrix_kpa(now: int, workers: int) -> None:
     [((0.65, 0.72), 0), ((0.65, 0.75), 0), ((0.65, 0.76), 1), ((0.1, 0.2), -1), ((0.85, 0.9), 1)],
 )
 def test_llm_d_by_saturation(kv_use: tuple[float, ...], change: int) -> None:
+    """Vector V1."""
     assert wva_saturation_change(kv_use, [0, 0]) == change
 
 
@@ -74,6 +79,7 @@ def test_llm_d_counts_queues_and_keeps_the_last_worker() -> None:
 
 @pytest.mark.parametrize(("demand", "workers"), [(300_000, 5), (150_000, 3), (230_000, 4)])
 def test_llm_d_by_tokens(demand: int, workers: int) -> None:
+    """Vector V1."""
     assert wva_count(4, 0, 80_000, demand) == workers
 
 
@@ -83,6 +89,7 @@ def test_llm_d_counts_workers_that_start() -> None:
 
 
 def test_dynamo_s_predictor_overshoots_a_step() -> None:
+    """Vector V2."""
     kalman = Kalman()
     told = [kalman.next(value) for value in (10, 12, 15, 14, 18, 22, 30)]
     assert told[:4] == [10, 12, 15, 14], "with fewer than five values, the last one"
@@ -94,7 +101,7 @@ def test_dynamo_s_predictor_overshoots_a_step() -> None:
 
 @pytest.mark.parametrize(("queued", "change"), [(1200, 0), (700, -1)])
 def test_dynamo_s_load_loop_asks_what_the_others_would_queue(queued: int, change: int) -> None:
-    """A prefill worker, whose steps take no time beside that of their tokens."""
+    """Vector V3: a prefill worker, whose steps take no time beside that of their tokens."""
     assert change == dynamo_load_change(
         evolve(SIM, step_s=0.0, step_request_s=0.0),
         TARGETS,
@@ -121,6 +128,7 @@ def test_dynamo_s_load_loop_is_vetoed_by_one_idle_worker() -> None:
 
 @pytest.mark.parametrize(("prompt", "answer", "rate"), [(3000, 150, 2.051), (1155, 211, 4.025)])
 def test_dynamo_s_capacity_is_that_without_a_queue(prompt: int, answer: int, rate: float) -> None:
+    """Vector V7, by their search."""
     found, batch = dynamo_capacity_per_s(SIM, TARGETS, prompt, answer)
     assert found == pytest.approx(rate, rel=0.005), "it samples 128 batches evenly"
     assert batch == pytest.approx({2.051: 15, 4.025: 42}[rate], abs=1)

@@ -38,6 +38,7 @@ def demand(rate: float, prompt_tokens: int, output_tokens: float = 0.0, **more: 
 
 @pytest.mark.parametrize(("rate", "ttft_s"), [(1, 0.4875), (2, 0.9375), (2.5, 3.1875)])
 def test_one_worker_is_an_m_d_1_queue(rate: float, ttft_s: float) -> None:
+    """Vector V4."""
     wait_s = mean_wait_s(1, rate * PROMPT_S, PROMPT_S, arrival_cv2=1, service_cv2=0)
     assert PROMPT_S + wait_s == pytest.approx(ttft_s)
 
@@ -46,17 +47,20 @@ def test_one_worker_is_an_m_d_1_queue(rate: float, ttft_s: float) -> None:
     ("workers", "utilisation"), [(1, 0.400), (2, 0.623), (4, 0.781), (8, 0.877), (16, 0.933)]
 )
 def test_more_workers_may_be_busier(workers: int, utilisation: float) -> None:
+    """Vector V5."""
     found = largest_utilisation(workers, PROMPT_S, 0.5, arrival_cv2=1, service_cv2=0)
     assert found == pytest.approx(utilisation, abs=0.0005)
 
 
 def test_the_largest_rate_of_one_worker_is_far_below_its_throughput() -> None:
+    """Vector V4: 2.5 times."""
     rate = largest_utilisation(1, PROMPT_S, 0.5, arrival_cv2=1, service_cv2=0) / PROMPT_S
     assert rate == pytest.approx(1.067, abs=0.001)
     assert 2.5 * rate == pytest.approx(1 / PROMPT_S, rel=0.001)
 
 
 def test_regular_arrivals_wait_less() -> None:
+    """Vector V5: Kingman's factor."""
     poisson, regular = (
         mean_wait_s(1, 0.9, 1.0, arrival_cv2=cv2, service_cv2=0.22) for cv2 in (1, 0.18)
     )
@@ -68,6 +72,7 @@ def test_no_utilisation_reaches_a_target_below_one_prompt() -> None:
 
 
 def test_a_decode_worker_runs_as_many_as_its_steps_allow() -> None:
+    """Vector V6."""
     rate = decode_rate(SIM, 0, 150, 0.05)
     stream = Stream(rate_per_s=rate, prompt_tokens=0, output_tokens=150)
     running = running_requests(SIM, stream)
@@ -77,6 +82,7 @@ def test_a_decode_worker_runs_as_many_as_its_steps_allow() -> None:
 
 
 def test_kv_memory_and_the_batch_cap_what_runs() -> None:
+    """Vector V6."""
     # 262,144 tokens hold 38.5 requests of 6,650 prompt tokens, computed elsewhere, and 150 more.
     capped = decode_rate(SIM, 0, 150, 0.05, context_tokens=6650)
     running = 262_144 / (6650 + 75)
@@ -88,11 +94,13 @@ def test_kv_memory_and_the_batch_cap_what_runs() -> None:
     ("prompt", "answer", "rate"), [(3000, 150, 2.058), (1500, 150, 3.667), (1155, 211, 4.033)]
 )
 def test_an_aggregated_worker_shares_its_steps(prompt: int, answer: int, rate: float) -> None:
+    """Vector V7."""
     assert decode_rate(SIM, prompt, answer, 0.05) == pytest.approx(rate, abs=0.001)
 
 
 @pytest.mark.parametrize(("rate", "step_s"), [(1, 0.01048), (2, 0.04138)])
 def test_steps_of_an_aggregated_worker_grow_with_its_load(rate: float, step_s: float) -> None:
+    """Vector V7."""
     stream = Stream(rate_per_s=rate, prompt_tokens=3000, output_tokens=150)
     running = running_requests(SIM, stream)
     assert running == pytest.approx(rate * 150 * step_s, rel=0.001)
@@ -100,6 +108,7 @@ def test_steps_of_an_aggregated_worker_grow_with_its_load(rate: float, step_s: f
 
 
 def test_the_best_split_of_eight_workers() -> None:
+    """Vector V8."""
     prefill, decode = 0.7 * 8000 / 1155, decode_rate(SIM, 0, 211, 0.05)
     assert [prefill, decode] == pytest.approx([4.848, 11.91], abs=0.01)
     rates = [min(p * prefill, (8 - p) * decode) for p in range(1, 8)]
@@ -108,6 +117,7 @@ def test_the_best_split_of_eight_workers() -> None:
 
 
 def test_without_traffic_a_prompt_that_is_too_long_needs_a_warning_and_no_worker() -> None:
+    """Vector V9."""
     situation = Situation(
         time_s=0.0,
         targets=PlannerTargets(ttft_s=0.5),

@@ -121,7 +121,8 @@ def until_on(course: Course, without: ArmCounts) -> None:
         assert switched(course, without, without).kind is None
 
 
-def test_vector_v10_a_canary_with_more_misses_ends() -> None:
+def test_a_canary_with_more_misses_is_rolled_back_at_once() -> None:
+    """Vector V10."""
     assert pooled_z(40, 2000, 12, 200) == pytest.approx(3.55, abs=0.005)
     course = Course()
     course.tries()
