@@ -104,8 +104,8 @@ def growth_from_the_level(
     levels: list[float], every_s: float, lead_s: float, quantile: float
 ) -> float:
     """The quantile of all growths within the lead time, none of them forgotten or assumed."""
-    options = {"quantile": quantile, "prior_samples": 0, "memory_s": 1e12}
-    forecaster = Growth(GrowthConfig(kind="growth", **options))
+    config = GrowthConfig(kind="growth", quantile=quantile, prior_samples=0, memory_s=1e12)
+    forecaster = Growth(config)
     state = forecaster.begin()
     for number, level in enumerate(levels):
         state = forecaster.update(state, every_s * number, level, lead_s)
