@@ -62,7 +62,7 @@ def tuning_lines(told: dict[str, Any] | None) -> list[str]:
         before, tried = (one["ended"] for one in told["arms"])
         lines.append(
             f"tuning: {trial['option']}={trial['value']:g} is tried on {trial['share']:.0%} of "
-            f"requests; {tried} ended with it, {before} without"
+            f"requests now; {tried} ended with it, {before} without"
         )
     elif told["searching"]:
         lines.append("tuning: a search runs")
