@@ -427,7 +427,7 @@ def _tuning_metrics(statuses: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
     )
     share = GaugeMetricFamily(
         "commutator_planner_tuning_share_ratio",
-        "The part of the requests that get the tried value; 0 while none is tried.",
+        "The part of the requests that get the tried value now: in a switchback all or none.",
     )
     requests = GaugeMetricFamily(
         "commutator_planner_tuning_requests",
