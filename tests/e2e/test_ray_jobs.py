@@ -26,7 +26,9 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 PATIENCE_S = 240.0
-OURS = (b"commutator", b"guard.py")
+LAUNCHING = (b"bin/commutator ", b"-m commutator.frontend", b"-m commutator_ray.driver")
+OURS = (*LAUNCHING, b"-m commutator", b"launcher/guard.py")
+"""Parts of command lines. Ray's own processes name paths and jobs, of which some are ours, too."""
 
 
 class Jobs:
@@ -81,7 +83,8 @@ frontend: {{host: {self.head.address}, port: 8000}}
         deadline_s = time.monotonic() + PATIENCE_S
         while not true():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{processes(self.ray)}\n{self.ask('logs', name)[-4000:]}")
+                left = "\n".join(map(str, processes(self.ray, b"commutator")))
+                raise TimeoutError(f"{left}\n{self.ask('logs', name)[-4000:]}")
             time.sleep(0.2)
 
     def chat(self) -> dict[str, Any]:
@@ -132,6 +135,10 @@ def test_a_job_serves_and_ends_with_everything_it_started(jobs: Jobs) -> None:
     jobs.ask("stop", "whole")
     jobs.until(lambda: not processes(jobs.ray), "whole")
     assert "STOPPED" in jobs.ask("status", "whole").upper()
+    said = jobs.ask("logs", "whole")
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+    assert "SIGTERM received" not in said
 
 
 def test_detached_workers_outlive_their_job_until_commutator_down(jobs: Jobs) -> None:
@@ -139,7 +146,7 @@ def test_detached_workers_outlive_their_job_until_commutator_down(jobs: Jobs) ->
     jobs.submit("first", "commutator", "serve", "cluster.yaml")
     jobs.until(lambda: len(jobs.ready()) == 2, "first")
     jobs.ask("stop", "first")
-    jobs.until(lambda: not processes(jobs.ray, b"commutator serve", b"frontend"), "first")
+    jobs.until(lambda: not processes(jobs.ray, *LAUNCHING), "first")
     agents = processes(jobs.ray, b"commutator.supervisor.agent_process")
     assert len(agents) == 2, "they serve on for the front doors of other hosts"
     assert jobs.submit("end", "commutator", "down", "cluster.yaml", wait=True).count("stopped") >= 2

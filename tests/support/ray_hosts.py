@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -36,11 +36,20 @@ class RayHosts:
     """Starts Ray on hosts, and waits until every node has started."""
 
     def __init__(
-        self, places: Sequence[Host], *, jobs: bool = False, start_timeout_s: float = 300.0
+        self,
+        places: Sequence[Host],
+        *,
+        jobs: bool = False,
+        start_timeout_s: float = 300.0,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """``jobs``: with a server for `ray job submit`, which needs `ray[default]`."""
+        """``jobs``: with a server for `ray job submit`, which needs `ray[default]`.
+
+        ``env`` is added to that of everything.
+        """
         self.hosts = places
         self._jobs = jobs
+        self._env = {} if env is None else dict(env)
         self._folder = tempfile.TemporaryDirectory(prefix="r-")  # sockets have short names
         self.folder = Path(self._folder.name)
         self.address = f"{places[0].address}:{_PORT}"
@@ -61,13 +70,14 @@ class RayHosts:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",
             "RAY_JOB_START_TIMEOUT_SECONDS": "600",
+            **self._env,
         }
 
     def __enter__(self) -> Self:
         try:
             for host in self.hosts:
                 self.start(host)
-                self._until_started(host)
+                self.until_started(host)
         except BaseException:
             self.__exit__()
             raise
@@ -105,7 +115,7 @@ class RayHosts:
                 node.wait()
         for host in self.hosts:
             self.start(host)
-            self._until_started(host)
+            self.until_started(host)
 
     def end(self, host: Host) -> None:
         """End whatever runs on a host, at once."""
@@ -120,7 +130,7 @@ class RayHosts:
         if (node := self._nodes.pop(host.name, None)) is not None:
             node.wait()
 
-    def _until_started(self, host: Host) -> None:
+    def until_started(self, host: Host) -> None:
         """Wait for a node; one that gave up, as Ray does after 30 s, is started again."""
         deadline_s = time.monotonic() + self._start_timeout_s
         while _STARTED not in (said := (self.folder / f"{host.name}.log").read_text()):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ForwardedAnswer,
         LaunchContext,
         ModelConfig,
+        NodeGroup,
         TokenStream,
     )
     from commutator.contract.eviction import (
@@ -168,6 +169,7 @@ __all__ = [
     "MeasuredSpeeds",
     "Memory",
     "ModelConfig",
+    "NodeGroup",
     "NonNegativeInt",
     "Observer",
     "ObserverConfig",

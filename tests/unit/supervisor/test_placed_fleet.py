@@ -72,6 +72,41 @@ def test_a_configuration_that_cannot_work_says_why(file: Path, change: str, prob
     assert any(problem in line for line in error.value.problems), error.value.problems
 
 
+GROUP = "engines[1]={kind: vllm, name: v, nodes: 2}"
+ISOLATED = "cluster.kv_network=isolated"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (("launcher={kind: process}",), 'the launcher "process" runs a worker on one machine'),
+        (("engines[1].kind=sim",), 'engine "sim" runs on one node only; engines that can: vllm'),
+        (("engines[1].kind=sglang",), 'engine "sglang" runs on one node only'),
+        (("engines[1].url='http://127.0.0.1:1'",), "that server is already running"),
+        (("tiers=[{kind: dram}]",), "a worker over several nodes has no storage tiers yet"),
+        (
+            ("engines[1].role=decode", "disaggregation={kind: conditional}"),
+            "cannot hand KV over yet; use role: both",
+        ),
+        (("cluster.kv_network=null",), "in plain text, and ask nobody for a proof"),
+    ],
+)
+def test_a_worker_over_several_nodes_that_cannot_work_says_why(
+    file: Path, changes: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        loaded(file, GROUP, ISOLATED, *changes)
+    found = [line for line in error.value.problems if line.startswith("engines[1].nodes: ")]
+    assert any(problem in line for line in found), error.value.problems
+
+
+def test_the_plan_of_a_worker_over_several_nodes(file: Path) -> None:
+    found = plans(loaded(file, GROUP, ISOLATED))
+    assert {name: plan.nodes for name, plan in found.items()} == {"v-0": 2, "w-0": 1, "w-1": 1}
+    changed = plans(loaded(file, GROUP, ISOLATED, "engines[1].nodes=3"))
+    assert changed["v-0"].generation != found["v-0"].generation
+
+
 def test_a_plan_changes_with_what_its_worker_is_started_from(file: Path) -> None:
     first = plans(loaded(file))
     assert sorted(first) == ["v-0", "w-0", "w-1"]

@@ -12,7 +12,7 @@ import yaml
 from attrs import evolve
 
 from commutator.config.load import load_config
-from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
+from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig, NodeGroup
 from commutator.engine.model_files import directory_for
 from commutator.errors import ConfigError
 from commutator.kv.tiers.setup import read_tiers
@@ -70,6 +70,38 @@ def test_ranks_on_one_machine_talk_over_its_loopback_interface(
     for args in (("--nnodes", "2"), ("--distributed-executor-backend=ray",)):
         plan = launch_plan(evolve(CONFIG, python=python, args=args), context)
         assert "GLOO_SOCKET_IFNAME" not in plan.env
+
+
+def test_the_ranks_of_a_server_over_several_nodes(context: LaunchContext, python: str) -> None:
+    config = evolve(CONFIG, python=python, args=("--tensor-parallel-size", "2"))
+    plans = [
+        launch_plan(
+            config,
+            evolve(
+                context,
+                group=NodeGroup(rank=rank, nodes=2, master_address="10.0.0.1", master_port=9),
+            ),
+        )
+        for rank in range(2)
+    ]
+    assert plans[0].argv[:3] == (python, "-m", "vllm.entrypoints.openai.api_server")
+    assert plans[1].argv[:5] == (python, "-m", "vllm.entrypoints.cli.main", "serve", "--headless")
+    for rank, plan in enumerate(plans):
+        assert value_of(plan.argv, "--nnodes") == "2"
+        assert value_of(plan.argv, "--node-rank") == str(rank)
+        assert value_of(plan.argv, "--master-addr") == "10.0.0.1"
+        assert value_of(plan.argv, "--master-port") == "9"
+        assert value_of(plan.argv, "--model") == context.model.source
+        assert "GLOO_SOCKET_IFNAME" not in plan.env, "its host says which"
+
+
+@pytest.mark.parametrize("args", [("--nnodes=3",), ("-n", "2"), ("--data-parallel-size", "2")])
+def test_where_the_ranks_are_is_not_said_twice(
+    context: LaunchContext, python: str, args: tuple[str, ...]
+) -> None:
+    group = NodeGroup(rank=1, nodes=2, master_address="10.0.0.1", master_port=9)
+    with pytest.raises(ConfigError, match="contradicts `nodes`; remove one"):
+        launch_plan(evolve(CONFIG, python=python, args=args), evolve(context, group=group))
 
 
 def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContext) -> None:

@@ -124,6 +124,7 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
     yield from _role_problems(data, engines, host)
     yield from _cluster_problems(data, engines, tiers, host)
     yield from _agent_problems(data, engines, host)
+    yield from _group_problems(data, engines, tiers, host)
 
 
 def _engine_problems(
@@ -274,6 +275,40 @@ def _agent_problems(
             )
 
 
+def _group_problems(
+    data: Mapping[str, Any], engines: Entries, tiers: Entries, host: PluginHost
+) -> Iterator[tuple[str, str]]:
+    """What does not fit a worker that runs over several nodes."""
+    launcher = host.launchers.kinds.get(_text(_section(data, "launcher"), "kind", "process"))
+    groups = launcher is not None and getattr(launcher.config_class, "places_groups", False)
+    isolated = _section(data, "cluster").get("kv_network") == "isolated"
+    for index, engine in engines:
+        nodes, path = engine.get("nodes"), f"engines[{index}].nodes"
+        if not isinstance(nodes, int) or nodes <= 1:
+            continue
+        kind = host.engines.kinds.get(_text(engine, "kind"))
+        if launcher is not None and not groups:
+            yield (
+                path,
+                (
+                    f'the launcher "{launcher.name}" runs a worker on one machine; use the '
+                    "launcher ray"
+                ),
+            )
+        if kind is not None and not kind.thing.spans_nodes:
+            able = sorted(name for name, one in host.engines.kinds.items() if one.thing.spans_nodes)
+            names = ", ".join(able) or "none is installed"
+            yield path, f'engine "{kind.name}" runs on one node only; engines that can: {names}'
+        if engine.get("url") is not None:
+            yield path, "without effect with `url`: that server is already running"
+        if _text(engine, "role", "both") != "both":
+            yield path, "a worker over several nodes cannot hand KV over yet; use role: both"
+        if tiers:
+            yield path, "a worker over several nodes has no storage tiers yet; remove `tiers`"
+        if not isolated:
+            yield path, _ISOLATE_RANKS
+
+
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = data.get(name)
     return section if isinstance(section, Mapping) else {}
@@ -315,6 +350,12 @@ def _open_engines(
 _ISOLATE = (
     "KV would move between hosts by UCX, which asks nobody for a proof; declare a network that "
     "only this cluster reaches by cluster.kv_network: isolated"
+)
+
+
+_ISOLATE_RANKS = (
+    "the processes of one worker talk between nodes in plain text, and ask nobody for a proof; "
+    "declare a network that only this cluster reaches by cluster.kv_network: isolated"
 )
 
 

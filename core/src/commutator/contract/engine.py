@@ -37,10 +37,12 @@ __all__ = [
     "HttpRelay",
     "LaunchContext",
     "ModelConfig",
+    "NodeGroup",
     "TokenStream",
 ]
 
 _Workers = Annotated[int, Bounds(minimum=1, maximum=10_000)]
+_Nodes = Annotated[int, Bounds(minimum=1, maximum=64)]
 
 
 @frozen(kw_only=True)
@@ -53,6 +55,11 @@ class EngineConfig:
         "The `models` entry it serves; not needed when there is only one.", None
     )
     replicas: _Workers = setting("How many workers of this kind.", 1)
+    nodes: _Nodes = setting(
+        "Over how many nodes of a Ray cluster each worker runs: tensor or pipeline parallelism of "
+        "an engine that supports it (vllm).",
+        1,
+    )
     role: Literal["both", "prefill", "decode"] = setting(
         "What the workers are sent: whole requests and decode (both, decode), or only the prefill "
         "of requests that another worker decodes. `commutator worker role` changes it later.",
@@ -90,6 +97,20 @@ class ModelConfig:
 
 
 @frozen(kw_only=True)
+class NodeGroup:
+    """The place of one process among those that are one worker, on as many nodes."""
+
+    rank: int
+    """From 0; the process of rank 0 is the one that is asked as the worker."""
+    nodes: int
+    """How many processes there are."""
+    master_address: str
+    """The address of rank 0's node."""
+    master_port: int
+    """A TCP port there that was free, chosen for this start of the whole group."""
+
+
+@frozen(kw_only=True)
 class LaunchContext:
     """What the supervisor gives a connector to plan one worker process."""
 
@@ -112,6 +133,8 @@ class LaunchContext:
     guarded_host: str = Factory(lambda self: self.advertise, takes_self=True)
     """The address at which a ``TokenApiServer`` may listen beside an engine at ``host``: other
     hosts reach it, and it knows who asks."""
+    group: NodeGroup | None = None
+    """Set for a worker over several nodes; None: the process is the whole worker."""
 
 
 @frozen(kw_only=True)
@@ -286,6 +309,8 @@ class EngineConnector(ABC, Generic[ConfigT]):
 
     uses_tiers: bool = False
     """Whether its engines store KV blocks in the configured storage tiers."""
+    spans_nodes: bool = False
+    """Whether ``launch_plan`` obeys ``LaunchContext.group``, for the option `nodes`."""
     secures_connections: bool = False
     """Whether what comes from other hosts is encrypted, and comes from who may ask.
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
 from attrs import field, frozen
 
@@ -118,6 +119,9 @@ class Launcher(ABC):
 class AgentLauncherConfig(LauncherConfig):
     """Options of every launcher that places agents; each such plugin adds its own."""
 
+    places_groups: ClassVar[bool] = False
+    """Whether it places plans with several ``AgentPlan.nodes``."""
+
     cluster: str = setting(
         "Agents of other clusters are left alone; `cluster.name` by default.", "default"
     )
@@ -150,6 +154,8 @@ class AgentPlan:
     """The contents of text files by name. They hold no secret."""
     grace_s: float
     """Seconds that the agent may take to end after SIGTERM, before it is killed."""
+    nodes: int = 1
+    """On how many hosts the worker runs, an agent on each: those of ``HostedRank``."""
 
 
 class AgentState(StrEnum):

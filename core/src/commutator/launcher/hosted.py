@@ -8,9 +8,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from commutator.backoff import Backoff
 from commutator.contract.launcher import AgentPlan, AgentState, LauncherContext, LaunchPlan
@@ -21,6 +22,8 @@ __all__ = ["HostedAgent"]
 
 log = logging.getLogger(__name__)
 _BACKOFF = Backoff(first_s=0.5, longest_s=30.0)
+_END_S = 10.0
+"""What an agent may take to end without a drain, before it is killed."""
 
 
 class HostedAgent:
@@ -78,25 +81,52 @@ class HostedAgent:
 
     async def _live_once(self, launcher: LocalLauncher, folder: Path) -> float | None:
         """Start the agent and wait for its end; returns the wait before the next start, if any."""
+        started_s = time.monotonic()
+        self.cause = await self._live(launcher, folder)
+        if self._has_failed(folder):
+            return None
+        self._backoff, wait_s = self._backoff.after_failure(time.monotonic() - started_s)
+        if not self._stopping.is_set():
+            log.warning(
+                "agent %s %s; starting it again in %.1f s", self._plan.name, self.cause, wait_s
+            )
+        return wait_s
+
+    async def _live(
+        self,
+        launcher: LocalLauncher,
+        folder: Path,
+        over: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> str:
+        """Run the agent until it ends, ``stop`` is called, or ``over`` returns; says how it ended.
+
+        After ``over`` it ends without a drain.
+        """
         plan = self._plan
         for name, text in plan.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         argv = (sys.executable, "-m", plan.module, str(folder), *self._arguments)
-        started_s = time.monotonic()
         process = await launcher.start(plan.name, LaunchPlan(argv=argv, address=""))
         ended = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
+        ending = set() if over is None else {asyncio.create_task(over())}
         try:
-            await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, stopping, *ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not (ended.done() or stopping.done()):
+                process.interrupt()
+                await asyncio.wait({ended}, timeout=_END_S)
         finally:
-            stopping.cancel()
-            await process.stop(self._grace_s)
+            for task in (stopping, *ending):
+                task.cancel()
+            await process.stop(self._grace_s if stopping.done() else 0.0)
+        return await ended
+
+    def _has_failed(self, folder: Path) -> bool:
+        """Whether the agent that has ended can never start. Takes over the reason that it gave."""
         failure = take_start_failure(folder)
-        self.cause = await ended if failure is None else "; ".join(failure.problems)
-        if failure is not None and failure.is_permanent:
+        if failure is None:
+            return False
+        self.cause = "; ".join(failure.problems)
+        if failure.is_permanent:
             self.state = AgentState.FAILED
-            return None
-        self._backoff, wait_s = self._backoff.after_failure(time.monotonic() - started_s)
-        if not self._stopping.is_set():
-            log.warning("agent %s %s; starting it again in %.1f s", plan.name, self.cause, wait_s)
-        return wait_s
+        return failure.is_permanent

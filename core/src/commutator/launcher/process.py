@@ -134,6 +134,10 @@ class LocalProcess(LaunchedProcess):
             finally:
                 self._on_stopped(self)
 
+    def interrupt(self) -> None:
+        """SIGINT to the group, as Ctrl-C."""
+        self._signal(signal.SIGINT)
+
     def kill(self) -> None:
         """SIGKILL to the whole group, now."""
         self._signal(signal.SIGKILL)

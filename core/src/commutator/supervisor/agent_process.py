@@ -1,6 +1,8 @@
 """An agent: runs one worker on the host where a launcher of agents has placed it.
 
-``python -m commutator.supervisor.agent_process FOLDER ADDRESS CONTROL``, as ``AgentPlan`` says.
+``python -m commutator.supervisor.agent_process FOLDER ADDRESS CONTROL``, as ``AgentPlan`` says. For
+a worker over several nodes there is one on each, for as long as all of them run; only that of rank
+0 knows the registry. SIGINT ends an agent without a drain.
 """
 
 from __future__ import annotations
@@ -24,18 +26,28 @@ from attrs import evolve, frozen
 from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
 from commutator.config.secrets import hidden_line, variables_of_worker
+from commutator.contract.engine import LaunchContext, NodeGroup
 from commutator.contract.launcher import LauncherContext
 from commutator.contract.registry import RETIRED, Change, Registry
 from commutator.contract.worker import Role, WorkerRecord
-from commutator.errors import CommutatorError, ConfigError, NameTakenError, RegistryError
+from commutator.errors import (
+    CommutatorError,
+    ConfigError,
+    EngineError,
+    NameTakenError,
+    RegistryError,
+)
 from commutator.launcher.child import (
     StartFailure,
     raise_descriptor_limit,
     report_start_failure,
+    take_start_failure,
 )
+from commutator.launcher.hosted_rank import GROUP
 from commutator.launcher.process import LocalLauncher
 from commutator.supervisor.hosts import (
     child_environment,
+    interface_of,
     kv_host,
     network_of,
     registry_client,
@@ -58,6 +70,7 @@ _ANSWER_S = 2.0
 _SETTLE_S = 10.0
 """After it can be reached again: it may say first that this host was replaced."""
 _IDLE_LOOKS = 3
+_RANK_GRACE_S = 10.0
 _SECRET = "secret"  # noqa: S105 - the name of a file
 
 
@@ -155,10 +168,13 @@ class _WatchedRegistry(Registry):
 class _Host:
     """One worker on this host, until SIGTERM."""
 
-    def __init__(self, loaded: Loaded, order: Order, control: str) -> None:
+    def __init__(
+        self, loaded: Loaded, order: Order, control: str, group: NodeGroup | None = None
+    ) -> None:
         self._loaded = loaded
         self._config = loaded.config
         self._order = order
+        self._group = group
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
         self._control = control
@@ -177,15 +193,18 @@ class _Host:
     async def run(self) -> None:
         """Run the worker until SIGTERM; then drain it. Raises ConfigError if it can never start."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
-        spec = worker_spec(self._loaded, self._order, self._network)
+        spec = worker_spec(self._loaded, self._order, self._network, self._group)
         launcher = LocalLauncher(self._context())
+        if self._group is not None and self._group.rank > 0:
+            await self._run_rank(launcher, spec)
+            return
         events = self._config.cluster.events
         bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
         registry = self._open_registry()
         await launcher.open()
         try:
             while not self._stop.is_set():
-                env = those_set(variables_of_worker(self._config, spec.config))
+                env = self._variables(spec)
                 agent = WorkerAgent(
                     spec, self._config.runtime, registry, launcher, self._folder, env, bus=bus
                 )
@@ -194,6 +213,53 @@ class _Host:
             await bus.close()
             await launcher.close()
             await registry.close()
+
+    def _variables(self, spec: WorkerSpec) -> dict[str, str]:
+        """What the worker gets beside its plan's own variables."""
+        found = those_set(variables_of_worker(self._config, spec.config))
+        if self._group is not None:
+            # PyTorch's backends would listen at the address of the machine's name.
+            interface = interface_of(spec.kv_host)
+            found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        return found
+
+    async def _run_rank(self, launcher: LocalLauncher, spec: WorkerSpec) -> None:
+        """Run the process of a rank above 0 until SIGTERM. Raises CommutatorError if it ends."""
+        await launcher.open()
+        try:
+            host, port = launcher.listen_at(loopback=True)
+            plan = spec.connector.launch_plan(
+                spec.config,
+                LaunchContext(
+                    worker_id=spec.worker_id,
+                    model=spec.model,
+                    host=host,
+                    port=port,
+                    state_dir=self._folder,
+                    advertise=host,
+                    kv_host=spec.kv_host,
+                    group=spec.group,
+                ),
+            )
+            assert plan is not None
+            plan = evolve(plan, env={**self._variables(spec), **plan.env})
+            process = await launcher.start(f"{spec.worker_id}-rank", plan)
+            ended = asyncio.create_task(process.wait())
+            stopped = asyncio.create_task(self._stop.wait())
+            try:
+                await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+                await process.stop(_RANK_GRACE_S)
+            if self._stop.is_set():
+                return
+            failure = take_start_failure(self._folder)
+            if failure is not None and failure.is_permanent:
+                raise ConfigError(list(failure.problems), f"worker {spec.worker_id}")
+            assert spec.group is not None
+            raise EngineError(f"rank {spec.group.rank} of {spec.worker_id} {await ended}")
+        finally:
+            await launcher.close()
 
     def _context(self) -> LauncherContext:
         """As of a supervisor: the worker gets no secret that it does not need."""
@@ -223,6 +289,8 @@ class _Host:
                 task.cancel()
             await asyncio.gather(running, stopped, lost, return_exceptions=True)
         if not self._stop.is_set():
+            if self._group is not None:
+                raise EngineError(f"the host of rank 0 of {agent.name} is cut off")
             log.error(
                 "%s was stopped: for %g s its host has reached neither the registry nor %s, so "
                 "another host may have replaced it; it is started again when they can be reached",
@@ -309,7 +377,9 @@ def _print_line(process: str, stream: str, line: str) -> None:
     sys.stdout.flush()
 
 
-def worker_spec(loaded: Loaded, order: Order, network: Network | None) -> WorkerSpec:
+def worker_spec(
+    loaded: Loaded, order: Order, network: Network | None, group: NodeGroup | None = None
+) -> WorkerSpec:
     """The worker of an order; its id begins with the name of the host, if that has one."""
     config = loaded.config
     (engine,) = config.engines
@@ -327,6 +397,7 @@ def worker_spec(loaded: Loaded, order: Order, network: Network | None) -> Worker
         generation=order.generation,
         advertise="127.0.0.1" if network is None else network.advertise,
         kv_host=kv_host(config, network),
+        group=group,
     )
 
 
@@ -372,6 +443,13 @@ def _load(folder: Path, order: Order, address: str) -> Loaded:
     return evolve(loaded, config=here)
 
 
+def _group(folder: Path) -> NodeGroup | None:
+    try:
+        return NodeGroup(**json.loads((folder / GROUP).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
 def main() -> None:
     folder, address, control = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
@@ -385,7 +463,9 @@ def main() -> None:
             log.warning("this host runs workers with niceness %d: they get CPU time after others; "
                         "with Ray, set RAY_worker_niceness=0 for `ray start`", nice)  # fmt: skip
         raise_descriptor_limit()
-        asyncio.run(_Host(loaded, order, control).main())
+        asyncio.run(_Host(loaded, order, control, _group(folder)).main())
+    except KeyboardInterrupt:
+        sys.exit("ended without a drain")
     except ConfigError as error:
         problems = [f"host {address}: {problem}" for problem in error.problems]
         report_start_failure(folder, StartFailure(problems=problems, is_permanent=True))

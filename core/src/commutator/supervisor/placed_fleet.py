@@ -57,7 +57,7 @@ _EXIT_S = 20.0
 """Seconds that an agent may take to end after its worker's last request."""
 _SECTIONS = (
     "models", "engines", "tiers", "disaggregation", "cluster", "registry", "runtime", "log",
-    "plugins",
+    "plugins", "launcher",
 )  # fmt: skip
 """What an agent needs of a configuration."""
 
@@ -152,6 +152,7 @@ def agent_plan(loaded: Loaded, launcher: AgentLauncherConfig, spec: WorkerSpec) 
         module=agent_process.__name__,
         files={CONFIG: json.dumps(values), ORDER: json.dumps(asdict(order))},
         grace_s=config.runtime.drain_timeout_s + _EXIT_S,
+        nodes=spec.config.nodes,
     )
 
 

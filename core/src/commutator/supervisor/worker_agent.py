@@ -23,6 +23,7 @@ from commutator.contract.engine import (
     HttpRelay,
     LaunchContext,
     ModelConfig,
+    NodeGroup,
 )
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher
@@ -74,6 +75,8 @@ class WorkerSpec:
     """The address at which other hosts reach this one."""
     kv_host: str = "127.0.0.1"
     """As ``LaunchContext.kv_host``."""
+    group: NodeGroup | None = None
+    """As ``LaunchContext.group``, of rank 0."""
 
 
 class WorkerAgent:
@@ -127,10 +130,14 @@ class WorkerAgent:
     async def run(self) -> None:
         """Keep the worker running until cancelled; then deregister and stop it.
 
-        Raises ConfigError when the first start shows that the worker can never start.
+        Raises ConfigError when the first start shows that the worker can never start, and
+        EngineError when a worker over several nodes ends: all of them start it anew.
         """
         following = asyncio.create_task(self._peers.follow(self._registry))
         try:
+            if self._spec.group is not None:
+                ended = await self._live_once()
+                raise EngineError(f"{self.name} {ended.reason}")
             await keep_running(
                 self.name,
                 self._live_once,
@@ -266,6 +273,7 @@ class WorkerAgent:
             advertise=spec.advertise if relay is None else host,
             kv_host=spec.kv_host,
             guarded_host=spec.advertise,
+            group=spec.group,
         )
         plan = spec.connector.launch_plan(spec.config, context)
         if plan is None:

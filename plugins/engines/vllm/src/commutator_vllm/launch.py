@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
+from commutator import LaunchContext, LaunchPlan, ModelConfig, NodeGroup, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
     RANKS_ON_LOOPBACK,
@@ -34,6 +34,8 @@ __all__ = ["launch_plan", "problems", "server_arguments", "warnings"]
 
 _OLDEST = "0.32"
 _SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+_HEADLESS = ("-m", "vllm.entrypoints.cli.main", "serve", "--headless")
+"""The process of a rank above 0, which serves nobody."""
 # With port 0 the server picks free ports and reports them at /kv_event_sources.
 _ANY_PORTS = ("tcp://*:0", "tcp://*:0")
 _OPEN_EVENTS = (
@@ -49,6 +51,10 @@ _SEVERAL_HOSTS = {
 }
 """Arguments by which ranks may be on other hosts."""
 _DATA_PARALLEL = {"--data-parallel-size", "-dp"}
+_NOT_IN_A_GROUP = {
+    *(_SEVERAL_HOSTS | _DATA_PARALLEL),
+    *("--node-rank", "-r", "--master-port", "--headless"),
+}
 _SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _GUARD = "commutator_key_guard"
 _GUARD_SOURCE = Path(__file__).with_name("key_guard.py")
@@ -109,11 +115,18 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     if context.tiers:
         _check_tiers(config, python)
     arguments = server_arguments(config, context, directory_for(source))
-    command = (python, *_SERVER, *arguments)
+    group = context.group
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
-    if not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
+    if group is not None:
+        arguments = (*arguments, *_group_arguments(config, group))
+    elif not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
         defaults |= RANKS_ON_LOOPBACK
     env = server_environment(config, context, defaults)
+    if group is not None and group.rank > 0:
+        command = (python, *_HEADLESS, *arguments)
+        log_command(context, env, command, config.secret_variables)
+        return LaunchPlan(argv=start_command(source, command), address="", env=env)
+    command = (python, *_SERVER, *arguments)
     if config.takes_part_in_handovers:
         env.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", context.kv_host)
         env.setdefault(_SIDE_CHANNEL_PORT, str(free_ports(context.kv_host)[0]))
@@ -159,6 +172,18 @@ def server_arguments(
         arguments += [KV_TRANSFER, _json(connector)]
     arguments += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     return (*arguments, *config.args)
+
+
+def _group_arguments(config: VllmConfig, group: NodeGroup) -> tuple[str, ...]:
+    """Raises ConfigError when `args` says itself where the ranks are."""
+    given = argument_names(config.args, _OURS, config.where) & _NOT_IN_A_GROUP
+    if given:
+        problems = [f"args: {name} contradicts `nodes`; remove one" for name in sorted(given)]
+        raise ConfigError(problems, config.where)
+    return (
+        *("--nnodes", str(group.nodes), "--node-rank", str(group.rank)),
+        *("--master-addr", group.master_address, "--master-port", str(group.master_port)),
+    )
 
 
 def _check_tiers(config: VllmConfig, python: str) -> None:

@@ -25,6 +25,8 @@ __all__ = ["VllmConnector"]
 class VllmConnector(ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
 
+    spans_nodes = True
+
     def paths(self) -> HttpRelay:
         from commutator_vllm.client import PATHS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from attrs import Attribute, frozen
 
@@ -23,12 +23,12 @@ def _reaches_a_node(_: object, _field: Attribute[Any], value: str) -> None:
 
 @frozen(kw_only=True)
 class Resources:
-    """What one worker reserves, on one node."""
+    """What one worker reserves on a node; one over several nodes, on each of them."""
 
     cpus: Annotated[float, Bounds(minimum=0)] = setting("CPUs.", 1.0)
     gpus: NonNegativeInt = setting(
-        "GPUs, all of one node: as many as the engine's tensor-parallel size. The worker sees only "
-        "these (CUDA_VISIBLE_DEVICES).",
+        "GPUs of a node: as many as the engine's tensor-parallel size, divided by its `nodes`. The "
+        "worker sees only these (CUDA_VISIBLE_DEVICES).",
         0,
     )
     custom: Mapping[str, float] = setting(
@@ -49,6 +49,8 @@ class Resources:
 class RayConfig(AgentLauncherConfig):
     """Workers on the nodes of a Ray cluster, each in a detached actor of its own."""
 
+    places_groups: ClassVar[bool] = True
+
     address: str = setting(
         "The Ray cluster: HOST:PORT of its head, or `auto` for the one that this machine is a node "
         "of.",
@@ -61,5 +63,7 @@ class RayConfig(AgentLauncherConfig):
         "detached",
     )
     resources: Mapping[str, Resources] = setting(
-        "What a worker reserves, by the name of its `engines` entry; one CPU by default.", {}
+        "What a worker reserves on each of its nodes, by the name of its `engines` entry; one CPU "
+        "by default.",
+        {},
     )
