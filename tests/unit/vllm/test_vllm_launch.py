@@ -17,6 +17,7 @@ from commutator.engine.model_files import directory_for
 from commutator.errors import ConfigError
 from commutator.kv.tiers.setup import read_tiers
 from commutator_dram.tier import DramConfig
+from commutator_vllm import launch
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
 from commutator_vllm.plugin import VllmConnector
@@ -95,13 +96,22 @@ def test_the_ranks_of_a_server_over_several_nodes(context: LaunchContext, python
         assert "GLOO_SOCKET_IFNAME" not in plan.env, "its host says which"
 
 
-@pytest.mark.parametrize("args", [("--nnodes=3",), ("-n", "2"), ("--data-parallel-size", "2")])
-def test_where_the_ranks_are_is_not_said_twice(
-    context: LaunchContext, python: str, args: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("-tp", "2", "--nnodes=3"), "args: --nnodes contradicts `nodes`; remove one"),
+        (("-tp", "2", "-dp", "2"), "args: -dp contradicts `nodes`; remove one"),
+        ((), "nodes: 1 ranks cannot be shared by 2 nodes"),
+        (("--tensor-parallel-size=2", "--pipeline-parallel-size", "3"), None),
+    ],
+)
+def test_arguments_have_to_fit_the_number_of_nodes(
+    monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], problem: str | None
 ) -> None:
-    group = NodeGroup(rank=1, nodes=2, master_address="10.0.0.1", master_port=9)
-    with pytest.raises(ConfigError, match="contradicts `nodes`; remove one"):
-        launch_plan(evolve(CONFIG, python=python, args=args), evolve(context, group=group))
+    monkeypatch.setattr(launch, "server_problems", lambda *_: ())  # of the machine
+    config = evolve(CONFIG, python=sys.executable, args=args, nodes=2)
+    found = list(launch.problems(config, ModelConfig(name="m", source="m"), ()))
+    assert found == [] if problem is None else any(problem in one for one in found), found
 
 
 def test_a_server_of_the_token_api_keeps_its_own_endpoints(context: LaunchContext) -> None:

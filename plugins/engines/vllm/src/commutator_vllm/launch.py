@@ -23,7 +23,12 @@ from commutator.engine.launching import (
     write_tiers,
 )
 from commutator.engine.model_files import directory_for, start_command
-from commutator.engine.preflight import ServerNeeds, server_problems, server_warnings
+from commutator.engine.preflight import (
+    ServerNeeds,
+    argument_value,
+    server_problems,
+    server_warnings,
+)
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
@@ -51,6 +56,7 @@ _SEVERAL_HOSTS = {
 }
 """Arguments by which ranks may be on other hosts."""
 _DATA_PARALLEL = {"--data-parallel-size", "-dp"}
+_PARALLEL = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
 _NOT_IN_A_GROUP = {
     *(_SEVERAL_HOSTS | _DATA_PARALLEL),
     *("--node-rank", "-r", "--master-port", "--headless"),
@@ -71,6 +77,8 @@ def problems(config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
     yield from found
     if found:
         return
+    if config.nodes > 1:
+        yield from _group_problems(config)
     python = str(Path(config.python).expanduser().absolute())
     try:
         if tiers:
@@ -98,10 +106,7 @@ def _needs(config: VllmConfig) -> ServerNeeds:
         oldest=_OLDEST,
         ours=_OURS,
         context_argument="--max-model-len",
-        parallel_arguments=(
-            ("--tensor-parallel-size", "-tp"),
-            ("--pipeline-parallel-size", "-pp"),
-        ),
+        parallel_arguments=_PARALLEL,
         shrinking_arguments=("--quantization", "-q", "--load-format", "--cpu-offload-gb"),
         nixl_for=None if config.role == "both" or config.has_own_connector else "role",
     )
@@ -118,7 +123,7 @@ def launch_plan(config: VllmConfig, context: LaunchContext) -> LaunchPlan:
     group = context.group
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": context.kv_host}
     if group is not None:
-        arguments = (*arguments, *_group_arguments(config, group))
+        arguments = (*arguments, *_group_arguments(group))
     elif not argument_names(config.args, _OURS, config.where) & _SEVERAL_HOSTS:
         defaults |= RANKS_ON_LOOPBACK
     env = server_environment(config, context, defaults)
@@ -174,16 +179,26 @@ def server_arguments(
     return (*arguments, *config.args)
 
 
-def _group_arguments(config: VllmConfig, group: NodeGroup) -> tuple[str, ...]:
-    """Raises ConfigError when `args` says itself where the ranks are."""
-    given = argument_names(config.args, _OURS, config.where) & _NOT_IN_A_GROUP
-    if given:
-        problems = [f"args: {name} contradicts `nodes`; remove one" for name in sorted(given)]
-        raise ConfigError(problems, config.where)
+def _group_arguments(group: NodeGroup) -> tuple[str, ...]:
     return (
         *("--nnodes", str(group.nodes), "--node-rank", str(group.rank)),
         *("--master-addr", group.master_address, "--master-port", str(group.master_port)),
     )
+
+
+def _group_problems(config: VllmConfig) -> Iterator[str]:
+    """What `args` say against the option `nodes`."""
+    for name in sorted(argument_names(config.args, _OURS, config.where) & _NOT_IN_A_GROUP):
+        yield f"args: {name} contradicts `nodes`; remove one"
+    ranks = 1
+    for names in _PARALLEL:
+        values = [argument_value(config.args, name) for name in names]
+        ranks *= next((int(value) for value in values if value and value.isdigit()), 1)
+    if ranks % config.nodes:
+        yield (
+            f"nodes: {ranks} ranks cannot be shared by {config.nodes} nodes; set "
+            "--tensor-parallel-size in `args` to a multiple of it"
+        )
 
 
 def _check_tiers(config: VllmConfig, python: str) -> None:
