@@ -71,7 +71,7 @@ def install(folder: Path) -> dict[str, str]:
 def _lead(group: NodeGroup) -> None:
     """Wait for the other ranks; end this process when one of them ends."""
     server = socket.create_server((group.master_address, group.master_port))
-    ranks = set()
+    ranks: set[int] = set()
     while len(ranks) < group.nodes - 1:
         peer, _ = server.accept()
         ranks.add(int.from_bytes(peer.recv(1)))

@@ -49,7 +49,7 @@ def make_model(folder: Path) -> dict[str, str]:
             bos_token_id=1,
             eos_token_id=0,
         )
-    ).eval()
+    )
     model.save_pretrained(folder)
     text.tokenizer.save(str(folder / "tokenizer.json"))
     described = {
@@ -70,9 +70,9 @@ def make_model(folder: Path) -> dict[str, str]:
 
 def stub_distribution(folder: Path) -> None:
     """`vllm serve` asks for the version of a distribution `vllm`; its build for CPUs has none."""
-    info = folder / "vllm-0.32.0.dist-info"
+    info = folder / "vllm-0.32.0+cpu.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
 
 
 @pytest.fixture(scope="module")

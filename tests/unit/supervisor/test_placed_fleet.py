@@ -76,6 +76,7 @@ GROUP = "engines[1]={kind: vllm, name: v, nodes: 2}"
 ISOLATED = "cluster.kv_network=isolated"
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
