@@ -23,10 +23,10 @@ from commutator import (
     EngineRegister,
     LaunchContext,
     LaunchPlan,
-    NodeGroup,
     hookimpl,
 )
 from commutator.engine import TokenApiClient, engine_command, run_engine_process
+from commutator.engine.launching import NodeGroup
 from commutator_sim.__main__ import build
 from commutator_sim.config import SimConfig
 

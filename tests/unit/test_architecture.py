@@ -43,7 +43,8 @@ PUBLIC = {"errors", "engine", "kv", "kv_events", "nixl", "tokenizer", "frontend"
         "preflight",
     )
 }
-PUBLIC |= {"auth", "fairness", "launcher", "launcher.hosted", "planner", "registry"}
+PUBLIC |= {"auth", "fairness", "launcher", "planner", "registry"}
+PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank"}
 # Below the faces of kv and kv.transfer, until these export what engines need.
 PUBLIC |= {"kv.connector", "kv.block_manager.admission", "kv.tiers.setup"}
 PUBLIC |= {f"kv.transfer.{n}" for n in ("event_loop", "exporter", "geometry", "protocol")}

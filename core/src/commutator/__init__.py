@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         ForwardedAnswer,
         LaunchContext,
         ModelConfig,
-        NodeGroup,
         TokenStream,
     )
     from commutator.contract.eviction import (
@@ -169,7 +168,6 @@ __all__ = [
     "MeasuredSpeeds",
     "Memory",
     "ModelConfig",
-    "NodeGroup",
     "NonNegativeInt",
     "Observer",
     "ObserverConfig",

@@ -22,6 +22,7 @@ from commutator.contract.engine import (
     EngineConnector,
     HttpRelay,
     LaunchContext,
+    NodeGroup,
 )
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.settings import NonNegativeInt, Secret, setting
@@ -32,6 +33,7 @@ __all__ = [
     "RANKS_ON_LOOPBACK",
     "HttpRelay",
     "KeyedServerConfig",
+    "NodeGroup",
     "ServerConfig",
     "ServerConnector",
     "api_key_at",

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commutator import LaunchContext, LaunchPlan, ModelConfig, NodeGroup, TierConfig
+from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
 from commutator.engine import free_ports
 from commutator.engine.launching import (
     RANKS_ON_LOOPBACK,
+    NodeGroup,
     api_key_at,
     argument_names,
     event_sockets,
