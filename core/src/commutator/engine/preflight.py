@@ -216,7 +216,7 @@ def _memory_problems(config: ServerConfig, needs: ServerNeeds, weights_bytes: in
             )
         return
     total_bytes = machine_memory_bytes()
-    needed = weights_bytes * config.replicas
+    needed = weights_bytes * config.replicas // config.nodes
     if not memory and total_bytes is not None and needed > total_bytes:
         times = "" if config.replicas == 1 else f", {config.replicas} times,"
         fewer = "a smaller model" if config.replicas == 1 else "fewer replicas"

@@ -209,11 +209,10 @@ def _first_of(full: str) -> str:
 
 def _together(said: list[dict[str, Any]]) -> dict[str, Any]:
     """What the actors of one agent say, by rank, as if it were one."""
-    failed = next((one for one in said if one["state"] == AgentState.FAILED.value), None)
-    cause = next((one["cause"] for one in said if one["cause"] is not None), None)
-    return (
-        said[0] | {"cause": cause} | ({} if failed is None else {**failed, "host": said[0]["host"]})
-    )
+    failed = [one for one in said if one["state"] == AgentState.FAILED.value]
+    cause = next((one["cause"] for one in failed or said if one["cause"] is not None), None)
+    state = AgentState.FAILED.value if failed else said[0]["state"]
+    return {"state": state, "cause": cause, "host": said[0]["host"]}
 
 
 def serve(driver: Driver, questions: TextIO, answers: TextIO) -> None:
