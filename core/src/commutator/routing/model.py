@@ -15,6 +15,7 @@ from commutator.contract.event_bus import EventBus
 from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.routing import BusyConfig, RouterConfig
 from commutator.fairness.guarded import Guarded
+from commutator.fairness.policies import Fifo, Weighted
 from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
@@ -222,4 +223,5 @@ def _fairness(busy: BusyConfig, host: PluginHost) -> FairnessPolicy | None:
         return None
     config = busy.fairness
     kind = host.fairness.kinds[_DEFAULT_FAIRNESS if config is None else config.kind]
-    return Guarded(kind.thing(config or kind.config_class(kind=kind.name)))
+    policy = kind.thing(config or kind.config_class(kind=kind.name))
+    return policy if isinstance(policy, Fifo | Weighted) else Guarded(policy)

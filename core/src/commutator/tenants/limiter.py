@@ -92,14 +92,31 @@ class _Sender:
         self.requests += 1
         self.most_tokens = max(self.most_tokens, tokens)
 
-    def fits(self, limits: Limits, tokens: int, now_s: float) -> bool:
-        """Whether the next ticket serves a request of ``tokens``."""
-        return (
-            self.next != self.end
-            and tokens <= self.charged
-            and now_s < self.until_s
-            and (self.limits is limits or self.limits == limits)
+    def take(self, limits: Limits, tokens: int, now_s: float) -> Standing | None:
+        """Use the next ticket for a request of ``tokens`` that came; None: there is none for it.
+
+        Returns how far the principal is from its limits then.
+        """
+        if (
+            self.next == self.end
+            or tokens > self.charged
+            or now_s >= self.until_s
+            or (self.limits is not limits and self.limits != limits)
+        ):
+            return None
+        self.came(tokens, now_s)
+        self.next += 1
+        known = self.standing
+        requests, tokens_left = known.remaining_requests, known.remaining_tokens
+        known = self.standing = Standing(
+            known.limit_requests,
+            None if requests is None else max(0, requests - 1),
+            known.reset_requests_s,
+            known.limit_tokens,
+            None if tokens_left is None else max(0, tokens_left - self.charged),
+            known.reset_tokens_s,
         )
+        return known
 
     def got(self, first: int, count: int, charged: int, standing: Standing, until_s: float) -> None:
         """The ledger admitted ``count`` tickets ahead, from ``first`` on; none are left of others.
@@ -108,21 +125,6 @@ class _Sender:
         """
         self.next, self.end = first, first + count
         self.charged, self.standing, self.until_s = charged, standing, until_s
-
-    def use(self) -> Standing:
-        """Take the next ticket. Returns how far the principal is from its limits then."""
-        self.next += 1
-        known = self.standing
-        requests, tokens = known.remaining_requests, known.remaining_tokens
-        self.standing = Standing(
-            known.limit_requests,
-            None if requests is None else max(0, requests - 1),
-            known.reset_requests_s,
-            known.limit_tokens,
-            None if tokens is None else max(0, tokens - self.charged),
-            known.reset_tokens_s,
-        )
-        return self.standing
 
     def has_ahead(self, now_s: float) -> bool:
         """Whether there are tickets that can be used."""
@@ -175,11 +177,10 @@ class RequestLimiter(ABC):
         """
         now_s = self._now_s()
         sender = self._senders.get(principal)
-        if sender is not None and sender.fits(limits, tokens, now_s):
-            sender.came(tokens, now_s)
-            ticket = sender.next
+        if sender is not None and (standing := sender.take(limits, tokens, now_s)) is not None:
+            ticket = sender.next - 1
             self._open[ticket] = principal
-            return ticket, sender.use()
+            return ticket, standing
         return await self._ask(principal, limits, tokens, now_s)
 
     @abstractmethod
