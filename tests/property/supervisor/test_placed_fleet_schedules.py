@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -106,15 +106,20 @@ class Host:
         except ConfigError:
             ever_ready = {one.plan.engine for one in self.workers.values() if one.was_ready}
             assert ever_ready != ENGINES.keys(), "it ends though workers of each engine could start"
-            self.world.start(self.again())
+            self.begin_again(orderly=True, pause_s=STARTS_AGAIN_S)
 
-    async def again(self) -> None:
-        await self.end(orderly=True)
-        await asyncio.sleep(STARTS_AGAIN_S)
-        self.begin()
+    def begin_again(self, *, orderly: bool, pause_s: float = 0.0) -> None:
+        """End it, and start it after a pause."""
+        tasks, self.tasks = self.tasks, []  # at once: what is ended is not ended again
 
-    async def end(self, *, orderly: bool) -> None:
-        tasks, self.tasks = self.tasks, []
+        async def again() -> None:
+            await self.end(tasks, orderly=orderly)
+            await asyncio.sleep(pause_s)
+            self.begin()
+
+        self.world.start(again())
+
+    async def end(self, tasks: Iterable[asyncio.Task[None]], *, orderly: bool) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -351,14 +356,9 @@ class Restart:
 
     def befall(self, world: World) -> None:
         host = world.hosts[self.name]
-
-        async def restart() -> None:
-            await host.end(orderly=self.orderly)
-            host.generation = self.generation
-            host.begin()
-
         if host.tasks:  # it is not being started again already
-            world.start(restart())
+            host.generation = self.generation
+            host.begin_again(orderly=self.orderly)
 
 
 Fault = Cut | Member | Switch | Head | HeadAnew | Model | Crash | Restart
@@ -412,7 +412,7 @@ async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
         assert (world.removals, world.ray.actors) == (removals, actors), "it does not settle"
         assert world.difference() == ""
         for host in world.hosts.values():
-            await host.end(orderly=False)
+            await host.end(host.tasks, orderly=False)
         for node in world.ray.nodes:
             node.end()
 
