@@ -193,6 +193,7 @@ class Process:
         self.node = node
         self.actor = actor
         self.ray = node.ray
+        self.began_s = node.ray.loop.time()
         self.serves = False
         """Whether the worker would answer requests."""
         self.stopping = asyncio.Event()

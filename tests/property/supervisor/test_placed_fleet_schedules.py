@@ -214,9 +214,12 @@ class World:
             if reaches_etcd or self.ray.reaches(node.name):
                 self.cut_off_s.pop(node.name, None)
             since_s = self.cut_off_s.setdefault(node.name, now_s)
-            if now_s > since_s + CUT_OFF_S + LEASE_S:
-                serving = [one for one in node.processes.values() if one.serves]
-                assert not serving, "a worker serves on though its node is cut off"
+            for one in node.processes.values():
+                # One that began meanwhile is known to nobody, and has to notice by itself.
+                noticed_s = max(since_s, one.began_s) + CUT_OFF_S + LEASE_S
+                assert not one.serves or now_s <= noticed_s, (
+                    "a worker serves on though its node is cut off"
+                )
 
     async def wait(self, seconds: float) -> None:
         if seconds:

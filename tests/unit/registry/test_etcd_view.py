@@ -12,6 +12,7 @@ from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.trust import RunSecret, adopt
 from commutator_etcd.config import EtcdConfig, EtcdTls
+from commutator_etcd.follower import Follower, Listing, WatchMessage
 from commutator_etcd.view import ClusterView, Desired, Gone, Keys, encoded
 from commutator_testing.registries import make_worker
 
@@ -37,6 +38,19 @@ def test_the_reason_counts_for_the_instance_that_gave_it() -> None:
     assert view.due_s() == 6.0
     assert view.overdue(6.0) == [WorkerDown(worker_id="a-0", reason="lease expired")]
     assert (view.due_s(), view.records) == (inf, {})
+
+
+def test_whether_a_key_is_back_is_asked_without_waiting_for_the_next_heartbeat() -> None:
+    follower = Follower(resync_s=60.0)
+    follower.listed(Listing(1, {}), 0.0, 0.0)
+    assert follower.tick(0.0)
+    follower.received(WatchMessage(1, progress=True), 0.1)
+    follower.confirm_by(0.6)
+    assert (follower.due_s(), follower.tick(0.5), follower.tick(0.6)) == (0.6, False, True)
+    follower.received(WatchMessage(1), 0.7)
+    assert follower.confirmed_s == 0.0, "only an answer confirms"
+    follower.received(WatchMessage(1, progress=True), 0.8)
+    assert follower.confirmed_s == 0.6
 
 
 def test_a_key_that_comes_back_at_once_was_never_away() -> None:

@@ -65,7 +65,8 @@ class Follower:
         self.revision = 0
         """That of the session's list: the watch begins after it."""
         self._resync_s = resync_s
-        self._confirmed_s = -inf
+        self.confirmed_s = -inf
+        """As of when ``values`` were certainly complete at the member."""
         self._began_s = 0.0
         self._heard_s = 0.0
         self._asked_s: float | None = None
@@ -73,8 +74,8 @@ class Follower:
         self._ask_at_s = 0.0
 
     def age_s(self, now_s: float) -> float:
-        """Seconds since ``values`` were certainly complete at the member; infinite at first."""
-        return now_s - self._confirmed_s
+        """Seconds since ``confirmed_s``; infinite at first."""
+        return now_s - self.confirmed_s
 
     def listed(self, listing: Listing, asked_s: float, now_s: float) -> Delta:
         """Begin a session with a list that was asked for at ``asked_s``; returns the difference."""
@@ -82,7 +83,7 @@ class Follower:
         delta: dict[bytes, bytes | None] = {key: None for key in self.values if key not in new}
         delta |= {key: value for key, value in new.items() if self.values.get(key) != value}
         self.values, self.revision = dict(new), listing.revision
-        self._confirmed_s = asked_s
+        self.confirmed_s = asked_s
         self._began_s = self._heard_s = self._ask_at_s = now_s
         self._asked_s = None
         return delta
@@ -99,13 +100,17 @@ class Follower:
         if message.progress and self._asked_s is not None:
             # etcd before 3.4.25 and 3.5.8 may answer before it sent the last changes: then the age
             # is too small, until these come or the next list.
-            self._confirmed_s, self._asked_s = self._asked_s, None
+            self.confirmed_s, self._asked_s = self._asked_s, None
         for key, value in message.delta.items():
             if value is None:
                 self.values.pop(key, None)
             else:
                 self.values[key] = value
         return message.delta
+
+    def confirm_by(self, when_s: float) -> None:
+        """Have ``values`` confirmed as of then, if that is before the next heartbeat."""
+        self._ask_at_s = min(self._ask_at_s, when_s)
 
     def due_s(self) -> float:
         """When ``tick`` has something to do next."""

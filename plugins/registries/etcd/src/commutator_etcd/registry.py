@@ -258,12 +258,13 @@ class EtcdRegistry(Registry):
             reading = asyncio.ensure_future(watch.read())
             try:
                 while True:
+                    self._restore_missing()
+                    self._publish(self._view.overdue(self._follower.confirmed_s), first=False)
+                    self._follower.confirm_by(self._view.due_s())
                     if self._follower.tick(self._clock()):
                         await watch.ask_progress()
-                    self._restore_missing()
-                    self._publish(self._view.overdue(self._clock()), first=False)
-                    due_s = min(self._follower.due_s(), self._view.due_s())
-                    await asyncio.wait({reading}, timeout=max(0.0, due_s - self._clock()))
+                    timeout_s = max(0.0, self._follower.due_s() - self._clock())
+                    await asyncio.wait({reading}, timeout=timeout_s)
                     if reading.done():
                         message = reading.result()
                         reading = asyncio.ensure_future(watch.read())

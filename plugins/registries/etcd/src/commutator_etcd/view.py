@@ -102,9 +102,10 @@ def decoded(key: bytes, stored: bytes, cls: type[T]) -> T | None:
 class ClusterView:
     """Turns changes of keys into changes of workers. Times are seconds of one monotonic clock.
 
-    A worker whose key went without a reason is removed only after ``_GRACE_S``: when a leader that
-    was stopped for a while wakes up, it may end all leases that were renewed meanwhile (etcd#15247
-    says in which versions); their holders put the keys back well within that time.
+    A worker whose key went without a reason is removed only if it is still away after ``_GRACE_S``:
+    when a leader that was stopped for a while wakes up, it may end all leases that were renewed
+    meanwhile (etcd#15247 says in which versions); their holders put the keys back well within that
+    time.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -122,12 +123,12 @@ class ClusterView:
         return self._missing.keys()
 
     def due_s(self) -> float:
-        """When ``overdue`` has something to tell; infinite: never."""
+        """As of when ``overdue`` has something to tell; infinite: never."""
         return min(self._missing.values(), default=inf)
 
-    def overdue(self, now_s: float) -> list[Change]:
-        """The workers that did not come back."""
-        gone = [worker_id for worker_id, until_s in self._missing.items() if until_s <= now_s]
+    def overdue(self, confirmed_s: float) -> list[Change]:
+        """The workers that did not come back. The keys were complete as of ``confirmed_s``."""
+        gone = [name for name, until_s in self._missing.items() if until_s <= confirmed_s]
         for worker_id in gone:
             del self._missing[worker_id], self.records[worker_id]
         return [WorkerDown(worker_id=worker_id, reason=LAPSED) for worker_id in gone]
