@@ -167,7 +167,8 @@ class Node:
         self.ray.loop.call_later(_AGAIN_S, self._again, actor)
 
     def _again(self, actor: Actor) -> None:
-        if actor.node is self and actor in self.ray.actors and actor not in self.processes:
+        wanted = self.is_up and actor.node is self and actor in self.ray.actors
+        if wanted and actor not in self.processes:
             self.begin(actor)
 
     def lose(self) -> None:
