@@ -106,7 +106,7 @@ def test_1_the_launcher_keeps_its_contract(deployment: Deployment) -> None:
     env = {**deployment.ray.env, ADDRESS: deployment.ray.address}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "7 passed" in done.stdout
+    assert "8 passed" in done.stdout
     assert deployment.workers() == before
 
 

@@ -53,7 +53,7 @@ class HostedAgents(AgentLauncher):
     async def remove(self, name: str, grace_s: float) -> None:
         if (one := self._cluster.get(name)) is not None:
             one.agent.stop(grace_s)
-            await one.task
+            await asyncio.wait({one.task})  # which goes on if this is cancelled
             self._cluster.pop(name, None)
 
     async def close(self) -> None:

@@ -46,16 +46,24 @@ class Actor:
     plan: AgentPlan
     node: Node | None = None
     failure: str | None = None
+    is_ending: bool = False
+    """Whether it was asked to end where it is."""
 
     def placed(self) -> PlacedAgent:
-        state = AgentState.WAITING if self.node is None else AgentState.RUNNING
         return PlacedAgent(
             name=self.plan.name,
             generation=self.plan.generation,
-            state=state if self.failure is None else AgentState.FAILED,
+            state=self._state(),
             host="" if self.node is None else self.node.name,
             cause=self.failure,
         )
+
+    def _state(self) -> AgentState:
+        if self.failure is not None:
+            return AgentState.FAILED
+        if self.node is None or not self.node.ray.knows(self.node):
+            return AgentState.WAITING
+        return AgentState.ENDING if self.is_ending else AgentState.RUNNING
 
 
 class SimulatedRay:
@@ -154,6 +162,7 @@ class Node:
         self.make_registry = registry
 
     def begin(self, actor: Actor) -> None:
+        actor.is_ending = False
         self.processes[actor] = Process(self, actor)
 
     def end(self, *actors: Actor) -> None:
@@ -168,7 +177,7 @@ class Node:
 
     def _again(self, actor: Actor) -> None:
         wanted = self.is_up and actor.node is self and actor in self.ray.actors
-        if wanted and actor not in self.processes:
+        if wanted and not actor.is_ending and actor not in self.processes:
             self.begin(actor)
 
     def lose(self) -> None:
@@ -276,6 +285,7 @@ class Process:
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, later SIGKILL."""
+        self.actor.is_ending = True
         self.stopping.set()
         await asyncio.wait({self.task}, timeout=grace_s)
         self.node.processes.pop(self.actor, None)

@@ -140,10 +140,10 @@ class Host:
         seen, plan = self.launcher.seen[name], self.wanted.get(name)
         if plan is None:
             return
-        failed = seen.state is AgentState.FAILED
-        assert failed or seen.generation != plan.generation, "what is wanted stays"
+        over = seen.state in (AgentState.FAILED, AgentState.ENDING)
+        assert over or seen.generation != plan.generation, "what is wanted stays"
         self.world.removals += 1
-        if not failed and self.workers[name].ready.is_set():
+        if not over and self.workers[name].ready.is_set():
             others = [
                 one
                 for one in self.workers.values()

@@ -11,6 +11,7 @@ from commutator.supervisor.agent_process import CutOff
 from commutator.supervisor.placed_fleet import Action, Failed, Place, Remove, reconcile
 
 OLD, NEW = "0a", "1b"
+OVER = (AgentState.FAILED, AgentState.ENDING)
 ENGINES = {"p": 3, "d": 2}
 
 
@@ -59,9 +60,11 @@ class World:
             self.finish(name)
         elif agent is None:
             return
-        elif event == "ready" and agent.state is not AgentState.FAILED:
+        elif event == "ready" and agent.state not in OVER:
             self.ready.add(name)
             self.agents[name] = evolve(agent, state=AgentState.RUNNING)
+        elif event == "ends":
+            self.agents[name] = evolve(agent, state=AgentState.ENDING)
         elif event == "lost":
             self.ready.discard(name)
         elif event == "vanishes":
@@ -85,8 +88,10 @@ def check(world: World, actions: list[Action]) -> None:
             case Failed(name):
                 assert world.agents[name].state is AgentState.FAILED
             case Remove(name) if name in WANTED:
-                assert world.agents[name].generation != NEW, "what is wanted stays"
-                if name in world.ready:
+                agent = world.agents[name]
+                ending = agent.state is AgentState.ENDING
+                assert ending or agent.generation != NEW, "what is wanted stays"
+                if name in world.ready and not ending:
                     replaced.append(WANTED[name].engine)
                     others = {one for one in WANTED if WANTED[one].engine == replaced[-1]} - {name}
                     assert others <= world.ready - set(world.busy)
@@ -102,7 +107,7 @@ states = st.builds(
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["finish", "finish", "ready", "lost", "vanishes", "fails", "waits", "look"]
+            ["finish", "finish", "ready", "lost", "vanishes", "fails", "waits", "ends", "look"]
         ),
         st.sampled_from(NAMES),
     ),
@@ -131,7 +136,7 @@ def test_whatever_happens_the_wanted_agents_run_in_the_end(
         for name in list(world.busy):
             world.finish(name)
         for name, agent in world.agents.items():
-            if agent.state is not AgentState.FAILED:
+            if agent.state not in OVER:
                 world.ready.add(name)
         actions = world.decide()
         check(world, actions)

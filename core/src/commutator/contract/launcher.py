@@ -167,6 +167,9 @@ class AgentState(StrEnum):
     """Its process runs, or is about to be started again."""
     FAILED = "failed"
     """Its process has ended and said that no further start can succeed."""
+    ENDING = "ending"
+    """``remove`` was called and has not returned, perhaps because its caller has ended: the agent
+    runs no more, or not for long, and is still to be removed."""
 
 
 @frozen(kw_only=True)

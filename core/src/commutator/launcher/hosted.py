@@ -46,7 +46,7 @@ class HostedAgent:
         ``backoff``: the waits between starts.
         """
         self.state = AgentState.RUNNING
-        """RUNNING or FAILED."""
+        """Any but WAITING."""
         self.cause: str | None = None
         """How the process ended last; None: it never did."""
         self._plan = plan
@@ -59,6 +59,8 @@ class HostedAgent:
     def stop(self, grace_s: float) -> None:
         """Have ``run`` end the agent, which may take ``grace_s``, and return."""
         self._grace_s = grace_s
+        if self.state is AgentState.RUNNING:
+            self.state = AgentState.ENDING
         self._stopping.set()
 
     async def run(self) -> None:

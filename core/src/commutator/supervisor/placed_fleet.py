@@ -71,7 +71,7 @@ class Place:
 
 @frozen
 class Remove:
-    """End an agent: nobody wants it, or another generation of it is to be placed."""
+    """End an agent that nobody wants, is of another generation, or was asked to end before."""
 
     name: str
 
@@ -106,7 +106,7 @@ def reconcile(
         if name not in ready
         or name in busy
         or name not in there
-        or there[name].state is AgentState.FAILED
+        or there[name].state in (AgentState.FAILED, AgentState.ENDING)
     ]
     engines_waiting = {wanted[name].engine for name in unready}
     for agent in found:
@@ -121,6 +121,8 @@ def reconcile(
             elif plan.engine not in engines_waiting:
                 engines_waiting.add(plan.engine)
                 yield Remove(agent.name)
+        elif agent.state is AgentState.ENDING:  # another process asked it to end, and is gone
+            yield Remove(agent.name)
         elif agent.state is AgentState.FAILED:
             yield Failed(agent.name, agent.cause or "it cannot start")
     for name, plan in wanted.items():
@@ -207,7 +209,8 @@ class PlacedWorker:
         agent, config = self._seen, self._spec.config
         state = UnreadyState.DEAD if self.was_ready else UnreadyState.STARTING
         cause = None if agent is None else agent.cause
-        if agent is not None and cause is not None and agent.state is not AgentState.WAITING:
+        ended = agent is not None and agent.state in (AgentState.RUNNING, AgentState.FAILED)
+        if ended and cause is not None:
             state = UnreadyState.DEAD if self.was_ready else UnreadyState.FAILING
         return UnreadyWorker(
             worker_id=self.name,

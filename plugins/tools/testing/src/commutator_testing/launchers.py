@@ -301,6 +301,31 @@ class AgentLauncherContract:
             assert await launcher.agents() == []
             await launcher.remove("w-0", 10)
 
+    async def test_one_whose_remover_is_gone_is_ending_until_it_is_removed(
+        self, tmp_path: Path
+    ) -> None:
+        async with self.opened() as launcher:
+            may_end = tmp_path / "may-end"
+            await launcher.place(self.plan(tmp_path / "r", ends_with=str(may_end)))
+            given = await self.reported(tmp_path / "r")
+            other = self.make_launcher()
+            await other.open()
+            removing = asyncio.create_task(other.remove("w-0", self.patience_s))
+
+            async def asked() -> bool:
+                return (tmp_path / "r.ended").exists()
+
+            await self.until(asked)
+            removing.cancel()
+            await asyncio.gather(removing, return_exceptions=True)
+            await other.close()
+            await self.only(launcher, AgentState.ENDING)
+            may_end.touch()
+            await self.gone(given["pid"], given["child"])
+            await self.only(launcher, AgentState.ENDING)
+            await launcher.remove("w-0", 10)
+            assert await launcher.agents() == []
+
     async def test_one_that_can_never_start_says_why(self, tmp_path: Path) -> None:
         async with self.opened() as launcher:
             await launcher.place(self.plan(tmp_path / "r", problem="no such model"))

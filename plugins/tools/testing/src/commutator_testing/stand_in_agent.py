@@ -28,6 +28,8 @@ def main() -> None:
 
     def end(*_: object) -> None:
         report.with_suffix(".ended").touch()
+        while order.get("ends_with") and not Path(order["ends_with"]).exists():
+            time.sleep(0.05)
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
