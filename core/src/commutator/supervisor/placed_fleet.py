@@ -115,14 +115,12 @@ def reconcile(
             continue
         if plan is None:
             yield Remove(agent.name)
-        elif agent.generation != plan.generation:
+        elif agent.generation != plan.generation or agent.state is AgentState.ENDING:
             if agent.name in unready:
                 yield Remove(agent.name)
             elif plan.engine not in engines_waiting:
                 engines_waiting.add(plan.engine)
                 yield Remove(agent.name)
-        elif agent.state is AgentState.ENDING:  # another process asked it to end, and is gone
-            yield Remove(agent.name)
         elif agent.state is AgentState.FAILED:
             yield Failed(agent.name, agent.cause or "it cannot start")
     for name, plan in wanted.items():
