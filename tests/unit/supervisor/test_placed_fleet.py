@@ -335,6 +335,19 @@ async def test_a_new_configuration_replaces_workers_one_by_one(file: Path) -> No
         assert rig.agents.there["w-1"].generation == rig.workers[1].plan.generation
 
 
+async def test_one_that_another_process_asked_to_end_is_placed_anew(file: Path) -> None:
+    """It was a launching process with another configuration, and is gone."""
+    rig = Rig(file)
+    plan = rig.workers[0].plan
+    rig.agents.there["w-0"] = PlacedAgent(
+        name="w-0", generation=plan.generation, state=AgentState.ENDING
+    )
+    await rig.up("w-0", "h1")  # it still drains
+    async with rig.running():
+        await until(lambda: "place w-0" in rig.agents.done)
+    assert rig.agents.there["w-0"].state is AgentState.RUNNING
+
+
 async def test_none_is_replaced_before_a_new_registry_knows_who_is_ready(file: Path) -> None:
     rig = Rig(file, settle_s=15.0)
     for name, generation in (("w-0", "0ld"), ("w-7", "0ld")):
