@@ -72,6 +72,7 @@ class SimulatedEtcd:
         self.leases: dict[int, _Lease] = {}
         self.members = [MemberState.UP] * MEMBERS
         self.leader: int | None = 0
+        self.has_quorum = True
         self.cut: set[tuple[int, int]] = set()
         """Links, by host and member, over which nothing gets through."""
         self.trip_s: dict[int, float] = {}
@@ -106,6 +107,7 @@ class SimulatedEtcd:
     def set_member(self, member: int, state: MemberState) -> None:
         """Pause, kill or bring back a member."""
         self.members[member] = state
+        self.has_quorum = 2 * self.members.count(MemberState.UP) > MEMBERS
         if state is MemberState.KILLED:
             self._break(member)
         if self.leader is not None and not (
@@ -118,13 +120,14 @@ class SimulatedEtcd:
         self._tell()
 
     @property
-    def has_quorum(self) -> bool:
-        return 2 * sum(state is MemberState.UP for state in self.members) > MEMBERS
-
-    @property
     def works(self) -> bool:
         """Whether there is a leader that can decide."""
-        return self.leader is not None and self.has_quorum
+        return self.leader is not None
+
+    def answers(self, host: int) -> bool:
+        """Whether a host reaches a member that can decide."""
+        up = [m for m, state in enumerate(self.members) if state is MemberState.UP]
+        return self.works and any((host, member) not in self.cut for member in up)
 
     def compact(self) -> None:
         """Forget how the present values came about."""

@@ -51,7 +51,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        when = self._now_s + delay
+        handle = _TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
 
     def call_at(  # type: ignore[override]
         self,
@@ -127,7 +130,13 @@ class _TimerHandle(_Handle, asyncio.TimerHandle):
         loop: asyncio.AbstractEventLoop,
         context: Context | None,
     ) -> None:
-        _Handle.__init__(self, callback, args, loop, context)
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
         self._when = when
         self._scheduled = False
 

@@ -207,12 +207,9 @@ class World:
         acting = [host.name for host in self.hosts.values() if host.claim.held and host.tasks]
         assert len(acting) <= 1, "two processes are sure that they may act"
         for number, node in enumerate(self.ray.nodes, len(HOSTS)):
-            reaches_etcd = self.etcd.works and any(
-                (number, m) not in self.etcd.cut and self.etcd.members[m] is MemberState.UP
-                for m in range(MEMBERS)
-            )
-            if reaches_etcd or self.ray.reaches(node.name):
+            if self.ray.reaches(node.name) or self.etcd.answers(number):
                 self.cut_off_s.pop(node.name, None)
+                continue
             since_s = self.cut_off_s.setdefault(node.name, now_s)
             for one in node.processes.values():
                 # One that began meanwhile is known to nobody, and has to notice by itself.
