@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from unittest.mock import patch
 from attrs import frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.schedules import run_schedules
+from tests.support.schedules import MOST_FAULTS, run_schedule, run_schedules
 from tests.support.simulated_etcd import (
     ELECTION_S,
     MEMBERS,
@@ -27,7 +26,6 @@ from tests.support.simulated_etcd import (
     SimulatedEtcd,
     endpoints,
 )
-from tests.support.virtual_time import VirtualTimeLoop
 
 from commutator import WorkerRecord
 from commutator.errors import RegistryError
@@ -369,7 +367,6 @@ class Take:
 Fault = Cut | Member | Delay | Compact | EndLeases | Restart | Drain | Take
 DELAYS_S = [0.002, 0.03, SLOW_S]
 PAUSES_S = [0.0, 0.2, 1.0, 3.0, 7.0]
-MOST_FAULTS = 8
 SOME_HOST = st.integers(0, HOSTS - 1)
 SOME_WORKER = st.sampled_from(sorted(HOMES))
 SOME_FAULT: st.SearchStrategy[Fault] = st.one_of(
@@ -406,19 +403,7 @@ def some_fault(by: random.Random) -> Fault:
     return by.choice(faults)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """The registry logs each fault, as it should."""
-    log = logging.getLogger("commutator_etcd")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
+async def carry_out(schedule: list[tuple[Fault, float]]) -> None:
     world = World()
     with patch.object(client, "_Member", world.etcd.member):
         world.begin()
@@ -443,20 +428,6 @@ async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
             await host.end()
 
 
-def carry_out(schedule: list[tuple[Fault, float]]) -> None:
-    with quiet(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(_carry_out(schedule))
-
-
-def carry_out_some(by: random.Random) -> None:
-    schedule = [(some_fault(by), by.choice(PAUSES_S)) for _ in range(by.randint(1, MOST_FAULTS))]
-    try:
-        carry_out(schedule)
-    except Exception as error:
-        error.add_note(repr(schedule))
-        raise
-
-
 @example([(Take(2, "a"), 0.2), (Cut(0, EVERY_MEMBER), 7.0)])
 @example([(Delay(1, SLOW_S), 0.0), (Take(1, "a"), 0.0), (Take(2, "a"), 0.0), (Restart(0), 7.0)])
 @example([(Member(0, MemberState.PAUSED), 7.0), (Restart(0), 7.0), (Restart(2), 7.0)])
@@ -464,8 +435,8 @@ def carry_out_some(by: random.Random) -> None:
 @given(SCHEDULE)
 @settings(max_examples=100, derandomize=True)
 def test_schedules_of_faults(schedule: list[tuple[Fault, float]]) -> None:
-    carry_out(schedule)
+    run_schedule(carry_out(schedule))
 
 
 def test_many_schedules_by_chance() -> None:
-    run_schedules(carry_out_some, few=20)
+    run_schedules(carry_out, some_fault, PAUSES_S, few=20)

@@ -7,10 +7,8 @@ Two hosts launch, one of which may act, and workers run on three nodes.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -25,7 +23,6 @@ from tests.support.simulated_etcd import (
     endpoints,
 )
 from tests.support.simulated_ray import CUT_OFF_S, LEASE_S, Node, RayClient, SimulatedRay
-from tests.support.virtual_time import VirtualTimeLoop
 
 from commutator.errors import ConfigError
 from commutator.launcher import AgentPlan, AgentState
@@ -42,7 +39,6 @@ NODES = ["n0", "n1", "n2"]
 EVERYWHERE = [*HOSTS, *NODES]
 GENERATIONS = ["0a", "1b"]
 PAUSES_S = [0.0, 0.2, 1.0, 3.0, 7.0, 20.0]
-MOST_FAULTS = 8
 TICK_S = 0.2
 STARTS_AGAIN_S = 2.0
 """Until a launching process that ended by itself is started again."""
@@ -385,17 +381,7 @@ def some_fault(by: random.Random) -> Fault:
     return by.choice(faults)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Each fault is logged, as it should be."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
+async def carry_out(schedule: list[tuple[Fault, float]]) -> None:
     world = World()
     with patch.object(client, "_Member", world.etcd.member):
         world.begin()
@@ -417,19 +403,5 @@ async def _carry_out(schedule: list[tuple[Fault, float]]) -> None:
             node.end()
 
 
-def carry_out(schedule: list[tuple[Fault, float]]) -> None:
-    with quiet(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(_carry_out(schedule))
-
-
-def carry_out_some(by: random.Random) -> None:
-    schedule = [(some_fault(by), by.choice(PAUSES_S)) for _ in range(by.randint(1, MOST_FAULTS))]
-    try:
-        carry_out(schedule)
-    except Exception as error:
-        error.add_note(repr(schedule))
-        raise
-
-
 def test_the_wanted_workers_run_after_any_faults() -> None:
-    run_schedules(carry_out_some, few=60)
+    run_schedules(carry_out, some_fault, PAUSES_S, few=60)
