@@ -61,7 +61,10 @@ def run_schedules(
             seed, text = failure
             raise AssertionError(f"{text}\nrepeat it with SCHEDULES=1 SCHEDULES_FROM={seed}")
         if count:
-            print(f"{done:,} schedules from seed {first}: {time.monotonic() - began_s:.0f} s")
+            print(
+                f"{done:,} schedules from seed {first}: {time.monotonic() - began_s:.0f} s",
+                flush=True,
+            )
 
 
 Failure = tuple[int, str]
