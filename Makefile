@@ -62,7 +62,7 @@ test-cluster: $(VENV)/.test
 		tests/fault/test_etcd_members.py tests/conformance/test_etcd_registry.py \
 		tests/conformance/test_nats_bus.py tests/e2e/test_nats_deployment.py \
 		tests/e2e/test_nats_between_hosts.py tests/e2e/test_ray.py \
-		tests/e2e/test_ray_jobs.py
+		tests/e2e/test_ray_jobs.py tests/e2e/test_ray_groups.py
 	$(BIN)/pytest tests/e2e/test_engines_between_hosts.py -m "not vllm and not sglang"
 	SCHEDULES=$${SCHEDULES:-100000} $(BIN)/pytest -s --timeout 14400 \
 		tests/property/registry/test_etcd_schedules.py \
