@@ -22,13 +22,19 @@ some = settings(deadline=None, max_examples=25)
 
 
 def fleet(
-    attainment: float = 0.95, workers: int = 4, *, adapt: bool = True, **options: bool
+    attainment: float = 0.95,
+    workers: int = 4,
+    *,
+    adapt: bool = True,
+    start_up_s: float = 30.0,
+    **options: bool,
 ) -> FleetModel:
     config = SloConfig(
         kind="slo",
         interval_s=15.0,
         targets=PlannerTargets(attainment=attainment),
         adapt=adapt,
+        start_up_s=start_up_s,
         **options,  # type: ignore[arg-type]
     )
     policy, forecaster = Slo(config), Growth(GrowthConfig(kind="growth"))
@@ -39,9 +45,11 @@ def state_of(model: FleetModel) -> PlannerState:
     return model._state
 
 
-def after(attained: Sequence[float], attainment: float = 0.95) -> PlannerState:
+def after(
+    attained: Sequence[float], attainment: float = 0.95, start_up_s: float = 30.0
+) -> PlannerState:
     """The state after these windows, with a steady load."""
-    model = fleet(attainment)
+    model = fleet(attainment, start_up_s=start_up_s)
     for one in attained:
         model.tick(arrivals(60, 1155, 15), attained=one)
     return state_of(model)
@@ -50,7 +58,12 @@ def after(attained: Sequence[float], attainment: float = 0.95) -> PlannerState:
 def test_while_more_is_attained_than_asked_the_reserve_goes_in_half_an_hour() -> None:
     assert after([1.0] * 61).reserve == pytest.approx(0.5, abs=0.05)
     assert after([1.0] * 121).reserve == pytest.approx(0.0, abs=0.05)
-    assert after([1.0] * 301, attainment=0.99).reserve == pytest.approx(0.5, abs=0.05)
+    assert after([1.0] * 61, attainment=0.99).reserve == pytest.approx(0.5, abs=0.05)
+
+
+def test_where_workers_start_slowly_the_reserve_moves_as_slowly() -> None:
+    """With 285 s and plans each 15 s, what one did is known after five minutes."""
+    assert after([1.0] * 121, start_up_s=285.0).reserve == pytest.approx(0.7, abs=0.03)
 
 
 def test_a_minute_of_misses_undoes_what_nineteen_without_did() -> None:

@@ -63,9 +63,12 @@ long as it took to give up: a launcher that hangs once with several launches wou
 hours."""
 _CAUTION = 4.0
 """To shrink, demand counts with this many standard deviations of its number of arrivals more."""
-_RESERVE_PER_MINUTE = 2 / 3
-"""The reserve grows by this part for a minute in which all requests miss, and shrinks by as much
-less for one without misses as misses are rarer: for 0.95, from whole to none in half an hour."""
+_RESERVE_PER_MINUTE = 1 / 30
+"""What a minute without misses takes from the reserve: from whole to none in half an hour. A minute
+with as many misses as are allowed leaves it, and one with more adds in proportion."""
+_REACTS_S = 90.0
+"""Where a worker needs longer to become ready, the reserve moves as much more slowly: what a change
+did is known only then."""
 _LEAST_RESERVE, _MOST_RESERVE = -1.0, 2.0
 _BELOW = 0.3
 """With the least reserve the fleet is sized for about this part less than the demand there is."""
@@ -318,7 +321,8 @@ class Planner:
         floor = max(_LEAST_RESERVE, state.floor - seen.window_s / _FLOOR_S)
         if of_late > allowed and state.reserve < 0:
             floor = max(floor, min(0.0, state.reserve + _BACK))
-        step = _RESERVE_PER_MINUTE * weight_s / 60 * (missed - allowed)
+        pace = _RESERVE_PER_MINUTE * min(1.0, _REACTS_S / self._lead_s(state))
+        step = pace * weight_s / 60 * (missed / allowed - 1)
         reserve = min(max(floor, state.reserve + step), _MOST_RESERVE)
         return evolve(state, reserve=reserve, floor=floor, missed=of_late)
 
