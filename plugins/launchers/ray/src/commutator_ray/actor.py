@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
@@ -73,11 +74,14 @@ class AgentActor:
             self._loop.call_soon_threadsafe(self._agent.stop, grace_s)
         self._ended.wait()
 
-    async def _ask(self, beat: Beat) -> Epoch | None:
-        """Raises ConnectionError."""
-        return self.hear(beat) if self._rank == 0 else await asyncio.to_thread(self._ask_0, beat)
+    def _ask(self, beat: Beat) -> Awaitable[Epoch | None]:
+        """Have rank 0 hear ``beat``. What is returned raises ConnectionError."""
+        # Not `async def`: with one, Ray would run all calls in one thread, where `stop` waits.
+        return asyncio.to_thread(self._ask_0, beat)
 
     def _ask_0(self, beat: Beat) -> Epoch | None:
+        if self._rank == 0:
+            return self.hear(beat)
         try:
             if self._first_actor is None:
                 self._first_actor = ray.get_actor(self._first)
