@@ -130,13 +130,7 @@ class _TimerHandle(_Handle, asyncio.TimerHandle):
         loop: asyncio.AbstractEventLoop,
         context: Context | None,
     ) -> None:
-        self._context = copy_context() if context is None else context
-        self._loop = loop
-        self._callback = callback
-        self._args = args
-        self._cancelled = False
-        self._repr = None
-        self._source_traceback = None
+        super().__init__(callback, args, loop, context)
         self._when = when
         self._scheduled = False
 

@@ -164,11 +164,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, one: Running | None, tokens: int | None) -> None:
         assume(one is not None and one in self.live)
         assert one is not None
-        principal = self.ledger.settle(one.door, one.number, tokens, self.now)
-        assert principal == one.charge.principal
-        self.not_copied.add(principal)
+        principals = self.ledger.settle(one.door, [(one.number, tokens)], self.now)
+        assert principals == {one.charge.principal}
+        self.not_copied |= principals
         # Said twice, counted once.
-        assert self.ledger.settle(one.door, one.number, tokens, self.now) is None
+        assert self.ledger.settle(one.door, [(one.number, tokens)], self.now) == set()
         self.live.remove(one)
         if tokens is None:
             one.charge.requests = 0
@@ -256,7 +256,7 @@ def test_nothing_is_lost_when_everything_is_given_back() -> None:
     for number in range(3):
         assert not isinstance(ledger.admit("d", number, "ada", limits, 10, now), Refusal)
     for number in range(3):
-        ledger.settle("d", number, None, Moment(20.0, 20.0))
+        ledger.settle("d", [(number, None)], Moment(20.0, 20.0))
     standing = ledger.admit("d", 9, "ada", limits, 50, Moment(21.0, 21.0))
     assert not isinstance(standing, Refusal)
     assert (standing.remaining_requests, standing.remaining_tokens) == (2, 0)
@@ -270,7 +270,7 @@ def test_idle_accounts_are_forgotten() -> None:
         assert not isinstance(
             ledger.admit("d", number, f"salt-{number}", limits, 1, Moment(at_s, at_s)), Refusal
         )
-        ledger.settle("d", number, 1, Moment(at_s, at_s))
+        ledger.settle("d", [(number, 1)], Moment(at_s, at_s))
     assert len(ledger) <= 100 * (WINDOW_S + 2)
 
 
@@ -281,12 +281,12 @@ def test_a_running_request_keeps_its_account() -> None:
     for number in range(2, 200):
         at_s = number * 10.0
         ledger.admit("d", number, f"other-{number}", limits, 1, Moment(at_s, at_s))
-        ledger.settle("d", number, 1, Moment(at_s, at_s))
+        ledger.settle("d", [(number, 1)], Moment(at_s, at_s))
     late = Moment(3000.0, 3000.0)
     refused = ledger.admit("d", 900, "ada", limits, 1, late)
     assert isinstance(refused, Refusal)
     assert refused.limit == "concurrent_requests"
-    ledger.settle("d", 1, 1, late)
+    ledger.settle("d", [(1, 1)], late)
     assert not isinstance(ledger.admit("d", 901, "ada", limits, 1, late), Refusal)
 
 
@@ -302,7 +302,7 @@ def test_a_request_across_midnight_gives_nothing_back_to_the_new_day(
     ledger, limits = Ledger(), Limits(tokens_per_day=100)
     ledger.door_opened("d", "1")
     ledger.admit("d", 1, "ada", limits, 10, BEFORE)
-    ledger.settle("d", 1, took, AFTER)
+    ledger.settle("d", [(1, took)], AFTER)
     ledger.admit("d", 2, "ada", limits, 50, AFTER)
     assert isinstance(ledger.admit("d", 3, "ada", limits, left - 49, AFTER), Refusal)
     assert not isinstance(ledger.admit("d", 4, "ada", limits, left - 50, AFTER), Refusal)
@@ -347,8 +347,8 @@ def test_what_was_charged_together_is_settled_together_as_one_by_one(
             assert ledger.admit_ahead("d", number, count, "ada", limits, tokens, began) == count
         number += count
     ended = list(enumerate(took[:number]))
-    together.settle_all("d", ended, later)
+    together.settle("d", ended, later)
     for one, tokens_taken in ended:
-        apart.settle("d", one, tokens_taken, later)
+        apart.settle("d", [(one, tokens_taken)], later)
     assert together.accounts(later) == apart.accounts(later)
     assert together.running("ada") == apart.running("ada") == number - len(ended)

@@ -251,6 +251,15 @@ async def test_a_door_that_is_alone_asks_nobody(deployment: Deployment) -> None:
 
 
 @pytest.mark.security
+async def test_a_door_without_a_copy_remembers_no_principal_for_it(deployment: Deployment) -> None:
+    alone = LocalLimiter("door-0", clock=deployment.clock)
+    ticket = await admitted(alone, Limits(requests_per_minute=1))
+    assert ticket is not None
+    alone.settle(ticket, 1)
+    assert alone._changed == set()
+
+
+@pytest.mark.security
 async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: Deployment) -> None:
     limits = Limits(requests_per_minute=3, tokens_per_day=100, concurrent_requests=2)
     ledger = deployment.service.ledger

@@ -224,4 +224,5 @@ def _fairness(busy: BusyConfig, host: PluginHost) -> FairnessPolicy | None:
     config = busy.fairness
     kind = host.fairness.kinds[_DEFAULT_FAIRNESS if config is None else config.kind]
     policy = kind.thing(config or kind.config_class(kind=kind.name))
+    # The guard doubles the calls of each request, and core's own policies do not fail.
     return policy if isinstance(policy, Fifo | Weighted) else Guarded(policy)

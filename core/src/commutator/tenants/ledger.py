@@ -313,31 +313,11 @@ class Ledger:
             self._doors[door].tickets.update(dict.fromkeys(range(first, first + count), ticket))
         return count
 
-    def settle(self, door: str, number: int, tokens: int | None, now: Moment) -> str | None:
-        """A request ended after ``tokens``; None: it reached no worker, and costs nothing.
+    def settle(self, door: str, ended: Iterable[tuple[int, int | None]], now: Moment) -> set[str]:
+        """Requests ended after so many tokens; None: one reached no worker, and costs nothing.
 
-        Returns its principal. Does nothing, and returns None, for a ticket that is not known, or
-        not any more.
-        """
-        known = self._doors.get(door)
-        ticket = None if known is None else known.tickets.pop(number, None)
-        if ticket is None:
-            return None
-        self._turn_day(now)
-        if tokens is None:
-            self._settle(ticket, 1, 1, ticket.tokens, 0, now.monotonic_s)
-        elif tokens < ticket.tokens:
-            self._settle(ticket, 1, 0, ticket.tokens - tokens, 0, now.monotonic_s)
-        else:
-            self._settle(ticket, 1, 0, 0, tokens - ticket.tokens, now.monotonic_s)
-        return ticket.principal
-
-    def settle_all(
-        self, door: str, ended: Iterable[tuple[int, int | None]], now: Moment
-    ) -> set[str]:
-        """As ``settle``, of several requests: those that were charged together cost little each.
-
-        Returns their principals.
+        Those that were charged together cost little each. Returns their principals. Tickets that
+        are not known, or not any more, are passed over.
         """
         known = self._doors.get(door)
         if known is None:
@@ -350,10 +330,7 @@ class Ledger:
                 together.setdefault(id(ticket), (ticket, []))[1].append(tokens)
         self._turn_day(now)
         for ticket, took in together.values():
-            more = [(tokens or 0) - ticket.tokens for tokens in took]
-            below = -sum(one for one in more if one < 0)
-            beyond = sum(one for one in more if one > 0)
-            self._settle(ticket, len(took), took.count(None), below, beyond, now.monotonic_s)
+            self._settle(ticket, took, now.monotonic_s)
         return {ticket.principal for ticket, _ in together.values()}
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
@@ -417,13 +394,15 @@ class Ledger:
             self._day_tokens[principal] = used + count * tokens
         return _Ticket(principal, limits, tokens, second, self._day)
 
-    def _settle(
-        self, ticket: _Ticket, count: int, unreached: int, below: int, beyond: int, now_s: float
-    ) -> None:
-        """Requests of ``ticket`` ended, and took tokens ``below`` and ``beyond`` their charges."""
+    def _settle(self, ticket: _Ticket, took: Sequence[int | None], now_s: float) -> None:
+        """Requests of ``ticket`` ended after so many tokens each."""
+        more = [(tokens or 0) - ticket.tokens for tokens in took]
+        below = -sum(one for one in more if one < 0)
+        beyond = sum(one for one in more if one > 0)
+        unreached = took.count(None)
         limits = ticket.limits
         account = self._touched(ticket.principal, now_s)
-        account.running -= count
+        account.running -= len(took)
         if unreached and limits.requests_per_minute is not None:
             account.requests.take_back(ticket.second, unreached)
         if limits.tokens_per_minute is not None:

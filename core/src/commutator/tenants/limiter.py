@@ -2,8 +2,8 @@
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
 to the ledger at the hub a few times a second. Of several, each asks that ledger for the requests
-of principals with limits; those of a principal that sends many and is far from its limits are
-admitted some at a time, ahead. While the ledger cannot be reached none of them are admitted, so
+of principals with limits. In both, those of a principal that sends many and is far from its limits
+are admitted some at a time, ahead. While the ledger cannot be reached none of them are admitted, so
 that limits are never exceeded; requests of other principals are not affected.
 """
 
@@ -14,7 +14,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
@@ -32,6 +32,7 @@ from commutator.tenants.service import (
     now,
     pack_account,
     pack_limits,
+    settled_unused,
     unpack_accounts,
     unpack_answer,
 )
@@ -98,9 +99,8 @@ class _Sender:
         Returns how far the principal is from its limits then.
         """
         if (
-            self.next == self.end
+            not self.has_ahead(now_s)
             or tokens > self.charged
-            or now_s >= self.until_s
             or (self.limits is not limits and self.limits != limits)
         ):
             return None
@@ -292,7 +292,7 @@ class LocalLimiter(RequestLimiter):
             self._report()
             answer = ledger.admit(door, ticket, principal, limits, tokens, at)
         self._next += 1
-        self._changed.add(principal)
+        self._differ([principal])
         if isinstance(answer, Refusal):
             return ticket, answer
         self._open[ticket] = principal
@@ -304,12 +304,15 @@ class LocalLimiter(RequestLimiter):
         return ticket, answer
 
     def _report(self) -> None:
-        ended, self._ended = self._ended, []
-        for first, end in self._unused:
-            ended += [(ticket, None) for ticket in range(first, end)]
-        self._unused.clear()
-        if ended:
-            self._changed |= self._ledger.settle_all(self._door, ended, self._clock())
+        if not self._ended and not self._unused:
+            return
+        ended = self._ended + settled_unused(self._unused)
+        self._ended, self._unused = [], []
+        self._differ(self._ledger.settle(self._door, ended, self._clock()))
+
+    def _differ(self, principals: Iterable[str]) -> None:
+        if self._link is not None:  # else nobody would ever clear it
+            self._changed.update(principals)
 
     def _now_s(self) -> float:
         return self._clock().monotonic_s
@@ -409,8 +412,7 @@ class SharedLimiter(RequestLimiter):
             return
         if self._link.connection is None:
             self._unsettled += self._ended
-            for first, end in self._unused:
-                self._unsettled += [(ticket, None) for ticket in range(first, end)]
+            self._unsettled += settled_unused(self._unused)
         else:
             self._link.connection.send([SERVICE, "settle", self._ended, self._unused])
         self._ended, self._unused = [], []

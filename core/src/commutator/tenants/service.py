@@ -40,6 +40,7 @@ __all__ = [
     "now",
     "pack_account",
     "pack_limits",
+    "settled_unused",
     "unpack_accounts",
     "unpack_answer",
 ]
@@ -73,6 +74,11 @@ def now() -> Moment:
 def left_of_second_s(at: Moment) -> float:
     """Until when tickets that were charged ahead can be used."""
     return 1.0 - at.monotonic_s % 1.0
+
+
+def settled_unused(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int | None]]:
+    """The tickets of ``ranges``, each without its end, as of requests that reached no worker."""
+    return [(ticket, None) for first, end in ranges for ticket in range(first, end)]
 
 
 def pack_limits(limits: Limits) -> _Packed:
@@ -202,7 +208,7 @@ class _Connection:
                 limits = _unpack_limits(packed)
                 self._admit(door, ticket, principal, limits, tokens, ahead, each)
             case [_, "settle", list(settled), list(unused)] if door:
-                ledger.settle_all(door, _ended(settled, unused), self._clock())
+                ledger.settle(door, _ended(settled, unused), self._clock())
             case [_, "returned", str(principal)] if door:
                 self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
@@ -265,12 +271,11 @@ class _Connection:
 
 def _ended(settled: list[Any], unused: list[Any]) -> list[tuple[int, int | None]]:
     """Tickets and what they took, out of a frame. Raises ValueError for what no door sends."""
-    ended = msgspec.convert(settled, _Settled)
-    for first, end in msgspec.convert(unused, _Ranges):
+    ended, ranges = msgspec.convert(settled, _Settled), msgspec.convert(unused, _Ranges)
+    for first, end in ranges:
         if end - first > _MAX_AHEAD:
             raise ValueError(f"{end - first} tickets at once were never given")
-        ended += [(ticket, None) for ticket in range(first, end)]
-    return ended
+    return ended + settled_unused(ranges)
 
 
 def _facts(standing: Standing) -> list[Any]:

@@ -218,8 +218,6 @@ async def _identify(request: web.Request, known: Exchange) -> None:
 
 
 def _bearer(authorization: str) -> str | None:
-    if authorization.startswith("Bearer "):  # nearly all of them
-        return authorization[7:].strip() or None
     scheme, _, token = authorization.partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
