@@ -20,8 +20,10 @@ from commutator.tenants.ledger import (
     Ledger,
     Moment,
     Refusal,
+    Settlement,
     tokens_charged,
 )
+from commutator.tenants.limiter import Ticket
 
 DOORS = ("frontend-0", "frontend-1")
 PRINCIPALS = ("ada", "bob")
@@ -45,6 +47,13 @@ class Running:
     charge: Charge
     tokens: int
     """As charged at admission."""
+
+
+def ended(number: int, charged: int, took: int | None) -> list[Settlement]:
+    """What a door reports of one request, which was charged so many tokens."""
+    ticket = Ticket(number, "", charged, running=1)
+    ticket.end(took)
+    return [ticket.reported()]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -164,11 +173,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def end(self, one: Running | None, tokens: int | None) -> None:
         assume(one is not None and one in self.live)
         assert one is not None
-        principals = self.ledger.settle(one.door, [(one.number, tokens)], self.now)
+        reported = ended(one.number, one.tokens, tokens)
+        principals = self.ledger.settle(one.door, reported, self.now)
         assert principals == {one.charge.principal}
         self.not_copied |= principals
         # Said twice, counted once.
-        assert self.ledger.settle(one.door, [(one.number, tokens)], self.now) == set()
+        assert self.ledger.settle(one.door, reported, self.now) == set()
         self.live.remove(one)
         if tokens is None:
             one.charge.requests = 0
@@ -189,7 +199,7 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             kept = [one for one in mine if data.draw(st.booleans())]
             incarnation = self.ledger._doors[door].incarnation
-            self.ledger.door_opened(door, incarnation, [one.number for one in kept])
+            self.ledger.door_opened(door, incarnation, {one.number: 1 for one in kept})
         self.live = [one for one in self.live if one.door != door or one in kept]
 
     @rule()
@@ -256,7 +266,7 @@ def test_nothing_is_lost_when_everything_is_given_back() -> None:
     for number in range(3):
         assert not isinstance(ledger.admit("d", number, "ada", limits, 10, now), Refusal)
     for number in range(3):
-        ledger.settle("d", [(number, None)], Moment(20.0, 20.0))
+        ledger.settle("d", ended(number, 10, None), Moment(20.0, 20.0))
     standing = ledger.admit("d", 9, "ada", limits, 50, Moment(21.0, 21.0))
     assert not isinstance(standing, Refusal)
     assert (standing.remaining_requests, standing.remaining_tokens) == (2, 0)
@@ -270,7 +280,7 @@ def test_idle_accounts_are_forgotten() -> None:
         assert not isinstance(
             ledger.admit("d", number, f"salt-{number}", limits, 1, Moment(at_s, at_s)), Refusal
         )
-        ledger.settle("d", [(number, 1)], Moment(at_s, at_s))
+        ledger.settle("d", ended(number, 1, 1), Moment(at_s, at_s))
     assert len(ledger) <= 100 * (WINDOW_S + 2)
 
 
@@ -281,12 +291,12 @@ def test_a_running_request_keeps_its_account() -> None:
     for number in range(2, 200):
         at_s = number * 10.0
         ledger.admit("d", number, f"other-{number}", limits, 1, Moment(at_s, at_s))
-        ledger.settle("d", [(number, 1)], Moment(at_s, at_s))
+        ledger.settle("d", ended(number, 1, 1), Moment(at_s, at_s))
     late = Moment(3000.0, 3000.0)
     refused = ledger.admit("d", 900, "ada", limits, 1, late)
     assert isinstance(refused, Refusal)
     assert refused.limit == "concurrent_requests"
-    ledger.settle("d", [(1, 1)], late)
+    ledger.settle("d", ended(1, 1, 1), late)
     assert not isinstance(ledger.admit("d", 901, "ada", limits, 1, late), Refusal)
 
 
@@ -302,7 +312,7 @@ def test_a_request_across_midnight_gives_nothing_back_to_the_new_day(
     ledger, limits = Ledger(), Limits(tokens_per_day=100)
     ledger.door_opened("d", "1")
     ledger.admit("d", 1, "ada", limits, 10, BEFORE)
-    ledger.settle("d", [(1, took)], AFTER)
+    ledger.settle("d", ended(1, 10, took), AFTER)
     ledger.admit("d", 2, "ada", limits, 50, AFTER)
     assert isinstance(ledger.admit("d", 3, "ada", limits, left - 49, AFTER), Refusal)
     assert not isinstance(ledger.admit("d", 4, "ada", limits, left - 50, AFTER), Refusal)
@@ -312,9 +322,9 @@ def test_of_a_former_process_of_a_door_nothing_runs_whatever_its_successor_says(
     ledger, limits = Ledger(), Limits(concurrent_requests=1)
     ledger.door_opened("d", "1")
     ledger.admit("d", 1, "ada", limits, 1, BEFORE)
-    ledger.door_opened("d", "1", [1])
+    ledger.door_opened("d", "1", {1: 1})
     assert ledger.running("ada") == 1
-    ledger.door_opened("d", "2", [1])
+    ledger.door_opened("d", "2", {1: 1})
     assert ledger.running("ada") == 0
 
 
@@ -327,28 +337,55 @@ def test_the_charge_of_a_request() -> None:
     assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, 300) == 310
 
 
+def test_a_door_that_comes_back_keeps_as_many_requests_of_a_ticket_as_it_says() -> None:
+    ledger, limits = Ledger(), Limits(concurrent_requests=1_000)
+    ledger.door_opened("d", "1")
+    assert ledger.admit_ahead("d", 1, 5, "ada", limits, 1, BEFORE) == 5
+    ledger.door_opened("d", "1", {1: 3})
+    assert ledger.running("ada") == 3
+    ledger.door_opened("d", "1", {1: 4})
+    assert ledger.running("ada") == 3
+    ledger.settle("d", [Settlement(1, 5)], AFTER)
+    assert ledger.running("ada") == 0
+
+
 @given(
     ahead=st.lists(st.tuples(st.integers(1, 5), amounts), min_size=1, max_size=4),
-    took=st.lists(st.none() | amounts, max_size=25),
+    took=st.lists(st.none() | amounts, max_size=5),
     settled_s=st.sampled_from([10.2, 40.0, 75.0]),
     day=st.sampled_from([0.0, DAY_S - 20.0]),
 )
 def test_what_was_charged_together_is_settled_together_as_one_by_one(
     ahead: list[tuple[int, int]], took: list[int | None], settled_s: float, day: float
 ) -> None:
-    """Of two ledgers, one settles each request by itself; a day may turn between."""
+    """Of two ledgers, one admits and settles each request by itself; a day may turn between."""
     limits = Limits(requests_per_minute=10_000, tokens_per_minute=10_000, tokens_per_day=100_000)
     together, apart = Ledger(), Ledger()
     began, later = Moment(10.0, day + 10.0), Moment(settled_s, day + settled_s)
-    number = 0
-    for count, tokens in ahead:
-        for ledger in (together, apart):
-            ledger.door_opened("d", "", range(number))
-            assert ledger.admit_ahead("d", number, count, "ada", limits, tokens, began) == count
-        number += count
-    ended = list(enumerate(took[:number]))
-    together.settle("d", ended, later)
-    for one, tokens_taken in ended:
-        apart.settle("d", [(one, tokens_taken)], later)
+    for ledger in (together, apart):
+        ledger.door_opened("d", "")
+    for number, (count, tokens) in enumerate(ahead):
+        assert together.admit_ahead("d", number, count, "ada", limits, tokens, began) == count
+        for one in range(count):
+            apart.admit("d", 10 * number + one, "ada", limits, tokens, began)
+    running = 0
+    for number, (count, tokens) in enumerate(ahead):
+        ticket = Ticket(number, "ada", tokens, running=count)
+        for one, tokens_taken in enumerate(took[:count]):
+            ticket.end(tokens_taken)
+            apart.settle("d", ended(10 * number + one, tokens, tokens_taken), later)
+        together.settle("d", [ticket.reported()], later)
+        running += ticket.left
     assert together.accounts(later) == apart.accounts(later)
-    assert together.running("ada") == apart.running("ada") == number - len(ended)
+    assert together.running("ada") == apart.running("ada") == running
+
+
+def test_a_settlement_gives_back_no_more_than_was_charged() -> None:
+    ledger, limits = Ledger(), Limits(requests_per_minute=9, tokens_per_minute=100)
+    ledger.door_opened("d", "1")
+    for number in (1, 2):
+        ledger.admit("d", number, "ada", limits, 10, BEFORE)
+    ledger.settle("d", [Settlement(1, count=7, unreached=5, below=900)], BEFORE)
+    assert ledger.running("ada") == 1
+    (account,) = ledger.accounts(BEFORE)[1]
+    assert (account.requests, account.tokens) == ([(0, 1)], [(0, 10)])

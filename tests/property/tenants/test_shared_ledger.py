@@ -162,7 +162,7 @@ class World:
             request = Request(principal, loop_time(), chance.randint(1, 8))
             self.log.append(request)
             try:
-                ticket, answer = await door.admit(principal, self.limits, request.charged)
+                answer = await door.admit(principal, self.limits, request.charged)
             except RegistryError:
                 self.log.remove(request)
                 continue
@@ -170,6 +170,7 @@ class World:
                 self.check_refused(request, answer)
                 self.log.remove(request)
                 continue
+            ticket, _ = answer
             request.admitted_s = loop_time()
             self.check_admitted(request)
             await asyncio.sleep(chance.choice([0.0, 0.02, 0.5]))
@@ -234,7 +235,7 @@ def test_no_limit_is_exceeded_and_none_refuses_early(
             assert ledger.running(principal) == 0, "everything was given back"
         if not faults:
             for limiter in limiters:
-                assert not limiter._open
+                assert not limiter._tickets
                 assert not limiter._senders
             assert not any(one.ahead for one in world.service.latest.values())
         for task in links:
@@ -263,10 +264,10 @@ async def test_a_principal_far_from_its_limits_costs_few_questions() -> None:
 
     wire.to_ledger = counted
     for _ in range(1_000):
-        ticket, answer = await limiter.admit("ada", world.limits, 100)
+        answer = await limiter.admit("ada", world.limits, 100)
         assert not isinstance(answer, Refusal)
         await asyncio.sleep(0.005)
-        limiter.settle(ticket, 50)
+        limiter.settle(answer[0], 50)
     assert sum(frame[1] == "admit" for frame in asked) < 50
     assert sum(frame[1] == "settle" for frame in asked) < 200
     link.cancel()
@@ -284,13 +285,13 @@ async def test_a_hung_door_delays_a_refusal_only_once() -> None:
     await asyncio.sleep(0.1)
     for _ in range(8):
         await hung.admit("ada", limits, 1)
-    held = sum(one.end - one.next for one in hung._senders.values())
+    held = sum(one.unused for one in hung._tickets.values())
     assert held
     hubs[0].wires[0].is_open = False
     admitted, waits_s = 8 + held, []
     while True:
         began_s = loop_time()
-        _, answer = await other.admit("ada", limits, 1)
+        answer = await other.admit("ada", limits, 1)
         if isinstance(answer, Refusal):
             waits_s.append(loop_time() - began_s)
             if len(waits_s) == 2:

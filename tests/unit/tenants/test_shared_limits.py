@@ -19,7 +19,7 @@ from commutator.registry.hub import Hub
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
 from commutator.tenants.ledger import WINDOW_S, Moment, Refusal
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
+from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter, Ticket
 from commutator.tenants.service import SERVICE, LedgerService
 
 
@@ -87,10 +87,9 @@ async def deployment() -> AsyncIterator[Deployment]:
     await one.server.stop()
 
 
-async def admitted(door: RequestLimiter, limits: Limits, tokens: int = 1) -> int | None:
-    """The ticket, or None."""
-    ticket, answer = await door.admit("ada", limits, tokens)
-    return None if isinstance(answer, Refusal) else ticket
+async def admitted(door: RequestLimiter, limits: Limits, tokens: int = 1) -> Ticket | None:
+    answer = await door.admit("ada", limits, tokens)
+    return None if isinstance(answer, Refusal) else answer[0]
 
 
 async def test_many_doors_admit_exactly_the_limit(deployment: Deployment) -> None:
@@ -110,11 +109,11 @@ async def test_a_refusal_says_which_limit_and_when_to_come_back(deployment: Depl
         limits = Limits(requests_per_minute=1)
         assert await admitted(first, limits)
         deployment.clock.now_s += 10
-        _, refusal = await second.admit("ada", limits, 1)
+        refusal = await second.admit("ada", limits, 1)
         assert isinstance(refusal, Refusal)
         assert (refusal.limit, refusal.retry_after_s) == ("requests_per_minute", WINDOW_S + 1 - 10)
         assert refusal.standing.remaining_requests == 0
-        assert not isinstance((await second.admit("bob", limits, 1))[1], Refusal)
+        assert not isinstance(await second.admit("bob", limits, 1), Refusal)
 
 
 @pytest.mark.security
@@ -298,7 +297,7 @@ async def ask_raw(deployment: Deployment, *frames: list[object]) -> FrameProtoco
     [
         [SERVICE],
         [SERVICE, "admit", 1, "ada", [1, 1, 1, 1], 1, 0, 1],
-        [SERVICE, "settle", [[1, None]], []],
+        [SERVICE, "settle", [[1, 1, 0, 0, 0]]],
         [SERVICE, "open", "door-0", "x", ["no number"]],
         [SERVICE, "open", "door-0", 7, []],
         [[SERVICE]],

@@ -12,7 +12,7 @@ A day is one of UTC. Day totals and windows live in the ledger's process, not on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from attrs import define, field, frozen
@@ -28,6 +28,7 @@ __all__ = [
     "LimitName",
     "Moment",
     "Refusal",
+    "Settlement",
     "SlidingWindow",
     "Standing",
     "tokens_charged",
@@ -205,16 +206,33 @@ class _Usage:
 
 
 @define
+class Settlement:
+    """Requests of one ticket that ended, all together."""
+
+    ticket: int
+    count: int
+    unreached: int = 0
+    """Those of them that reached no worker: they cost nothing."""
+    below: int = 0
+    """Tokens by which the others took less than they were charged, each of them that did."""
+    beyond: int = 0
+    """Tokens by which they took more, each of them that did."""
+
+
+@define
 class _Ticket:
-    """An admitted request; those that were admitted together share one."""
+    """A request that was admitted, or several that were admitted together."""
 
     principal: str
     limits: Limits
     """Those of its admission: what they do not name was not charged."""
     tokens: int
+    """Of each request."""
     second: int
     """Of its admission, by the monotonic clock."""
     day: int
+    left: int
+    """Requests that have not been settled."""
 
 
 @define
@@ -226,9 +244,9 @@ class _Door:
 class Ledger:
     """The accounts of all principals with limits, for one front door or several.
 
-    A door names each request by a number of its own, its ticket. Accounts are forgotten a minute
-    after their last request; what is kept for longer is one number for each principal with a limit
-    for the day that sent a request on this day.
+    A door numbers its tickets itself: each is for one request, or for several. Accounts are
+    forgotten a minute after their last request; what is kept for longer is one number for each
+    principal with a limit for the day that sent a request on this day.
     """
 
     def __init__(self) -> None:
@@ -243,11 +261,13 @@ class Ledger:
         """The number of accounts in memory."""
         return len(self._accounts)
 
-    def door_opened(self, door: str, incarnation: str, tickets: Collection[int] = ()) -> None:
-        """A door has come, or come back; ``tickets`` are those that it still serves.
+    def door_opened(
+        self, door: str, incarnation: str, left: Mapping[int, int] | None = None
+    ) -> None:
+        """A door has come, or come back, and says how many requests of its tickets are ``left``.
 
         Of a former process of the same name nothing runs any more; of the same process, nothing
-        but ``tickets``. What such requests were charged stays charged, as nobody knows what they
+        but those. What such requests were charged stays charged, as nobody knows what they
         took. A door that is gone and has not come back keeps its running requests.
         """
         known = self._doors.get(door)
@@ -255,10 +275,12 @@ class Ledger:
         if known is not None:
             same = known.incarnation == incarnation
             for number, ticket in known.tickets.items():
-                if same and number in tickets:
+                still = min(ticket.left, left.get(number, 0)) if same and left else 0
+                # The account is kept while requests run.
+                self._accounts[ticket.principal].running -= ticket.left - still
+                ticket.left = still
+                if still:
                     kept[number] = ticket
-                else:  # its account is kept, as the request was running
-                    self._accounts[ticket.principal].running -= 1
         self._doors[door] = _Door(incarnation, kept)
 
     def admit(
@@ -283,17 +305,16 @@ class Ledger:
     def admit_ahead(
         self,
         door: str,
-        first: int,
+        number: int,
         count: int,
         principal: str,
         limits: Limits,
         tokens: int,
         now: Moment,
     ) -> int:
-        """Charge requests that may come at once; returns how many, 0 to ``count``.
+        """Charge requests that may come, at once; returns how many, 0 to ``count``.
 
-        Their tickets are ``first`` and those that follow it. A principal that is near one of its
-        limits gets none.
+        They have one ticket, ``number``. A principal that is near one of its limits gets none.
         """
         self._turn_day(now)
         account = self._touched(principal, now.monotonic_s)
@@ -310,28 +331,27 @@ class Ledger:
         count = max(0, min(left))
         if count:
             ticket = self._charge(count, principal, limits, tokens, account)
-            self._doors[door].tickets.update(dict.fromkeys(range(first, first + count), ticket))
+            self._doors[door].tickets[number] = ticket
         return count
 
-    def settle(self, door: str, ended: Iterable[tuple[int, int | None]], now: Moment) -> set[str]:
-        """Requests ended after so many tokens; None: one reached no worker, and costs nothing.
+    def settle(self, door: str, ended: Iterable[Settlement], now: Moment) -> set[str]:
+        """Requests ended. Returns their principals.
 
-        Those that were charged together cost little each. Returns their principals. Tickets that
-        are not known, or not any more, are passed over.
+        Tickets that are not known, or not any more, are passed over, and nobody gets back more
+        than was charged.
         """
         known = self._doors.get(door)
         if known is None:
             return set()
-        tickets = known.tickets
-        together: dict[int, tuple[_Ticket, list[int | None]]] = {}
-        """What requests took, by the identity of the ticket that they share."""
-        for number, tokens in ended:
-            if (ticket := tickets.pop(number, None)) is not None:
-                together.setdefault(id(ticket), (ticket, []))[1].append(tokens)
         self._turn_day(now)
-        for ticket, took in together.values():
-            self._settle(ticket, took, now.monotonic_s)
-        return {ticket.principal for ticket, _ in together.values()}
+        principals = set()
+        for one in ended:
+            if (ticket := known.tickets.get(one.ticket)) is not None:
+                self._settle(ticket, one, now.monotonic_s)
+                principals.add(ticket.principal)
+                if not ticket.left:
+                    del known.tickets[one.ticket]
+        return principals
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
         """The day, counted since 1970, and everything that was used and still counts."""
@@ -392,17 +412,17 @@ class Ledger:
         if limits.tokens_per_day is not None:
             used = self._day_tokens.get(principal, 0)
             self._day_tokens[principal] = used + count * tokens
-        return _Ticket(principal, limits, tokens, second, self._day)
+        return _Ticket(principal, limits, tokens, second, self._day, count)
 
-    def _settle(self, ticket: _Ticket, took: Sequence[int | None], now_s: float) -> None:
-        """Requests of ``ticket`` ended after so many tokens each."""
-        more = [(tokens or 0) - ticket.tokens for tokens in took]
-        below = -sum(one for one in more if one < 0)
-        beyond = sum(one for one in more if one > 0)
-        unreached = took.count(None)
+    def _settle(self, ticket: _Ticket, ended: Settlement, now_s: float) -> None:
+        count = min(ended.count, ticket.left)
+        unreached = min(ended.unreached, count)
+        below = min(ended.below, (count - unreached) * ticket.tokens) + unreached * ticket.tokens
+        beyond = ended.beyond
+        ticket.left -= count
         limits = ticket.limits
         account = self._touched(ticket.principal, now_s)
-        account.running -= len(took)
+        account.running -= count
         if unreached and limits.requests_per_minute is not None:
             account.requests.take_back(ticket.second, unreached)
         if limits.tokens_per_minute is not None:

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
@@ -25,14 +24,14 @@ from commutator.contract.principal import Limits
 from commutator.errors import RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.hub import Hub
-from commutator.tenants.ledger import Ledger, Moment, Refusal, Standing
+from commutator.tenants.ledger import Ledger, Moment, Refusal, Settlement, Standing
 from commutator.tenants.service import (
     SERVICE,
     left_of_second_s,
     now,
     pack_account,
     pack_limits,
-    settled_unused,
+    pack_settlement,
     unpack_accounts,
     unpack_answer,
 )
@@ -41,6 +40,7 @@ __all__ = [
     "LocalLimiter",
     "RequestLimiter",
     "SharedLimiter",
+    "Ticket",
 ]
 
 log = logging.getLogger(__name__)
@@ -48,13 +48,63 @@ log = logging.getLogger(__name__)
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.2
-_MAX_UNSETTLED = 100_000
 _COUNTED_S = 1.0
 """The requests of this time say how many tickets are asked for ahead."""
 _FEWEST_AHEAD = 2
-_SETTLE_INTERVAL_S = 0.2
+_REPORT_INTERVAL_S = 0.2
 """Requests that end are reported together, unless the ledger may need to know."""
 _MOST_AHEAD = 256
+
+
+@define(eq=False)
+class Ticket:
+    """A request that was admitted and charged, or several that were admitted together, ahead."""
+
+    number: int
+    principal: str
+    charged: int
+    """Tokens of each request."""
+    unused: int = 0
+    """Requests that may still come."""
+    running: int = 0
+    ended: Settlement = field(init=False)
+    """What is to be reported to the ledger."""
+
+    def __attrs_post_init__(self) -> None:
+        self.ended = Settlement(self.number, 0)
+
+    @property
+    def left(self) -> int:
+        """Requests that the ledger was not told of that they ended."""
+        return self.unused + self.running + self.ended.count
+
+    def take(self) -> None:
+        """One more request came."""
+        self.unused -= 1
+        self.running += 1
+
+    def end(self, tokens: int | None) -> None:
+        """A running request ended after ``tokens``; None: it reached no worker."""
+        self.running -= 1
+        ended = self.ended
+        ended.count += 1
+        if tokens is None:
+            ended.unreached += 1
+        elif tokens < self.charged:
+            ended.below += self.charged - tokens
+        else:
+            ended.beyond += tokens - self.charged
+
+    def give_back(self) -> None:
+        """No more requests come."""
+        self.ended.count += self.unused
+        self.ended.unreached += self.unused
+        self.unused = 0
+
+    def reported(self) -> Settlement:
+        """What the ledger is told, once."""
+        ended, self.ended = self.ended, Settlement(self.number, 0)
+        return ended
 
 
 @define(eq=False)
@@ -69,12 +119,9 @@ class _Sender:
     before: int = 0
     """In the time before that."""
     until_s: float = 0.0
-    """Until when the tickets can be used: the end of a second of the ledger's clock."""
-    next: int = 0
-    end: int = 0
-    """The tickets from ``next`` to ``end``, without that, were admitted ahead and are not used."""
-    charged: int = 0
-    """The tokens that each of them was charged."""
+    """Until when the ticket can be used: the end of a second of the ledger's clock."""
+    ticket: Ticket | None = None
+    """For requests that were admitted ahead."""
     standing: Standing = field(factory=Standing)
     """What the next of them leaves."""
     most_tokens: int = 0
@@ -82,7 +129,7 @@ class _Sender:
     most_before: int = 0
     """In the time before that."""
     had_ahead: bool = False
-    """Whether the ledger ever admitted tickets ahead."""
+    """Whether the ledger ever admitted requests ahead."""
 
     def came(self, tokens: int, now_s: float) -> None:
         """A request of ``tokens`` came."""
@@ -93,45 +140,41 @@ class _Sender:
         self.requests += 1
         self.most_tokens = max(self.most_tokens, tokens)
 
-    def take(self, limits: Limits, tokens: int, now_s: float) -> Standing | None:
-        """Use the next ticket for a request of ``tokens`` that came; None: there is none for it.
+    def take(self, limits: Limits, tokens: int, now_s: float) -> Ticket | None:
+        """The ticket for a request of ``tokens`` that came; None: there is none for it.
 
-        Returns how far the principal is from its limits then.
+        ``standing`` is how far the principal is from its limits then.
         """
+        ticket = self.ticket
         if (
-            not self.has_ahead(now_s)
-            or tokens > self.charged
+            ticket is None
+            or not ticket.unused
+            or now_s >= self.until_s
+            or tokens > ticket.charged
             or (self.limits is not limits and self.limits != limits)
         ):
             return None
         self.came(tokens, now_s)
-        self.next += 1
+        ticket.take()
         known = self.standing
         requests, tokens_left = known.remaining_requests, known.remaining_tokens
-        known = self.standing = Standing(
+        self.standing = Standing(
             known.limit_requests,
             None if requests is None else max(0, requests - 1),
             known.reset_requests_s,
             known.limit_tokens,
-            None if tokens_left is None else max(0, tokens_left - self.charged),
+            None if tokens_left is None else max(0, tokens_left - ticket.charged),
             known.reset_tokens_s,
         )
-        return known
+        return ticket
 
-    def got(self, first: int, count: int, charged: int, standing: Standing, until_s: float) -> None:
-        """The ledger admitted ``count`` tickets ahead, from ``first`` on; none are left of others.
-
-        ``standing`` is that of before.
-        """
-        self.next, self.end = first, first + count
-        self.charged, self.standing, self.until_s = charged, standing, until_s
-
-    def has_ahead(self, now_s: float) -> bool:
-        """Whether there are tickets that can be used."""
-        return self.next != self.end and now_s < self.until_s
+    @property
+    def has_ahead(self) -> bool:
+        """Whether the ledger admitted requests that have not come, even if it is too late now."""
+        return self.ticket is not None and self.ticket.unused > 0
 
     def wanted(self, now_s: float) -> int:
-        """How many tickets to ask for ahead: those of about all requests until they lapse."""
+        """How many requests to ask for ahead: about all of those until the ticket lapses."""
         left_s = (self.until_s - now_s) % 1.0
         expected = max(self.requests, self.before) * left_s / _COUNTED_S
         if expected < _FEWEST_AHEAD:
@@ -156,50 +199,61 @@ class RequestLimiter(ABC):
         self.ready = asyncio.Event()
         """Set once requests can be counted, together with what counts from before."""
         self._next = 1
-        """The next ticket."""
+        """The number of the next ticket."""
         self._senders: dict[str, _Sender] = {}
         """The principals that sent requests lately."""
-        self._open: dict[int, str] = {}
-        """The principals of the requests that run."""
-        self._ended: list[tuple[int, int | None]] = []
-        """Requests that ended and are to be settled soon."""
-        self._unused: list[tuple[int, int]] = []
-        """From and to which tickets, without the latter, are to be given back soon."""
-        self._settling: asyncio.TimerHandle | None = None
+        self._tickets: dict[int, Ticket] = {}
+        """Those of which the ledger may have some left."""
+        self._ended: set[Ticket] = set()
+        """Those of which requests ended that are to be reported soon."""
+        self._reporting: asyncio.TimerHandle | None = None
 
     async def admit(
         self, principal: str, limits: Limits, tokens: int
-    ) -> tuple[int, Standing | Refusal]:
-        """Charge a request of ``tokens``; returns its ticket, and whether it is within the limits.
+    ) -> tuple[Ticket, Standing] | Refusal:
+        """Charge a request of ``tokens`` if it is within the limits.
 
-        Of a refused request nothing is charged, and the ticket means nothing. Raises RegistryError
-        when the ledger cannot be asked. A request whose asking is cancelled is not charged.
+        Raises RegistryError when the ledger cannot be asked. A request whose asking is cancelled is
+        not charged.
         """
         now_s = self._now_s()
         sender = self._senders.get(principal)
-        if sender is not None and (standing := sender.take(limits, tokens, now_s)) is not None:
-            ticket = sender.next - 1
-            self._open[ticket] = principal
-            return ticket, standing
+        if sender is not None and (ticket := sender.take(limits, tokens, now_s)) is not None:
+            return ticket, sender.standing
         return await self._ask(principal, limits, tokens, now_s)
 
     @abstractmethod
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[int, Standing | Refusal]:
+    ) -> tuple[Ticket, Standing] | Refusal:
         """As ``admit``, of the ledger."""
 
-    def settle(self, ticket: int, tokens: int | None) -> None:
+    def settle(self, ticket: Ticket, tokens: int | None) -> None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
-        principal = self._open.pop(ticket, None)
-        sender = None if principal is None else self._senders.get(principal)
-        self._ended.append((ticket, tokens))
-        if sender is None or sender.next == sender.end:
+        ticket.end(tokens)
+        self._ended.add(ticket)
+        sender = self._senders.get(ticket.principal)
+        if sender is None or not sender.has_ahead:
             self._report()  # the principal may be near its limits
 
-    @abstractmethod
     def _report(self) -> None:
         """Have the ledger settle what ended and what was not used."""
+        if self._ended and self._can_report():
+            settlements = []
+            for ticket in self._ended:
+                settlements.append(ticket.reported())
+                if not ticket.left:
+                    self._tickets.pop(ticket.number, None)
+            self._ended.clear()
+            self._settle(settlements)
+
+    def _can_report(self) -> bool:
+        """Whether the ledger can be reached; what ended is kept until then."""
+        return True
+
+    @abstractmethod
+    def _settle(self, settlements: list[Settlement]) -> None:
+        """Tell the ledger."""
 
     @abstractmethod
     def _now_s(self) -> float:
@@ -211,33 +265,46 @@ class RequestLimiter(ABC):
 
     def _asking(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[_Sender, int]:
-        """The sender of a request that the ledger is asked for, and how many more to ask for."""
+    ) -> tuple[_Sender, Ticket, int]:
+        """What the ledger is asked for: a ticket for the request, and how many more ahead."""
         sender = self._senders.get(principal)
         if sender is None:
             sender = self._senders[principal] = _Sender(limits, now_s)
         sender.came(tokens, now_s)
-        self._settle_later()
-        if sender.limits == limits and sender.has_ahead(now_s):
-            return sender, 0  # this request alone is too large for them
+        self._report_later()
+        if sender.limits == limits and sender.has_ahead and now_s < sender.until_s:
+            wanted = 0  # this request alone is too large for what is ahead
+        else:
+            self._give_back(sender)
+            self._report()
+            sender.limits = limits
+            wanted = sender.wanted(now_s)
+        number, self._next = self._next, self._next + 2  # the second is for those ahead
+        ticket = self._tickets[number] = Ticket(number, principal, tokens, running=1)
+        return sender, ticket, wanted
+
+    def _got_ahead(
+        self, sender: _Sender, ticket: Ticket, count: int, each: int, left: Standing, until_s: float
+    ) -> None:
+        """The ledger admitted ``count`` requests with that of ``ticket``, which leaves ``left``."""
+        number = ticket.number + 1
+        ahead = self._tickets[number] = Ticket(number, ticket.principal, each, unused=count)
         self._give_back(sender)
-        self._report()
-        sender.limits = limits
-        return sender, sender.wanted(now_s)
+        sender.ticket, sender.standing, sender.until_s = ahead, left, until_s
 
-    def _give_back(self, sender: _Sender | None) -> None:
+    def _give_back(self, sender: _Sender) -> None:
         """Settle what ``sender`` does not use."""
-        if sender is not None and sender.next < sender.end:
-            self._unused.append((sender.next, sender.end))
-            sender.next = sender.end
+        if (ticket := sender.ticket) is not None and ticket.unused:
+            ticket.give_back()
+            self._ended.add(ticket)
 
-    def _settle_later(self) -> None:
+    def _report_later(self) -> None:
         """Keep reporting while there are senders."""
-        if self._settling is None:
+        if self._reporting is None:
             loop = asyncio.get_running_loop()
-            self._settling = loop.call_later(_SETTLE_INTERVAL_S, self._settle_some)
+            self._reporting = loop.call_later(_REPORT_INTERVAL_S, self._report_some)
 
-    def _settle_some(self) -> None:
+    def _report_some(self) -> None:
         """Give back what was not used in time, and report what ended."""
         now_s = self._now_s()
         for principal, sender in [*self._senders.items()]:
@@ -246,13 +313,14 @@ class RequestLimiter(ABC):
             if now_s - sender.since_s >= 2 * _COUNTED_S:
                 self._forget(principal)
         self._report()
-        self._settling = None
+        self._reporting = None
         if self._senders:
-            self._settle_later()
+            self._report_later()
 
     def _forget(self, principal: str) -> None:
         """Give back what the principal does not use."""
-        self._give_back(self._senders.pop(principal, None))
+        if (sender := self._senders.pop(principal, None)) is not None:
+            self._give_back(sender)
         self._report()
 
 
@@ -283,32 +351,28 @@ class LocalLimiter(RequestLimiter):
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[int, Standing | Refusal]:
-        sender, wanted = self._asking(principal, limits, tokens, now_s)
-        ledger, door, at, ticket = self._ledger, self._door, self._clock(), self._next
-        answer = ledger.admit(door, ticket, principal, limits, tokens, at)
-        if isinstance(answer, Refusal) and (sender.next < sender.end or self._ended):
+    ) -> tuple[Ticket, Standing] | Refusal:
+        sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
+        ledger, door, at, number = self._ledger, self._door, self._clock(), ticket.number
+        answer = ledger.admit(door, number, principal, limits, tokens, at)
+        if isinstance(answer, Refusal) and (sender.has_ahead or self._ended):
             self._give_back(sender)
             self._report()
-            answer = ledger.admit(door, ticket, principal, limits, tokens, at)
-        self._next += 1
+            answer = ledger.admit(door, number, principal, limits, tokens, at)
         self._differ([principal])
         if isinstance(answer, Refusal):
-            return ticket, answer
-        self._open[ticket] = principal
+            del self._tickets[number]
+            return answer
         if wanted:
-            first, each = self._next, sender.each
-            given = ledger.admit_ahead(door, first, wanted, principal, limits, each, at)
-            self._next += given
-            sender.got(first, given, each, answer, now_s + left_of_second_s(at))
+            each = sender.each
+            given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
+            if given:
+                until_s = now_s + left_of_second_s(at)
+                self._got_ahead(sender, ticket, given, each, answer, until_s)
         return ticket, answer
 
-    def _report(self) -> None:
-        if not self._ended and not self._unused:
-            return
-        ended = self._ended + settled_unused(self._unused)
-        self._ended, self._unused = [], []
-        self._differ(self._ledger.settle(self._door, ended, self._clock()))
+    def _settle(self, settlements: list[Settlement]) -> None:
+        self._differ(self._ledger.settle(self._door, settlements, self._clock()))
 
     def _differ(self, principals: Iterable[str]) -> None:
         if self._link is not None:  # else nobody would ever clear it
@@ -324,7 +388,7 @@ class LocalLimiter(RequestLimiter):
             group.create_task(self._link.run())
             group.create_task(self._copy(self._link))
 
-    def _opened(self) -> list[int]:
+    def _opened(self) -> list[tuple[int, int]]:
         self._copied = False
         return []
 
@@ -356,8 +420,9 @@ class LocalLimiter(RequestLimiter):
 @define(eq=False)
 class _Question:
     sender: _Sender
-    charged: int
-    """The tokens of each ticket ahead."""
+    ticket: Ticket
+    each: int
+    """The tokens of each request ahead."""
     answer: asyncio.Future[Standing | Refusal]
     asked_s: float
 
@@ -370,32 +435,33 @@ class SharedLimiter(RequestLimiter):
         self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
         self._questions: dict[int, _Question] = {}
-        self._unsettled: deque[tuple[int, int | None]] = deque(maxlen=_MAX_UNSETTLED)
-        """Requests that ended while the ledger could not be reached."""
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[int, Standing | Refusal]:
+    ) -> tuple[Ticket, Standing] | Refusal:
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
-        sender, wanted = self._asking(principal, limits, tokens, now_s)
-        ticket, each = self._next, sender.each
-        self._next += 1 + wanted
-        question = _Question(sender, each, asyncio.get_running_loop().create_future(), now_s)
-        self._questions[ticket] = question
+        sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
+        number, each = ticket.number, sender.each
+        question = _Question(
+            sender, ticket, each, asyncio.get_running_loop().create_future(), now_s
+        )
+        self._questions[number] = question
         packed = pack_limits(limits)
-        connection.send([SERVICE, "admit", ticket, principal, packed, tokens, wanted, each])
+        connection.send([SERVICE, "admit", number, principal, packed, tokens, wanted, each])
         try:
             answer = await question.answer
         except BaseException:
-            self._ended.append((ticket, None))
+            ticket.end(None)
+            self._ended.add(ticket)
             self._report()
             raise
         finally:
-            del self._questions[ticket]
-        if isinstance(answer, Standing):
-            self._open[ticket] = principal
+            del self._questions[number]
+        if isinstance(answer, Refusal):
+            del self._tickets[number]
+            return answer
         return ticket, answer
 
     async def run(self) -> None:
@@ -404,18 +470,16 @@ class SharedLimiter(RequestLimiter):
                 group.create_task(self._link.run())
                 group.create_task(self._end_waiting())
         finally:
-            if self._settling is not None:
-                self._settling.cancel()
+            if self._reporting is not None:
+                self._reporting.cancel()
 
-    def _report(self) -> None:
-        if not self._ended and not self._unused:
-            return
-        if self._link.connection is None:
-            self._unsettled += self._ended
-            self._unsettled += settled_unused(self._unused)
-        else:
-            self._link.connection.send([SERVICE, "settle", self._ended, self._unused])
-        self._ended, self._unused = [], []
+    def _can_report(self) -> bool:
+        return self._link.connection is not None
+
+    def _settle(self, settlements: list[Settlement]) -> None:
+        assert self._link.connection is not None
+        packed = [pack_settlement(one) for one in settlements]
+        self._link.connection.send([SERVICE, "settle", packed])
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -426,34 +490,31 @@ class SharedLimiter(RequestLimiter):
         if self._link.connection is not None and (sender is None or sender.had_ahead):
             self._link.connection.send([SERVICE, "returned", principal])
 
-    def _opened(self) -> list[int]:
-        return [*self._open, *(ticket for ticket, _ in self._unsettled)]
+    def _opened(self) -> list[tuple[int, int]]:
+        return [(ticket.number, ticket.left) for ticket in self._tickets.values()]
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [_, int(ticket), standing, limit, retry_after_s, int(given), float(left_s)]:
+            case [_, int(number), standing, limit, retry_after_s, int(given), float(left_s)]:
                 answer = unpack_answer(standing, limit, retry_after_s)
-                question = self._questions.get(ticket)
-                first, end = ticket + 1, ticket + 1 + given
+                question = self._questions.get(number)
                 if question is None or question.answer.done():  # given up, and settled already
-                    if given:
-                        self._unused.append((first, end))
+                    if given > 0:
+                        late = Ticket(number + 1, "", 0, unused=given)
+                        late.give_back()
+                        self._ended.add(late)
                     self._report()
                     return
-                if isinstance(answer, Standing) and given:
-                    sender = question.sender
-                    self._give_back(sender)
-                    until_s = question.asked_s + left_s
-                    sender.got(first, given, question.charged, answer, until_s)
+                if isinstance(answer, Standing) and given > 0:
+                    sender, until_s = question.sender, question.asked_s + left_s
+                    self._got_ahead(sender, question.ticket, given, question.each, answer, until_s)
                     sender.had_ahead = True
                 question.answer.set_result(answer)
             case [_, "recall", str(principal)]:
                 self._forget(principal)
             case [_, "opened", *_]:
                 self.ready.set()
-                if self._unsettled and self._link.connection is not None:
-                    self._link.connection.send([SERVICE, "settle", [*self._unsettled], []])
-                    self._unsettled.clear()
+                self._report()
             case _:
                 raise ValueError("unknown frame")
 
@@ -495,8 +556,8 @@ class _Link:
     ) -> None:
         self.connection: FrameProtocol | None = None
         """None while the ledger cannot be reached."""
-        self.on_open: Callable[[], list[int]] = list
-        """Returns the tickets of the requests that run or still are to be settled."""
+        self.on_open: Callable[[], list[tuple[int, int]]] = list
+        """Returns the numbers of the tickets, and how many requests of each are left."""
         self._hub = hub
         self._door = door
         self._incarnation = uuid4().hex

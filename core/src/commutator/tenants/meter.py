@@ -13,7 +13,7 @@ from attrs import define, field
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import RateLimitError
 from commutator.tenants.ledger import Refusal, Standing, tokens_charged
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter
+from commutator.tenants.limiter import LocalLimiter, RequestLimiter, Ticket
 
 __all__ = [
     "Meter",
@@ -93,7 +93,7 @@ class MeteredRequest:
         self._limited = _counts(principal.limits)
         self.standing: Standing | None = None
         """How far the principal is from its limits; set by ``admit``, also when it refuses."""
-        self._ticket: int | None = None
+        self._ticket: Ticket | None = None
         self._tokens: int | None = None
 
     def __enter__(self) -> Self:
@@ -125,12 +125,12 @@ class MeteredRequest:
             return
         principal, limiter = self._principal, self._meter.limiter
         tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
-        ticket, answer = await limiter.admit(principal.name, principal.limits, tokens)
+        answer = await limiter.admit(principal.name, principal.limits, tokens)
         if isinstance(answer, Refusal):
             self.standing = answer.standing
             self._meter.refused(principal, answer)
             raise rate_limit_error(principal, answer, tokens)
-        self._ticket, self.standing = ticket, answer
+        self._ticket, self.standing = answer
 
     def took(self, tokens: int) -> None:
         """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""

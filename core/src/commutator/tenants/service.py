@@ -1,20 +1,20 @@
 """Serves one ledger to the front doors of a deployment, on the registry's port.
 
 door -> ledger                                             ledger -> door
-["limits", "open", door, incarnation, [ticket, ...]]       ["limits", "opened", day, [Account, ...]]
+["limits", "open", door, incarnation,                      ["limits", "opened", day, [Account, ...]]
+ [[ticket, requests left], ...]]
 ["limits", "admit", ticket, principal, Limits, tokens,     ["limits", ticket, Standing, limit | nil,
  count ahead, tokens of each]                               seconds to retry | nil, count ahead,
                                                             seconds for which they can be used]
-["limits", "settle", [[ticket, tokens | nil], ...],
- [[first unused ticket, end], ...]]
+["limits", "settle", [Settlement, ...]]
                                                            ["limits", "recall", principal]
 ["limits", "returned", principal]
 ["limits", "changes", day, [Account, ...]]
 
 A door opens first on each connection. Several doors ask for a request (``admit``) and report its
-end (``settle``). A door that asks often may be given tickets for later requests, which follow the
-number of the one that it asks for. They can be used in the second in which they were charged, and
-it settles those that it does not use. Before a principal is refused for what lies unused elsewhere,
+end (``settle``). A door that asks often may be given a ticket for later requests, of the number
+after the one that it asks for. It can be used in the second in which it was charged, and the door
+settles what it does not use of it. Before a principal is refused for what lies unused elsewhere,
 that is recalled. One door alone decides by itself, and copies here
 what changed in its accounts (``changes``), so that a door that takes its place begins where it
 ended.
@@ -25,13 +25,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from attrs import define
 
 from commutator.contract.principal import Limits
-from commutator.tenants.ledger import Account, Ledger, LimitName, Moment, Refusal, Standing
+from commutator.tenants.ledger import (
+    Account,
+    Ledger,
+    LimitName,
+    Moment,
+    Refusal,
+    Settlement,
+    Standing,
+)
 
 __all__ = [
     "SERVICE",
@@ -40,7 +48,7 @@ __all__ = [
     "now",
     "pack_account",
     "pack_limits",
-    "settled_unused",
+    "pack_settlement",
     "unpack_accounts",
     "unpack_answer",
 ]
@@ -59,8 +67,9 @@ _Facts = tuple[int | None, int | None, float | None, int | None, int | None, flo
 _Answer = tuple[_Facts, LimitName | None, float | None]
 
 
-_Settled = list[tuple[int, int | None]]
-_Ranges = list[tuple[int, int]]
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Settled = list[tuple[int, _Natural, _Natural, _Natural, _Natural]]
+_Left = list[tuple[int, _Natural]]
 
 
 _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
@@ -74,11 +83,6 @@ def now() -> Moment:
 def left_of_second_s(at: Moment) -> float:
     """Until when tickets that were charged ahead can be used."""
     return 1.0 - at.monotonic_s % 1.0
-
-
-def settled_unused(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int | None]]:
-    """The tickets of ``ranges``, each without its end, as of requests that reached no worker."""
-    return [(ticket, None) for first, end in ranges for ticket in range(first, end)]
 
 
 def pack_limits(limits: Limits) -> _Packed:
@@ -99,6 +103,11 @@ def _unpack_limits(packed: Sequence[int | None]) -> Limits:
         tokens_per_day=day,
         concurrent_requests=concurrent,
     )
+
+
+def pack_settlement(one: Settlement) -> tuple[int, int, int, int, int]:
+    """For a frame."""
+    return one.ticket, one.count, one.unreached, one.below, one.beyond
 
 
 def pack_account(account: Account) -> list[Any]:
@@ -207,17 +216,19 @@ class _Connection:
             ] if door:  # fmt: skip
                 limits = _unpack_limits(packed)
                 self._admit(door, ticket, principal, limits, tokens, ahead, each)
-            case [_, "settle", list(settled), list(unused)] if door:
-                ledger.settle(door, _ended(settled, unused), self._clock())
+            case [_, "settle", list(settled)] if door:
+                ended = [Settlement(*one) for one in msgspec.convert(settled, _Settled)]
+                ledger.settle(door, ended, self._clock())
             case [_, "returned", str(principal)] if door:
                 self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
                 ledger.restore(day, unpack_accounts(accounts), self._clock())
             case [_, "open", str(name), str(incarnation), list(tickets)]:
+                left = dict(msgspec.convert(tickets, _Left))
                 self._door = name
                 former = self._service.latest.get(name)
                 self._service.latest[name] = self
-                ledger.door_opened(name, incarnation, {int(ticket) for ticket in tickets})
+                ledger.door_opened(name, incarnation, left)
                 if former is not None and former is not self:
                     self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
@@ -267,15 +278,6 @@ class _Connection:
     def _refuse(self, ticket: int, answer: Refusal) -> None:
         facts = _facts(answer.standing)
         self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0.0])
-
-
-def _ended(settled: list[Any], unused: list[Any]) -> list[tuple[int, int | None]]:
-    """Tickets and what they took, out of a frame. Raises ValueError for what no door sends."""
-    ended, ranges = msgspec.convert(settled, _Settled), msgspec.convert(unused, _Ranges)
-    for first, end in ranges:
-        if end - first > _MAX_AHEAD:
-            raise ValueError(f"{end - first} tickets at once were never given")
-    return ended + settled_unused(ranges)
 
 
 def _facts(standing: Standing) -> list[Any]:
