@@ -334,6 +334,12 @@ class Ledger:
             self._doors[door].tickets[number] = ticket
         return count
 
+    def standing(self, principal: str, limits: Limits, now: Moment) -> Standing:
+        """How far the principal is from its limits."""
+        self._turn_day(now)
+        account = self._touched(principal, now.monotonic_s)
+        return self._standing(account, principal, limits, now)
+
     def settle(self, door: str, ended: Iterable[Settlement], now: Moment) -> set[str]:
         """Requests ended. Returns their principals.
 

@@ -54,6 +54,8 @@ _FEWEST_AHEAD = 2
 _REPORT_INTERVAL_S = 0.2
 """Requests that end are reported together, unless the ledger may need to know."""
 _MOST_AHEAD = 256
+_RENEW_AFTER_S = 0.005
+"""After the ledger's second ended by this door's estimate, which is early by the way of a frame."""
 
 
 @define(eq=False)
@@ -130,6 +132,8 @@ class _Sender:
     """In the time before that."""
     had_ahead: bool = False
     """Whether the ledger ever admitted requests ahead."""
+    is_asking: bool = False
+    """Whether the ledger is being asked for requests ahead."""
 
     def came(self, tokens: int, now_s: float) -> None:
         """A request of ``tokens`` came."""
@@ -272,8 +276,10 @@ class RequestLimiter(ABC):
             sender = self._senders[principal] = _Sender(limits, now_s)
         sender.came(tokens, now_s)
         self._report_later()
-        if sender.limits == limits and sender.has_ahead and now_s < sender.until_s:
-            wanted = 0  # this request alone is too large for what is ahead
+        if sender.limits == limits and (
+            sender.is_asking or (sender.has_ahead and now_s < sender.until_s)
+        ):
+            wanted = 0  # they come soon, or this request alone is too large for them
         else:
             self._give_back(sender)
             self._report()
@@ -284,13 +290,12 @@ class RequestLimiter(ABC):
         return sender, ticket, wanted
 
     def _got_ahead(
-        self, sender: _Sender, ticket: Ticket, count: int, each: int, left: Standing, until_s: float
+        self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
     ) -> None:
-        """The ledger admitted ``count`` requests with that of ``ticket``, which leaves ``left``."""
-        number = ticket.number + 1
-        ahead = self._tickets[number] = Ticket(number, ticket.principal, each, unused=count)
+        """The ledger admitted the requests of ``ticket`` ahead."""
+        self._tickets[ticket.number] = ticket
         self._give_back(sender)
-        sender.ticket, sender.standing, sender.until_s = ahead, left, until_s
+        sender.ticket, sender.standing, sender.until_s = ticket, standing, until_s
 
     def _give_back(self, sender: _Sender) -> None:
         """Settle what ``sender`` does not use."""
@@ -367,8 +372,8 @@ class LocalLimiter(RequestLimiter):
             each = sender.each
             given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
             if given:
-                until_s = now_s + left_of_second_s(at)
-                self._got_ahead(sender, ticket, given, each, answer, until_s)
+                ahead = Ticket(number + 1, principal, each, unused=given)
+                self._got_ahead(sender, ahead, answer, now_s + left_of_second_s(at))
         return ticket, answer
 
     def _settle(self, settlements: list[Settlement]) -> None:
@@ -419,12 +424,13 @@ class LocalLimiter(RequestLimiter):
 
 @define(eq=False)
 class _Question:
+    principal: str
     sender: _Sender
-    ticket: Ticket
     each: int
     """The tokens of each request ahead."""
-    answer: asyncio.Future[Standing | Refusal]
     asked_s: float
+    answer: asyncio.Future[Standing | Refusal] | None
+    """For the request that waits; None: no request does."""
 
 
 class SharedLimiter(RequestLimiter):
@@ -435,6 +441,7 @@ class SharedLimiter(RequestLimiter):
         self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
         self._questions: dict[int, _Question] = {}
+        self._renewing: asyncio.TimerHandle | None = None
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
@@ -444,14 +451,12 @@ class SharedLimiter(RequestLimiter):
             raise _unreachable()
         sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
         number, each = ticket.number, sender.each
-        question = _Question(
-            sender, ticket, each, asyncio.get_running_loop().create_future(), now_s
-        )
-        self._questions[number] = question
+        future: asyncio.Future[Standing | Refusal] = asyncio.get_running_loop().create_future()
+        self._questions[number] = _Question(principal, sender, each, now_s, future)
         packed = pack_limits(limits)
         connection.send([SERVICE, "admit", number, principal, packed, tokens, wanted, each])
         try:
-            answer = await question.answer
+            answer = await future
         except BaseException:
             ticket.end(None)
             self._ended.add(ticket)
@@ -464,14 +469,38 @@ class SharedLimiter(RequestLimiter):
             return answer
         return ticket, answer
 
+    def _renew_at(self, when_s: float) -> None:
+        """Ask for all principals together, as the ledger's next second begins."""
+        if self._renewing is None:
+            loop = asyncio.get_running_loop()
+            self._renewing = loop.call_at(when_s + _RENEW_AFTER_S, self._renew)
+
+    def _renew(self) -> None:
+        self._renewing = None
+        connection, now_s = self._link.connection, self._now_s()
+        if connection is None:
+            return
+        for principal, sender in self._senders.items():
+            if not sender.had_ahead or sender.is_asking or now_s < sender.until_s:
+                continue
+            self._give_back(sender)
+            if wanted := sender.wanted(now_s):
+                sender.is_asking = True
+                number, self._next = self._next, self._next + 2
+                self._questions[number] = _Question(principal, sender, sender.each, now_s, None)
+                packed = pack_limits(sender.limits)
+                connection.send([SERVICE, "ahead", number, principal, packed, wanted, sender.each])
+        self._report()
+
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._link.run())
                 group.create_task(self._end_waiting())
         finally:
-            if self._reporting is not None:
-                self._reporting.cancel()
+            for timer in (self._reporting, self._renewing):
+                if timer is not None:
+                    timer.cancel()
 
     def _can_report(self) -> bool:
         return self._link.connection is not None
@@ -487,7 +516,11 @@ class SharedLimiter(RequestLimiter):
     def _forget(self, principal: str) -> None:
         sender = self._senders.get(principal)
         super()._forget(principal)
-        if self._link.connection is not None and (sender is None or sender.had_ahead):
+        if sender is not None and sender.had_ahead:
+            self._returned(principal)
+
+    def _returned(self, principal: str) -> None:
+        if self._link.connection is not None:
             self._link.connection.send([SERVICE, "returned", principal])
 
     def _opened(self) -> list[tuple[int, int]]:
@@ -497,44 +530,66 @@ class SharedLimiter(RequestLimiter):
         match frame:
             case [_, int(number), standing, limit, retry_after_s, int(given), float(left_s)]:
                 answer = unpack_answer(standing, limit, retry_after_s)
-                question = self._questions.get(number)
-                if question is None or question.answer.done():  # given up, and settled already
-                    if given > 0:
-                        late = Ticket(number + 1, "", 0, unused=given)
-                        late.give_back()
-                        self._ended.add(late)
-                    self._report()
-                    return
-                if isinstance(answer, Standing) and given > 0:
-                    sender, until_s = question.sender, question.asked_s + left_s
-                    self._got_ahead(sender, question.ticket, given, question.each, answer, until_s)
-                    sender.had_ahead = True
-                question.answer.set_result(answer)
+                self._answered(number, answer, given, left_s)
             case [_, "recall", str(principal)]:
-                self._forget(principal)
+                super()._forget(principal)
+                self._returned(principal)
             case [_, "opened", *_]:
                 self.ready.set()
                 self._report()
             case _:
                 raise ValueError("unknown frame")
 
+    def _answered(self, number: int, answer: Standing | Refusal, given: int, left_s: float) -> None:
+        question = self._questions.get(number)
+        if question is not None and question.answer is None:
+            del self._questions[number]
+            question.sender.is_asking = False
+        if given > 0:
+            principal, each = ("", 0) if question is None else (question.principal, question.each)
+            ahead = Ticket(number + 1, principal, each, unused=given)
+            if (
+                question is not None
+                and isinstance(answer, Standing)
+                and self._senders.get(principal) is question.sender
+            ):
+                until_s = question.asked_s + left_s
+                self._got_ahead(question.sender, ahead, answer, until_s)
+                question.sender.had_ahead = True
+                self._renew_at(until_s)
+            else:  # nobody waits for them any more
+                ahead.give_back()
+                self._ended.add(ahead)
+                self._report()
+                if question is not None:
+                    self._returned(principal)
+        if question is not None and question.answer is not None and not question.answer.done():
+            question.answer.set_result(answer)
+        else:
+            self._report()
+
     def _on_lost(self) -> None:
         for sender in self._senders.values():
             self._give_back(sender)
         self._senders.clear()
-        self._report()
-        for question in self._questions.values():
-            if not question.answer.done():
-                question.answer.set_exception(_unreachable())
+        self._end_questions(math.inf)
 
     async def _end_waiting(self) -> None:
         """One timer for all questions costs less than one for each."""
         while True:
             await asyncio.sleep(_ANSWER_TIMEOUT_S / 4)
-            oldest_s = asyncio.get_running_loop().time() - _ANSWER_TIMEOUT_S
-            for question in self._questions.values():
-                if question.asked_s < oldest_s and not question.answer.done():
-                    question.answer.set_exception(_unreachable())
+            self._end_questions(asyncio.get_running_loop().time() - _ANSWER_TIMEOUT_S)
+
+    def _end_questions(self, before_s: float) -> None:
+        """Give those up that were asked before."""
+        for number, question in [*self._questions.items()]:
+            if question.asked_s >= before_s:
+                continue
+            if question.answer is None:
+                del self._questions[number]
+                question.sender.is_asking = False
+            elif not question.answer.done():
+                question.answer.set_exception(_unreachable())
 
 
 def _unreachable() -> RegistryError:

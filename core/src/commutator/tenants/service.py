@@ -6,6 +6,8 @@ door -> ledger                                             ledger -> door
 ["limits", "admit", ticket, principal, Limits, tokens,     ["limits", ticket, Standing, limit | nil,
  count ahead, tokens of each]                               seconds to retry | nil, count ahead,
                                                             seconds for which they can be used]
+["limits", "ahead", ticket, principal, Limits,             (as to "admit")
+ count ahead, tokens of each]
 ["limits", "settle", [Settlement, ...]]
                                                            ["limits", "recall", principal]
 ["limits", "returned", principal]
@@ -14,7 +16,8 @@ door -> ledger                                             ledger -> door
 A door opens first on each connection. Several doors ask for a request (``admit``) and report its
 end (``settle``). A door that asks often may be given a ticket for later requests, of the number
 after the one that it asks for. It can be used in the second in which it was charged, and the door
-settles what it does not use of it. Before a principal is refused for what lies unused elsewhere,
+settles what it does not use of it. As a second begins, the door asks for the next ones of all its
+principals (``ahead``). Before a principal is refused for what lies unused elsewhere,
 that is recalled. One door alone decides by itself, and copies here
 what changed in its accounts (``changes``), so that a door that takes its place begins where it
 ended.
@@ -170,6 +173,10 @@ class LedgerService:
         question.timer = loop.call_later(_RECALL_TIMEOUT_S, self._decide, principal, question)
         return True
 
+    def is_recalling(self, principal: str) -> bool:
+        """Whether a request waits for what was recalled: then nothing is given ahead."""
+        return principal in self._questions
+
     def returned(self, principal: str, connection: _Connection) -> None:
         """A door returned what it had of ``principal``."""
         connection.ahead.discard(principal)
@@ -216,6 +223,12 @@ class _Connection:
             ] if door:  # fmt: skip
                 limits = _unpack_limits(packed)
                 self._admit(door, ticket, principal, limits, tokens, ahead, each)
+            case [
+                _, "ahead", int(ticket), str(principal), list(packed), int(ahead), int(each),
+            ] if door:  # fmt: skip
+                limits, at = _unpack_limits(packed), self._clock()
+                given = self._admit_ahead(door, ticket, principal, limits, ahead, each, at)
+                self._answer(ticket, ledger.standing(principal, limits, at), given, at)
             case [_, "settle", list(settled)] if door:
                 ended = [Settlement(*one) for one in msgspec.convert(settled, _Settled)]
                 ledger.settle(door, ended, self._clock())
@@ -256,14 +269,24 @@ class _Connection:
             ):
                 self._refuse(ticket, answer)
             return
-        given = 0
-        if ahead > 0:
-            count = min(ahead, _MAX_AHEAD)
-            given = ledger.admit_ahead(door, ticket + 1, count, principal, limits, each, at)
-            if given:
-                self.ahead.add(principal)
-        left_s = left_of_second_s(at)
-        self.send([SERVICE, ticket, _facts(answer), None, None, given, left_s])
+        given = self._admit_ahead(door, ticket, principal, limits, ahead, each, at)
+        self._answer(ticket, answer, given, at)
+
+    def _admit_ahead(
+        self, door: str, ticket: int, principal: str, limits: Limits, count: int, each: int,
+        at: Moment,
+    ) -> int:  # fmt: skip
+        if count <= 0 or self._service.is_recalling(principal):
+            return 0
+        count = min(count, _MAX_AHEAD)
+        given = self._ledger.admit_ahead(door, ticket + 1, count, principal, limits, each, at)
+        if given:
+            self.ahead.add(principal)
+        return given
+
+    def _answer(self, ticket: int, standing: Standing, given: int, at: Moment) -> None:
+        facts = _facts(standing)
+        self.send([SERVICE, ticket, facts, None, None, given, left_of_second_s(at)])
 
     def _decide(self, door: str, ticket: int, principal: str, limits: Limits, tokens: int) -> None:
         """Answer a question that waited for what was recalled."""
