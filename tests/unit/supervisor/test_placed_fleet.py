@@ -277,6 +277,21 @@ async def test_what_nobody_wants_is_removed_only_by_who_may_act(file: Path) -> N
         await until(lambda: "w-7" not in rig.agents.there)
 
 
+async def test_who_may_not_act_any_more_when_the_cluster_answers_does_nothing(file: Path) -> None:
+    rig, looks = Rig(file), 0
+
+    async def late() -> Sequence[PlacedAgent]:
+        nonlocal looks
+        looks, rig.acts = looks + 1, False
+        return []
+
+    rig.agents.agents = late  # type: ignore[method-assign]
+    async with rig.running():
+        await until(lambda: looks == 1)
+        await asyncio.sleep(0.02)
+    assert rig.agents.done == []
+
+
 async def test_a_cluster_out_of_reach_changes_nothing_and_is_said_once(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

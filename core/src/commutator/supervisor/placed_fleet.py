@@ -294,6 +294,8 @@ class PlacedFleet:
         except LauncherError as error:
             self._say(f"workers are neither started nor stopped: {error}")
             return
+        if not self._acts():
+            return  # the answer took so long that another process may act now
         if self._problem:
             log.info("workers are started and stopped again")
             self._problem = ""
