@@ -23,8 +23,8 @@ from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster
 
 WORDS = (20, 400, 3000)
-DEPLOYMENTS = 4
-TURNS = 8
+DEPLOYMENTS = 8
+TURNS = 4
 """With each deployment."""
 TURN_S = 1
 WARM_UP_S = 3
