@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from commutator.tokenizer import prompt_cache
 from commutator.tokenizer.cut_points import cut_points_of
-from commutator.tokenizer.encoder import Encoder, FastEncode, FastTokenizer
+from commutator.tokenizer.encoder import Encoder, FastEncode, FastTokenizer, TokenIds
 from commutator.tokenizer.prompt_cache import PromptTokenCache
 
 TOKENIZERS = tokenizers_by_name()
@@ -138,11 +138,10 @@ def _lying_about(word: str) -> Callable[[Tokenizer], FastEncode]:
     """A fast encoder that is wrong, but only about texts with this word."""
 
     def made(tokenizer: Tokenizer) -> FastEncode:
-        def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+        def encode(texts: Sequence[str], special: bool) -> TokenIds:
             encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-            return [
-                [0] if word in text else one.ids for text, one in zip(texts, encodings, strict=True)
-            ]
+            pairs = zip(texts, encodings, strict=True)
+            return TokenIds.of([[0] if word in text else one.ids for text, one in pairs])
 
         return encode
 
