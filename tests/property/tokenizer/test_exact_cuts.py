@@ -47,6 +47,7 @@ def short_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_cache, "chunk_end", lambda start: start + 1)
         patch.setattr(prompt_cache, "_LEAST_NEW_CHARACTERS", 1)
+        patch.setattr(prompt_cache, "_NODE_CHUNKS", 3)
         yield
 
 
@@ -75,22 +76,33 @@ def test_the_parts_have_the_tokens_of_the_whole(kind: str, text: str) -> None:
 @kinds
 @settings(max_examples=40)
 @given(
-    stem=texts,
-    endings=st.lists(texts, min_size=1, max_size=5),
-    special=st.lists(st.booleans(), min_size=5, max_size=5),
-    max_bytes=st.sampled_from([0, 3_000, 1 << 20]),
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            st.integers(0, 80),
+            texts,
+            st.booleans(),
+            st.sampled_from([None, "s"]),
+        ),
+        max_size=8,
+    ),
+    max_bytes=st.sampled_from([0, 3_000, 20_000, 1 << 20]),
 )
 def test_a_cache_answers_like_the_tokenizer(
-    kind: str, stem: str, endings: list[str], special: list[bool], max_bytes: int
+    kind: str, requests: list[tuple[int, int, str, bool, str | None]], max_bytes: int
 ) -> None:
+    """Each prompt begins like an earlier one, up to any place, and goes on in its own way."""
     tokenizer = TOKENIZERS[kind]
     cache = PromptTokenCache(encoder(kind), CUTS[kind], max_bytes, hashing=_hashing())
-    for ending, around in zip(endings, special, strict=False):
-        for text in (stem, stem + ending):
-            plain = tokenizer.encode(text, add_special_tokens=around).ids
-            prompt = cache.encode(text, add_special_tokens=around)
+    prompts = [""]
+    for earlier, shared, ending, special, salt in requests:
+        text = prompts[-1 - earlier % len(prompts)][:shared] + ending
+        prompts.append(text)
+        plain = tokenizer.encode(text, add_special_tokens=special).ids
+        for _ in range(2):
+            prompt = cache.encode(text, salt, add_special_tokens=special)
             assert prompt.token_ids == plain
-            assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE)
+            assert prompt.sequence_hashes == sequence_hashes(plain, BLOCK_SIZE, cache_salt=salt)
             assert cache.size_bytes <= max_bytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import sys
@@ -90,14 +89,18 @@ class _Node:
         return _NODE_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.key[2]) + numbers_bytes
 
     def shared_chunks(self, text: str, start: int) -> int:
-        """How many of its chunks ``text`` has from ``start`` on."""
+        """How many of its chunks ``text``, which has the first one, has from ``start`` on."""
         if text.startswith(self.text, start):
             return len(self.cuts)
-
-        def differs(cut: int) -> bool:
-            return not text.startswith(self.text[:cut], start)
-
-        return bisect.bisect_right(self.cuts, False, key=differs)
+        cuts, shared, most = self.cuts, 1, len(self.cuts) - 1
+        while shared < most:
+            middle = (shared + most + 1) // 2
+            equal = cuts[shared - 1]
+            if text.startswith(self.text[equal : cuts[middle - 1]], start + equal):
+                shared = middle
+            else:
+                most = middle - 1
+        return shared
 
 
 @define(eq=False)  # one is made for each request, and a frozen class takes twice as long to fill
@@ -165,7 +168,7 @@ class PromptTokenCache:
         self._block_size = hashing.block_size if hashing else sys.maxsize
         self._on_hit = on_hit
         self._prompts = itertools.count(1)
-        self._nodes: OrderedDict[tuple[object, str], _Node] = OrderedDict()
+        self._nodes: OrderedDict[tuple[object, int, str], _Node] = OrderedDict()
         """Least recently used first."""
         self._size_bytes = 0
         self._lock = threading.Lock()
@@ -215,6 +218,10 @@ class PromptTokenCache:
 
         Raises RequestError as ``encode`` does.
         """
+        short = not found.is_sample and found.missing_characters < _LEAST_NEW_CHARACTERS
+        if short and self._cuts.pattern is not None:  # one step, and nothing new to keep
+            end = found.text[found.known_characters :]
+            return self._completed(found, self._encoder.encode([end], add_special_tokens=False), ())
         steps = self.completing(found)
         while True:
             try:
@@ -240,26 +247,33 @@ class PromptTokenCache:
         return prompt
 
     def _completing(self, found: FoundPrefix) -> Generator[None, None, PromptTokens]:
-        first, last = self._around if found.special else (b"", b"")
-        known, hashes = [first], array("Q")
-        tokens = len(first) // _TOKEN_BYTES
-        for node, chunks in found.path:
-            end = node.ends[chunks - 1]
-            known.append(node.ids[: _TOKEN_BYTES * end])
-            tokens += end
-            if self._hashing is not None:
-                hashes += node.hashes[: tokens // self._hashing.block_size - len(hashes)]
-        hit_tokens = tokens - len(first) // _TOKEN_BYTES
         texts = self._cut(found.text, found.known_characters)
         parts: list[TokenIds] = []
         for step in _steps(texts):
             if parts:
                 yield
             parts.append(self._encoder.encode(step, add_special_tokens=False))
-        new = TokenIds.joined(parts)
-        prompt = self._prompt(found, b"".join((*known, new.data, last)), hashes, hit_tokens)
-        self._keep(found, self._new_nodes(found, tokens, texts[:-1], new, prompt.sequence_hashes))
-        self._on_hit(hit_tokens)
+        return self._completed(found, TokenIds.joined(parts), texts[:-1])
+
+    def _completed(self, found: FoundPrefix, new: TokenIds, texts: Sequence[str]) -> PromptTokens:
+        """``new`` are the missing tokens; those of ``texts``, chunks at their start, are kept."""
+        first, last = self._around if found.special else (b"", b"")
+        data, hashes = [first], array("Q")
+        tokens = len(first) // _TOKEN_BYTES
+        for node, chunks in found.path:
+            end = node.ends[chunks - 1]
+            data.append(node.ids[: _TOKEN_BYTES * end])
+            tokens += end
+            if self._hashing is not None:
+                hashes += node.hashes[: tokens // self._hashing.block_size - len(hashes)]
+        data += new.data, last
+        prompt = self._prompt(found, b"".join(data), hashes, tokens - len(first) // _TOKEN_BYTES)
+        path = [node for node, _ in found.path]
+        if texts:
+            path += self._new_nodes(found, tokens, texts, new, prompt.sequence_hashes)
+        if path:
+            self._keep(path)
+        self._on_hit(prompt.hit_tokens)
         return prompt
 
     def _prompt(
@@ -318,20 +332,19 @@ class PromptTokenCache:
             before, chunks = node, len(part)
         return nodes
 
-    def _keep(self, found: FoundPrefix, new: Sequence[_Node]) -> None:
+    def _keep(self, path: Sequence[_Node]) -> None:
         nodes = self._nodes
-        path: list[_Node] = []
         with self._lock:
             if self._cuts.pattern is None or not self._max_bytes:
                 return  # another thread has found that the cache is wrong, or it is turned off
-            for node in (*(node for node, _ in found.path), *new):
+            for depth, node in enumerate(path):
                 kept = nodes.get(node.key)
                 if kept is None:  # it is new, or was dropped meanwhile
                     nodes[node.key] = node
                     self._size_bytes += node.size_bytes
-                elif kept is not node:
-                    break  # another thread was quicker
-                path.append(node)
+                elif kept is not node:  # another thread was quicker
+                    path = path[:depth]
+                    break
             # Backwards, so that what stands first in a prompt is the last to be dropped.
             for node in reversed(path):
                 nodes.move_to_end(node.key)
