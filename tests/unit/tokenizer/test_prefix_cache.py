@@ -121,6 +121,41 @@ def test_threads_may_share_it() -> None:
     assert 0 < cache.size_bytes <= 20_000
 
 
+def test_of_two_equal_prompts_at_the_same_time_one_is_kept() -> None:
+    cache = a_cache()
+    first, second = (cache.look_up(DOCUMENT, add_special_tokens=True) for _ in range(2))
+    tokens = [cache.complete(first).token_ids]
+    size_bytes = cache.size_bytes
+    tokens.append(cache.complete(second).token_ids)
+    assert tokens == [SMOLLM2.encode(DOCUMENT).ids] * 2
+    assert cache.size_bytes == size_bytes > 0
+
+
+def test_what_was_dropped_after_it_was_found_is_kept_anew() -> None:
+    cache = a_cache(10_000)  # one document
+    cache.encode(DOCUMENT, add_special_tokens=True)
+    found = cache.look_up(DOCUMENT, add_special_tokens=True)
+    cache.encode(DOCUMENT.upper(), add_special_tokens=True)
+    assert cache.look_up(DOCUMENT, add_special_tokens=True).known_characters == 0
+    assert cache.complete(found).token_ids == SMOLLM2.encode(DOCUMENT).ids
+    assert cache.look_up(DOCUMENT, add_special_tokens=True).known_characters > 3_000
+    assert cache.size_bytes <= 10_000
+
+
+def test_a_short_end_is_kept_once_the_conversation_has_gone_on() -> None:
+    cache = a_cache()
+    cache.encode(DOCUMENT, add_special_tokens=True)
+    kept_bytes, known = cache.size_bytes, []
+    for turns in (1, 2, 3, 4):
+        text = DOCUMENT + "And what does it say about that? " * 10 * turns
+        known.append(cache.look_up(text, add_special_tokens=True).known_characters)
+        cache.encode(text, add_special_tokens=True)
+        if turns == 1:
+            assert cache.size_bytes == kept_bytes
+    assert known[0] == known[1] < len(DOCUMENT)
+    assert known[3] > len(DOCUMENT) + 300
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shared_beginning_is_found_in_any_text(kind: str) -> None:
     chance = random.Random(kind)
