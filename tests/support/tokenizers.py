@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenizers import (
     trainers,
 )
 
-from commutator.tokenizer.encoder import Encoder, FastTokenizer
+from commutator.tokenizer.encoder import Encoder, FastTokenizer, TokenIds
 from commutator.tokenizer.load import load_text_model
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SPECIAL",
     "encoder",
     "fast_tokenizer",
+    "lists",
     "tokenizers_by_name",
     "trained",
 ]
@@ -173,3 +175,9 @@ def fast_tokenizer(kind: str) -> FastTokenizer:
 def encoder(kind: str) -> Encoder:
     """One of one kind, as a front door has it."""
     return Encoder(tokenizers_by_name()[kind], fast_tokenizer(kind))
+
+
+def lists(found: TokenIds) -> list[list[int]]:
+    """The ids of each text."""
+    ids = memoryview(found.data).cast("I").tolist()
+    return [ids[start:end] for start, end in pairwise(found.offsets)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.support.tokenizers import encoder, tokenizers_by_name
+from tests.support.tokenizers import encoder, lists, tokenizers_by_name
 from tokenizers import Tokenizer
 
 from commutator.errors import RequestError
@@ -16,6 +16,7 @@ from commutator.tokenizer.encoder import (
     Encoder,
     FastEncode,
     FastTokenizer,
+    TokenIds,
     fastokens_encode,
     random_texts,
 )
@@ -31,8 +32,8 @@ def exact(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]
 
 
 def by(encode: Callable[[str], list[int]]) -> Callable[[Tokenizer], FastEncode]:
-    def fast(texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [encode(text) for text in texts]
+    def fast(texts: Sequence[str], add_special_tokens: bool) -> TokenIds:
+        return TokenIds.of([encode(text) for text in texts])
 
     return lambda _: fast
 
@@ -46,7 +47,7 @@ def test_usual_tokenizers_are_fast(kind: str) -> None:
 def test_the_tokens_are_those_of_tokenizers(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     for special in (False, True):
-        found = encoder(kind).encode([TEXT, "", " "], add_special_tokens=special)
+        found = lists(encoder(kind).encode([TEXT, "", " "], add_special_tokens=special))
         assert found == [exact(tokenizer, text, special=special) for text in (TEXT, "", " ")]
 
 
@@ -66,7 +67,7 @@ def test_without_fastokens_everything_works(
     caplog.set_level("INFO")
     slow = Encoder(SMOLLM2, FastTokenizer.of(SMOLLM2), name="m")
     assert not slow.is_fast
-    assert slow.encode([TEXT], add_special_tokens=True) == [exact(SMOLLM2, TEXT)]
+    assert lists(slow.encode([TEXT], add_special_tokens=True)) == [exact(SMOLLM2, TEXT)]
     assert "model m: tokenizers tokenizes its prompts: fastokens is not installed" in caplog.text
 
 
@@ -82,7 +83,7 @@ def test_one_that_is_wrong_is_found_out_when_a_model_is_loaded(
     slow = Encoder(SMOLLM2, fast, name="m", on_difference=lambda: differences.append(1))
     assert not slow.is_fast
     assert differences == [1]
-    assert slow.encode(["e\u0301"], add_special_tokens=True) == [exact(SMOLLM2, "e\u0301")]
+    assert lists(slow.encode(["e\u0301"], add_special_tokens=True)) == [exact(SMOLLM2, "e\u0301")]
     assert "model m: from now on tokenizers alone" in caplog.text
     assert "random texts other tokens" in caplog.text
 
@@ -103,7 +104,7 @@ def test_what_it_cannot_tokenize_is_left_to_tokenizers(
     fast = Encoder(SMOLLM2, FastTokenizer.of(SMOLLM2, by(encode)))
     assert fast.is_fast
     for text in ("fail", "fail", "on"):
-        assert fast.encode([text], add_special_tokens=True) == [exact(SMOLLM2, text)]
+        assert lists(fast.encode([text], add_special_tokens=True)) == [exact(SMOLLM2, text)]
     assert fast.is_fast == stays
 
 
@@ -111,7 +112,7 @@ def test_one_text_that_is_left_to_tokenizers_does_not_take_the_others_along() ->
     asked: list[Sequence[str]] = []
     fast = fastokens_encode(SMOLLM2)
 
-    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+    def encode(texts: Sequence[str], special: bool) -> TokenIds:
         found = fast(texts, special)
         asked.append(texts)
         return found
@@ -119,7 +120,7 @@ def test_one_text_that_is_left_to_tokenizers_does_not_take_the_others_along() ->
     texts = ["one", "two \x04 three", "four"]
     both = Encoder(SMOLLM2, FastTokenizer(encode))
     expected = [exact(SMOLLM2, text) for text in texts]
-    assert both.encode(texts, add_special_tokens=True) == expected
+    assert lists(both.encode(texts, add_special_tokens=True)) == expected
     assert asked == [["one"], ["four"]]
 
 
@@ -131,7 +132,7 @@ def test_no_text_is_so_long_that_it_would_hold_a_thread(monkeypatch: pytest.Monk
     for length, byte, accepted in [(10, "\x04", True), (11, "\x04", False), (20, "!", True)]:
         text = byte + "!" * (length - 1)
         if accepted:
-            assert fast.encode([text], add_special_tokens=True) == [exact(SMOLLM2, text)]
+            assert lists(fast.encode([text], add_special_tokens=True)) == [exact(SMOLLM2, text)]
             continue
         with pytest.raises(RequestError, match="in 11 of its characters") as refused:
             fast.encode([text], add_special_tokens=True)
@@ -152,7 +153,9 @@ def test_threads_may_share_it() -> None:
     fast = encoder("smollm2")
     texts = [*random_texts(SMOLLM2, 400, seed=1)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda text: fast.encode([text], add_special_tokens=False)[0], texts))
+        found = list(
+            pool.map(lambda text: lists(fast.encode([text], add_special_tokens=False))[0], texts)
+        )
     assert found == [exact(SMOLLM2, text, special=False) for text in texts]
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from commutator.tokenizer import prompt_cache
 from commutator.tokenizer.cut_points import cut_points_of
-from commutator.tokenizer.encoder import Encoder, FastEncode, FastTokenizer
+from commutator.tokenizer.encoder import Encoder, FastEncode, FastTokenizer, TokenIds
 from commutator.tokenizer.prompt_cache import PromptTokenCache
 
 TOKENIZERS = tokenizers_by_name()
@@ -98,7 +98,7 @@ def test_a_document_with_a_new_question_is_not_tokenized_again() -> None:
 
 
 def test_the_least_recently_used_document_goes_first() -> None:
-    cache = a_cache(40_000)
+    cache = a_cache(20_000)  # two of them
     documents = [f"Number {number}. {DOCUMENT}" for number in "abc"]
     for document in (documents[0], documents[1], documents[0], documents[2]):
         cache.encode(document, add_special_tokens=True)
@@ -108,7 +108,7 @@ def test_the_least_recently_used_document_goes_first() -> None:
     assert known[0] > 3_000
     assert known[2] > 3_000
     assert known[1] < known[0]
-    assert cache.size_bytes <= 40_000
+    assert cache.size_bytes <= 20_000
 
 
 def test_threads_may_share_it() -> None:
@@ -119,6 +119,41 @@ def test_threads_may_share_it() -> None:
     for text, prompt in zip(texts, found, strict=True):
         assert prompt.token_ids == SMOLLM2.encode(text).ids
     assert 0 < cache.size_bytes <= 20_000
+
+
+def test_of_two_equal_prompts_at_the_same_time_one_is_kept() -> None:
+    cache = a_cache()
+    first, second = (cache.look_up(DOCUMENT, add_special_tokens=True) for _ in range(2))
+    tokens = [cache.complete(first).token_ids]
+    size_bytes = cache.size_bytes
+    tokens.append(cache.complete(second).token_ids)
+    assert tokens == [SMOLLM2.encode(DOCUMENT).ids] * 2
+    assert cache.size_bytes == size_bytes > 0
+
+
+def test_what_was_dropped_after_it_was_found_is_kept_anew() -> None:
+    cache = a_cache(10_000)  # one document
+    cache.encode(DOCUMENT, add_special_tokens=True)
+    found = cache.look_up(DOCUMENT, add_special_tokens=True)
+    cache.encode(DOCUMENT.upper(), add_special_tokens=True)
+    assert cache.look_up(DOCUMENT, add_special_tokens=True).known_characters == 0
+    assert cache.complete(found).token_ids == SMOLLM2.encode(DOCUMENT).ids
+    assert cache.look_up(DOCUMENT, add_special_tokens=True).known_characters > 3_000
+    assert cache.size_bytes <= 10_000
+
+
+def test_a_short_end_is_kept_once_the_conversation_has_gone_on() -> None:
+    cache = a_cache()
+    cache.encode(DOCUMENT, add_special_tokens=True)
+    kept_bytes, known = cache.size_bytes, []
+    for turns in (1, 2, 3, 4):
+        text = DOCUMENT + "And what does it say about that? " * 10 * turns
+        known.append(cache.look_up(text, add_special_tokens=True).known_characters)
+        cache.encode(text, add_special_tokens=True)
+        if turns == 1:
+            assert cache.size_bytes == kept_bytes
+    assert known[0] == known[1] < len(DOCUMENT)
+    assert known[3] > len(DOCUMENT) + 300
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,11 +173,10 @@ def _lying_about(word: str) -> Callable[[Tokenizer], FastEncode]:
     """A fast encoder that is wrong, but only about texts with this word."""
 
     def made(tokenizer: Tokenizer) -> FastEncode:
-        def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
+        def encode(texts: Sequence[str], special: bool) -> TokenIds:
             encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-            return [
-                [0] if word in text else one.ids for text, one in zip(texts, encodings, strict=True)
-            ]
+            pairs = zip(texts, encodings, strict=True)
+            return TokenIds.of([[0] if word in text else one.ids for text, one in pairs])
 
         return encode
 

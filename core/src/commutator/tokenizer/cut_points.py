@@ -144,6 +144,10 @@ class CutPoints:
         found = self.pattern.search(text, at_least) if self.pattern else None
         return None if found is None else found.start()
 
+    def is_cut(self, text: str, at: int) -> bool:
+        """Whether there is a known cut at ``at``."""
+        return self.pattern is not None and self.pattern.match(text, at) is not None
+
 
 def cut_points_of(tokenizer: Tokenizer) -> CutPoints:
     """Where texts of this tokenizer may be cut."""

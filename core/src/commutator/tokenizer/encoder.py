@@ -15,8 +15,11 @@ import json
 import logging
 import os
 import random
+import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 from attrs import frozen
 from tokenizers import Tokenizer
@@ -29,14 +32,42 @@ __all__ = [
     "Encoder",
     "FastEncode",
     "FastTokenizer",
+    "TokenIds",
     "fastokens_encode",
     "random_texts",
 ]
 
 log = logging.getLogger(__name__)
 
-FastEncode = Callable[[Sequence[str], bool], list[list[int]]]
-"""Of (texts, whether special tokens are put around each), the token ids of each text.
+
+class TokenIds(NamedTuple):
+    """The token ids of several texts, without an object for each id."""
+
+    data: bytes
+    """32-bit integers in the machine's byte order, text after text."""
+    offsets: Sequence[int]
+    """The index of each text's first id, and the number of all ids."""
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]]) -> TokenIds:
+        """Those of texts that have these ids."""
+        offsets = list(accumulate(map(len, ids), initial=0))
+        return cls(array("I", chain.from_iterable(ids)).tobytes(), offsets)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenIds]) -> TokenIds:
+        """Those of the texts of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        offsets = [0]
+        for part in parts:
+            before = offsets[-1]
+            offsets += [before + end for end in part.offsets[1:]]
+        return cls(b"".join(part.data for part in parts), offsets)
+
+
+FastEncode = Callable[[Sequence[str], bool], TokenIds]
+"""Of (texts, whether special tokens are put around each), the token ids.
 
 Raises ValueError for texts that it cannot tokenize, and lets other threads run while it works.
 """
@@ -81,7 +112,7 @@ class FastTokenizer:
                 ours = encode([text], True)
             except ValueError:
                 return None
-            return ours != exact.encode([text], add_special_tokens=True)
+            return ours.data != exact.encode([text], add_special_tokens=True).data
 
         try:
             verdicts = {text: differs(text) for text in ("", *random_texts(tokenizer, _PROBES))}
@@ -133,8 +164,8 @@ class Encoder:
         """Whether the fast tokenizer is in use."""
         return self._fast is not None
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The token ids of each text.
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> TokenIds:
+        """The token ids of the texts.
 
         Raises RequestError for a text that is too long for the one that has to tokenize it.
         """
@@ -144,11 +175,12 @@ class Encoder:
                 return self._fast(texts, add_special_tokens)
             except ValueError as error:
                 if len(texts) > 1:  # one of them
-                    return [
-                        token_ids
-                        for text in texts
-                        for token_ids in self.encode([text], add_special_tokens=add_special_tokens)
-                    ]
+                    return TokenIds.joined(
+                        [
+                            self.encode([text], add_special_tokens=add_special_tokens)
+                            for text in texts
+                        ]
+                    )
                 log.debug("model %s: left to tokenizers: %s", self._name, error)
             except (KeyboardInterrupt, SystemExit):
                 raise
@@ -156,14 +188,14 @@ class Encoder:
                 self.give_way(f"fastokens failed: {error!r:.200}")
         return self.encode_exactly(texts, add_special_tokens=add_special_tokens)
 
-    def encode_exactly(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def encode_exactly(self, texts: Sequence[str], *, add_special_tokens: bool) -> TokenIds:
         """The same, by ``tokenizer`` itself. Raises RequestError for a text that is too long."""
         _check_lengths(texts, LONGEST_EXACT)
         # Unlike encode(), the batch form gives up the interpreter lock, and it is quicker.
         encodings = self._tokenizer.encode_batch_fast(
             list(texts), add_special_tokens=add_special_tokens
         )
-        return [encoding.ids for encoding in encodings]
+        return TokenIds.of([encoding.ids for encoding in encodings])
 
     def give_way(self, why: str) -> None:
         """Use ``tokenizer`` alone from now on; ``why`` is for the log."""
@@ -197,6 +229,8 @@ def fastokens_encode(tokenizer: Tokenizer) -> FastEncode:
         from fastokens import Tokenizer as Fastokens
     except ImportError as error:
         raise ValueError(f"fastokens is not installed ({error})") from error
+    if sys.byteorder != "little":
+        raise ValueError("it gives ids as little-endian integers, which this machine does not use")
     if tokenizer.encode_special_tokens:
         raise ValueError("it reads special tokens as plain text")
     try:
@@ -208,10 +242,9 @@ def fastokens_encode(tokenizer: Tokenizer) -> FastEncode:
     description["pre_tokenizer"] = _in_one_step(description["pre_tokenizer"])
     fast = Fastokens.from_json_str(json.dumps(description))
 
-    def encode(texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        if len(texts) == 1:
-            return [fast.encode(texts[0], add_special_tokens).ids]
-        return [encoding.ids for encoding in fast.encode_batch(list(texts), add_special_tokens)]
+    def encode(texts: Sequence[str], add_special_tokens: bool) -> TokenIds:
+        data, offsets = fast.encode_batch_flat(list(texts), add_special_tokens)
+        return TokenIds(data, memoryview(offsets).cast("Q"))
 
     return encode
 

@@ -6,13 +6,14 @@ import itertools
 import math
 import sys
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from attrs import define, field, frozen
 
 from commutator.tokenizer.cut_points import CutPoints
-from commutator.tokenizer.encoder import Encoder
+from commutator.tokenizer.encoder import Encoder, TokenIds
 
 __all__ = [
     "BlockHashing",
@@ -22,12 +23,17 @@ __all__ = [
 ]
 
 _SHORTEST_CHUNK = 200
-# Looking a chunk up takes about as long as tokenizing a dozen characters.
-_LOOK_UP_CHARACTERS = 12
 
-# An entry of the cache without its contents, and a hash.
-_CHUNK_BYTES = 400
-_HASH_BYTES = 36
+# To keep a prompt's new end costs about as much as tokenizing this much of it; half of it on
+# average is tokenized again by a prompt that goes on from there.
+_LEAST_NEW_CHARACTERS = 800
+
+# A node holds at most so many chunks, so that the end of a long prompt can go before its beginning.
+_NODE_CHUNKS = 64
+
+# A node without its texts and numbers.
+_NODE_BYTES = 700
+_TOKEN_BYTES = 4
 
 # One prompt in so many is also tokenized as a whole, by tokenizers itself.
 _CHECK_EVERY = 1_000
@@ -59,22 +65,42 @@ class PromptTokens:
     """The number of tokens that were cached."""
 
 
-@frozen(eq=False)
-class _Chunk:
-    """A part of a text, behind all the chunks before it. Equal only to itself."""
+@define(eq=False)  # a frozen class takes twice as long to fill
+class _Node:
+    """Consecutive chunks of a text. Equal only to itself, and never changed."""
 
-    key: tuple[object, str]
-    """What is before it, a chunk or what the first chunk's prompts share; and its text."""
-    token_ids: list[int]
-    """Made by ``_shared_ids``."""
-    hashes: list[int]
+    key: tuple[object, int, str]
+    """The node before it, or what the first nodes' prompts share; how many of that one's chunks are
+    before it; and the text of its own first chunk."""
+    text: str
+    ids: bytes
+    """32-bit integers."""
+    hashes: array[int]
     """Of the blocks that end in it."""
+    cuts: array[int]
+    """For each chunk, the number of characters from the start of the node to the chunk's end."""
+    ends: array[int]
+    """The same in tokens."""
 
     @property
     def size_bytes(self) -> int:
-        contents = (self.key[1], self.token_ids, self.hashes)
-        hashes_bytes = _HASH_BYTES * len(self.hashes)
-        return _CHUNK_BYTES + hashes_bytes + sum(map(sys.getsizeof, contents))
+        integers = self.hashes, self.cuts, self.ends
+        numbers_bytes = len(self.ids) + sum(each.itemsize * len(each) for each in integers)
+        return _NODE_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.key[2]) + numbers_bytes
+
+    def shared_chunks(self, text: str, start: int) -> int:
+        """How many of its chunks ``text``, which has the first one, has from ``start`` on."""
+        if text.startswith(self.text, start):
+            return len(self.cuts)
+        cuts, shared, most = self.cuts, 1, len(self.cuts) - 1
+        while shared < most:
+            middle = (shared + most + 1) // 2
+            equal = cuts[shared - 1]
+            if text.startswith(self.text[equal : cuts[middle - 1]], start + equal):
+                shared = middle
+            else:
+                most = middle - 1
+        return shared
 
 
 @define(eq=False)  # one is made for each request, and a frozen class takes twice as long to fill
@@ -88,8 +114,8 @@ class FoundPrefix:
     """Whether special tokens are put around the text."""
     is_sample: bool
     """Whether its tokens are compared with those that ``tokenizers`` gives."""
-    chunks: list[_Chunk] = field(factory=list)
-    """The known ones."""
+    path: list[tuple[_Node, int]] = field(factory=list)
+    """The nodes with its beginning, and how many chunks of each are its own."""
     known_characters: int = 0
 
     @property
@@ -101,19 +127,20 @@ class FoundPrefix:
 def chunk_end(start: int) -> int:
     """A chunk from ``start`` ends at the first exact cut from here on.
 
-    What follows the last known chunk is tokenized again, on average half a chunk, and each known
-    one costs a look-up. The sum is least when chunks grow with the root of what is before them.
+    What follows the last known chunk is tokenized again, on average half a chunk, and each new one
+    has to be cut. The sum is least when chunks grow with the root of what is before them.
     """
-    return start + max(_SHORTEST_CHUNK, math.isqrt(2 * _LOOK_UP_CHARACTERS * start))
+    return start + max(_SHORTEST_CHUNK, 2 * math.isqrt(start))
 
 
 class PromptTokenCache:
     """Tokens, and sequence hashes if wanted, by text prefix. Threads may share it.
 
-    A prompt is cut into chunks at exact cuts, always the same way, and each chunk is kept under
-    the ones before it. Each salt has chunks of its own, so that the time a prompt takes tells
-    nothing about prompts of other salts. The least recently used go first; a chunk never before
-    those after it.
+    A prompt is cut into chunks at exact cuts, always the same way. Chunks that were new together
+    are one node of a tree, from which a later prompt may branch off after each of them: so a known
+    beginning is a few nodes, each compared as a whole. Each salt has a tree of its own, so that the
+    time a prompt takes tells nothing about prompts of other salts. The least recently used nodes go
+    first; a node never before those after it.
 
     One prompt in 1,000, if it is not too long to be tokenized in one step, is compared with what
     ``tokenizers`` makes of the whole text. If they ever differ, that prompt gets the right tokens,
@@ -137,9 +164,11 @@ class PromptTokenCache:
         self._cuts = cuts
         self._max_bytes = max_bytes
         self._hashing = hashing
+        self._around = [array("I", ids).tobytes() for ids in (cuts.first_ids, cuts.last_ids)]
+        self._block_size = hashing.block_size if hashing else sys.maxsize
         self._on_hit = on_hit
         self._prompts = itertools.count(1)
-        self._chunks: OrderedDict[tuple[object, str], _Chunk] = OrderedDict()
+        self._nodes: OrderedDict[tuple[object, int, str], _Node] = OrderedDict()
         """Least recently used first."""
         self._size_bytes = 0
         self._lock = threading.Lock()
@@ -162,27 +191,37 @@ class PromptTokenCache:
         self, text: str, salt: str | None = None, *, add_special_tokens: bool
     ) -> FoundPrefix:
         """What is known of the prompt; quick."""
-        can_differ = self._encoder.is_fast or self._cuts.pattern is not None
+        cuts = self._cuts
         is_sample = (
-            can_differ and next(self._prompts) % _CHECK_EVERY == 0 and len(text) <= _STEP_CHARACTERS
+            next(self._prompts) % _CHECK_EVERY == 0
+            and len(text) <= _STEP_CHARACTERS
+            and (self._encoder.is_fast or cuts.pattern is not None)
         )
-        chunks: list[_Chunk] = []
-        start = 0
+        path: list[tuple[_Node, int]] = []
+        start = chunks = 0
         before: object = _root(salt, add_special_tokens)
-        next_cut, known = self._cuts.next_cut, self._chunks
-        while (cut := next_cut(text, chunk_end(start))) is not None:
-            chunk = known.get((before, text[start:cut]))
-            if chunk is None:
+        while (cut := cuts.next_cut(text, chunk_end(start))) is not None:
+            node = self._nodes.get((before, chunks, text[start:cut]))
+            if node is None:
                 break
-            chunks.append(chunk)
-            start, before = cut, chunk
-        return FoundPrefix(text, salt, add_special_tokens, is_sample, chunks, start)
+            chunks = node.shared_chunks(text, start)
+            # What stands after a cut counts, too, and may differ for the last one.
+            if not cuts.is_cut(text, start + node.cuts[chunks - 1]):
+                chunks -= 1
+            path.append((node, chunks))
+            start += node.cuts[chunks - 1]
+            before = node
+        return FoundPrefix(text, salt, add_special_tokens, is_sample, path, start)
 
     def complete(self, found: FoundPrefix) -> PromptTokens:
         """Tokenize and hash what is missing, and keep it. Lets other threads run meanwhile.
 
         Raises RequestError as ``encode`` does.
         """
+        short = not found.is_sample and found.missing_characters < _LEAST_NEW_CHARACTERS
+        if short and self._cuts.pattern is not None:  # one step, and nothing new to keep
+            end = found.text[found.known_characters :]
+            return self._completed(found, self._encoder.encode([end], add_special_tokens=False), ())
         steps = self.completing(found)
         while True:
             try:
@@ -194,50 +233,65 @@ class PromptTokenCache:
     def completing(self, found: FoundPrefix) -> Generator[None, None, PromptTokens]:
         """The same in steps of about a second at most. Each may run in another thread."""
         if self._cuts.pattern is None:
-            (token_ids,) = self._encoder.encode([found.text], add_special_tokens=found.special)
-            prompt = self._whole(found, token_ids)
+            whole = self._encoder.encode([found.text], add_special_tokens=found.special)
+            prompt = self._prompt(found, whole.data)
         else:
             prompt = yield from self._completing(found)
         if found.is_sample:
             yield
-            (exact,) = self._encoder.encode_exactly([found.text], add_special_tokens=found.special)
-            if exact != prompt.token_ids:
-                self._give_way(prompt.token_ids, exact)
-                return self._whole(found, exact)
+            exact = self._encoder.encode_exactly([found.text], add_special_tokens=found.special)
+            right = self._prompt(found, exact.data)
+            if right.token_ids != prompt.token_ids:
+                self._give_way(prompt.token_ids, right.token_ids)
+                return right
         return prompt
 
     def _completing(self, found: FoundPrefix) -> Generator[None, None, PromptTokens]:
-        cuts, hashing = self._cuts, self._hashing
-        token_ids: list[int] = [*cuts.first_ids] if found.special else []
-        hashes: list[int] = []
-        hit_tokens = -len(token_ids)
-        for chunk in found.chunks:
-            token_ids += chunk.token_ids
-            hashes += chunk.hashes
-        known_tokens = len(token_ids)
-        hit_tokens += known_tokens
         texts = self._cut(found.text, found.known_characters)
-        parts: list[list[int]] = []
+        parts: list[TokenIds] = []
         for step in _steps(texts):
             if parts:
                 yield
-            parts += self._encoder.encode(step, add_special_tokens=False)
-        for part in parts:
-            token_ids += part
-        if found.special:
-            token_ids += cuts.last_ids
-        if hashing is not None:
-            hashes = hashing.hashes(token_ids, hashes, found.salt)
-        self._keep(found, known_tokens, texts[:-1], parts, hashes)
-        self._on_hit(hit_tokens)
-        return PromptTokens(token_ids, hashes if hashing else None, hit_tokens)
+            parts.append(self._encoder.encode(step, add_special_tokens=False))
+        return self._completed(found, TokenIds.joined(parts), texts[:-1])
 
-    def _whole(self, found: FoundPrefix, token_ids: list[int]) -> PromptTokens:
-        hashes = None if self._hashing is None else self._hashing.hashes(token_ids, (), found.salt)
-        return PromptTokens(token_ids, hashes, 0)
+    def _completed(self, found: FoundPrefix, new: TokenIds, texts: Sequence[str]) -> PromptTokens:
+        """``new`` are the missing tokens; those of ``texts``, chunks at their start, are kept."""
+        first, last = self._around if found.special else (b"", b"")
+        data, hashes = [first], array("Q")
+        tokens = len(first) // _TOKEN_BYTES
+        for node, chunks in found.path:
+            end = node.ends[chunks - 1]
+            data.append(node.ids[: _TOKEN_BYTES * end])
+            tokens += end
+            if self._hashing is not None:
+                hashes += node.hashes[: tokens // self._hashing.block_size - len(hashes)]
+        data += new.data, last
+        prompt = self._prompt(found, b"".join(data), hashes, tokens - len(first) // _TOKEN_BYTES)
+        path = [node for node, _ in found.path]
+        if texts:
+            path += self._new_nodes(found, tokens, texts, new, prompt.sequence_hashes)
+        if path:
+            self._keep(path)
+        self._on_hit(prompt.hit_tokens)
+        return prompt
+
+    def _prompt(
+        self,
+        found: FoundPrefix,
+        data: bytes,
+        known_hashes: Sequence[int] = (),
+        hit_tokens: int = 0,
+    ) -> PromptTokens:
+        ids = memoryview(data).cast("I")
+        hashing = self._hashing
+        hashes = None if hashing is None else hashing.hashes(ids, known_hashes, found.salt)
+        return PromptTokens(ids.tolist(), hashes, hit_tokens)
 
     def _cut(self, text: str, start: int) -> list[str]:
         """``text`` from ``start`` on; the last part ends with the text, not at a cut."""
+        if len(text) - start < _LEAST_NEW_CHARACTERS:
+            return [text[start:]]
         parts = []
         while (cut := self._cuts.next_cut(text, chunk_end(start))) is not None:
             parts.append(text[start:cut])
@@ -245,38 +299,57 @@ class PromptTokenCache:
         parts.append(text[start:])
         return parts
 
-    def _keep(
+    def _new_nodes(
         self,
         found: FoundPrefix,
         known_tokens: int,
         texts: Sequence[str],
-        parts: Sequence[list[int]],
-        hashes: list[int],
-    ) -> None:
-        path = list(found.chunks)
-        before: object = path[-1] if path else _root(found.salt, found.special)
-        block_size = self._hashing.block_size if self._hashing else sys.maxsize
-        tokens = known_tokens
+        new: TokenIds,
+        hashes: Sequence[int] | None,
+    ) -> list[_Node]:
+        """Nodes for a prompt's new chunks.
+
+        They have these ``texts`` and the first tokens of ``new``; ``hashes`` are the prompt's.
+        """
+        before, chunks = found.path[-1] if found.path else (_root(found.salt, found.special), 0)
+        nodes: list[_Node] = []
+        for low in range(0, len(texts), _NODE_CHUNKS):
+            part = texts[low : low + _NODE_CHUNKS]
+            first, *ends = new.offsets[low : low + len(part) + 1]
+            blocks = slice(
+                (known_tokens + first) // self._block_size,
+                (known_tokens + ends[-1]) // self._block_size,
+            )
+            node = _Node(
+                (before, chunks, part[0]),
+                "".join(part),
+                new.data[_TOKEN_BYTES * first : _TOKEN_BYTES * ends[-1]],
+                array("Q", hashes[blocks] if hashes else ()),
+                array("I", itertools.accumulate(map(len, part))),
+                array("I", [end - first for end in ends]),
+            )
+            nodes.append(node)
+            before, chunks = node, len(part)
+        return nodes
+
+    def _keep(self, path: Sequence[_Node]) -> None:
+        nodes = self._nodes
         with self._lock:
             if self._cuts.pattern is None or not self._max_bytes:
                 return  # another thread has found that the cache is wrong, or it is turned off
-            for text, part in zip(texts, parts, strict=False):
-                blocks, tokens = tokens // block_size, tokens + len(part)
-                chunk = self._chunks.get((before, text))
-                if chunk is None:  # no other thread was quicker
-                    ended = hashes[blocks : tokens // block_size]
-                    chunk = _Chunk((before, text), _shared_ids(part), ended)
-                path.append(chunk)
-                before = chunk
+            for depth, node in enumerate(path):
+                kept = nodes.get(node.key)
+                if kept is None:  # it is new, or was dropped meanwhile
+                    nodes[node.key] = node
+                    self._size_bytes += node.size_bytes
+                elif kept is not node:  # another thread was quicker
+                    path = path[:depth]
+                    break
             # Backwards, so that what stands first in a prompt is the last to be dropped.
-            for chunk in reversed(path):
-                try:
-                    self._chunks.move_to_end(chunk.key)
-                except KeyError:  # it is new, or was dropped meanwhile
-                    self._chunks[chunk.key] = chunk
-                    self._size_bytes += chunk.size_bytes
+            for node in reversed(path):
+                nodes.move_to_end(node.key)
             while self._size_bytes > self._max_bytes:
-                _, oldest = self._chunks.popitem(last=False)
+                _, oldest = nodes.popitem(last=False)
                 self._size_bytes -= oldest.size_bytes
 
     def _give_way(self, found: list[int], exact: list[int]) -> None:
@@ -290,7 +363,7 @@ class PromptTokenCache:
         )
         with self._lock:
             self._cuts = CutPoints(problem="it gave other tokens than tokenizers")
-            self._chunks.clear()
+            self._nodes.clear()
             self._size_bytes = 0
         self._encoder.give_way(
             f"a prompt of {len(exact)} tokens had others from number {at} on: {found[at : at + 3]} "
@@ -314,20 +387,3 @@ def _steps(texts: Sequence[str]) -> Iterator[list[str]]:
 def _root(salt: str | None, special: bool) -> tuple[str | None, bool]:
     """What is before the first chunk: prompts with special tokens around have other blocks."""
     return salt, special
-
-
-_ids: list[int] = []
-"""The integers from 0 on, as far as any cache holds them."""
-_growing = threading.Lock()
-
-
-def _shared_ids(token_ids: Sequence[int]) -> list[int]:
-    """A list of the same ids that takes 8 bytes for each: equal ids are one object everywhere.
-
-    Lists are put together five times as fast as arrays become one.
-    """
-    most = max(token_ids, default=-1)
-    if most >= len(_ids):
-        with _growing:
-            _ids.extend(range(len(_ids), most + 1))
-    return list(map(_ids.__getitem__, token_ids))
