@@ -381,3 +381,19 @@ def test_limits_of_nothing_are_refused(limit: str) -> None:
     sizes: dict[str, Any] = {"num_blocks": 1, limit: 0}
     with pytest.raises(ValueError, match="at least 1"):
         EngineOptions(**sizes)
+
+
+def test_every_step_is_in_memory_before_others_may_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU computes after the call has returned, and most steps of a long prompt sample nothing."""
+    engine = make(max_tokens=16)
+    done: list[str] = []
+    settle, complete = engine.arena.settle, engine._scheduler.complete
+    monkeypatch.setattr(engine.arena, "settle", lambda: (done.append("settled"), settle()))
+    monkeypatch.setattr(
+        engine._scheduler, "complete", lambda step: (done.append("completed"), complete(step))
+    )
+    engine.submit(1, request(PROMPTS[-1], max_tokens=2))
+    finish(engine)
+    assert done == ["settled", "completed"] * 5
