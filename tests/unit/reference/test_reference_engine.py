@@ -386,7 +386,7 @@ def test_limits_of_nothing_are_refused(limit: str) -> None:
 def test_every_step_is_in_memory_before_others_may_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU computes after the call has returned, and most steps of a long prompt sample nothing."""
+    """A GPU computes later than the call; most steps of a long prompt sample no token."""
     engine = make(max_tokens=16)
     done: list[str] = []
     settle, complete = engine.arena.settle, engine._scheduler.complete
