@@ -86,7 +86,7 @@ class KVArena:
         """The same, copied by PyTorch from whatever device it is on."""
         first = span.address - self.tensor.data_ptr()
         copied = self._bytes[first : first + span.size_bytes].to("cpu", copy=True)
-        return memoryview(copied.numpy())
+        return copied.numpy().data
 
     @property
     def runs(self) -> int:
