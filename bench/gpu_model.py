@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -48,7 +49,8 @@ def _weights(vocab_size: int) -> dict[str, torch.Tensor]:
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         # Large enough that the next token depends on all before it.
-        return torch.randn((rows, columns), generator=generator) * 2 / columns**0.5
+        drawn: torch.Tensor = torch.randn((rows, columns), generator=generator)
+        return drawn * (2 / math.sqrt(columns))
 
     weights = {
         "model.embed_tokens.weight": matrix(vocab_size, _HIDDEN),

@@ -14,7 +14,7 @@ import pytest
 def checked(
     root: Path, *options: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, root / "scripts" / "gpu_check.py", *options]
+    command = [sys.executable, str(root / "scripts" / "gpu_check.py"), *options]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})}
     )

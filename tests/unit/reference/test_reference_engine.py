@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -390,10 +390,16 @@ def test_every_step_is_in_memory_before_others_may_read_it(
     engine = make(max_tokens=16)
     done: list[str] = []
     settle, complete = engine.arena.settle, engine._scheduler.complete
-    monkeypatch.setattr(engine.arena, "settle", lambda: (done.append("settled"), settle()))
-    monkeypatch.setattr(
-        engine._scheduler, "complete", lambda step: (done.append("completed"), complete(step))
-    )
+
+    def recorded(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            done.append(name)
+            call(*arguments)
+
+        return record
+
+    monkeypatch.setattr(engine.arena, "settle", recorded("settled", settle))
+    monkeypatch.setattr(engine._scheduler, "complete", recorded("completed", complete))
     engine.submit(1, request(PROMPTS[-1], max_tokens=2))
     finish(engine)
     assert done == ["settled", "completed"] * 5
