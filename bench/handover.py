@@ -190,10 +190,10 @@ async def first_token(client: TokenApiClient, asked: GenerateRequest) -> float:
     return taken_s
 
 
-def request(prompt: Sequence[int]) -> GenerateRequest:
+def request(prompt: Sequence[int], new_tokens: int = 1) -> GenerateRequest:
     """A prompt that is cached nowhere."""
     name = uuid.uuid4().hex
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(
         request_id=name, token_ids=list(prompt), sampling=sampling, cache_salt=name
     )
@@ -211,15 +211,15 @@ def arena_address(record: WorkerRecord) -> str:
 
 
 @contextmanager
-def prefill_process() -> Iterator[str]:
+def prefill_process(model: ModelConfig, config: ReferenceConfig) -> Iterator[str]:
     """A prefill worker in a process of its own; its address."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
         context = LaunchContext(
-            worker_id="prefill", model=MODEL, host="127.0.0.1", port=port, state_dir=Path(folder)
+            worker_id="prefill", model=model, host="127.0.0.1", port=port, state_dir=Path(folder)
         )
-        launched = ReferenceConnector().launch_plan(evolve(CONFIG, role="prefill"), context)
+        launched = ReferenceConnector().launch_plan(evolve(config, role="prefill"), context)
         env = {**os.environ, **launched.env, "COMMUTATOR_LOG_LEVEL": "WARNING"}
         with subprocess.Popen(launched.argv, env=env) as process:
             try:
@@ -229,14 +229,16 @@ def prefill_process() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def workers() -> AsyncIterator[Pair]:
-    with prefill_process() as address:
-        server = TokenApiServer(ReferenceServer(CONFIG, EngineStart(MODEL, "decode")))
+async def workers(
+    model: ModelConfig = MODEL, config: ReferenceConfig = CONFIG
+) -> AsyncIterator[Pair]:
+    with prefill_process(model, config) as address:
+        server = TokenApiServer(ReferenceServer(config, EngineStart(model, "decode")))
         port = await server.start("127.0.0.1", 0)
         prefill = await connected(address)
         decode = await connected(f"127.0.0.1:{port}")
         try:
-            records = [await record_of(client) for client in (prefill, decode)]
+            records = [await record_of(client, model) for client in (prefill, decode)]
             yield Pair(prefill, decode, (records[0], records[1]))
         finally:
             await prefill.close()
@@ -256,13 +258,13 @@ async def connected(address: str) -> TokenApiClient:
                 return client
 
 
-async def record_of(client: TokenApiClient) -> WorkerRecord:
+async def record_of(client: TokenApiClient, model: ModelConfig) -> WorkerRecord:
     address = client.address
     return WorkerRecord(
         worker_id=address,
         engine="e",
         kind="reference",
-        model=MODEL.name,
+        model=model.name,
         address=address,
         info=await client.start(),
     )

@@ -184,7 +184,7 @@ def test_5_nothing_serves_on_a_node_that_is_cut_off(
         lost.set_link(True)
     # It finds itself replaced: Ray ends what ran there.
     deployment.until(lambda: not pids_of(lost, AGENT))
-    assert len(deployment.workers()) == 2
+    deployment.until(lambda: len(deployment.workers()) == 2)
 
 
 def test_6_workers_serve_on_without_the_head_of_ray(

@@ -248,6 +248,14 @@ def test_a_command_that_is_not_installed_names_its_package(monkeypatch: pytest.M
     assert "replay comes with commutator-replay: pip install commutator-replay" in done.stderr
 
 
+def test_a_misspelled_command_names_the_likely_one() -> None:
+    done = run("serv")
+    assert done.exit_code == 2
+    assert "No such command 'serv'. Did you mean 'serve'?" in done.stderr
+    assert run("--help").exit_code == 0
+    assert "Did you mean" not in run("nothing-like-any").stderr
+
+
 def test_without_a_file_it_is_the_one_that_init_writes(
     good: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -381,3 +381,25 @@ def test_limits_of_nothing_are_refused(limit: str) -> None:
     sizes: dict[str, Any] = {"num_blocks": 1, limit: 0}
     with pytest.raises(ValueError, match="at least 1"):
         EngineOptions(**sizes)
+
+
+def test_every_step_is_in_memory_before_others_may_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU computes later than the call; most steps of a long prompt sample no token."""
+    engine = make(max_tokens=16)
+    done: list[str] = []
+    settle, complete = engine.arena.settle, engine._scheduler.complete
+
+    def recorded(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            done.append(name)
+            call(*arguments)
+
+        return record
+
+    monkeypatch.setattr(engine.arena, "settle", recorded("settled", settle))
+    monkeypatch.setattr(engine._scheduler, "complete", recorded("completed", complete))
+    engine.submit(1, request(PROMPTS[-1], max_tokens=2))
+    finish(engine)
+    assert done == ["settled", "completed"] * 5

@@ -14,8 +14,10 @@ from tests.support.handover_rig import Worker, hand_over, phases, request, tiny_
 
 from commutator.contract.engine import ModelConfig
 from commutator.contract.request import TokenDelta
+from commutator.contract.tier import Span
 from commutator.engine.process import EngineStart
 from commutator.errors import ConfigError, EngineHandoverError, RequestError
+from commutator_reference.arena import KVArena
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.server import ReferenceServer
 
@@ -65,6 +67,29 @@ async def test_answers_are_those_of_one_worker(theirs: int, ours: int) -> None:
         for worker in (prefill, decode):
             assert worker.tiny is not None
             worker.tiny.engine.check_integrity()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8)])
+async def test_blocks_are_verified_in_copies_where_the_cpu_cannot_read_them(
+    theirs: int, ours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. A copy of the wrong bytes would fail every checksum."""
+    copied = []
+
+    def copy(arena: KVArena, span: Span) -> memoryview:
+        copied.append(span.size_bytes)
+        return arena.copied_bytes(span)
+
+    monkeypatch.setattr(KVArena, "host_bytes", copy)
+    whole = prompt(3, 60)
+    async with tiny_worker(block_size=theirs) as prefill, tiny_worker(block_size=ours) as decode:
+        expected = await prefill.tokens(request(whole))
+        assert tokens(await hand_over(request(whole), prefill, decode)) == expected
+        assert (await counted(decode))["pulls"]["pulled_bytes"] > 0
+        assert decode.tiny is not None
+        blocks = (len(whole) - 1) // max(theirs, ours) * max(theirs, ours)
+        # Once by the worker that sums, once by the one that verifies.
+        assert sum(copied) >= 2 * blocks * decode.tiny.info.token_bytes
 
 
 async def test_only_what_the_decode_worker_lacks_is_moved() -> None:

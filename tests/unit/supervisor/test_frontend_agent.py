@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+from attrs import evolve
 from tests.support.supervised import IdleLauncher
 
 from commutator.config.model import RuntimeConfig
@@ -18,9 +20,10 @@ RUNTIME = RuntimeConfig(drain_timeout_s=40, restart_backoff_s=0.01)
 
 
 class FakeProcess(LaunchedProcess):
-    def __init__(self, graces_s: list[float]) -> None:
+    def __init__(self, graces_s: list[float], on_stop: Callable[[], None]) -> None:
         self.ended = asyncio.Event()
         self._graces_s = graces_s
+        self._on_stop = on_stop
 
     async def wait(self) -> str:
         await self.ended.wait()
@@ -28,6 +31,7 @@ class FakeProcess(LaunchedProcess):
 
     async def stop(self, grace_s: float) -> None:
         self._graces_s.append(grace_s)
+        self._on_stop()
 
 
 class FakeLauncher(IdleLauncher):
@@ -40,9 +44,10 @@ class FakeLauncher(IdleLauncher):
         self.processes: list[FakeProcess] = []
         self.graces_s: list[float] = []
         self.asked = 0
+        self.on_stop: Callable[[], None] = lambda: None
 
     async def start(self, name: str, plan: LaunchPlan) -> FakeProcess:
-        self.processes.append(FakeProcess(self.graces_s))
+        self.processes.append(FakeProcess(self.graces_s, self.on_stop))
         return self.processes[-1]
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -105,3 +110,24 @@ async def test_one_that_ends_is_started_again(tmp_path: Path) -> None:
         launcher.processes[0].ended.set()
         await until_started(launcher, 2)
         assert launcher.graces_s == [45.0]
+
+
+async def test_one_that_does_not_answer_in_time_is_stopped_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line comes before the stop, which may take seconds."""
+    launcher = FakeLauncher()
+    launcher.on_stop = lambda: seen.append([record.getMessage() for record in caplog.records])
+    seen: list[list[str]] = []
+    patience = evolve(PATIENCE, start_s=0.05)
+    agent = FrontendAgent("frontend-0", RUNTIME, launcher, {}, tmp_path / "c.json", patience)
+    task = asyncio.create_task(agent.run())
+    async with asyncio.timeout(10):
+        await until_started(launcher, 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert seen[0] == ["frontend-0 gave no answer within 0.05 s of its start; stopping it"]
+    assert launcher.graces_s[0] == 0.7, "it serves nobody, so it needs no time to finish"
+    assert any(
+        "of its start; starting it again in " in each.getMessage() for each in caplog.records
+    )

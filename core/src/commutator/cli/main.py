@@ -98,6 +98,8 @@ class LazyGroup(click.Group):
         elif cmd_name in PACKAGES:
             package = PACKAGES[cmd_name]
             raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
+        elif not ctx.resilient_parsing and (near := self._near(ctx, cmd_name)):
+            raise click.UsageError(f"No such command '{cmd_name}'. Did you mean '{near[0]}'?", ctx)
         else:
             return None
         try:
@@ -108,6 +110,12 @@ class LazyGroup(click.Group):
             who = _distribution(point)
             raise PluginError(who, f"command {cmd_name} cannot be imported: {error!r}") from error
         return command
+
+    def _near(self, ctx: click.Context, cmd_name: str) -> list[str]:
+        """Names like this one. Click looks only among commands that are imported."""
+        from difflib import get_close_matches
+
+        return get_close_matches(cmd_name, [*self.list_commands(ctx), *PACKAGES], n=1)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

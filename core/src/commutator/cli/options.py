@@ -67,7 +67,7 @@ set_option = click.option(
     "sets",
     metavar="PATH=VALUE",
     multiple=True,
-    help="Set one value, such as engines[0].replicas=3. May be repeated.",
+    help="Set one value, such as 'engines[0].replicas=3'. May be repeated.",
 )
 
 

@@ -42,7 +42,7 @@ url_file_option = click.option(
 
 
 @click.command(
-    epilog="Example: commutator serve examples/quickstart.yaml --set engines[0].replicas=1"
+    epilog="Example: commutator serve examples/quickstart.yaml --set 'engines[0].replicas=1'"
 )
 @files_argument
 @override_options

@@ -82,7 +82,10 @@ def run(
     sys.exit(run_deployment(loaded, engine=name, front_doors=0))
 
 
-@worker.command(epilog="Example: commutator worker ls")
+@worker.command(
+    short_help="List workers with their state and requests.",
+    epilog="Example: commutator worker ls",
+)
 @front_door_options
 def ls(door: FrontDoor) -> None:
     """Print one line for each worker: its state, and its requests or what went wrong."""
@@ -143,7 +146,10 @@ def undrain(worker_id: str, door: FrontDoor) -> None:
     click.echo(f"{worker_id} gets requests again")
 
 
-@worker.command(epilog="Example: commutator worker role reference-0 prefill")
+@worker.command(
+    short_help="Make worker ID prefill, decode or do both.",
+    epilog="Example: commutator worker role reference-0 prefill",
+)
 @click.argument("worker_id", metavar="ID")
 @click.argument("new_role", metavar="ROLE", type=click.Choice([role.value for role in Role]))
 @front_door_options

@@ -88,23 +88,31 @@ class FrontendAgent:
             await while_alive(process, self._poll("/ready"))
             self.ready.set()
             await while_alive(process, self._watch())
-            reason, grace_s = "gave no answer for too long", self._patience.stop_s
+            reason, grace_s = self._given_up("gave no answer for too long")
         except ProcessEndedError as error:
             reason = str(error)
         except CommutatorError as error:
-            reason = f"failed: {error}"
+            reason, grace_s = self._given_up(str(error))
         finally:
             self.ready.clear()
             healthy_s = 0.0 if alive_s is None else time.monotonic() - alive_s
             await process.stop(grace_s)
         return Ended(reason, healthy_s)
 
+    def _given_up(self, reason: str) -> tuple[str, float]:
+        """Say why before it is stopped, as that may take seconds. Returns its grace, too."""
+        log.warning("%s %s; stopping it", self.name, reason)
+        return reason, self._patience.stop_s
+
     async def _wait_until_it_answers(self) -> None:
+        """Raises CommutatorError when there was no answer in time."""
         try:
             async with asyncio.timeout(self._patience.start_s):
                 await self._poll("/live")
         except TimeoutError:
-            raise CommutatorError(f"no answer within {self._patience.start_s:g} s") from None
+            raise CommutatorError(
+                f"gave no answer within {self._patience.start_s:g} s of its start"
+            ) from None
 
     async def _watch(self) -> None:
         """Return when too many health checks in a row had no answer."""

@@ -54,7 +54,10 @@ def certs() -> None:
         raise CommutatorError("cryptography is not installed; pip install commutator[certs]")
 
 
-@certs.command(epilog="Example: commutator certs init --cluster prod")
+@certs.command(
+    short_help="Make the certificate authority of a cluster.",
+    epilog="Example: commutator certs init --cluster prod",
+)
 @click.option("--cluster", required=True, metavar="NAME", help="`cluster.name` of its hosts.")
 @folder_option
 def init(cluster: str, folder: Path) -> None:
@@ -102,7 +105,10 @@ def issue(
     click.echo(f"{file}: {identity}, valid for {days} days")
 
 
-@certs.command(epilog="Example: commutator certs renew h1")
+@certs.command(
+    short_help="Make new certificates and keys, where they expire.",
+    epilog="Example: commutator certs renew h1",
+)
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option(
     "--within",

@@ -72,7 +72,10 @@ async def _workers(registry: Registry) -> list[WorkerRecord]:
     return sorted(found, key=lambda record: record.worker_id)
 
 
-@cluster.command(epilog="Example: commutator cluster ls cluster.yaml")
+@cluster.command(
+    short_help="List workers with their hosts and addresses.",
+    epilog="Example: commutator cluster ls cluster.yaml",
+)
 @files_argument
 @override_options
 def ls(files: tuple[Path, ...], sets: tuple[str, ...], no_plugins: tuple[str, ...]) -> None:
@@ -138,7 +141,10 @@ def undrain(
     click.echo(f"{worker_id} gets requests again")
 
 
-@cluster.command(epilog="Example: commutator cluster role h1-reference-0 prefill cluster.yaml")
+@cluster.command(
+    short_help="Make worker ID prefill, decode or do both.",
+    epilog="Example: commutator cluster role h1-reference-0 prefill cluster.yaml",
+)
 @worker_argument
 @click.argument("new_role", metavar="ROLE", type=click.Choice([role.value for role in Role]))
 @files_argument

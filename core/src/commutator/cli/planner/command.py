@@ -70,7 +70,10 @@ def status(door: FrontDoor) -> None:
         click.echo(f"warning: {warning}")
 
 
-@planner.command(epilog="Example: commutator planner explain --at 14:05:10")
+@planner.command(
+    short_help="Print one plan and what led to it.",
+    epilog="Example: commutator planner explain --at 14:05:10",
+)
 @click.option(
     "--at",
     metavar="TIME",
@@ -100,7 +103,10 @@ def explain(door: FrontDoor, at: str | None) -> None:
         click.echo(f"  warning: {warning}")
 
 
-@planner.command(epilog="Example: commutator planner history -n 20")
+@planner.command(
+    short_help="Print the latest changes and warnings.",
+    epilog="Example: commutator planner history -n 20",
+)
 @click.option(
     "-n", "count", type=click.IntRange(1), default=50, show_default=True, help="How many lines."
 )

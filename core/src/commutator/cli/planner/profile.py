@@ -29,7 +29,11 @@ _ANSWER_S = 300.0
 _LEAST_DIGITS = 4
 
 
-@click.command("profile", epilog="Example: commutator planner profile --output profile.yaml")
+@click.command(
+    "profile",
+    short_help="Measure how fast a worker is.",
+    epilog="Example: commutator planner profile --output profile.yaml",
+)
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),

@@ -125,7 +125,7 @@ class _Fetch:
 
 
 class BlockReader:
-    """Reads with UCX into an arena in host memory, and exports the arena's metadata.
+    """Reads with UCX into an arena, and exports the arena's metadata.
 
     Threads and agents are made when they are first needed, as some workers transfer no KV. Blocks
     are read in lanes (see ``lane_names``): one lane's blocks move while another one's are verified.
@@ -139,17 +139,25 @@ class BlockReader:
         runs: int,
         agent_name: str,
         parameters: Mapping[str, str] | None = None,
+        host_bytes: Callable[[Span], memoryview] | None = None,
     ) -> None:
         """``agent_name`` must be unique among all processes that exchange blocks.
 
-        ``parameters`` are for NIXL's backend UCX.
+        ``parameters`` are for NIXL's backend UCX. ``host_bytes`` returns the bytes of a span of the
+        arena, to verify what was read; without it the arena is in host memory. Lanes call it from
+        their threads.
         """
-        if arena.memory is not Memory.DRAM:
-            raise ValueError(f"KV is transferred in host memory only, not in {arena.memory}")
+        if host_bytes is None and arena.memory is not Memory.DRAM:
+            raise ValueError(f"blocks in {arena.memory} can be verified with host_bytes only")
         self._block_tokens = block_tokens
         self._runs = runs
         self._lanes = [
-            _Lane(arena, agent_name=name, parameters=dict(parameters or {}))
+            _Lane(
+                arena,
+                agent_name=name,
+                parameters=dict(parameters or {}),
+                host_bytes=host_bytes or bytes_at,
+            )
             for name in lane_names(agent_name)
         ]
         self._next = 0
@@ -195,9 +203,15 @@ class _Lane:
     """A thread that reads, with an agent of its own: an agent is for one thread."""
 
     def __init__(
-        self, arena: BlockArena, *, agent_name: str, parameters: Mapping[str, str]
+        self,
+        arena: BlockArena,
+        *,
+        agent_name: str,
+        parameters: Mapping[str, str],
+        host_bytes: Callable[[Span], memoryview],
     ) -> None:
         self._arena = arena
+        self._host_bytes = host_bytes
         self._agent_name = agent_name
         self._parameters = parameters
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -333,7 +347,7 @@ class _Lane:
             self._agent,
             Direction.READ,
             plan.moves,
-            local_memory=Memory.DRAM,
+            local_memory=self._arena.memory,
             remote_memory=Memory(fetch.source.memory),
             backend=_BACKEND,
             timeout_s=fetch.deadline_s - time.monotonic(),
@@ -349,11 +363,11 @@ class _Lane:
         for owner in reversed(owners):  # the last one is the likeliest to be in a cache
             spans = fetch.plan.pieces[owner]
             if len(spans) == 1:
-                found = checksum(bytes_at(spans[0]))
+                found = checksum(self._host_bytes(spans[0]))
             else:
                 state = xxhash.xxh3_64()
                 for span in spans:
-                    state.update(bytes_at(span))
+                    state.update(self._host_bytes(span))
                 found = state.intdigest()
             if found != fetch.blocks[owner][1].checksum:
                 fetch.outcomes[owner] = "its checksum is wrong"

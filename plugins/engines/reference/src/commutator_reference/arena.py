@@ -8,9 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
-from commutator import Memory
+from commutator import Memory, Span
 from commutator.errors import ConfigError
-from commutator.kv import BlockArena
+from commutator.kv import BlockArena, bytes_at
 from commutator_reference.weights import LlamaConfig
 
 __all__ = ["KVArena", "block_bytes"]
@@ -54,6 +54,8 @@ class KVArena:
         self.tensor = _zeros(shape, device, dtype)
         self._runs = self.tensor.view(-1, block_size * config.head_size)
         self._layers = [self.tensor[:, layer].flatten(1, 2) for layer in range(config.num_layers)]
+        self._bytes = self.tensor.view(-1).view(torch.uint8)
+        self.settle()
 
     @property
     def block_arena(self) -> BlockArena:
@@ -65,6 +67,26 @@ class KVArena:
             count=self.num_blocks,
             device=self.tensor.device.index or 0,
         )
+
+    def settle(self) -> None:
+        """Wait until all that was written is in memory: a GPU computes after a call has returned.
+
+        Before others read blocks: NIXL knows nothing of PyTorch's streams.
+        """
+        if self.tensor.device.type != "cpu":
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+    def host_bytes(self, span: Span) -> memoryview:
+        """The bytes of a span of this memory: in place on a CPU, a copy of a GPU's."""
+        if self.tensor.device.type == "cpu":
+            return bytes_at(span)
+        return self.copied_bytes(span)
+
+    def copied_bytes(self, span: Span) -> memoryview:
+        """The same, copied by PyTorch from whatever device it is on."""
+        first = span.address - self.tensor.data_ptr()
+        copied = self._bytes[first : first + span.size_bytes].to("cpu", copy=True)
+        return copied.numpy().data
 
     @property
     def runs(self) -> int:

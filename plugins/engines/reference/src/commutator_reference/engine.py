@@ -356,6 +356,7 @@ class ReferenceEngine:
         )
         sequences = [self._sequence(key) for key in batch.sample_keys]
         chosen = sample(logits, sequences, self._model.config.eos_token_ids) if sequences else []
+        self.arena.settle()  # tiers and other workers may read the step's blocks from now on
         return list(zip(batch.sample_keys, chosen, strict=True))
 
     def _append(self, key: int, sampled: Sampled) -> Deltas:

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import define, evolve, field
 
-from commutator import GenerateRequest, KvTransferInfo
-from commutator.kv import BlockArena, CacheIdentity, TransferStatistics, bytes_at, checksum
+from commutator import GenerateRequest, KvTransferInfo, Span
+from commutator.kv import BlockArena, CacheIdentity, TransferStatistics, checksum
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.geometry import BlockShapes
 from commutator.kv.transfer.protocol import (
@@ -90,10 +90,11 @@ class Handover:
             runs=arena.runs,
             agent_name=agent_name,
             parameters=parameters,
+            host_bytes=arena.host_bytes,
         )
         self._exporter = BlockExporter(wake, memory=self._memory)
         self._puller = Puller(self._reader, info, wake, times)
-        self.exports = Exports(self._exporter, info, self._blocks, pool)
+        self.exports = Exports(self._exporter, info, self._blocks, pool, arena.host_bytes)
         self.pulls = Pulls(self._puller, info, pool)
 
     def start(self) -> None:
@@ -157,8 +158,15 @@ class Exports:
     """The prefill side: holds a prompt's blocks until the decode worker has read them."""
 
     def __init__(
-        self, exporter: BlockExporter, info: KvTransferInfo, blocks: BlockArena, pool: BlockPool
+        self,
+        exporter: BlockExporter,
+        info: KvTransferInfo,
+        blocks: BlockArena,
+        pool: BlockPool,
+        host_bytes: Callable[[Span], memoryview],
     ) -> None:
+        """``host_bytes`` returns the bytes of a span of ``blocks``, for checksums."""
+        self._host_bytes = host_bytes
         self._exporter = exporter
         self._info = info
         self._blocks = blocks
@@ -247,7 +255,7 @@ class Exports:
         """Computed once for each content, which is cheaper and reveals later damage."""
         known, found = self._checksums.get(block, (None, 0))
         if known != generation:
-            found = checksum(bytes_at(self._blocks.span(block)))
+            found = checksum(self._host_bytes(self._blocks.span(block)))
             self._checksums[block] = generation, found
         return found
 

@@ -55,12 +55,10 @@ class ModelSizes:
         return tokens * self.num_layers * 2 * self.num_kv_heads * self.head_size * number_bytes
 
 
-def missing_for_handover(*, on_cpu: bool, prefix_caching: bool) -> str | None:
+def missing_for_handover(*, prefix_caching: bool) -> str | None:
     """Why a worker cannot hand KV over, and what to do; None if it can."""
     if not prefix_caching:
         return "prefix_caching is off, and handed-over blocks arrive in the prefix cache: set it"
-    if not on_cpu:
-        return "its KV is in a GPU's memory, and this engine hands over host memory only: use cpu"
     if not _has_nixl():
         return f"NIXL, which moves all KV, is not installed: {_INSTALL_NIXL}"
     return None
@@ -84,7 +82,7 @@ def problems(
         yield "device: cuda is configured, but PyTorch finds no GPU; set device: cpu"
         return
     on_cpu = config.device != "cuda"
-    missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
+    missing = missing_for_handover(prefix_caching=config.prefix_caching)
     if config.role != "both" and missing is not None:
         yield f"role: {config.role} needs a hand-over: {missing}"
     if tiers and not _has_nixl():

@@ -40,8 +40,7 @@ class ReferenceServer(TokenEngine):
         model = start.model
         torch.set_num_threads(config.threads or _fair_threads(config.replicas))
         device, dtype = _device(config), _dtype(config)
-        on_cpu = device.type == "cpu"
-        missing = missing_for_handover(on_cpu=on_cpu, prefix_caching=config.prefix_caching)
+        missing = missing_for_handover(prefix_caching=config.prefix_caching)
         if missing is not None and config.role != "both":
             raise ConfigError([f"role: {config.role} needs a hand-over: {missing}"], _WHERE)
         path = locate_model(model.source)

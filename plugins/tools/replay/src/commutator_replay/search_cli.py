@@ -40,7 +40,8 @@ _KNOBS: Mapping[str, Sequence[Any]] = {
 
 
 @click.command(
-    epilog="Example: commutator planner search trace.jsonl examples/replay-disagg.yaml --workers 8"
+    short_help="Find the roles and options that serve TRACE best.",
+    epilog="Example: commutator planner search trace.jsonl examples/replay-disagg.yaml --workers 8",
 )
 @click.option("--workers", type=click.IntRange(1), required=True, help="Of all roles together.")
 @click.option(
