@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -69,7 +69,7 @@ class Run:
 
     measured: Sequence[Measured]
     cached: float = 0.0
-    """The part of prompt tokens that came from KV caches; of ours only, from the log."""
+    """The part of prompt tokens that came from KV caches, warm-up included; of ours only."""
 
     def median(self, what: str) -> float:
         """Of one attribute of the turns."""
@@ -96,23 +96,28 @@ def config(front_doors: int) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, clusters: dict[str, DynamoCluster | LocalCluster]) -> dict[str, Run]:
+def measure(case: Case, clusters: Mapping[str, DynamoCluster | LocalCluster]) -> dict[str, Run]:
     """By name of the deployment."""
-    load = attrs.evolve(LOAD, words=case.words, concurrency=case.connections)
-    turns: dict[str, list[Measured]] = {name: [] for name in clusters}
-    begun: dict[str, int] = {}
-    for name, cluster in clusters.items():
-        load.run(cluster.url, WARM_UP_S)
-        until_idle()
-        begun[name] = len(log_of(cluster))
-    for number in range(case.turns):
-        for name in sorted(clusters, reverse=bool(number % 2)):
-            turns[name].append(load.run(clusters[name].url, case.turn_s))
-            until_idle()
+    begun = {name: len(log_of(cluster)) for name, cluster in clusters.items()}
+    turns = in_turns(case, {name: cluster.url for name, cluster in clusters.items()})
     return {
         name: Run(turns[name], cached_share(log_of(cluster)[begun[name] :]))
         for name, cluster in clusters.items()
     }
+
+
+def in_turns(case: Case, urls: Mapping[str, str]) -> dict[str, list[Measured]]:
+    """The turns of each deployment, by name; what comes first is slow, and does not count."""
+    load = attrs.evolve(LOAD, words=case.words, concurrency=case.connections)
+    for url in urls.values():
+        load.run(url, WARM_UP_S)
+        until_idle()
+    turns: dict[str, list[Measured]] = {name: [] for name in urls}
+    for number in range(case.turns):
+        for name in sorted(urls, reverse=bool(number % 2)):
+            turns[name].append(load.run(urls[name], case.turn_s))
+            until_idle()
+    return turns
 
 
 def until_idle() -> None:
