@@ -32,7 +32,7 @@ WORKERS = 2
 LOAD = ChatLoad(MODEL, words=0, prefixes=16, tokens=32, concurrency=32)
 AIMS = {20: 4, 400: 5, 3000: 8}
 """Requests per second by words of a prompt, of one front door, in times of Dynamo's."""
-WARM_UP_S = 3
+WARM_UP_S = 2
 FRONT_DOORS = (1, 2)
 DYNAMO = "Dynamo 1.6.1"
 
