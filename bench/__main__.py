@@ -21,6 +21,7 @@ SCENARIOS = {
     "tokenization": "prompts of seven kinds to tokens, against the library tokenizers",
     "decision": "a whole routing decision, by prompt length and number of workers",
     "load": "chats under load against Dynamo's front door, with the load generator wrk",
+    "routers": "chats over HTTP engines through sglang-router and vllm-router, and through ours",
     "keys": "chats under load with keys, limits and fairness against the same without",
     "connections": "new connections while 512 clients stream",
     "hosts": "chats with workers on another host, plain and with TLS, against one host (root)",
@@ -40,9 +41,12 @@ SCENARIOS = {
     "transfer": "blocks moved with results, limits and checksums against bare NIXL calls",
 }
 
+_WIDTH = 140
+"""Of the table in a file."""
+
 
 def main(names: list[str]) -> int:
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown:
         console.print(f"unknown scenario {unknown[0]}; there are: {', '.join(SCENARIOS)}")

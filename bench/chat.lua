@@ -1,37 +1,24 @@
--- wrk script: streaming chats whose prompts begin with one of a few shared prefixes.
--- Environment: BENCH_MODEL, BENCH_TOKENS (of each answer), BENCH_WORDS (of each prompt),
--- BENCH_PREFIXES, BENCH_VOCABULARY (words with spaces between), BENCH_KEYS (likewise, perhaps none:
--- each request is sent with one of them). Prints one JSON line at the end.
+-- wrk script: streaming chats whose prompts begin with one of a few shared texts.
+-- Environment: BENCH_PARTS (a file; each line is a part of a body: first BENCH_BEGINNINGS
+-- beginnings, then endings, which are used in turns), BENCH_KEYS (words with spaces between, perhaps
+-- none: each request is sent with one of them). Prints one JSON line at the end.
 
-local model, tokens = os.getenv("BENCH_MODEL"), os.getenv("BENCH_TOKENS")
-local words, prefixes = tonumber(os.getenv("BENCH_WORDS")), tonumber(os.getenv("BENCH_PREFIXES"))
-local vocabulary, shared, headers = {}, {}, {}
-for word in os.getenv("BENCH_VOCABULARY"):gmatch("%S+") do vocabulary[#vocabulary + 1] = word end
+local beginnings = tonumber(os.getenv("BENCH_BEGINNINGS"))
+local parts, headers, turn = {}, {}, 0
+for line in io.lines(os.getenv("BENCH_PARTS")) do parts[#parts + 1] = line end
 
 for key in os.getenv("BENCH_KEYS"):gmatch("%S+") do
   headers[#headers + 1] = { ["Content-Type"] = "application/json", ["Authorization"] = "Bearer " .. key }
 end
 if #headers == 0 then headers[1] = { ["Content-Type"] = "application/json" } end
 
--- A question of its own at the end: a fifth of a short prompt, 20 words of a long one.
-local own = math.max(4, math.min(20, math.floor(words / 5)))
-
-local function text(count)
-  local chosen = {}
-  for place = 1, count do chosen[place] = vocabulary[math.random(#vocabulary)] end
-  return table.concat(chosen, " ")
-end
-
 function init(args)
-  math.randomseed(words)
-  for number = 1, prefixes do shared[number] = text(words - own) end
   math.randomseed(os.time())
 end
 
 function request()
-  local prompt = shared[math.random(prefixes)] .. " " .. text(own)
-  local body = '{"model":"' .. model .. '","stream":true,"max_tokens":' .. tokens
-    .. ',"messages":[{"role":"user","content":"' .. prompt .. '"}]}'
+  turn = turn % (#parts - beginnings) + 1
+  local body = parts[math.random(beginnings)] .. parts[beginnings + turn]
   return wrk.format("POST", nil, headers[math.random(#headers)], body)
 end
 

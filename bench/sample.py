@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
-from bench.wrk import VOCABULARY
+from bench.texts import VOCABULARY
 
 __all__ = ["check_chats"]
 

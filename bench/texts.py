@@ -11,10 +11,16 @@ from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from bench.wrk import VOCABULARY
+__all__ = ["KINDS", "VOCABULARY"]
 
-__all__ = ["KINDS"]
-
+VOCABULARY = """
+    the of and to in is that for it as was with be by on not he his but at are this have from or
+    had an they which one you were all her she there would their we him been has when who will no
+    more if out so said what up its about than into them can only other time new some could these
+    two may first then do any like my now over such our man me even most made after also did many
+    off before must well back through years where much your way down should because long people
+    each just state those mister how too little good world make very year still see work
+"""
 _WORDS = VOCABULARY.split()
 _CHINESE = (
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过"

@@ -152,11 +152,14 @@ def process_with(cluster: LocalCluster, word: str) -> psutil.Process:
 
 
 @contextmanager
-def router(command: Sequence[str], url: str) -> Iterator[tuple[str, psutil.Process]]:
+def router(
+    command: Sequence[str], *urls: str, policy: str = "round_robin"
+) -> Iterator[tuple[str, psutil.Process]]:
+    """A published router before the servers at ``urls``: its own URL, and its process."""
     program = needs(ROOT / ".venv-routers" / "bin" / command[0], "make peers")
     port, metrics = free_ports("127.0.0.1", 2)
-    arguments = ["--worker-urls", url, "--host", "127.0.0.1", "--port", str(port)]
-    arguments += ["--prometheus-port", str(metrics), "--policy", "round_robin"]
+    arguments = ["--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--prometheus-port", str(metrics), "--policy", policy]
     process = subprocess.Popen(
         [program, *command[1:], *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

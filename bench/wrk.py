@@ -5,26 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attrs import frozen
 
 from bench.needs import needs_command
+from bench.prompts import beginnings, endings
 
 __all__ = ["WRK", "ChatLoad", "Measured"]
 
 SCRIPT = Path(__file__).with_name("chat.lua")
 WRK = ("wrk", "apt-get install wrk")
 """The command, and what installs it on Debian."""
-VOCABULARY = """
-    the of and to in is that for it as was with be by on not he his but at are this have from or
-    had an they which one you were all her she there would their we him been has when who will no
-    more if out so said what up its about than into them can only other time new some could these
-    two may first then do any like my now over such our man me even most made after also did many
-    off before must well back through years where much your way down should because long people
-    each just state those mister how too little good world make very year still see work
-"""
+ENDINGS_PER_S = 5_000
+"""More than any front door answers, so that the endings of a run are new."""
 
 
 @frozen
@@ -39,11 +35,11 @@ class Measured:
 
 @frozen
 class ChatLoad:
-    """So many streaming chats at the same time, all alike but for their words."""
+    """So many streaming chats at the same time, with prompts of every kind of text."""
 
     model: str
     words: int
-    """Of each prompt; all but at most 20 of them are a shared prefix."""
+    """Each prompt is as long as so many; its beginning is shared, see ``bench.prompts``."""
     prefixes: int
     tokens: int
     """Of each answer."""
@@ -57,9 +53,16 @@ class ChatLoad:
             needs_command(*WRK), "-t1", f"-c{self.concurrency}", f"-d{duration_s}s",
             "--timeout", "30s", "-s", str(SCRIPT), f"{url}/v1/chat/completions",
         ]  # fmt: skip
-        done = subprocess.run(
-            argv, env=self._environment(), capture_output=True, text=True, check=False
-        )
+        with tempfile.NamedTemporaryFile("w", prefix="bench-wrk-") as parts:
+            parts.writelines(f"{part}\n" for part in self._parts(duration_s))
+            parts.flush()
+            env = {
+                **os.environ,
+                "BENCH_PARTS": parts.name,
+                "BENCH_BEGINNINGS": str(self.prefixes),
+                "BENCH_KEYS": " ".join(self.keys),
+            }
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"wrk failed: {done.stderr or done.stdout}")
         counted = json.loads(done.stdout.splitlines()[-1])
@@ -71,13 +74,12 @@ class ChatLoad:
             p99_ms=counted["p99_us"] / 1000,
         )
 
-    def _environment(self) -> dict[str, str]:
-        return {
-            **os.environ,
-            "BENCH_MODEL": self.model,
-            "BENCH_TOKENS": str(self.tokens),
-            "BENCH_WORDS": str(self.words),
-            "BENCH_PREFIXES": str(self.prefixes),
-            "BENCH_KEYS": " ".join(self.keys),
-            "BENCH_VOCABULARY": " ".join(VOCABULARY.split()),
-        }
+    def _parts(self, duration_s: int) -> Iterator[str]:
+        """Of bodies: first the beginnings, then the endings."""
+        for shared in beginnings(self.words, self.prefixes):
+            yield (
+                f'{{"model":"{self.model}","stream":true,"max_tokens":{self.tokens},'
+                f'"messages":[{{"role":"user","content":"{shared}'
+            )
+        for own in endings(self.words, duration_s * ENDINGS_PER_S):
+            yield f'{own}"}}]}}'

@@ -286,6 +286,8 @@ class RoutingPolicy(ABC):
         It finds the same ones as a look at each, in the same order, so that equal chance gives
         equal decisions.
         """
+        if type(candidates) is list:  # nearly always; to ask an abstract class takes far longer
+            return ScannedPool(candidates)
         return candidates if isinstance(candidates, CandidatePool) else ScannedPool(candidates)
 
     def forget(self, worker_id: str) -> None:

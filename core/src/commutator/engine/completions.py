@@ -149,13 +149,28 @@ class CompletionReader(ABC, Generic[ChunkT]):
     def feed(self, data: bytes) -> Iterator[TokenDelta]:
         """The deltas in ``data``, part of a stream of server-sent events.
 
-        Raises FailedAnswerError; EngineError when an event cannot be parsed.
+        Tokens of several events are one delta. Raises FailedAnswerError; EngineError when an event
+        cannot be parsed.
         """
-        for payload in self._events.feed(data):
-            if payload == _DONE:
-                yield from self._end()
-            else:
-                yield from self._on_chunk(decoded(self._engine, payload, self._decode))
+        token_ids: list[int] = []
+        try:
+            for payload in self._events.feed(data):
+                chunk = None
+                if payload != _DONE:
+                    chunk = decoded(self._engine, payload, self._decode)
+                    if (more := self._only_tokens(chunk)) is not None:
+                        token_ids += more
+                        continue
+                if token_ids:
+                    yield TokenDelta(token_ids=tuple(token_ids))
+                    token_ids = []
+                yield from self._end() if chunk is None else self._on_chunk(chunk)
+        except EngineError:
+            if token_ids:  # what came before the event that is wrong
+                yield TokenDelta(token_ids=tuple(token_ids))
+            raise
+        if token_ids:
+            yield TokenDelta(token_ids=tuple(token_ids))
 
     def whole(self, body: bytes) -> Iterator[TokenDelta]:
         """The one delta of an answer that was not streamed. Raises as ``feed`` does."""
@@ -164,6 +179,16 @@ class CompletionReader(ABC, Generic[ChunkT]):
         if self._last is not None:
             self._last = evolve(self._last, handover=self.handover(chunk))
         yield from self._end()
+
+    def _only_tokens(self, chunk: ChunkT) -> Sequence[int] | None:
+        """The tokens of a chunk that has nothing else, as nearly all have; None for any other."""
+        if chunk.error is not None or chunk.usage is not None or len(chunk.choices) != 1:
+            return None
+        (choice,) = chunk.choices
+        if choice.finish_reason is not None or chunk.object == "error" or self.logprobs(choice):
+            return None
+        self.began = True
+        return choice.token_ids or ()
 
     def _on_chunk(self, chunk: ChunkT) -> Iterator[TokenDelta]:
         if chunk.error is not None or chunk.object == "error":

@@ -318,6 +318,13 @@ class Generation:
 
     def usage(self) -> TokenUsage:
         """Tokens so far. Cached tokens are those of each prompt's first answer."""
+        if len(self.choices) == 1:
+            (only,) = self.choices
+            return TokenUsage(
+                prompt_tokens=self._plan.prompt_tokens,
+                completion_tokens=only.generated_tokens,
+                cached_tokens=only.cached_tokens,
+            )
         first_answers = self.choices[:: self._plan.answers_per_prompt]
         return TokenUsage(
             prompt_tokens=self._plan.prompt_tokens,

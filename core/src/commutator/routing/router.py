@@ -8,7 +8,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from attrs import asdict, define, field
@@ -92,9 +91,12 @@ class Route:
     @property
     def best_overlap_blocks(self) -> int:
         """The longest cached prefix of any worker, busy ones included, in blocks."""
-        everyone = chain(self.candidates, (candidate for candidate, _ in self.busy))
-        longest = max(candidate.overlap.blocks for candidate in everyone)
-        return max(longest, self.longest_overlap_blocks)
+        longest = self.longest_overlap_blocks
+        for candidate in self.candidates:
+            longest = max(longest, candidate.overlap.blocks)
+        for candidate, _ in self.busy:
+            longest = max(longest, candidate.overlap.blocks)
+        return longest
 
     @property
     def given_up_blocks(self) -> int:

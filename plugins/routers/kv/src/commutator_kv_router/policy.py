@@ -147,6 +147,9 @@ class KvRouter(RoutingPolicy):
             queue = load.active_prefill_tokens / size
             return queue + new * factor + load.active_decode_blocks * DECODE_SHARE
 
+        if config.formula == "delay":
+            return delay
+
         def prefill(load: WorkerLoad, held: Overlap) -> float:
             credit = held.device + host * held.host + disk * held.disk + shared * held.external
             raw = (load.active_prefill_tokens + tokens) / size
@@ -158,7 +161,7 @@ class KvRouter(RoutingPolicy):
         def product(load: WorkerLoad, held: Overlap) -> float:
             return max(prefill(load, held) * size, 1.0) * (load.active_requests + 1)
 
-        return {"delay": delay, "cost": weighted, "product": product}[config.formula]
+        return weighted if config.formula == "cost" else product
 
     def _terms(
         self, request: RouteRequest, mean: float, cost_of: Cost, candidate: Candidate
