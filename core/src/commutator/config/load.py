@@ -113,7 +113,7 @@ def read_tree(
         ]
         tree = merge(tree, part)
     if unreadable:
-        raise ConfigError(unreadable)
+        raise ConfigError(unreadable, ", ".join(map(str, files)))
     overrides = from_environment(environ)
     for assignment in sets:
         try:

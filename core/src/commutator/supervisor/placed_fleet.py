@@ -288,17 +288,22 @@ class PlacedFleet:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _reconcile(self) -> None:
+    async def _found(self) -> Sequence[PlacedAgent] | None:
+        """The agents that there are; None when the launcher cannot be asked."""
         try:
             found = await self._launcher.agents()
         except LauncherError as error:
             self._say(f"workers are neither started nor stopped: {error}")
-            return
-        if not self._acts():
-            return  # the answer took so long that another process may act now
+            return None
         if self._problem:
             log.info("workers are started and stopped again")
             self._problem = ""
+        return found
+
+    async def _reconcile(self) -> None:
+        found = await self._found()
+        if found is None or not self._acts():
+            return  # the answer may take so long that another process may act now
         by_name = {agent.name: agent for agent in found}
         for name, worker in self._workers.items():
             worker.seen(by_name.get(name))

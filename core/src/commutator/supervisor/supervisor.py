@@ -86,7 +86,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-_SAY_WAITING_EVERY_S = 5.0
+_SAY_WAITING_AFTER_S = 5.0
+_SAY_WAITING_EVERY_S = 60.0
+"""At the latest: what takes long is said less and less often."""
 _FILE_OF_SECRET = "secret"  # noqa: S105 - the name of a file
 """In the run's folder."""
 _DOOR_SILENCE_S = 5.0
@@ -432,14 +434,16 @@ class Supervisor:
 
     async def _announce_when_ready(self) -> None:
         started_s = time.monotonic()
+        pause_s = _SAY_WAITING_AFTER_S
         while self._not_ready():
             with suppress(TimeoutError):
-                async with asyncio.timeout(_SAY_WAITING_EVERY_S):
+                async with asyncio.timeout(pause_s):
                     for agent in self._all():
                         await agent.ready.wait()
             if waiting := self._not_ready():
                 waited_s = time.monotonic() - started_s
                 log.info("waiting for %s (%.0f s)", ", ".join(waiting), waited_s)
+                pause_s = min(2 * pause_s, _SAY_WAITING_EVERY_S)
         if not self._frontends:
             names = ", ".join(agent.name for agent in self._all())
             self._printer.announce(f"Ready: {names}", f"ready: {names}")
