@@ -73,7 +73,8 @@ class Run:
 
     def median(self, what: str) -> float:
         """Of one attribute of the turns."""
-        return statistics.median(getattr(turn, what) for turn in self.measured)
+        figures: list[float] = [getattr(turn, what) for turn in self.measured]
+        return statistics.median(figures)
 
 
 def run() -> list[Figure]:
@@ -81,7 +82,8 @@ def run() -> list[Figure]:
     with ExitStack() as stack:
         peer = stack.enter_context(DynamoCluster(MODEL, SOURCE, workers=WORKERS))
         ours = {doors: stack.enter_context(LocalCluster(config(doors))) for doors in FRONT_DOORS}
-        clusters = {DYNAMO: peer, **{named(doors): cluster for doors, cluster in ours.items()}}
+        clusters: dict[str, DynamoCluster | LocalCluster] = {DYNAMO: peer}
+        clusters |= {named(doors): cluster for doors, cluster in ours.items()}
         for cluster in clusters.values():
             check_chats(cluster.url, MODEL, LOAD.tokens)
         return [figure for case in CASES for figure in figures(case, measure(case, clusters))]
