@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHIVE = "packages.tar.xz"
@@ -57,7 +57,7 @@ def main() -> int:
     if options.pack is not None:
         from gpu_pack import pack  # needs what builds wheels
 
-        pack(options.pack, options.python)
+        pack(options.pack / ARCHIVE, options.python)
         return 0
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         env = environment(options.packages, Path(folder) / "packages")
@@ -179,8 +179,8 @@ def run(arguments: list[str], env: dict[str, str]) -> subprocess.CompletedProces
 
 
 def last_line(text: str) -> str:
-    lines: list[Any] = text.strip().splitlines()
-    return str(lines[-1]) if lines else ""
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def report(rows: list[Row], lacks: list[Lack]) -> int:

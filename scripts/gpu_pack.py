@@ -43,9 +43,9 @@ NIXL_PLUGINS = ("libplugin_UCX.so", "libplugin_POSIX.so")
 LIMIT_BYTES = 64 << 20
 
 
-def pack(folder: Path, python: str) -> None:
-    """Write ``packages.tar.xz``: a folder for each distribution."""
-    folder.mkdir(parents=True, exist_ok=True)
+def pack(path: Path, python: str) -> None:
+    """Write the archive ``path``: a folder for each distribution."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-pack-") as name:
         wheels, trees = Path(name) / "wheels", Path(name) / "trees"
         names = needed()
@@ -58,14 +58,13 @@ def pack(folder: Path, python: str) -> None:
         )
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, trees / parse_wheel_filename(wheel.name)[0])
-        path = folder / "packages.tar.xz"
         with tarfile.open(path, "w:xz", preset=3) as archive:
             for tree in sorted(trees.iterdir()):
                 archive.add(tree, tree.name)
     size = path.stat().st_size
     verdict = "fits" if size <= LIMIT_BYTES else "does not fit"
     print(f"{path}: {size / 2**20:.1f} MiB for Python {python}, which {verdict} 64 MiB")
-    print(f"there: python3 scripts/gpu_check.py --packages {folder}")
+    print(f"there: python3 scripts/gpu_check.py --packages {path.parent}")
 
 
 def needed() -> dict[str, str]:

@@ -161,16 +161,13 @@ class CompletionReader(ABC, Generic[ChunkT]):
                     if (more := self._only_tokens(chunk)) is not None:
                         token_ids += more
                         continue
-                if token_ids:
-                    yield TokenDelta(token_ids=tuple(token_ids))
-                    token_ids = []
+                yield from _together(token_ids)
+                token_ids = []
                 yield from self._end() if chunk is None else self._on_chunk(chunk)
         except EngineError:
-            if token_ids:  # what came before the event that is wrong
-                yield TokenDelta(token_ids=tuple(token_ids))
+            yield from _together(token_ids)  # what came before the event that is wrong
             raise
-        if token_ids:
-            yield TokenDelta(token_ids=tuple(token_ids))
+        yield from _together(token_ids)
 
     def whole(self, body: bytes) -> Iterator[TokenDelta]:
         """The one delta of an answer that was not streamed. Raises as ``feed`` does."""
@@ -213,6 +210,12 @@ class CompletionReader(ABC, Generic[ChunkT]):
             self.ended = True
             yield self._last
             self._last = None
+
+
+def _together(token_ids: Sequence[int]) -> Iterator[TokenDelta]:
+    """One delta of tokens that came together; none without tokens."""
+    if token_ids:
+        yield TokenDelta(token_ids=tuple(token_ids))
 
 
 def finish_reason_named(name: str) -> FinishReason:

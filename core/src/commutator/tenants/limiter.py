@@ -285,9 +285,14 @@ class RequestLimiter(ABC):
             self._report()
             sender.limits = limits
             wanted = sender.wanted(now_s)
-        number, self._next = self._next, self._next + 2  # the second is for those ahead
+        number = self._new_number()
         ticket = self._tickets[number] = Ticket(number, principal, tokens, running=1)
         return sender, ticket, wanted
+
+    def _new_number(self) -> int:
+        """The number of a ticket; the one after it is for those that are admitted ahead."""
+        number, self._next = self._next, self._next + 2
+        return number
 
     def _got_ahead(
         self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
@@ -486,7 +491,7 @@ class SharedLimiter(RequestLimiter):
             self._give_back(sender)
             if wanted := sender.wanted(now_s):
                 sender.is_asking = True
-                number, self._next = self._next, self._next + 2
+                number = self._new_number()
                 self._questions[number] = _Question(principal, sender, sender.each, now_s, None)
                 packed = pack_limits(sender.limits)
                 connection.send([SERVICE, "ahead", number, principal, packed, wanted, sender.each])
