@@ -66,18 +66,20 @@ def snapshot(**more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-def drawn(shown: dict[str, Any], *, height: int = 40, lost: str | None = None) -> str:
+def drawn(
+    shown: dict[str, Any], *, height: int = 40, lost: str | None = None, width: int = 140
+) -> str:
     history = History()
     history.add(shown)
     out = io.StringIO()
-    Console(file=out, width=140, color_system=None).print(view(shown, history, height, lost))
+    Console(file=out, width=width, color_system=None).print(view(shown, history, height, lost))
     return out.getvalue()
 
 
 def test_everything_that_the_page_shows_is_drawn() -> None:
     text = drawn(snapshot())
     for expected in (
-        "● ready", "12", "250 ms", "p95 1.50 s", "81.2k of prompts", "3 waiting", "w-0", "pid 77",
+        "● ready", "12", "250 ms", "p95 1.50 s", "81.2k prompt", "3 waiting", "w-0", " 77 ",
         " 50%", "dram 25%", "cheapest of 2", "80%", "9 tokens", "device → dram 2 blocks/s",
         "p-0 ⇒ d-0 1/s 5 MB/s", "worker up: w-0", "events were lost",
     ):  # fmt: skip
@@ -223,3 +225,11 @@ async def test_nobody_at_the_address_is_an_error_in_one_line() -> None:
     code, text = await run("--url", "http://127.0.0.1:9")
     assert code == 1
     assert "is `commutator serve` running?" in text
+
+
+def test_names_and_states_are_whole_in_a_narrow_terminal() -> None:
+    """Of 80 characters; what is shortened there is the rest."""
+    workers = [worker("reference-0"), worker("reference-1", state="starting")]
+    text = drawn(snapshot(workers=workers), width=80)
+    for expected in ("reference-0", "reference-1", "● ready", "● starting", "In flight", "Queue"):
+        assert expected in text

@@ -19,6 +19,8 @@ from commutator.cli.top.view import History, view
 __all__ = ["followed", "top"]
 
 _RETRY_S = 1.0
+_WIDTH_IN_FILES = 120
+"""Characters; rich takes 80 for what is no terminal."""
 
 
 @click.command(epilog="Example: commutator top")
@@ -30,6 +32,8 @@ def top(door: FrontDoor, once: bool) -> None:
     Needs the permission `admin` where the deployment has keys, or its Unix socket.
     """
     history, console = History(), Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH_IN_FILES)
     if once:
         snapshots = door.live()
         history.add(next(snapshots))

@@ -24,6 +24,8 @@ _STATES = {
 }  # fmt: skip
 _ENDS = {"running": "dim", "done": "green", "failed": "red"}
 _TIER_COLORS = ("blue", "magenta", "cyan")
+_MOST_CHARACTERS = 24
+"""Of a name that is shown whole in a narrow terminal."""
 _LINES_AROUND = 17
 """Lines of the screen that neither a worker nor a decision takes."""
 
@@ -99,8 +101,8 @@ def _numbers(snapshot: Mapping[str, Any], history: History) -> Table:
         ("Running", str(now["running"]), f"{waiting} waiting", "running"),
         ("TTFT", _time(now["ttft"]["p50_s"]), f"p95 {_time(now['ttft']['p95_s'])}", "ttft"),
         ("ITL", _time(now["itl"]["p50_s"]), f"p95 {_time(now['itl']['p95_s'])}", "itl"),
-        ("Output tokens/s", _rate(now["output_tokens_per_s"]),
-         f"{_rate(now['prompt_tokens_per_s'])} of prompts", "output_tokens_per_s"),
+        ("Tokens/s", _rate(now["output_tokens_per_s"]),
+         f"{_rate(now['prompt_tokens_per_s'])} prompt", "output_tokens_per_s"),
         ("Cache hits", _percent(snapshot["cache"]["hit_rate"]), by_tier, "hits"),
     )  # fmt: skip
     table = Table(box=box.ROUNDED, expand=True, border_style="dim", show_header=False)
@@ -119,13 +121,19 @@ def _workers(
     hidden = len(workers) - shown + left_out
     title = f"Workers ({len(workers) + left_out})"
     table = _table(f"{title}, {hidden} of them not shown" if hidden else title)
-    for name, justify in (("Worker", "left"), ("State", "left"), ("Role", "left"),
-                          ("In flight", "right"), ("Queue", "right")):  # fmt: skip
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    busiest = sorted(workers, key=lambda one: (one["state"] == "ready", -one["requests"]))[:shown]
+    for name, values in (
+        ("Worker", [_plain(one["worker_id"]) for one in busiest]),
+        ("State", [f"● {_plain(one['state'])}" for one in busiest]),
+        ("Role", [_plain(one["role"]) for one in busiest]),
+    ):
+        widest = max(map(len, (name, *values)))
+        table.add_column(name, min_width=min(widest, _MOST_CHARACTERS), no_wrap=True)
+    for name in ("In flight", "Queue"):
+        table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
     table.add_column("KV memory", min_width=17, no_wrap=True)
     table.add_column("Tiers", no_wrap=True, overflow="ellipsis")
-    table.add_column("Process", no_wrap=True, style="dim")
-    busiest = sorted(workers, key=lambda one: (one["state"] == "ready", -one["requests"]))[:shown]
+    table.add_column("Pid", no_wrap=True, style="dim")
     for one in busiest if hidden else workers:
         load = one["load"]
         table.add_row(
@@ -136,7 +144,7 @@ def _workers(
             _NONE if load is None else str(load["waiting"]),
             _kv(load),
             _tiers(one["tiers"]),
-            Text(_NONE if one["pid"] is None else f"pid {one['pid']}"),
+            Text(_NONE if one["pid"] is None else str(one["pid"])),
         )
     lines = []
     for one in [one for one in busiest if one["cause"] is not None][:3]:
