@@ -27,6 +27,7 @@ WANTED = (
     "nixl",
     "nixl-cu12",
     "nixl-cu13",
+    "transformers",
 )
 LEFT_OUT = {"torch", "hf-xet"}
 """PyTorch has to be there, in a build for the GPU; hf-xet only downloads models."""
