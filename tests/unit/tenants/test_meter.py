@@ -6,20 +6,49 @@ import pytest
 
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import RateLimitError
-from commutator.tenants.ledger import Refusal, Standing
+from commutator.tenants.ledger import Moment, Refusal, Standing
 from commutator.tenants.limiter import LocalLimiter
-from commutator.tenants.meter import Meter
+from commutator.tenants.meter import Meter, MeteredRequest
 
 ADA = Principal(name="ada", limits=Limits(concurrent_requests=2))
 
 
+def begun(meter: Meter, principal: Principal = ADA) -> MeteredRequest:
+    metered = meter.begin(principal)
+    assert metered is not None
+    return metered
+
+
 def test_requests_in_hand_are_as_many_as_may_run_also_before_they_are_admitted() -> None:
     meter = Meter()
-    third = pytest.raises(RateLimitError, match="at the same time")
-    with meter.request(ADA), meter.request(ADA), third, meter.request(ADA):
-        pass
-    with meter.request(ADA), meter.request(ADA):
-        pass
+    first, second = begun(meter), begun(meter)
+    with pytest.raises(RateLimitError, match="at the same time"):
+        meter.begin(ADA)
+    first.end()
+    third = begun(meter)
+    with pytest.raises(RateLimitError, match="at the same time"):
+        meter.begin(ADA)
+    second.end()
+    third.end()
+    assert not meter.in_hand
+
+
+@pytest.mark.parametrize(
+    ("limits", "counts"),
+    [
+        (Limits(), False),
+        (Limits(answers=1, max_model_len=10), False),
+        (Limits(requests_per_minute=1), True),
+        (Limits(tokens_per_minute=1), True),
+        (Limits(tokens_per_day=1), True),
+        (Limits(concurrent_requests=1), True),
+    ],
+)
+def test_nothing_is_counted_of_a_principal_without_limits_that_count(
+    limits: Limits, counts: bool
+) -> None:
+    metered = Meter().begin(Principal(name="bob", limits=limits))
+    assert (metered is not None) == counts
 
 
 @pytest.mark.parametrize(("retry_after_s", "refused_s"), [(0.25, 0.25), (40.0, 1.0)])
@@ -30,18 +59,16 @@ def test_a_refusal_is_remembered_for_a_second_but_no_longer_than_it_holds(
     meter = Meter(clock=lambda: now_s)
     meter.refused(ADA, Refusal("requests_per_minute", retry_after_s, Standing()))
     now_s += refused_s - 0.01
-    with pytest.raises(RateLimitError), meter.request(ADA):
-        pass
+    with pytest.raises(RateLimitError):
+        meter.begin(ADA)
     now_s += 0.01
-    with meter.request(ADA):
-        pass
+    begun(meter).end()
 
 
 def test_what_may_fit_at_once_is_not_remembered() -> None:
     meter = Meter()
     meter.refused(ADA, Refusal("tokens_per_minute", 30.0, Standing()))
-    with meter.request(ADA):
-        pass
+    begun(meter).end()
 
 
 @pytest.mark.security
@@ -53,22 +80,42 @@ def test_refused_principals_are_remembered_in_bounded_memory() -> None:
         assert len(meter._refused) <= 10_000
 
 
-async def test_a_request_that_fails_is_settled_with_what_it_took() -> None:
+async def test_a_request_is_settled_with_what_it_took() -> None:
     limiter = LocalLimiter("door")
     meter = Meter(limiter)
     ada = Principal(name="ada", limits=Limits(tokens_per_minute=100, concurrent_requests=1))
 
-    async def failing(took: int | None) -> None:
-        with meter.request(ada) as metered:
-            await metered.admit(10, max_tokens=50)
-            if took is not None:
-                metered.took(took)
-            raise ConnectionError
-
     for took in (None, 30):
-        with pytest.raises(ConnectionError):
-            await failing(took)
-    with meter.request(ada) as metered:
-        await metered.admit(10, max_tokens=60)
-        assert metered.standing is not None
-        assert metered.standing.remaining_tokens == 0
+        metered = begun(meter, ada)
+        await metered.admit(10, max_tokens=50)
+        metered.tokens = took
+        metered.end()
+    metered = begun(meter, ada)
+    await metered.admit(10, max_tokens=60)
+    assert metered.standing is not None
+    assert metered.standing.remaining_tokens == 0
+
+
+async def test_requests_that_are_charged_ahead_wait_for_nothing_and_are_told_what_is_left() -> None:
+    now = Moment(100.25, 100.25)
+    meter = Meter(LocalLimiter("door", clock=lambda: now))
+    ada = Principal(name="ada", limits=Limits(requests_per_minute=1_000, tokens_per_minute=10_000))
+    remaining: list[tuple[int | None, int | None]] = []
+    ahead = 0
+    for _ in range(50):
+        metered = begun(meter, ada)
+        if metered.admit_ahead(1, 1, 9):
+            ahead += 1
+        else:
+            await metered.admit(1, 1, 9)
+        standing = metered.standing
+        assert standing is not None
+        remaining.append((standing.remaining_requests, standing.remaining_tokens))
+        metered.tokens = 10
+        metered.end()
+    assert ahead > 20
+    assert [requests for requests, _ in remaining] == [*range(999, 949, -1)]
+    # What is charged ahead is an eighth more than the largest request, until it is settled.
+    for number, (_, tokens) in enumerate(remaining, 1):
+        assert tokens is not None
+        assert 10_000 - 12 * number <= tokens <= 10_000 - 10 * number

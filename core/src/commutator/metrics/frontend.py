@@ -267,7 +267,7 @@ class FrontendMetrics(Observer):
             "KV bytes of each hand-over by its time after the prefill; part of them went before.",
             buckets=_BANDWIDTH_BUCKETS,
         )
-        self._principals: set[str] = set()
+        self._principals: dict[str, tuple[str]] = {}
         self._principal_usage = CounterGroup(
             (
                 "commutator_principal_requests",
@@ -348,20 +348,21 @@ class FrontendMetrics(Observer):
 
     def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
         """A principal's request ended, with so many tokens."""
-        label = self._principal_label(principal)
-        self._principal_usage.add((label,), 1, prompt, cached, generated)
+        labels = self._principals.get(principal) or self._labels_of(principal)
+        self._principal_usage.add(labels, 1, prompt, cached, generated)
 
     def principal_refused(self, principal: str, reason: str) -> None:
         """``reason`` is a limit's name or an error's code."""
-        self._principal_refusals.add(1, self._principal_label(principal), reason)
+        self._principal_refusals.add(1, *self._labels_of(principal), reason)
 
-    def _principal_label(self, principal: str) -> str:
+    def _labels_of(self, principal: str) -> tuple[str]:
         known = self._principals
-        if principal not in known:
+        labels = known.get(principal)
+        if labels is None:
             if len(known) >= _MAX_PRINCIPALS:
-                return _OTHER
-            known.add(principal)
-        return principal
+                return (_OTHER,)
+            labels = known[principal] = (principal,)
+        return labels
 
     def routed(self, model: str, route: Route) -> None:
         """One decision: its time, and blocks of prompt reused and not reused, if looked up."""

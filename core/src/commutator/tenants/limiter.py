@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from commutator.backoff import Backoff
 from commutator.contract.principal import Limits
@@ -69,6 +70,9 @@ class Ticket:
     unused: int = 0
     """Requests that may still come."""
     running: int = 0
+    standing: Standing = field(factory=Standing)
+    """Of a ticket that was admitted ahead: how far the principal is from its limits after the
+    latest request that took it. It changes with the next one."""
     ended: Settlement = field(init=False)
     """What is to be reported to the ledger."""
 
@@ -79,11 +83,6 @@ class Ticket:
     def left(self) -> int:
         """Requests that the ledger was not told of that they ended."""
         return self.unused + self.running + self.ended.count
-
-    def take(self) -> None:
-        """One more request came."""
-        self.unused -= 1
-        self.running += 1
 
     def end(self, tokens: int | None) -> None:
         """A running request ended after ``tokens``; None: it reached no worker."""
@@ -124,8 +123,6 @@ class _Sender:
     """Until when the ticket can be used: the end of a second of the ledger's clock."""
     ticket: Ticket | None = None
     """For requests that were admitted ahead."""
-    standing: Standing = field(factory=Standing)
-    """What the next of them leaves."""
     most_tokens: int = 0
     """Of one request since ``since_s``."""
     most_before: int = 0
@@ -135,42 +132,18 @@ class _Sender:
     is_asking: bool = False
     """Whether the ledger is being asked for requests ahead."""
 
+    def count_anew(self, now_s: float) -> None:
+        """Begin to count requests, ``_COUNTED_S`` or more after ``since_s``."""
+        is_next = now_s - self.since_s < 2 * _COUNTED_S
+        self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
+        self.since_s, self.requests, self.most_tokens = now_s, 0, 0
+
     def came(self, tokens: int, now_s: float) -> None:
         """A request of ``tokens`` came."""
         if now_s - self.since_s >= _COUNTED_S:
-            is_next = now_s - self.since_s < 2 * _COUNTED_S
-            self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
-            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
+            self.count_anew(now_s)
         self.requests += 1
         self.most_tokens = max(self.most_tokens, tokens)
-
-    def take(self, limits: Limits, tokens: int, now_s: float) -> Ticket | None:
-        """The ticket for a request of ``tokens`` that came; None: there is none for it.
-
-        ``standing`` is how far the principal is from its limits then.
-        """
-        ticket = self.ticket
-        if (
-            ticket is None
-            or not ticket.unused
-            or now_s >= self.until_s
-            or tokens > ticket.charged
-            or (self.limits is not limits and self.limits != limits)
-        ):
-            return None
-        self.came(tokens, now_s)
-        ticket.take()
-        known = self.standing
-        requests, tokens_left = known.remaining_requests, known.remaining_tokens
-        self.standing = Standing(
-            known.limit_requests,
-            None if requests is None else max(0, requests - 1),
-            known.reset_requests_s,
-            known.limit_tokens,
-            None if tokens_left is None else max(0, tokens_left - ticket.charged),
-            known.reset_tokens_s,
-        )
-        return ticket
 
     @property
     def has_ahead(self) -> bool:
@@ -199,9 +172,11 @@ class RequestLimiter(ABC):
     ahead: then a request takes a ticket, and its end is reported with those of others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        """``now_s``: by a clock that never goes back."""
         self.ready = asyncio.Event()
         """Set once requests can be counted, together with what counts from before."""
+        self._now_s = now_s
         self._next = 1
         """The number of the next ticket."""
         self._senders: dict[str, _Sender] = {}
@@ -220,11 +195,38 @@ class RequestLimiter(ABC):
         Raises RegistryError when the ledger cannot be asked. A request whose asking is cancelled is
         not charged.
         """
-        now_s = self._now_s()
+        if (ticket := self.take(principal, limits, tokens)) is not None:
+            return ticket, ticket.standing
+        return await self._ask(principal, limits, tokens, self._now_s())
+
+    def take(self, principal: str, limits: Limits, tokens: int) -> Ticket | None:
+        """The ticket of a request that was charged ahead; None: ``admit`` has to ask.
+
+        Most requests of principals with limits need nothing but this.
+        """
         sender = self._senders.get(principal)
-        if sender is not None and (ticket := sender.take(limits, tokens, now_s)) is not None:
-            return ticket, sender.standing
-        return await self._ask(principal, limits, tokens, now_s)
+        if sender is None or (ticket := sender.ticket) is None or not ticket.unused:
+            return None
+        now_s, charged = self._now_s(), ticket.charged
+        if (
+            now_s >= sender.until_s
+            or tokens > charged
+            or (sender.limits is not limits and sender.limits != limits)
+        ):
+            return None
+        if now_s - sender.since_s >= _COUNTED_S:
+            sender.count_anew(now_s)
+        sender.requests += 1
+        if tokens > sender.most_tokens:  # noqa: PLR1730 - max() takes longer than the rest
+            sender.most_tokens = tokens
+        ticket.unused -= 1
+        ticket.running += 1
+        standing = ticket.standing
+        if standing.remaining_requests:
+            standing.remaining_requests -= 1
+        if left := standing.remaining_tokens:
+            standing.remaining_tokens = left - charged if left > charged else 0
+        return ticket
 
     @abstractmethod
     async def _ask(
@@ -237,7 +239,7 @@ class RequestLimiter(ABC):
         ticket.end(tokens)
         self._ended.add(ticket)
         sender = self._senders.get(ticket.principal)
-        if sender is None or not sender.has_ahead:
+        if sender is None or (ahead := sender.ticket) is None or not ahead.unused:
             self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
@@ -258,10 +260,6 @@ class RequestLimiter(ABC):
     @abstractmethod
     def _settle(self, settlements: list[Settlement]) -> None:
         """Tell the ledger."""
-
-    @abstractmethod
-    def _now_s(self) -> float:
-        """By a clock that never goes back."""
 
     @abstractmethod
     async def run(self) -> None:
@@ -297,10 +295,11 @@ class RequestLimiter(ABC):
     def _got_ahead(
         self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
     ) -> None:
-        """The ledger admitted the requests of ``ticket`` ahead."""
+        """The ledger admitted the requests of ``ticket`` ahead; they begin from ``standing``."""
         self._tickets[ticket.number] = ticket
         self._give_back(sender)
-        sender.ticket, sender.standing, sender.until_s = ticket, standing, until_s
+        ticket.standing = evolve(standing)  # whoever asked keeps what was answered
+        sender.ticket, sender.until_s = ticket, until_s
 
     def _give_back(self, sender: _Sender) -> None:
         """Settle what ``sender`` does not use."""
@@ -343,7 +342,8 @@ class LocalLimiter(RequestLimiter):
     def __init__(
         self, door: str, hub: Hub | None = None, clock: Callable[[], Moment] = now
     ) -> None:
-        super().__init__()
+        # Without a Moment for each request, of which only one clock is needed.
+        super().__init__(time.monotonic if clock is now else lambda: clock().monotonic_s)
         self._clock = clock
         self._door = door
         self._ledger = Ledger()
@@ -387,9 +387,6 @@ class LocalLimiter(RequestLimiter):
     def _differ(self, principals: Iterable[str]) -> None:
         if self._link is not None:  # else nobody would ever clear it
             self._changed.update(principals)
-
-    def _now_s(self) -> float:
-        return self._clock().monotonic_s
 
     async def run(self) -> None:
         if self._link is None:
@@ -442,7 +439,7 @@ class SharedLimiter(RequestLimiter):
     """Asks the ledger at the hub."""
 
     def __init__(self, door: str, hub: Hub) -> None:
-        super().__init__()
+        super().__init__(_loop_time_s)
         self._link = _Link(hub, door, self._on_frame, self._on_lost)
         self._link.on_open = self._opened
         self._questions: dict[int, _Question] = {}
@@ -463,8 +460,7 @@ class SharedLimiter(RequestLimiter):
         try:
             answer = await future
         except BaseException:
-            ticket.end(None)
-            self._ended.add(ticket)
+            self.settle(ticket, None)
             self._report()
             raise
         finally:
@@ -514,9 +510,6 @@ class SharedLimiter(RequestLimiter):
         assert self._link.connection is not None
         packed = [pack_settlement(one) for one in settlements]
         self._link.connection.send([SERVICE, "settle", packed])
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
     def _forget(self, principal: str) -> None:
         sender = self._senders.get(principal)
@@ -595,6 +588,10 @@ class SharedLimiter(RequestLimiter):
                 question.sender.is_asking = False
             elif not question.answer.done():
                 question.answer.set_exception(_unreachable())
+
+
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _unreachable() -> RegistryError:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from attrs import define, field
 
@@ -37,41 +35,35 @@ class Meter:
 
     limiter: RequestLimiter = field(factory=lambda: LocalLimiter("frontend-0"))
     _clock: Callable[[], float] = time.monotonic
-    _in_hand: dict[str, int] = field(factory=dict)
+    in_hand: dict[str, int] = field(factory=dict)
     """Requests of principals with a limit of concurrent ones that this front door has, admitted
     or not yet: those in its queue, too."""
     _refused: dict[str, tuple[float, Refusal]] = field(factory=dict)
     """(until when, why) of principals that have no requests left in this minute."""
 
-    def request(self, principal: Principal) -> MeteredRequest:
-        """For one request, as ``with meter.request(principal) as metered``."""
-        return MeteredRequest(self, principal)
+    def begin(self, principal: Principal) -> MeteredRequest | None:
+        """A request begins; None for a principal without limits that count.
 
-    def enter(self, principal: Principal) -> None:
-        """Raises RateLimitError where it is certain already that the request is refused."""
-        name, limits = principal.name, principal.limits
+        Its end must be said to what is returned. Raises RateLimitError where it is certain already
+        that the request is refused.
+        """
+        limits, name = principal.limits, principal.name
+        most = limits.concurrent_requests
+        if most is None and not _counts_tokens_or_requests(limits):
+            return None
         if self._refused and (known := self._refused.get(name)) is not None:
             until_s, refusal = known
             if self._clock() < until_s:
                 raise rate_limit_error(principal, refusal)
             del self._refused[name]
-        most = limits.concurrent_requests
         if most is not None:
-            in_hand = self._in_hand.get(name, 0)
+            in_hand = self.in_hand.get(name, 0)
             if in_hand >= most:
                 raise rate_limit_error(
                     principal, Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
                 )
-            self._in_hand[name] = in_hand + 1
-
-    def leave(self, principal: Principal) -> None:
-        """The end of a request that entered."""
-        if principal.limits.concurrent_requests is not None:
-            left = self._in_hand[principal.name] - 1
-            if left:
-                self._in_hand[principal.name] = left
-            else:
-                del self._in_hand[principal.name]
+            self.in_hand[name] = in_hand + 1
+        return MeteredRequest(self, principal)
 
     def refused(self, principal: Principal, refusal: Refusal) -> None:
         """Remember a refusal that also later requests would meet."""
@@ -83,46 +75,40 @@ class Meter:
 
 
 class MeteredRequest:
-    """One request inside ``with``. Leaving settles it; costs nothing without limits."""
+    """One request of a principal with limits, from its beginning to ``end``."""
 
-    __slots__ = ("_limited", "_meter", "_principal", "_ticket", "_tokens", "standing")
+    __slots__ = ("_meter", "_principal", "_ticket", "standing", "tokens")
 
     def __init__(self, meter: Meter, principal: Principal) -> None:
         self._meter = meter
         self._principal = principal
-        self._limited = _counts(principal.limits)
         self.standing: Standing | None = None
-        """How far the principal is from its limits; set by ``admit``, also when it refuses."""
+        """How far the principal is from its limits when the request is admitted or refused.
+
+        It may change with the next request."""
         self._ticket: Ticket | None = None
-        self._tokens: int | None = None
+        self.tokens: int | None = None
+        """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
 
-    def __enter__(self) -> Self:
-        """Raises RateLimitError."""
-        if self._limited:
-            self._meter.enter(self._principal)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._limited:
-            self._meter.leave(self._principal)
-            if self._ticket is not None:
-                self._meter.limiter.settle(self._ticket, self._tokens)
+    def admit_ahead(self, prompt_tokens: int, answers: int, max_tokens: int | None) -> bool:
+        """``admit``, if a request was charged ahead for this one; False: nothing is done."""
+        principal = self._principal
+        limits = principal.limits
+        tokens = tokens_charged(limits, prompt_tokens, answers, max_tokens)
+        ticket = self._meter.limiter.take(principal.name, limits, tokens)
+        if ticket is None:
+            return False
+        self._ticket, self.standing = ticket, ticket.standing
+        return True
 
     async def admit(
         self, prompt_tokens: int, answers: int = 1, max_tokens: int | None = None
     ) -> None:
-        """Charge the request, once; nothing for a principal without limits that count.
+        """Charge the request, once.
 
         ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
         RateLimitError, or RegistryError when the limits cannot be checked.
         """
-        if not self._limited:
-            return
         principal, limiter = self._principal, self._meter.limiter
         tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
         answer = await limiter.admit(principal.name, principal.limits, tokens)
@@ -132,9 +118,17 @@ class MeteredRequest:
             raise rate_limit_error(principal, answer, tokens)
         self._ticket, self.standing = answer
 
-    def took(self, tokens: int) -> None:
-        """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
-        self._tokens = tokens
+    def end(self) -> None:
+        """Settle the request. Called once, however it ends."""
+        meter, principal = self._meter, self._principal
+        if principal.limits.concurrent_requests is not None:
+            left = meter.in_hand[principal.name] - 1
+            if left:
+                meter.in_hand[principal.name] = left
+            else:
+                del meter.in_hand[principal.name]
+        if self._ticket is not None:
+            meter.limiter.settle(self._ticket, self.tokens)
 
 
 def rate_limit_error(
@@ -152,10 +146,9 @@ def rate_limit_error(
     return RateLimitError(text, refusal.limit, refusal.retry_after_s)
 
 
-def _counts(limits: Limits) -> bool:
+def _counts_tokens_or_requests(limits: Limits) -> bool:
     return (
         limits.requests_per_minute is not None
         or limits.tokens_per_minute is not None
         or limits.tokens_per_day is not None
-        or limits.concurrent_requests is not None
     )

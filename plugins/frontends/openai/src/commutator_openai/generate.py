@@ -118,7 +118,10 @@ async def _serve(
                 include_usage=_include_usage(body),
                 logprobs=body.logprobs,
             )
-            await admit(exchange, plan.prompt_tokens, len(plan.requests), _stated(body, plan))
+            stated = _stated(body, plan)
+            asking = admit(exchange, plan.prompt_tokens, len(plan.requests), stated)
+            if asking is not None:
+                await asking
             async with Generation(
                 services.dispatcher,
                 services.metrics,

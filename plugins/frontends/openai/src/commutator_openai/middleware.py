@@ -9,14 +9,15 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 from attrs import define, field
+from multidict import istr
 
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
@@ -72,6 +73,7 @@ _OTHER = "other"
 """Stands for every path that is none of ours."""
 _MAX_HEADER = 256
 _EXPLAIN_HEADER = "X-Commutator-Explain"
+_EXPLAIN = istr(_EXPLAIN_HEADER)  # not folded anew for each request
 _NOT_LOGGED = OPERATIONS_PATHS | PROBE_PATHS | PAGE_PATHS
 _WITHOUT_KEY = PROBE_PATHS | PAGE_PATHS
 
@@ -88,7 +90,11 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
     )
     code = _CLIENT_GONE
     try:
-        response = await handler(request)
+        try:
+            response = await handler(request)
+        finally:
+            if known.metered is not None:
+                known.metered.end()
         code = response.status
     except (asyncio.CancelledError, ConnectionError):
         if known.begun is not None and known.sent:
@@ -115,30 +121,52 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 @web.middleware
-async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Finds the principal, but not for probes and the page's files, and asks for permissions."""
+def authenticate(request: web.Request, handler: Handler) -> Awaitable[web.StreamResponse]:
+    """Finds the principal, but not for probes and the page's files, and asks for permissions.
+
+    It waits only for an authenticator that does not know the key at once.
+    """
     known = request[EXCHANGE]
+    if known.path in _WITHOUT_KEY:
+        return handler(request)
+    bearer = _bearer(request)
+    principal = None if bearer is None else known.services.gate.known(bearer)
+    if principal is None:
+        return _authenticate(request, handler, bearer)
+    return _permitted(request, handler, known, principal)
+
+
+async def _authenticate(
+    request: web.Request, handler: Handler, bearer: str | None
+) -> web.StreamResponse:
+    known = request[EXCHANGE]
+    return await _permitted(request, handler, known, await _asked(request, known, bearer))
+
+
+def _permitted(
+    request: web.Request, handler: Handler, known: Exchange, principal: Principal
+) -> Awaitable[web.StreamResponse]:
+    """Let ``principal`` do what it asks for, and begin to count it."""
+    known.principal = principal
+    WORKING_FOR.set(principal.name)
     path = known.path
-    if path in _WITHOUT_KEY:
-        return await handler(request)
-    await _identify(request, known)
     if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
-        require(known.principal, "metrics")
-    if request.method != "POST":
-        return await handler(request)
-    if request.headers.get(_EXPLAIN_HEADER) == "1":
-        require(known.principal, "explain", _EXPLAIN_HEADER)
-    if path.startswith(ADMIN_PREFIX):
-        return await handler(request)
-    with known.services.meter.request(known.principal) as known.metered:
-        return await handler(request)
+        require(principal, "metrics")
+    if request.method == "POST":
+        if request.headers.get(_EXPLAIN) == "1":
+            require(principal, "explain", _EXPLAIN_HEADER)
+        if not path.startswith(ADMIN_PREFIX):
+            known.metered = known.services.meter.begin(principal)
+    return handler(request)
 
 
 @web.middleware
 async def authenticate_administrator(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal of a request that may change the deployment; asks nobody else."""
     if request.path.startswith(ADMIN_PREFIX):
-        await _identify(request, request[EXCHANGE])
+        known, bearer = request[EXCHANGE], _bearer(request)
+        known.principal = await _asked(request, known, bearer)
+        WORKING_FOR.set(known.principal.name)
     return await handler(request)
 
 
@@ -205,21 +233,19 @@ def own_user(request: web.Request) -> str:
     return local_user(request) or "unknown"
 
 
-async def _identify(request: web.Request, known: Exchange) -> None:
-    headers, gate = request.headers, known.services.gate
-    bearer = _bearer(headers.get("Authorization", ""))
-    principal = None if bearer is None else gate.known(bearer)
-    if principal is None:
-        principal = await gate.principal(
-            Credentials(bearer=bearer, headers=headers, peer=request.remote or None)
-        )
-    known.principal = principal
-    WORKING_FOR.set(principal.name)
-
-
-def _bearer(authorization: str) -> str | None:
+def _bearer(request: web.Request) -> str | None:
+    authorization = request.headers.get(hdrs.AUTHORIZATION, "")
+    if authorization.startswith("Bearer "):
+        return authorization[7:].strip() or None
     scheme, _, token = authorization.partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
+
+
+async def _asked(request: web.Request, known: Exchange, bearer: str | None) -> Principal:
+    """The principal by all authenticators. Raises AuthenticationError."""
+    return await known.services.gate.principal(
+        Credentials(bearer=bearer, headers=request.headers, peer=request.remote or None)
+    )
 
 
 def caller(request: web.Request, *, user: str | None, session_id: str | None) -> Caller:
@@ -314,7 +340,7 @@ class Exchange:
     principal: Principal = ANONYMOUS
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
     metered: MeteredRequest | None = None
-    """Counts the request against the limits of its principal; None where nobody is asked."""
+    """Counts the request against its principal's limits; None where there are none to count."""
     path: str = ""
     """As the client wrote it."""
     reason: str | None = None
@@ -349,7 +375,7 @@ class Exchange:
         """A worker took the request; tokens so far."""
         self.prompt_tokens, self.cached_tokens, self.generated_tokens = prompt, cached, generated
         if self.metered is not None:
-            self.metered.took(prompt + generated)
+            self.metered.tokens = prompt + generated
 
     def log_line(self, code: int, duration_s: float) -> str:
         """One line; values from clients are quoted."""
@@ -449,7 +475,7 @@ def name_workers(exchange: Exchange, workers: Sequence[str]) -> None:
 
 def explain_routing(request: web.Request, explain: Callable[[], Explanations]) -> None:
     """Answer with ``X-Commutator-Decision`` if the client asked for it."""
-    if request.headers.get(_EXPLAIN_HEADER) == "1":
+    if request.headers.get(_EXPLAIN) == "1":
         request[EXCHANGE].headers["X-Commutator-Decision"] = _in_one_header(explain())
 
 
