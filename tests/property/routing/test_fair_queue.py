@@ -37,7 +37,7 @@ def order(queue: RequestQueue, history: list[tuple[str, int]]) -> list[object]:
                 waiting[waiting.index(last)] = place
                 answers.append(last)
         elif what == "serve" and (first := queue.first()) is not None:
-            queue.admitted(first)
+            queue.admitted(first, 0)
             queue.charge(first, number, number // 3)
             answers += [first, queue.leave(first)]
             waiting.remove(first)
@@ -76,7 +76,7 @@ def test_who_always_has_requests_waiting_gets_its_share(
         assert place.flow is not None
         queue.enter(queue.place(0, place.flow, place.weight))
         queue.leave(place)
-        queue.admitted(place)
+        queue.admitted(place, 0)
         queue.charge(place, costs[place.flow][0], 0)
         got[place.flow] += costs[place.flow][0]
     normal = {name: got[name] / weight for name, (_, weight) in costs.items()}
@@ -93,7 +93,7 @@ def _admit(queue: RequestQueue, costs: dict[str, int], got: Counter[str]) -> Non
     assert place.flow is not None
     queue.enter(queue.place(0, place.flow, place.weight))
     queue.leave(place)
-    queue.admitted(place)
+    queue.admitted(place, 0)
     queue.charge(place, costs[place.flow], 0)
     got[place.flow] += costs[place.flow]
 
@@ -168,7 +168,7 @@ def test_who_was_idle_gets_no_credit() -> None:
     for _ in range(50):  # one alone, for a long time
         place = queue.place(0, "busy")
         assert queue.is_next(place)
-        queue.admitted(place)
+        queue.admitted(place, 0)
         queue.charge(place, 1000, 0)
     for _ in range(20):
         queue.enter(queue.place(0, "idle"))
@@ -179,7 +179,7 @@ def test_who_was_idle_gets_no_credit() -> None:
         assert first is not None
         served.append(first.flow)
         queue.leave(first)
-        queue.admitted(first)
+        queue.admitted(first, 0)
         queue.charge(first, 1000, 0)
     assert Counter(served)["busy"] >= 4, "the idle one does not get 50 turns"
 
@@ -259,7 +259,7 @@ def test_a_policy_that_fails_fails_no_request(caplog: pytest.LogCaptureFixture) 
         assert queue.enter(place)
     for place in places:
         assert queue.first() == place
-        queue.admitted(place)
+        queue.admitted(place, 0)
         queue.charge(place, 5, 5)
         queue.leave(place)
     assert "fairness policy _Broken failed in flow" in caplog.text

@@ -204,8 +204,7 @@ class RouterQueue(Generic[ResultT]):
 
     def _begin(self, place: Place, result: ResultT) -> None:
         # At once, so that the next free worker of this wake-up is another flow's.
-        self._queue.admitted(place)
-        self._queue.charge(place, self._prompt_tokens(result), 0)
+        self._queue.admitted(place, self._prompt_tokens(result))
 
     def _notify_near(self) -> None:
         if not self._far:
@@ -240,16 +239,6 @@ class RouterQueue(Generic[ResultT]):
             turn.set_exception(self._refusal("router_queue_timeout", problem, self._recent_wait_s))
 
 
-@define
-class _Flow:
-    """The requests of one flow that wait."""
-
-    places: list[Place] = field(factory=list)
-    """Sorted."""
-    entry: _Entry | None = None
-    """Its entry in the heap of flows; older entries are void."""
-
-
 _Entry = tuple[float, Place, str | None]
 """A flow's rank, its first place and its name; places are all different."""
 
@@ -268,8 +257,10 @@ class RequestQueue:
 
     max_length: int
     _policy: FairnessPolicy = field(factory=Fifo)
-    _flows: dict[str | None, _Flow] = field(factory=dict)
-    """Those that have requests waiting."""
+    _flows: dict[str | None, list[Place]] = field(factory=dict)
+    """Those that have requests waiting, each with its places, sorted."""
+    _entries: dict[str | None, _Entry] = field(factory=dict)
+    """By flow, its entry in the heap of flows; other entries are void."""
     _heap: list[_Entry] = field(factory=list)
     _changed: set[str | None] = field(factory=set)
     """Waiting flows whose entry in the heap may be outdated."""
@@ -290,14 +281,16 @@ class RequestQueue:
 
     def is_next(self, place: Place) -> bool:
         """Whether a request that does not wait yet would be served before all that do."""
-        flow = self._flows.get(place.flow)
-        if flow is None:
+        own = self._flows.get(place.flow)
+        if own is None:
             self._policy.arrived(place.flow, place.weight)
+        elif own[0] < place:
+            return False
         first = self._first_entry()
         if first is None:
             return True
-        head = place if flow is None else min(place, flow.places[0])
-        return head is place and (self._policy.rank(place.flow), place) < first[:2]
+        rank = self._policy.rank(place.flow)
+        return rank < first[0] or (rank == first[0] and place < first[1])
 
     def enter(self, place: Place, *, again: bool = False) -> bool:
         """Begin to wait. False if the queue is full; ``again`` ignores the limit."""
@@ -325,35 +318,40 @@ class RequestQueue:
             return None
         own = self._flows.get(place.flow)
         longest = max(self._flows.values(), key=_share)
-        own_share = ((0 if own is None else len(own.places)) + 1) / place.weight
+        own_share = ((0 if own is None else len(own)) + 1) / place.weight
         if longest is not own and _share(longest) > own_share:
-            return longest.places[-1]
-        if own is not None and own.places[-1].priority > place.priority:
-            return own.places[-1]
+            return longest[-1]
+        if own is not None and own[-1].priority > place.priority:
+            return own[-1]
         return None
 
     def leave(self, place: Place) -> bool:
         """Stop waiting. False if the position was not in the queue."""
-        flow = self._flows.get(place.flow)
-        if flow is None:
+        name = place.flow
+        places = self._flows.get(name)
+        if places is None:
             return False
-        index = bisect_left(flow.places, place)
-        if index == len(flow.places) or flow.places[index] != place:
+        index = bisect_left(places, place)
+        if index == len(places) or places[index] != place:
             return False
-        del flow.places[index]
         self._length -= 1
-        if not flow.places:
-            del self._flows[place.flow]
-            self._changed.discard(place.flow)
-        elif index == 0:
-            self._changed.add(place.flow)
+        if len(places) == 1:
+            del self._flows[name]
+            self._entries.pop(name, None)
+            self._changed.discard(name)
+        else:
+            del places[index]
+            if index == 0:
+                self._changed.add(name)
         return True
 
-    def admitted(self, place: Place) -> None:
-        """The request got its worker, whether or not it waited."""
-        self._policy.admitted(place.flow)
-        if place.flow in self._flows:
-            self._changed.add(place.flow)
+    def admitted(self, place: Place, prompt_tokens: int) -> None:
+        """The request got its worker, whether or not it waited, which computes its prompt."""
+        flow = place.flow
+        self._policy.admitted(flow)
+        self._policy.charge(flow, place.weight, prompt_tokens, 0)
+        if flow in self._flows:
+            self._changed.add(flow)
 
     def charge(self, place: Place, prompt_tokens: int, generated_tokens: int) -> None:
         """Count tokens that the workers compute for the flow of ``place``."""
@@ -369,11 +367,12 @@ class RequestQueue:
         """
         self._first_entry()
         if len(self._flows) == 1:
-            (flow,) = self._flows.values()
-            return flow.places[:count]
+            (places,) = self._flows.values()
+            return places[:count]
         # The root of a heap and what lies next to it are small, if not the smallest.
-        heads = sorted(entry for entry in self._heap[: 2 * count] if self._is_valid(entry))
-        waiting = [self._flows[name].places for _, _, name in heads[:count]]
+        near = self._heap[: 2 * count]
+        heads = sorted(entry for entry in near if self._entries.get(entry[2]) is entry)
+        waiting = [self._flows[name] for _, _, name in heads[:count]]
         found: list[Place] = []
         for turn in range(count):
             waiting = [places for places in waiting if turn < len(places)]
@@ -388,35 +387,35 @@ class RequestQueue:
         return None if entry is None else entry[1]
 
     def _insert(self, place: Place) -> None:
-        flow = self._flows.get(place.flow)
-        if flow is None:
-            self._policy.arrived(place.flow, place.weight)
-            flow = self._flows[place.flow] = _Flow()
-        insort(flow.places, place)
+        name = place.flow
+        places = self._flows.get(name)
         self._length += 1
-        if flow.places[0] is place:
-            self._changed.add(place.flow)
+        if places is None:
+            self._policy.arrived(name, place.weight)
+            self._flows[name] = [place]
+            self._changed.add(name)
+            return
+        insort(places, place)
+        if places[0] is place:
+            self._changed.add(name)
 
     def _first_entry(self) -> _Entry | None:
-        if not self._flows:
+        flows = self._flows
+        if not flows:
             return None
-        heap = self._heap
-        for name in self._changed:
-            flow = self._flows[name]
-            flow.entry = (self._policy.rank(name), flow.places[0], name)
-            heapq.heappush(heap, flow.entry)
-        self._changed.clear()
-        if len(heap) > 2 * len(self._flows) + _MOST_VOID:
-            heap = self._heap = [f.entry for f in self._flows.values() if f.entry is not None]
-            heapq.heapify(heap)
-        while heap and not self._is_valid(heap[0]):
+        heap, entries = self._heap, self._entries
+        if self._changed:
+            for name in self._changed:
+                entry = entries[name] = (self._policy.rank(name), flows[name][0], name)
+                heapq.heappush(heap, entry)
+            self._changed.clear()
+            if len(heap) > 2 * len(flows) + _MOST_VOID:
+                heap = self._heap = list(entries.values())
+                heapq.heapify(heap)
+        while entries.get(heap[0][2]) is not heap[0]:
             heapq.heappop(heap)
-        return heap[0] if heap else None
-
-    def _is_valid(self, entry: _Entry) -> bool:
-        flow = self._flows.get(entry[2])
-        return flow is not None and flow.entry is entry
+        return heap[0]
 
 
-def _share(flow: _Flow) -> float:
-    return len(flow.places) / flow.places[-1].weight
+def _share(places: list[Place]) -> float:
+    return len(places) / places[-1].weight
