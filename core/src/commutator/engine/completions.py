@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from attrs import evolve
 
 from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from commutator.engine.http import FailedAnswerError, HttpServer, ServerEvents
@@ -20,6 +19,7 @@ __all__ = [
     "Choice",
     "Chunk",
     "CompletionReader",
+    "JsonEvents",
     "ModelCard",
     "ModelList",
     "Version",
@@ -34,6 +34,8 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 """The part of a request's body for an answer that ``CompletionReader.feed`` reads."""
 
 _DONE = b"[DONE]"
+_DATA = b"data:"
+_NEXT_DATA = b"\n\ndata:"
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -51,6 +53,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: Any = None
+    """Of the engine's own form."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -101,15 +105,56 @@ T = TypeVar("T")
 ChunkT = TypeVar("ChunkT", bound=Chunk)
 
 
+class JsonEvents(Generic[T]):
+    """Decodes server-sent events that are JSON or "[DONE]", which is None."""
+
+    def __init__(self, engine: str, decoder: msgspec.json.Decoder[T]) -> None:
+        """``engine`` is its name in errors."""
+        self._engine = engine
+        self._decoder = decoder
+        self._events = ServerEvents()
+
+    def feed(self, data: bytes) -> Iterable[T | None]:
+        """What ``data`` completes. Raises EngineError after what comes before a wrong event."""
+        events = self._events.complete(data)
+        if not events:
+            return ()
+        before, _, last = events.rpartition(_NEXT_DATA)
+        is_done = last.strip() == _DONE
+        found = self._at_once(before if is_done else events)
+        if found is None:
+            return self._one_by_one(events)
+        return (*found, None) if is_done else found
+
+    def _at_once(self, events: bytes) -> list[T] | None:
+        """All of them, which is cheaper; None when they may be more than lines of JSON."""
+        if not events.startswith(_DATA):
+            return None
+        lines = events[len(_DATA) :].replace(_NEXT_DATA, b"\n")
+        try:
+            found = self._decoder.decode_lines(lines)
+        except msgspec.MsgspecError:
+            return None
+        return found if len(found) == events.count(_NEXT_DATA) + 1 else None
+
+    def _one_by_one(self, events: bytes) -> Iterator[T | None]:
+        for payload in ServerEvents.payloads(events):
+            yield (
+                None if payload == _DONE else decoded(self._engine, payload, self._decoder.decode)
+            )
+
+
 class CompletionReader(ABC, Generic[ChunkT]):
     """Turns received bytes into deltas. Yields the last delta only after the usage chunk."""
 
-    def __init__(self, engine: str, decode: Callable[[bytes], ChunkT]) -> None:
-        """``engine`` is its name in errors; ``decode`` decodes its chunks by msgspec."""
+    def __init__(self, engine: str, decoder: msgspec.json.Decoder[ChunkT]) -> None:
+        """``engine`` is its name in errors; ``decoder`` decodes its chunks."""
         self._engine = engine
-        self._decode = decode
-        self._events = ServerEvents()
-        self._last: TokenDelta | None = None
+        self._decoder = decoder
+        self._events = JsonEvents(engine, decoder)
+        self._last: Choice | None = None
+        """The choice with the finish reason, until the end of the stream."""
+        self._cached_tokens: int | None = None
         self.began = False
         """Whether a part of the answer has arrived."""
         self.ended = False
@@ -135,13 +180,13 @@ class CompletionReader(ABC, Generic[ChunkT]):
 
         Raises FailedAnswerError, EngineIncompleteError and EngineUnavailableError.
         """
-        async with server.post(path, body, headers) as content:
+        async with server.post(path, body, headers) as answer:
             if body["stream"]:
-                async for data in content.iter_any():
+                async for data in answer:
                     for delta in self.feed(data):
                         stream.feed(delta)
             else:
-                for delta in self.whole(await content.read()):
+                for delta in self.whole(await answer.read()):
                     stream.feed(delta)
         if not self.ended:
             raise EngineIncompleteError(f"{server.where} ended the stream before the answer")
@@ -154,13 +199,10 @@ class CompletionReader(ABC, Generic[ChunkT]):
         """
         token_ids: list[int] = []
         try:
-            for payload in self._events.feed(data):
-                chunk = None
-                if payload != _DONE:
-                    chunk = decoded(self._engine, payload, self._decode)
-                    if (more := self._only_tokens(chunk)) is not None:
-                        token_ids += more
-                        continue
+            for chunk in self._events.feed(data):
+                if chunk is not None and (more := self._only_tokens(chunk)) is not None:
+                    token_ids += more
+                    continue
                 yield from _together(token_ids)
                 token_ids = []
                 yield from self._end() if chunk is None else self._on_chunk(chunk)
@@ -171,18 +213,18 @@ class CompletionReader(ABC, Generic[ChunkT]):
 
     def whole(self, body: bytes) -> Iterator[TokenDelta]:
         """The one delta of an answer that was not streamed. Raises as ``feed`` does."""
-        chunk = decoded(self._engine, body, self._decode)
+        chunk = decoded(self._engine, body, self._decoder.decode)
         yield from self._on_chunk(chunk)
-        if self._last is not None:
-            self._last = evolve(self._last, handover=self.handover(chunk))
-        yield from self._end()
+        yield from self._end(self.handover(chunk) if self._last is not None else None)
 
     def _only_tokens(self, chunk: ChunkT) -> Sequence[int] | None:
         """The tokens of a chunk that has nothing else, as nearly all have; None for any other."""
         if chunk.error is not None or chunk.usage is not None or len(chunk.choices) != 1:
             return None
         (choice,) = chunk.choices
-        if choice.finish_reason is not None or chunk.object == "error" or self.logprobs(choice):
+        if choice.finish_reason is not None or chunk.object == "error":
+            return None
+        if choice.logprobs is not None and self.logprobs(choice):
             return None
         self.began = True
         return choice.token_ids or ()
@@ -192,24 +234,27 @@ class CompletionReader(ABC, Generic[ChunkT]):
             raise failure_of(self._engine, chunk.error or chunk.message)
         for choice in chunk.choices:
             self.began = True
-            delta = TokenDelta(
-                token_ids=tuple(choice.token_ids or ()), logprobs=self.logprobs(choice)
-            )
             if choice.finish_reason is None:
-                yield delta
+                yield TokenDelta(
+                    token_ids=tuple(choice.token_ids or ()), logprobs=self.logprobs(choice)
+                )
             else:
-                reason = finish_reason_named(choice.finish_reason)
-                self._last = evolve(delta, finish_reason=reason, stop_reason=choice.stop_reason)
+                self._last = choice
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-            cached = chunk.usage.prompt_tokens_details.cached_tokens
-            if self._last is not None:
-                self._last = evolve(self._last, cached_tokens=cached)
+            self._cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
 
-    def _end(self) -> Iterator[TokenDelta]:
-        if self._last is not None:
+    def _end(self, handover: Mapping[str, Any] | None = None) -> Iterator[TokenDelta]:
+        last, self._last = self._last, None
+        if last is not None and last.finish_reason is not None:
             self.ended = True
-            yield self._last
-            self._last = None
+            yield TokenDelta(
+                token_ids=tuple(last.token_ids or ()),
+                logprobs=self.logprobs(last),
+                finish_reason=finish_reason_named(last.finish_reason),
+                stop_reason=last.stop_reason,
+                cached_tokens=self._cached_tokens,
+                handover=handover,
+            )
 
 
 def _together(token_ids: Sequence[int]) -> Iterator[TokenDelta]:

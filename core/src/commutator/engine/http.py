@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import ssl
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
@@ -16,10 +19,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohappyeyeballs import start_connection
+from yarl import URL
 
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest
 from commutator.contract.worker import EngineInfo, WorkerRecord
+from commutator.engine.http_connections import HttpConnections, StreamedAnswer
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
     EngineError,
@@ -72,10 +78,13 @@ CLOSES_IDLE_S = 75.0
 _IDLE_AT_RELAYS_S = 30.0
 """A new one costs a TLS handshake."""
 _CONNECT_S = 5.0
+_NEXT_ADDRESS_S = 0.25
+"""After which the next address of a host is tried, too."""
 # Routing handles these two; every other answer goes to the client.
 _FOR_ROUTING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
 _DATA = b"data:"
+_EVENT_END = b"\n\n"
 
 
 class FailedAnswerError(EngineError):
@@ -142,13 +151,11 @@ class _ClusterConnector(aiohttp.TCPConnector):
     ) -> Any:
         protocol = await super()._create_connection(req, traces, timeout)
         transport = cast(asyncio.Transport, protocol.transport)
-        gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self._server.host)
         try:
-            gate.identify(transport)
+            self._server.identify(transport)
         except TlsError as error:
             protocol.close()
             raise aiohttp.ClientConnectorError(req.connection_key, OSError(str(error))) from error
-        notice_loss(transport, urlsplit(self._server.url).hostname or "")
         return protocol
 
 
@@ -183,6 +190,12 @@ class HttpServer:
         self._alive_path = alive_path
         self._answer_timeout_s = answer_timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._heads: dict[str, str] = {}
+        self._connections = HttpConnections(
+            self.where,
+            self._connect,
+            IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S,
+        )
 
     def expect(self, record: WorkerRecord) -> None:
         """Let only the relay of this worker answer. Called before the first request."""
@@ -190,6 +203,7 @@ class HttpServer:
             self.host = record.host
             if record.instance:
                 self._headers[INSTANCE_HEADER] = record.instance
+                self._heads.clear()
 
     def request(self, method: str, path: str, **options: Any) -> _Asking:
         """Send a request, as ``aiohttp.ClientSession.request`` does."""
@@ -215,6 +229,7 @@ class HttpServer:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+        await self._connections.close()
 
     async def read(
         self,
@@ -257,16 +272,77 @@ class HttpServer:
     @asynccontextmanager
     async def post(
         self, path: str, body: object, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[aiohttp.StreamReader]:
+    ) -> AsyncIterator[StreamedAnswer]:
         """The answer to a request, as it arrives. Raises FailedAnswerError.
 
-        Connection errors, also while the answer is read, are raised as EngineUnavailableError.
+        EngineUnavailableError is raised for connection errors, also while the answer is read.
         """
-        with _connection_errors(self.where):
-            async with self.request("POST", path, json=body, headers=headers) as response:
-                if response.status != HTTPStatus.OK:
-                    raise FailedAnswerError(response.status, message_of(await response.read()))
-                yield response.content
+        request = self._packed(path, msgspec.json.encode(body), headers or {})
+        async with self._connections.ask(request) as answer:
+            if answer.status != HTTPStatus.OK:
+                raise FailedAnswerError(answer.status, message_of(await answer.read()))
+            yield answer
+
+    def _packed(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """A whole request. Raises ValueError for a header that would be more than one."""
+        head = self._heads.get(path)
+        if head is None:
+            head = self._heads[path] = self._head(path)
+        for name, value in headers.items():
+            if "\r" in value or "\n" in value or "\0" in value:
+                raise ValueError(f"{name}: {value!r} cannot be sent")
+            head += f"{name}: {value}\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def _head(self, path: str) -> str:
+        """What all requests for a path begin with."""
+        url = URL(self.url + path)
+        headers = {
+            "Host": url.host_port_subcomponent,
+            "Accept-Encoding": "identity",
+            "Content-Type": "application/json",
+            **self._headers,
+        }
+        if url.user is not None:
+            login = f"{url.user}:{url.password or ''}".encode()
+            headers.setdefault("Authorization", f"Basic {b64encode(login).decode()}")
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {url.raw_path_qs} HTTP/1.1\r\n{lines}"
+
+    async def _connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Make a connection, as the session does. Raises EngineUnavailableError."""
+        url, loop = URL(self.url), asyncio.get_running_loop()
+        host, context = url.raw_host or "", None
+        if self._certificates is not None:
+            context = self._certificates.client  # renewed ones serve new connections
+        elif url.scheme == "https":
+            context = _system_trust()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
+                sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+                transport, _ = await loop.create_connection(
+                    protocol,
+                    sock=sock,
+                    ssl=context,
+                    server_hostname=None if context is None else host.rstrip("."),
+                )
+        except TimeoutError as error:
+            raise connection_error(self.where, error) from error
+        except OSError as error:
+            raise _unreachable(self.where, error) from error
+        if self._certificates is not None:
+            try:
+                self.identify(transport)
+            except TlsError as error:
+                transport.abort()
+                raise _unreachable(self.where, OSError(str(error))) from error
+
+    def identify(self, transport: asyncio.Transport) -> None:
+        """Check that the relay at the other end is that of the worker's host. Raises TlsError."""
+        gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
+        gate.identify(transport)
+        notice_loss(transport, urlsplit(self.url).hostname or "")
 
     @asynccontextmanager
     async def forward(
@@ -421,8 +497,19 @@ class ServerEvents:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
+        return self.payloads(self.complete(data))
+
+    def complete(self, data: bytes) -> bytes:
+        """The events that ``data`` completes, as they were sent, without the end of the last."""
+        received = self._rest + data if self._rest else data
+        end = received.rfind(_EVENT_END)
+        self._rest = received[end + len(_EVENT_END) :] if end >= 0 else received
+        return received[: max(0, end)]
+
+    @staticmethod
+    def payloads(events: bytes) -> Iterator[bytes]:
+        """The data of each of the ``complete`` events."""
+        for event in events.split(_EVENT_END):
             if event.startswith(_DATA):
                 yield event[len(_DATA) :].strip()
 
@@ -440,17 +527,25 @@ def message_of(body: bytes) -> str:
 def connection_error(where: str, error: aiohttp.ClientError | OSError) -> EngineUnavailableError:
     """The error, with the cause in plain words for the operator."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error
-        if isinstance(cause, ssl.SSLError):
-            reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
-            return EngineUnavailableError(f"{where} cannot be reached: TLS failed: {reason}")
-        known = cause.errno in errno.errorcode
-        what = os.strerror(cause.errno) if known and cause.errno else str(cause.strerror or cause)
-        return EngineUnavailableError(f"{where} cannot be reached: {what}")
+        return _unreachable(where, error.os_error)
     if isinstance(error, TimeoutError):
         return EngineUnavailableError(f"{where}: no answer")
     what = str(error) or type(error).__name__
     return EngineUnavailableError(f"{where}: connection lost ({what})")
+
+
+def _unreachable(where: str, cause: OSError) -> EngineUnavailableError:
+    if isinstance(cause, ssl.SSLError):
+        reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
+        return EngineUnavailableError(f"{where} cannot be reached: TLS failed: {reason}")
+    known = cause.errno in errno.errorcode
+    what = os.strerror(cause.errno) if known and cause.errno else str(cause.strerror or cause)
+    return EngineUnavailableError(f"{where} cannot be reached: {what}")
+
+
+@cache
+def _system_trust() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 @contextmanager

@@ -184,8 +184,8 @@ class _Generation:
         await asyncio.gather(running, return_exceptions=True)
 
     async def _read(self, body: object, deadline: asyncio.Timeout) -> None:
-        async with self._server.post(GENERATE, body) as content:
-            async for data in content.iter_any():
+        async with self._server.post(GENERATE, body) as answer:
+            async for data in answer:
                 for delta in self._reader.feed(data):
                     if not self._aborted:
                         self._stream.feed(delta)

@@ -8,20 +8,18 @@ import msgspec
 from attrs import evolve
 
 from commutator import FinishReason, TokenDelta, TokenLogprob
-from commutator.engine.completions import decoded, failure_of
-from commutator.engine.http import ServerEvents
+from commutator.engine.completions import JsonEvents, failure_of
 from commutator.errors import EngineError
 from commutator_sglang.api import Chunk, FinishedBecause, Logprob, MetaInfo
 
 __all__ = ["DeltaReader"]
 
-_DONE = b"[DONE]"
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
-_decode = msgspec.json.Decoder(Chunk).decode
+_decoder = msgspec.json.Decoder(Chunk)
 
 
 class DeltaReader:
@@ -35,7 +33,7 @@ class DeltaReader:
         """``cut_after``: tokens that end the answer here, but not at the server."""
         self._top = top_logprobs
         self._cut_after = cut_after
-        self._events = ServerEvents()
+        self._events = JsonEvents("SGLang", _decoder)
         self._tokens = 0
         self._has_cached = False
         self.ended = False
@@ -53,9 +51,9 @@ class DeltaReader:
 
         Raises FailedAnswerError; EngineError when an event cannot be parsed.
         """
-        for payload in self._events.feed(data):
-            if payload != _DONE:
-                yield from self._on_chunk(decoded("SGLang", payload, _decode))
+        for chunk in self._events.feed(data):
+            if chunk is not None:
+                yield from self._on_chunk(chunk)
 
     def _on_chunk(self, chunk: Chunk) -> Iterator[TokenDelta]:
         if chunk.error is not None:

@@ -37,14 +37,14 @@ class Chunk(completions.Chunk):
     choices: Sequence[Choice] = ()
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decoder = msgspec.json.Decoder(Chunk)
 
 
 class DeltaReader(completions.CompletionReader[Chunk]):
     """Reads the answers of /v1/completions."""
 
     def __init__(self) -> None:
-        super().__init__("TensorRT-LLM", _decode)
+        super().__init__("TensorRT-LLM", _decoder)
 
     def handover(self, chunk: Chunk) -> Mapping[str, Any] | None:
         choice = chunk.choices[0]

@@ -54,14 +54,14 @@ class Chunk(completions.Chunk):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decoder = msgspec.json.Decoder(Chunk)
 
 
 class DeltaReader(completions.CompletionReader[Chunk]):
     """Reads the answers of both endpoints."""
 
     def __init__(self, top_logprobs: int | None) -> None:
-        super().__init__("vLLM", _decode)
+        super().__init__("vLLM", _decoder)
         self._top = top_logprobs or 0
 
     def handover(self, chunk: Chunk) -> Mapping[str, Any] | None:
