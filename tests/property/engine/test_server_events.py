@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
+from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator.engine.completions import JsonEvents, decoded
 from commutator.engine.http import ServerEvents
+from commutator.errors import EngineError
 
 DONE = b"[DONE]"
 payloads = st.lists(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))
@@ -24,3 +29,31 @@ def test_cut_anywhere(texts: list[str], cuts: list[int], spaced: bool) -> None:
         got += events.feed(sent[begin:end])
     assert got == told, "the last event is not complete yet"
     assert list(events.feed(b"\n\n")) == [DONE]
+
+
+sent_events = st.lists(
+    st.sampled_from([
+        b"data: [DONE]", b"data:[DONE]", b"data: 1 ", b'data: {"x":"\\n\\ndata: 2"}', b"data: ",
+        b": alive", b"data: 1\ndata: 2", b"event: x\ndata: 1", b'data: {"x":\n1}', b"data: nul",
+        b"",
+    ])
+)  # fmt: skip
+
+
+@given(sent_events, st.lists(st.integers(0, 200)))
+def test_events_that_come_together_are_decoded_as_each_alone(
+    sent: list[bytes], cuts: list[int]
+) -> None:
+    data = b"".join(event + b"\n\n" for event in sent)
+    places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    decoder = msgspec.json.Decoder()
+    one_by_one, each, got = ServerEvents(), list[Any](), list[Any]()
+    with suppress(EngineError):
+        for payload in one_by_one.feed(data):
+            each.append(None if payload == DONE else decoded("X", payload, decoder.decode))
+    events: JsonEvents[Any] = JsonEvents("X", decoder)
+    with suppress(EngineError):
+        for begin, end in itertools.pairwise(places):
+            for value in events.feed(data[begin:end]):
+                got.append(value)
+    assert got == each

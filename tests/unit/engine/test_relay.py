@@ -221,6 +221,20 @@ async def test_an_engine_that_is_gone_is_unavailable(host: None, engine: Engine)
             await anext(client.generate(REQUEST))
 
 
+@pytest.mark.security
+async def test_requests_reach_only_the_relay_of_the_workers_host(
+    host: None, engine: Engine
+) -> None:
+    async with (
+        relaying(engine.url) as address,
+        client_at(address, evolve(RECORD, host="h2")) as client,
+    ):
+        client._info = INFO
+        with pytest.raises(EngineUnavailableError, match="cannot be reached"):
+            await anext(client.generate(REQUEST))
+    assert not engine.asked
+
+
 @asynccontextmanager
 async def session_of(
     authorities: Authorities, address: str, files: TlsFiles | None, key: str | None = None

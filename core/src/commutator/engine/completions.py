@@ -180,7 +180,7 @@ class CompletionReader(ABC, Generic[ChunkT]):
 
         Raises FailedAnswerError, EngineIncompleteError and EngineUnavailableError.
         """
-        async with server.post(path, body, headers) as answer:
+        async with await server.post(path, body, headers) as answer:
             if body["stream"]:
                 async for data in answer:
                     for delta in self.feed(data):

@@ -25,7 +25,6 @@ from yarl import URL
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest
 from commutator.contract.worker import EngineInfo, WorkerRecord
-from commutator.engine.http_connections import HttpConnections, StreamedAnswer
 from commutator.engine.protocol import DeltaStream
 from commutator.errors import (
     EngineError,
@@ -33,6 +32,7 @@ from commutator.errors import (
     EngineUnavailableError,
     RequestError,
 )
+from commutator.http_connections import HttpConnections, StreamedAnswer
 from commutator.trust import ClientGate, Right, TlsError, is_loopback
 from commutator.trust.wire import notice_loss, secured
 
@@ -269,19 +269,19 @@ class HttpServer:
         kind = EngineUnavailableError if failed else EngineError
         raise kind(f"{self.url}{path} answered {status}: {message_of(answer)}")
 
-    @asynccontextmanager
     async def post(
         self, path: str, body: object, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[StreamedAnswer]:
-        """The answer to a request, as it arrives. Raises FailedAnswerError.
+    ) -> StreamedAnswer:
+        """Send a request; enter the context of its answer. Raises FailedAnswerError.
 
         EngineUnavailableError is raised for connection errors, also while the answer is read.
         """
         request = self._packed(path, msgspec.json.encode(body), headers or {})
-        async with self._connections.ask(request) as answer:
-            if answer.status != HTTPStatus.OK:
+        answer = await self._connections.ask(request)
+        if answer.status != HTTPStatus.OK:
+            async with answer:
                 raise FailedAnswerError(answer.status, message_of(await answer.read()))
-            yield answer
+        return answer
 
     def _packed(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """A whole request. Raises ValueError for a header that would be more than one."""
@@ -367,6 +367,11 @@ class HttpServer:
             return EngineOverloadedError(message)
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             return EngineError(f"{self.where} refuses us ({status}): {message}; see `api_key`")
+        if status < HTTPStatus.BAD_REQUEST:
+            return EngineError(
+                f"{self.where} answers {status} where 200 is expected; if it redirects, configure "
+                "the address that it redirects to"
+            )
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             return RequestError(message)
         if not await self.is_alive():

@@ -184,7 +184,7 @@ class _Generation:
         await asyncio.gather(running, return_exceptions=True)
 
     async def _read(self, body: object, deadline: asyncio.Timeout) -> None:
-        async with self._server.post(GENERATE, body) as answer:
+        async with await self._server.post(GENERATE, body) as answer:
             async for data in answer:
                 for delta in self._reader.feed(data):
                     if not self._aborted:

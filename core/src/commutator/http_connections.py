@@ -78,22 +78,26 @@ class _Connection(asyncio.Protocol):
     async def head(self) -> None:
         """Wait for ``status``. Raises EngineUnavailableError."""
         while not self._has_head:
-            if self._problem is not None:
-                raise self._lost_error()
-            await self._wait()
+            await self.more()
 
-    async def piece(self) -> bytes:
-        """What arrived of the body; empty at its end. Raises EngineUnavailableError."""
-        while not self._pieces:
-            if not self._asked:
-                return b""
-            if self._problem is not None:
-                raise self._lost_error()
-            await self._wait()
+    def take(self) -> bytes | None:
+        """What arrived of the body since the last time; empty at its end, None before more."""
         pieces = self._pieces
+        if not pieces:
+            return None if self._asked else b""
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         return data
+
+    async def more(self) -> None:
+        """Wait until something arrives. Raises EngineUnavailableError when nothing will."""
+        if self._problem is not None:
+            raise EngineUnavailableError(f"{self._where}: connection lost ({self._problem})")
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def abort(self, problem: str = "closed here") -> None:
         """End the connection at once."""
@@ -103,19 +107,9 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         self._wake()
 
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _lost_error(self) -> EngineUnavailableError:
-        return EngineUnavailableError(f"{self._where}: connection lost ({self._problem})")
 
     # What the transport calls.
 
@@ -181,24 +175,14 @@ class _Connection(asyncio.Protocol):
 
 
 class StreamedAnswer:
-    """The answer to one request, for as long as its context lasts; leaving early aborts it."""
+    """An answer whose status has arrived; leaving its context before its end aborts the request."""
 
-    def __init__(self, connections: HttpConnections, request: bytes) -> None:
+    def __init__(self, connections: HttpConnections, connection: _Connection) -> None:
         self._connections = connections
-        self._request = request
-        self._connection: _Connection | None = None
-        self.status = 0
+        self._connection = connection
+        self.status = connection.status
 
     async def __aenter__(self) -> Self:
-        """Wait for the status of the answer. Raises EngineUnavailableError."""
-        self._connection = connection = await self._connections.take()
-        try:
-            connection.send(self._request)
-            await connection.head()
-        except BaseException:
-            connection.abort()
-            raise
-        self.status = connection.status
         return self
 
     async def __aexit__(
@@ -207,18 +191,18 @@ class StreamedAnswer:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._connection is not None:
-            self._connections.give_back(self._connection)
+        self._connections.give_back(self._connection)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> bytes:
         """The next piece of the body as it arrived. Raises EngineUnavailableError."""
-        assert self._connection is not None
-        if data := await self._connection.piece():
-            return data
-        raise StopAsyncIteration
+        while (data := self._connection.take()) is None:
+            await self._connection.more()
+        if not data:
+            raise StopAsyncIteration
+        return data
 
     async def read(self) -> bytes:
         """The rest of the body. Raises EngineUnavailableError."""
@@ -240,11 +224,18 @@ class HttpConnections:
         """The longest idle first."""
         self._cleanup: asyncio.TimerHandle | None = None
 
-    def ask(self, request: bytes) -> StreamedAnswer:
-        """Send a whole request: enter the context of its answer."""
-        return StreamedAnswer(self, request)
+    async def ask(self, request: bytes) -> StreamedAnswer:
+        """Send a whole request, and wait for the status. Raises EngineUnavailableError."""
+        connection = await self._take()
+        try:
+            connection.send(request)
+            await connection.head()
+        except BaseException:
+            connection.abort()
+            raise
+        return StreamedAnswer(self, connection)
 
-    async def take(self) -> _Connection:
+    async def _take(self) -> _Connection:
         """One that is idle, or a new one. Raises EngineUnavailableError."""
         now_s = asyncio.get_running_loop().time()
         while self._idle:
