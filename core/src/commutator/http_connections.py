@@ -244,7 +244,11 @@ class HttpConnections:
                 return connection
             connection.abort()
         connection = _Connection(self._where, self._forget)
-        await self._connect(lambda: connection)
+        try:
+            await self._connect(lambda: connection)
+        except BaseException:
+            connection.abort()
+            raise
         if not connection.lost.done():
             self._open.add(connection)
         return connection

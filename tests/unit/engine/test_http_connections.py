@@ -243,6 +243,19 @@ async def test_who_leaves_closes_the_connection() -> None:
                 await server.gone.wait()
 
 
+async def test_a_connection_that_is_made_in_vain_is_closed() -> None:
+    transports: list[FakeTransport] = []
+
+    async def refuse(factory: Callable[[], asyncio.Protocol]) -> None:
+        transports.append(FakeTransport(factory))
+        raise EngineUnavailableError("not the one that is meant")
+
+    with pytest.raises(EngineUnavailableError, match="not the one"):
+        await HttpConnections("X", refuse, max_idle_s=60).ask(b"request")
+    assert transports[0].closed
+    assert not transports[0].written
+
+
 async def test_closing_ends_what_is_being_answered() -> None:
     async with serving(RawServer(BEGUN)) as server, client_of(server.url) as client:
         async with await client.post("/generate", {}) as answer:
