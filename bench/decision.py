@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import timeit
+from array import array
 from collections.abc import Callable
 
 from bench.result import Figure
@@ -61,7 +62,7 @@ class Decision:
             for scanned in ({}, {"scanned": workers})
         )
         self._request = GenerateRequest(
-            request_id="request", token_ids=token_ids, sampling=SamplingParams()
+            request_id="request", token_ids=array("I", token_ids), sampling=SamplingParams()
         )
         self._summary = RequestSummary(
             request_id="request", model="model", prompt_tokens=prompt_tokens, max_tokens=16

@@ -52,7 +52,7 @@ REQUEST = pack_request(
         request_id="r", token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3), cache_salt="s"
     )
 )
-REQUEST_OBJECT = msgspec.msgpack.decode(REQUEST)
+REQUEST_OBJECT, TOKENS = msgspec.msgpack.decode(REQUEST)
 
 
 def changed_requests() -> st.SearchStrategy[bytes]:
@@ -63,9 +63,9 @@ def changed_requests() -> st.SearchStrategy[bytes]:
     sampling = st.dictionaries(st.sampled_from(list(REQUEST_OBJECT["sampling"])), VALUES).map(
         lambda new: REQUEST_OBJECT | {"sampling": REQUEST_OBJECT["sampling"] | new}
     )
-    return (objects | sampling).map(
-        lambda body: framed(msgspec.msgpack.encode(["generate", 1, msgspec.msgpack.encode(body)]))
-    )
+    tokens = st.just(TOKENS) | st.binary(max_size=9) | VALUES
+    packed = st.tuples(objects | sampling, tokens).map(msgspec.msgpack.encode)
+    return packed.map(lambda one: framed(msgspec.msgpack.encode(["generate", 1, one])))
 
 
 def test_the_token_api(target: FuzzedProcess) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.contract.request import FinishReason, TokenDelta, TokenLogprob
-from commutator.engine.protocol import pack_delta, unpack_delta
+from commutator.contract.request import (
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from commutator.engine.protocol import pack_delta, pack_request, unpack_delta, unpack_request
+from commutator.errors import RequestError
 from commutator.frames import FrameProtocol, pack
 
 tokens = st.integers(0, 2**32 - 1)
@@ -36,6 +48,37 @@ def test_a_delta_survives_the_wire(delta: TokenDelta, key: int) -> None:
     ((kind, ((got_key, ids, extras),)),) = frames
     assert (kind, got_key) == ("deltas", key)
     assert unpack_delta(ids, extras) == delta
+
+
+@given(
+    st.builds(
+        GenerateRequest,
+        request_id=st.text(max_size=5),
+        token_ids=st.lists(tokens),
+        sampling=st.builds(SamplingParams, max_tokens=st.integers(0, 9)),
+        cache_salt=st.none() | st.text(max_size=5),
+        generated_prefix=st.integers(0, 9),
+    ),
+    st.sampled_from([list, tuple, lambda ids: array("I", ids), lambda ids: array("Q", ids)]),
+)
+def test_a_request_survives_the_wire(request: GenerateRequest, kind: Any) -> None:
+    given = evolve(request, token_ids=kind(request.token_ids))
+    expected = evolve(request, token_ids=array("I", request.token_ids))
+    assert unpack_request(pack_request(given)) == expected
+
+
+@pytest.mark.parametrize("token_ids", [[1, 2**32], [-1], ["a"], [None]])
+def test_token_ids_that_are_none_are_refused_before_they_are_sent(token_ids: Sequence[Any]) -> None:
+    request = GenerateRequest(request_id="", token_ids=token_ids, sampling=SamplingParams())
+    with pytest.raises(RequestError, match="a token id is out of range"):
+        pack_request(request)
+
+
+def test_tokens_cut_off_in_the_middle_are_refused() -> None:
+    request = GenerateRequest(request_id="", token_ids=[1, 2], sampling=SamplingParams())
+    rest, data = msgspec.msgpack.decode(pack_request(request))
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_request(msgspec.msgpack.encode([rest, data[:-1]]))
 
 
 @given(st.lists(st.lists(st.text() | st.integers(-(2**63), 2**64 - 1), min_size=1)), st.data())

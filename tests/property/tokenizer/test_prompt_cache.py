@@ -52,5 +52,5 @@ def test_all_but_the_end_of_a_shared_beginning_is_known(
         prompt = cache.complete(found)
         known = tokenizer.encode(text[: found.known_characters], add_special_tokens=False).ids
         assert prompt.hit_tokens == len(known)
-        assert prompt.token_ids == tokenizer.encode(text).ids
+        assert list(prompt.token_ids) == tokenizer.encode(text).ids
         prompts.append(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,10 @@ class ScriptedEngine(TokenEngine):
 def request(request_id: str) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=4, logit_bias={5: -1.0}, stop=("x",), seed=2**40)
     return GenerateRequest(
-        request_id=request_id, token_ids=[1, 2, 3], sampling=sampling, extra={"room": 2**63 - 1}
+        request_id=request_id,
+        token_ids=array("I", [1, 2, 3]),
+        sampling=sampling,
+        extra={"room": 2**63 - 1},
     )
 
 

@@ -103,7 +103,7 @@ class ForwardingDispatcher(FakeDispatcher):
     async def forward(
         self, model: str, request: GenerateRequest, caller: Caller = UNKNOWN_CALLER
     ) -> Forward:
-        self.routed_by.append((request.token_ids, caller.session_id))
+        self.routed_by.append((list(request.token_ids), caller.session_id))
         self.requests.append(request)
         return cast("Forward", FakeForward(self, status=self.code))
 

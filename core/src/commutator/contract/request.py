@@ -93,7 +93,10 @@ class GenerateRequest:
     request_id: str
     """Unique among the requests that the worker has in flight."""
     token_ids: Sequence[int]
-    """The prompt, at least one token; with ``generated_prefix`` also the answer so far."""
+    """The prompt, at least one token; with ``generated_prefix`` also the answer so far.
+
+    From front doors and over the token API, an ``array`` of unsigned 32-bit integers.
+    """
     sampling: SamplingParams
     """How the answer is generated."""
     lora_name: str | None = None

@@ -274,14 +274,14 @@ class _Session:
         self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        key = next(self._numbers)
+        key, packed = next(self._numbers), pack_request(request)
 
         def abort() -> None:
             if self._streams.pop(key, None) is not None:
                 self.frames.send(["abort", key])
 
         self._streams[key] = stream = DeltaStream(abort)
-        self.frames.send(["generate", key, pack_request(request)])
+        self.frames.send(["generate", key, packed])
         return stream
 
     async def ask(self, question: Sequence[Any]) -> Any:

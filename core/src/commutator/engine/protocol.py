@@ -13,8 +13,9 @@ A client that knows which instance of the worker it means, by the worker's recor
 takes any); another instance answers "not_me" with its own, and closes the connection: a port may
 have been given to another process since.
 
-``key`` numbers the requests of one connection. ``request`` is a GenerateRequest in MessagePack,
-sent as bytes, so that it is decoded only once, into its class. A "deltas" frame holds everything
+``key`` numbers the requests of one connection. ``request`` is a GenerateRequest without its tokens,
+and these as little-endian 32-bit integers: the array of both in MessagePack, sent as bytes, so that
+it is decoded only once, into its class. A "deltas" frame holds everything
 that one engine tick produced for this connection; ``extras`` is a map of the fields that are set.
 ``what`` is "load", "transfer_statistics", "refused_connections", "drain", "resume" or
 "reset_prefix_cache", without arguments; or "kv" with a ``KvQuestion`` about storage tiers and its
@@ -25,13 +26,17 @@ may fail: ``kind`` is "no_tiers" for an engine without tiers, otherwise "engine"
 from __future__ import annotations
 
 import asyncio
+import sys
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+from attrs import evolve
 
 from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.errors import RequestError
 
 __all__ = [
     "INSTANCE",
@@ -45,7 +50,7 @@ __all__ = [
     "unpack_request",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 INSTANCE = "COMMUTATOR_INSTANCE"
 """The environment variable with a worker process's instance, as ``WorkerRecord.instance``."""
@@ -64,17 +69,30 @@ _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 _request_encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(GenerateRequest)
+_request_decoder = msgspec.msgpack.Decoder(tuple[GenerateRequest, bytes])
 
 
 def pack_request(request: GenerateRequest) -> bytes:
-    """The last part of a "generate" frame."""
-    return _request_encoder.encode(request)
+    """The last part of a "generate" frame.
+
+    Raises RequestError when a token id is no unsigned 32-bit integer.
+    """
+    try:
+        tokens = array("I", request.token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(f"prompt: a token id is out of range: {error}", "prompt") from error
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return _request_encoder.encode((evolve(request, token_ids=()), tokens.tobytes()))
 
 
 def unpack_request(packed: bytes) -> GenerateRequest:
     """The inverse of ``pack_request``. Raises ValueError for anything else."""
-    return _request_decoder.decode(packed)
+    request, data = _request_decoder.decode(packed)
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return evolve(request, token_ids=tokens)
 
 
 def pack_delta(key: int, delta: TokenDelta) -> list[Any]:

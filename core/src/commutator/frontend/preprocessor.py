@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -147,11 +148,13 @@ class Preprocessor:
             await self._encode(texts, salt, add_special_tokens=True, max_tokens=max_tokens)
         )
         tokens = [
-            next(encoded) if isinstance(prompt, str) else PromptTokens(prompt, None, 0)
+            next(encoded)
+            if isinstance(prompt, str)
+            else PromptTokens(self._packed(prompt), None, 0)
             for prompt in prompts
         ]
-        for one in tokens:
-            self._check(one.token_ids)
+        if not all(one.token_ids for one in tokens):
+            raise RequestError("prompt: expected at least one token, got an empty prompt", "prompt")
         return tokens
 
     async def encode(
@@ -217,14 +220,16 @@ class Preprocessor:
                 "context_length_exceeded",
             )
 
-    def _check(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise RequestError("prompt: expected at least one token, got an empty prompt", "prompt")
-        if max(token_ids) >= self._model.vocab_size:
-            raise RequestError(
-                f"prompt: expected token ids below {self._model.vocab_size}, got {max(token_ids)}",
-                "prompt",
-            )
+    def _packed(self, token_ids: list[int]) -> array[int]:
+        """What a client sent as tokens."""
+        size, packed = self._model.vocab_size, array("I")
+        if (largest := max(token_ids, default=0)) >= size:
+            raise RequestError(f"prompt: expected token ids below {size}, got {largest}", "prompt")
+        try:
+            packed.fromlist(token_ids)
+        except OverflowError as error:
+            raise RequestError("prompt: expected token ids of at least 0", "prompt") from error
+        return packed
 
 
 def _completing(

@@ -54,11 +54,12 @@ class BlockHashing:
     blocks."""
 
 
-@frozen(eq=False)
+@define(eq=False)  # a frozen class takes twice as long to fill
 class PromptTokens:
     """A tokenized prompt."""
 
-    token_ids: list[int]
+    token_ids: array[int]
+    """Unsigned 32-bit integers."""
     sequence_hashes: list[int] | None
     """Of its full blocks; None when they were not asked for."""
     hit_tokens: int
@@ -84,8 +85,7 @@ class _Node:
 
     @property
     def size_bytes(self) -> int:
-        integers = self.hashes, self.cuts, self.ends
-        numbers_bytes = len(self.ids) + sum(each.itemsize * len(each) for each in integers)
+        numbers_bytes = len(self.ids) + 8 * len(self.hashes) + 4 * (len(self.cuts) + len(self.ends))
         return _NODE_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.key[2]) + numbers_bytes
 
     def shared_chunks(self, text: str, start: int) -> int:
@@ -218,10 +218,11 @@ class PromptTokenCache:
 
         Raises RequestError as ``encode`` does.
         """
-        short = not found.is_sample and found.missing_characters < _LEAST_NEW_CHARACTERS
-        if short and self._cuts.pattern is not None:  # one step, and nothing new to keep
-            end = found.text[found.known_characters :]
-            return self._completed(found, self._encoder.encode([end], add_special_tokens=False), ())
+        one_step = not found.is_sample and found.missing_characters <= _STEP_CHARACTERS
+        if one_step and self._cuts.pattern is not None:
+            texts = self._cut(found.text, found.known_characters)
+            new = self._encoder.encode(texts, add_special_tokens=False)
+            return self._completed(found, new, texts[:-1])
         steps = self.completing(found)
         while True:
             try:
@@ -283,10 +284,9 @@ class PromptTokenCache:
         known_hashes: Sequence[int] = (),
         hit_tokens: int = 0,
     ) -> PromptTokens:
-        ids = memoryview(data).cast("I")
-        hashing = self._hashing
+        ids, hashing = array("I", data), self._hashing
         hashes = None if hashing is None else hashing.hashes(ids, known_hashes, found.salt)
-        return PromptTokens(ids.tolist(), hashes, hit_tokens)
+        return PromptTokens(ids, hashes, hit_tokens)
 
     def _cut(self, text: str, start: int) -> list[str]:
         """``text`` from ``start`` on; the last part ends with the text, not at a cut."""
@@ -352,7 +352,7 @@ class PromptTokenCache:
                 _, oldest = nodes.popitem(last=False)
                 self._size_bytes -= oldest.size_bytes
 
-    def _give_way(self, found: list[int], exact: list[int]) -> None:
+    def _give_way(self, found: Sequence[int], exact: Sequence[int]) -> None:
         at = next(
             (
                 place
