@@ -254,7 +254,7 @@ class TierPrefetcher:
 
     async def _ask(self, worker: LiveWorker, request: GenerateRequest) -> None:
         prompt = KvPrompt(
-            token_ids=tuple(request.token_ids),
+            token_ids=list(request.token_ids),
             cache_salt=request.cache_salt,
             lora_name=request.lora_name,
         )

@@ -191,18 +191,22 @@ class PrefixMap:
         found = self._known_prefix(hashes)
         if not found:
             return NOTHING_HELD
-        first = found[0]
+        first, last = found[0], found[-1]
+        lower = self._has_lower and any(map(_lower_of, found))
         reach: list[int]
         depths: Sequence[int]
         # ``count`` is slow where sets differ; comparing the last one first avoids it.
-        if found[-1] is first and found.count(first) == len(found):
+        if last is first and found.count(first) == len(found):
             reach, depths = [first.all], (len(found),)
+        elif not lower and found[len(found) // 2] is found[len(found) // 2 - 1]:
+            # Neighbours have equal sets, as where there are fewer workers than blocks.
+            reach, depths = _reach_of_sets(found)
         else:
-            reach = list(accumulate(map(_all_of, found), and_))
-            if not reach[-1]:
-                del reach[bisect_left(reach, True, key=lambda slots: not slots) :]
-            depths = range(1, len(reach) + 1)
-        if not self._has_lower or not any(map(_lower_of, found)):
+            reach, depths = list(accumulate(map(_all_of, found), and_)), range(1, len(found) + 1)
+        if not reach[-1]:
+            del reach[bisect_left(reach, True, key=lambda slots: not slots) :]
+            depths = depths[: len(reach)]
+        if not lower:
             return PrefixMatch(reach, depths)
         return PrefixMatch(reach, depths, _lower_blocks(found, reach, depths[-1]))
 
@@ -223,6 +227,16 @@ class PrefixMap:
         except KeyError:  # a block in the middle is missing
             found = tuple(iter(map(known.get, hashes).__next__, None))
         return found
+
+
+def _reach_of_sets(found: Sequence[Holders]) -> tuple[list[int], list[int]]:
+    """``PrefixMatch.reach`` and ``depths`` with one entry for each different set of ``found``.
+
+    A set that comes again ends nobody's prefix, so only the first block of each counts.
+    """
+    sets, begin = dict.fromkeys(found), 0
+    begins = [begin := found.index(one, begin) for one in sets]
+    return list(accumulate(map(_all_of, sets), and_)), [*begins[1:], len(found)]
 
 
 def slots_of(mask: int) -> Iterator[int]:

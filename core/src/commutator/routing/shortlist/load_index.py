@@ -177,16 +177,16 @@ class _Search:
     def run(self, fields: tuple[_Values, ...]) -> None:
         """Look at ranks until no other can cost as little as the best."""
         reach, places, turn = self._reach, [0] * len(fields), 0
-        while self.unseen:
-            floor: list[int] = []
-            lightest: list[int] = []
-            for number, values in enumerate(fields):
-                while not (ranks := values.ranks[values.order[places[number]]] & self.unseen):
-                    places[number] += 1
-                floor.append(values.order[places[number]])
-                lightest.append(ranks)
-            if self._level >= 0 and not reach[self._level] & self.unseen:
-                self._level = self._match.level(self.unseen, self._level)
+        tables = [(number, values.order, values.ranks) for number, values in enumerate(fields)]
+        floor, lightest = places.copy(), places.copy()
+        while unseen := self.unseen:
+            for number, order, ranks_of in tables:
+                place = places[number]
+                while not (ranks := ranks_of[order[place]] & unseen):
+                    place += 1
+                places[number], floor[number], lightest[number] = place, order[place], ranks
+            if self._level >= 0 and not reach[self._level] & unseen:
+                self._level = self._match.level(unseen, self._level)
             bound = self._cost(_load(floor), self._overlap(self._level))
             if bound > self._best:
                 self._others = min(self._others, bound)
@@ -201,9 +201,10 @@ class _Search:
         load = self._index.loads[_first(ranks)]
         group = self._index.equal(load) & self.unseen
         self.unseen &= ~group
-        level = self._level + 1
+        level = self._level
         while group:
-            level = self._match.level(group, level)
+            if level >= 0 and not group & self._reach[level]:
+                level = self._match.level(group, level)
             part = group if level < 0 else group & self._reach[level]
             cost = self._cost(load, self._overlap(level))
             self._note(cost, part)
