@@ -48,6 +48,26 @@ def test_matches_equal_the_plain_indexs(stream: list[Step], prompts: list[Path])
         assert index.match(hashes_of(prompt)) == plain.match(prompt)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=9), st.integers(1, 9))
+def test_holders_that_change_at_any_block_are_matched(
+    holders: list[set[int]], each_blocks: int
+) -> None:
+    """``holders`` are the workers that hold a block, each for several blocks in a row."""
+    index = PrefixIndex(BLOCK_SIZE)
+    by_block = [workers for workers in holders for _ in range(each_blocks)]
+    for worker in range(4):
+        held = [block for block, workers in enumerate(by_block) if worker in workers]
+        index.store(f"w-{worker}", held)
+    expected: dict[str, int] = {}
+    for worker in range(4):
+        lost = (block for block, workers in enumerate(by_block) if worker not in workers)
+        if length := next(lost, len(by_block)):
+            expected[f"w-{worker}"] = length
+    found = index.match(range(len(by_block)))
+    assert {rank.worker_id: overlap.blocks for rank, overlap in found.items()} == expected
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_stored_events_may_come_in_any_order(data: st.DataObject) -> None:
