@@ -160,7 +160,7 @@ class KeyTable:
     """Every key by the digest of it."""
 
     keys: Mapping[bytes, _Known] = field(factory=dict)
-    found: dict[str, _Known] = field(factory=dict)
+    _found: dict[str, _Known] = field(factory=dict)
     """Those that clients sent, by themselves: no more than there are in the table."""
 
     @classmethod
@@ -186,14 +186,14 @@ class KeyTable:
 
     def find(self, key: str, now_unix_s: float) -> Principal | None:
         """Whose ``key`` it is, None for nobody's. Raises AuthenticationError for an expired one."""
-        known = self.found.get(key)
+        known = self._found.get(key)
         if known is None:
             if not _KEY.fullmatch(key):
                 return None  # not one of ours, so perhaps not random enough: its hash is not enough
             known = self.keys.get(hashlib.sha256(key.encode()).digest())
             if known is None:
                 return None
-            self.found[key] = known
+            self._found[key] = known
         if known.expires_unix_s is not None and now_unix_s >= known.expires_unix_s:
             raise AuthenticationError(
                 f"this API key expired on {known.expires}; ask its operator for another"
@@ -247,11 +247,7 @@ class KeyAuthenticator(Authenticator):
         return None if credentials.bearer is None else self.known(credentials.bearer)
 
     def known(self, bearer: str) -> Principal | None:
-        table = self._table
-        found = table.found.get(bearer)
-        if found is not None and found.expires_unix_s is None:
-            return found.principal
-        return table.find(bearer, self._clock())
+        return self._table.find(bearer, self._clock())
 
     async def look_at_file(self) -> bool:
         """Read the file if it changed since the last time; returns whether its keys now apply."""

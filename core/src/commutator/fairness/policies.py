@@ -71,8 +71,7 @@ class Weighted(FairnessPolicy):
 
     def admitted(self, flow: str | None) -> None:
         rank = self._counters.get(flow, 0.0)
-        if rank > self._virtual_time:  # noqa: PLR1730 - max() takes longer than the rest
-            self._virtual_time = rank
+        self._virtual_time = max(self._virtual_time, rank)
 
     def charge(
         self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int

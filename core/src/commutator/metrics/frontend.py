@@ -348,8 +348,7 @@ class FrontendMetrics(Observer):
 
     def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
         """A principal's request ended, with so many tokens."""
-        labels = self._principals.get(principal) or self._labels_of(principal)
-        self._principal_usage.add(labels, 1, prompt, cached, generated)
+        self._principal_usage.add(self._labels_of(principal), 1, prompt, cached, generated)
 
     def principal_refused(self, principal: str, reason: str) -> None:
         """``reason`` is a limit's name or an error's code."""

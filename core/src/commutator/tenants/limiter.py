@@ -132,16 +132,12 @@ class _Sender:
     is_asking: bool = False
     """Whether the ledger is being asked for requests ahead."""
 
-    def count_anew(self, now_s: float) -> None:
-        """Begin to count requests, ``_COUNTED_S`` or more after ``since_s``."""
-        is_next = now_s - self.since_s < 2 * _COUNTED_S
-        self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
-        self.since_s, self.requests, self.most_tokens = now_s, 0, 0
-
     def came(self, tokens: int, now_s: float) -> None:
         """A request of ``tokens`` came."""
         if now_s - self.since_s >= _COUNTED_S:
-            self.count_anew(now_s)
+            is_next = now_s - self.since_s < 2 * _COUNTED_S
+            self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
+            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
         self.requests += 1
         self.most_tokens = max(self.most_tokens, tokens)
 
@@ -214,11 +210,7 @@ class RequestLimiter(ABC):
             or (sender.limits is not limits and sender.limits != limits)
         ):
             return None
-        if now_s - sender.since_s >= _COUNTED_S:
-            sender.count_anew(now_s)
-        sender.requests += 1
-        if tokens > sender.most_tokens:  # noqa: PLR1730 - max() takes longer than the rest
-            sender.most_tokens = tokens
+        sender.came(tokens, now_s)
         ticket.unused -= 1
         ticket.running += 1
         standing = ticket.standing
@@ -239,7 +231,7 @@ class RequestLimiter(ABC):
         ticket.end(tokens)
         self._ended.add(ticket)
         sender = self._senders.get(ticket.principal)
-        if sender is None or (ahead := sender.ticket) is None or not ahead.unused:
+        if sender is None or not sender.has_ahead:
             self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
@@ -298,7 +290,7 @@ class RequestLimiter(ABC):
         """The ledger admitted the requests of ``ticket`` ahead; they begin from ``standing``."""
         self._tickets[ticket.number] = ticket
         self._give_back(sender)
-        ticket.standing = evolve(standing)  # whoever asked keeps what was answered
+        ticket.standing = evolve(standing)  # requests change it; the other belongs to who asked
         sender.ticket, sender.until_s = ticket, until_s
 
     def _give_back(self, sender: _Sender) -> None:

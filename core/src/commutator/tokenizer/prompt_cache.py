@@ -85,7 +85,8 @@ class _Node:
 
     @property
     def size_bytes(self) -> int:
-        numbers_bytes = len(self.ids) + 8 * len(self.hashes) + 4 * (len(self.cuts) + len(self.ends))
+        integers = self.hashes, self.cuts, self.ends
+        numbers_bytes = len(self.ids) + sum(each.itemsize * len(each) for each in integers)
         return _NODE_BYTES + sys.getsizeof(self.text) + sys.getsizeof(self.key[2]) + numbers_bytes
 
     def shared_chunks(self, text: str, start: int) -> int:
