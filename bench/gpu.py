@@ -11,10 +11,12 @@ import json
 import mmap
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, by
 from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import IoContext
 from commutator.kv.tiers.executor import TierExecutor
+from commutator.kv.tiers.mover import LOCAL_BACKEND, WITHIN_PROCESS
 from commutator.kv.tiers.setup import TierSetup, read_tiers
 from commutator.kv.tiers.staged_io import PAGE_BYTES, Staging
 from commutator.kv.transfer.protocol import PullHandover
@@ -61,6 +64,8 @@ NEW_TOKENS = 32
 TIE = 1e-4
 """Two logits closer than this share of the largest may change places by rounding."""
 BLOCK_BYTES = 1 << 20
+LAYERS = 16
+"""Pieces of a block whose layers lie apart, as vLLM's do."""
 ROUNDS = 5
 HANDED_TOKENS = (64, 513, 1025)
 TIMEOUT_S = 120.0
@@ -224,8 +229,8 @@ def nixl(setting: Setting) -> Iterator[Result]:
         count=setting.blocks, device=tensor.device.index or 0,
     )  # fmt: skip
     staging = Staging(BLOCK_BYTES, setting.blocks)
-    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {"UCX": {}})
-    agent.register([arena.region, staging.arena.region], "UCX")
+    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {LOCAL_BACKEND: WITHIN_PROCESS})
+    agent.register([arena.region, staging.arena.region], LOCAL_BACKEND)
     yield Result(f"register {setting.memory}", True, f"{tensor.nbytes / 1e6:.0f} MB", "")
     bare = Bare(setting, tensor)
     moves = [BlockMove(arena.span(i), staging.arena.span(i)) for i in range(setting.blocks)]
@@ -233,7 +238,7 @@ def nixl(setting: Setting) -> Iterator[Result]:
     def move(direction: Direction) -> None:
         errors = move_blocks(
             agent, direction, moves, local_memory=setting.memory, remote_memory=Memory.DRAM,
-            backend="UCX", timeout_s=TIMEOUT_S,
+            backend=LOCAL_BACKEND, timeout_s=TIMEOUT_S,
         )  # fmt: skip
         if problem := next(filter(None, errors), None):
             raise problem
@@ -257,6 +262,69 @@ def nixl(setting: Setting) -> Iterator[Result]:
         yield Result("from a thread that used no GPU", arrived(), "equal bytes", "")
     finally:
         agent.close()
+    yield read_from_another(setting, arena, tensor)
+
+
+def read_from_another(setting: Setting, arena: BlockArena, tensor: torch.Tensor) -> Result:
+    """Blocks of another process on the same device, read in a thread of its own, as hand-over's."""
+    other = torch.empty_like(tensor)
+
+    def copy() -> None:
+        other.copy_(tensor)
+        setting.settle()
+
+    def read(lender: subprocess.Popen[str]) -> tuple[float, float, str]:
+        assert lender.stdout is not None
+        lent = json.loads(lender.stdout.readline())
+        agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {"UCX": {}})
+        try:
+            agent.register([arena.region], "UCX")
+            peer = agent.add_peer(b64decode(lent["metadata"]))
+            there = attrs.evolve(arena, address=lent["address"])
+            moves = [BlockMove(arena.span(i), there.span(i)) for i in range(arena.count)]
+
+            def move() -> None:
+                errors = move_blocks(
+                    agent, Direction.READ, moves, local_memory=setting.memory,
+                    remote_memory=setting.memory, backend="UCX", timeout_s=TIMEOUT_S, peer=peer,
+                )  # fmt: skip
+                if problem := next(filter(None, errors), None):
+                    raise problem
+
+            return *in_turns(move, copy), lent["sha256"]
+        finally:
+            agent.close()
+
+    command = [sys.executable, "-m", "bench.gpu", "lend", str(setting.device), setting.model]
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as lender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert lender.stdin is not None
+        with lender.stdin:
+            ours_s, bare_s, expected = pool.submit(read, lender).result()
+    passed = digest(tensor) == expected
+    return rated("from another process", passed, tensor, ours_s, bare_s)
+
+
+def lend(setting: Setting) -> None:
+    """Random bytes for ``read_from_another``, until standard input ends."""
+    tensor = random_bytes(setting)
+    arena = arena_of(setting, tensor, 1)
+    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {"UCX": {}})
+    try:
+        agent.register(arena.regions, "UCX")
+        lent = {
+            "metadata": b64encode(agent.metadata()).decode(),
+            "address": tensor.data_ptr(),
+            "sha256": digest(tensor),
+        }
+        print(json.dumps(lent), flush=True)
+        sys.stdin.read()
+    finally:
+        agent.close()
 
 
 def tiers(setting: Setting) -> Iterator[Result]:
@@ -266,21 +334,22 @@ def tiers(setting: Setting) -> Iterator[Result]:
     bare = Bare(setting, tensor)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         room = 4 * tensor.nbytes
-        setups = read_tiers(
-            [
-                {"kind": "dram", "capacity": room},
-                {"kind": "nvme", "path": f"{folder}/nvme", "capacity": room},
-            ],
-            "gpu-check",
-        )
-        for setup in setups:
-            with opened(setup, setting, tensor) as tier:
-                yield from tier.results(bare)
+        for layers in (1, LAYERS):
+            setups = read_tiers(
+                [
+                    {"kind": "dram", "capacity": room},
+                    {"kind": "nvme", "path": f"{folder}/nvme-{layers}", "capacity": room},
+                ],
+                "gpu-check",
+            )
+            for setup in setups:
+                with opened(setup, setting, tensor, layers) as tier:
+                    yield from tier.results(bare)
 
 
 @contextmanager
-def opened(setup: TierSetup, setting: Setting, tensor: torch.Tensor) -> Iterator[Tier]:
-    tier = Tier(setup, setting, tensor)
+def opened(setup: TierSetup, setting: Setting, tensor: torch.Tensor, layers: int) -> Iterator[Tier]:
+    tier = Tier(setup, setting, tensor, layers)
     try:
         tier.executor.open()
         yield tier
@@ -291,11 +360,14 @@ def opened(setup: TierSetup, setting: Setting, tensor: torch.Tensor) -> Iterator
 class Tier:
     """One tier, which stores the blocks of a tensor."""
 
-    def __init__(self, setup: TierSetup, setting: Setting, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, setup: TierSetup, setting: Setting, tensor: torch.Tensor, layers: int
+    ) -> None:
+        self.name = setup.name if layers == 1 else f"{setup.name}, {layers} layers"
         self._setup, self._setting, self._tensor = setup, setting, tensor
         run = uuid.uuid4().hex
         self._keys = [sha256(f"{run}/{index}".encode()).digest() for index in range(setting.blocks)]
-        self._arena = arena_of(setting, tensor)
+        self._arena = arena_of(setting, tensor, layers)
         self.executor = TierExecutor(
             setup,
             self._arena,
@@ -307,7 +379,7 @@ class Tier:
         )
 
     def results(self, bare: Bare) -> Iterator[Result]:
-        name, before = self._setup.name, self._tensor.cpu().clone()
+        name, before = self.name, self._tensor.cpu().clone()
         store_s, bare_s = in_turns(self._store, bare.to_host, self._free)
         yield rated(f"{name}: store", True, self._tensor, store_s, bare_s)
         load_s, bare_s = in_turns(self._load, bare.to_device)
@@ -353,15 +425,24 @@ class Tier:
             os.pwritev(span.device, [page], span.address)
 
 
-def arena_of(setting: Setting, tensor: torch.Tensor) -> Arena:
-    """The tensor as blocks. On a CPU in parts, so that they are staged as those of a GPU are."""
-    if setting.on_gpu:
+def arena_of(setting: Setting, tensor: torch.Tensor, layers: int) -> Arena:
+    """The tensor as blocks, or as the layers of blocks, one layer of all blocks after another."""
+    device = tensor.device.index or 0
+    if layers == 1:
         return BlockArena(
-            memory=Memory.VRAM, address=tensor.data_ptr(), block_bytes=BLOCK_BYTES,
-            count=setting.blocks, device=tensor.device.index or 0,
+            memory=setting.memory, address=tensor.data_ptr(), block_bytes=BLOCK_BYTES,
+            count=setting.blocks, device=device,
         )  # fmt: skip
-    part = BlockPart(address=tensor.data_ptr(), size_bytes=BLOCK_BYTES, stride_bytes=BLOCK_BYTES)
-    return ScatteredArena(memory=Memory.DRAM, parts=(part,), count=setting.blocks)
+    size = BLOCK_BYTES // layers
+    parts = tuple(
+        BlockPart(
+            address=tensor.data_ptr() + layer * setting.blocks * size,
+            size_bytes=size,
+            stride_bytes=size,
+        )
+        for layer in range(layers)
+    )
+    return ScatteredArena(memory=setting.memory, parts=parts, count=setting.blocks, device=device)
 
 
 def context() -> IoContext:
@@ -433,6 +514,10 @@ def random_bytes(setting: Setting) -> torch.Tensor:
     return tensor
 
 
+def digest(tensor: torch.Tensor) -> str:
+    return sha256(tensor.cpu().numpy().data).hexdigest()
+
+
 class Bare:
     """Plain copies of the same bytes, to and from pinned host memory."""
 
@@ -485,8 +570,12 @@ def main() -> None:
     if name == "make-model":
         make_model(Path(model))
         return
+    setting = Setting(device=torch.device(device), model=model)
+    if name == "lend":
+        lend(setting)
+        return
     try:
-        for result in CHECKS[name](Setting(device=torch.device(device), model=model)):
+        for result in CHECKS[name](setting):
             print(json.dumps(attrs.asdict(result)), flush=True)
     except MissingError as error:
         missing = {"what": error.what, "missing": str(error), "todo": error.todo}

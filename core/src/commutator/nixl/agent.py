@@ -10,7 +10,7 @@ from typing import Any
 
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferError, TransferTimeoutError
-from commutator.nixl.library import create_backend, make_agent, nixl_errors
+from commutator.nixl.library import create_backend, make_agent, make_gpu_current, nixl_errors
 from commutator.nixl.transfer import POLL_S, BlockList, BlockLists, Request, Transfer
 
 __all__ = ["TransferAgent"]
@@ -95,6 +95,10 @@ class TransferAgent:
         for name in set(self._peers.values()):
             if name.encode() in metadata:
                 self._refuse_while_busy(name)
+        for _, region in self._registered:
+            if region.memory is Memory.VRAM:
+                make_gpu_current(region.span.device)
+                break
         with nixl_errors("read a peer's metadata (is it the same version of NIXL?)"):
             raw = self._nixl.add_remote_agent(metadata)
         name = raw.decode() if isinstance(raw, bytes) else str(raw)

@@ -16,7 +16,7 @@ from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator.kv.tiers.codecs import identity_with, seals_of
 from commutator.kv.tiers.guards import Bandwidth, OpenedTier, RetryBudget
-from commutator.kv.tiers.mover import LOCAL_BACKEND, TierMover
+from commutator.kv.tiers.mover import LOCAL_BACKEND, WITHIN_PROCESS, TierMover
 from commutator.kv.tiers.setup import TierSetup, build_io
 from commutator.kv.tiers.staged_io import PAGE_BYTES, STAGING_BLOCKS, Staging
 from commutator.nixl.agent import TransferAgent
@@ -119,7 +119,9 @@ class TierExecutor:
     def _connect(self, opened: OpenedTier) -> None:
         setup, tier = self.setup, self.setup.tier
         backends = {tier.backend: dict(opened.backend_parameters)}
-        backends.setdefault(LOCAL_BACKEND, {})
+        local_parameters = backends.setdefault(LOCAL_BACKEND, {})
+        if not tier.asks_peers:
+            backends[LOCAL_BACKEND] = {**WITHIN_PROCESS, **local_parameters}
         scratch = self._scratch.arena
         arenas: list[Arena] = [self._arena, scratch]
         local = [region for arena in arenas for region in arena.regions]
@@ -134,8 +136,13 @@ class TierExecutor:
                 # Storage reaches GPU memory only through staging memory.
                 fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
                 agent.register(fit, backend)
+        lanes, mover = list(self._agents), self._agents[0]
+        if tier.asks_peers:
+            mover = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: WITHIN_PROCESS})
+            self._agents.append(mover)
+            mover.register(local, LOCAL_BACKEND)
         self._engine, self._memory = (
-            build_io(setup, self._agents, arena, self._staging, self._budget, self._bandwidth)
+            build_io(setup, lanes, mover, arena, self._staging, self._budget, self._bandwidth)
             for arena in arenas
         )
 

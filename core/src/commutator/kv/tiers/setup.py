@@ -111,11 +111,14 @@ class TierSetup:
 
     def is_direct(self, arena: Arena) -> bool:
         """Whether blocks of ``arena`` move to the tier without staging memory."""
-        if not isinstance(arena, BlockArena):
+        if self.framed:
             return False
         alignment = self.tier.alignment_bytes
-        aligned = arena.address % alignment == 0 and arena.block_bytes % alignment == 0
-        return arena.memory is Memory.DRAM and aligned and not self.framed
+        if isinstance(arena, BlockArena) and arena.memory is Memory.DRAM:
+            return arena.address % alignment == 0 and arena.block_bytes % alignment == 0
+        # A checksum needs the block's bytes in one piece in this process's host memory.
+        in_memory = self.tier.memory is Memory.DRAM and not self.tier.asks_peers
+        return in_memory and alignment == 1
 
     def slot_bytes(self, block_bytes: int) -> int:
         """Largest size of a stored block, with its header and the codecs' growth."""
@@ -128,24 +131,28 @@ class TierSetup:
 def build_io(
     setup: TierSetup,
     agents: Sequence[TransferAgent],
+    local: TransferAgent,
     arena: Arena,
     staging: Staging,
     budget: RetryBudget,
     bandwidth: Bandwidth | None,
 ) -> tuple[BlockIo, TierMover]:
-    """The tier's I/O for blocks of ``arena``, with all its guards; ``agents`` share the transfers.
+    """The tier's I/O for blocks of ``arena``, with all its guards.
+
+    ``agents`` share the transfers; ``local`` copies between the arena and staging memory.
 
     From the inside out: transfers, retries, breaker, bandwidth limit, catching of exceptions. All
     I/O of one tier shares ``budget`` and ``bandwidth``.
     """
     io: BlockIo
     if setup.is_direct(arena):
-        mover = TierMover(agents, setup.tier, arena.memory)
+        mover = TierMover(agents, setup.tier, arena)
         io = DirectIo(mover)
     else:
-        mover = TierMover(agents, setup.tier, Memory.DRAM)
-        local = LocalMover(agents[0], arena)
-        io = StagedIo(mover, local, staging, framed=setup.framed, codecs=setup.codecs)
+        mover = TierMover(agents, setup.tier, staging.arena)
+        io = StagedIo(
+            mover, LocalMover(local, arena), staging, framed=setup.framed, codecs=setup.codecs
+        )
     io = RetryIo(setup.wrap_io(io), max_attempts=setup.config.max_attempts, budget=budget)
     io = BreakerIo(io, setup.breaker)
     if bandwidth is not None:

@@ -267,9 +267,10 @@ def _part(span: Span, offset: int, size_bytes: int) -> Span:
 
 
 class DirectIo(BlockIo):
-    """Moves blocks without staging, between DRAM and a tier that stores blocks unchanged.
+    """Moves blocks without staging, to and from a tier that stores them unchanged.
 
-    A block's checksum is computed soon after its transfer, while other blocks are in flight.
+    A block's checksum is computed soon after its transfer, while other blocks are in flight, where
+    it is in host memory (see ``TierMover.host_span``).
     """
 
     def __init__(self, mover: TierMover) -> None:
@@ -279,11 +280,12 @@ class DirectIo(BlockIo):
         self, blocks: Sequence[StoreBlock], context: IoContext
     ) -> list[StoredBlock | Unstored]:
         results: list[StoredBlock | Unstored] = [Unstored("")] * len(blocks)
+        there = [self._mover.host_span(block.local, block.slot) for block in blocks]
 
         def add_up(moved: Sequence[int]) -> None:
             for index in moved:
                 block = blocks[index]
-                total = checksum(bytes_at(block.local))
+                total = checksum(bytes_at(there[index]))
                 results[index] = block.stored(block.local.size_bytes, total)
 
         errors = self._mover.move(
@@ -306,10 +308,15 @@ class DirectIo(BlockIo):
             else:
                 results[index] = LoadResult.CORRUPT
 
+        there = [
+            self._mover.host_span(blocks[index].local, blocks[index].stored.slot)
+            for index in wanted
+        ]
+
         def verify(moved: Sequence[int]) -> None:
             for position in moved:
                 block = blocks[wanted[position]]
-                intact = checksum(bytes_at(block.local)) == block.stored.checksum
+                intact = checksum(bytes_at(there[position])) == block.stored.checksum
                 results[wanted[position]] = LoadResult.LOADED if intact else LoadResult.CORRUPT
 
         self._mover.move(
