@@ -21,7 +21,7 @@ from commutator.config.kinds import config_converter
 from commutator.contract.block import BlockDescriptor, CacheIdentity, KvEvent, RetentionHints
 from commutator.contract.tier import Memory, TierConfig
 from commutator.contract.worker import TierState
-from commutator.kv.arena import BlockArena
+from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
 from commutator.kv.block_manager.break_even import PrefillSpeed
 from commutator.kv.connector import KvConnector, OnboardTicket
 from commutator.kv.tiers.codecs import HEADER_BYTES
@@ -103,6 +103,19 @@ def wait_for(what: Callable[[], object], timeout_s: float = 20.0) -> None:
         time.sleep(0.002)
 
 
+def _arena(address: int, block_bytes: int, blocks: int, pieces: int) -> Arena:
+    if pieces == 1:
+        return BlockArena(
+            memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=blocks
+        )
+    size = block_bytes // pieces
+    parts = [
+        BlockPart(address=address + piece * size, size_bytes=size, stride_bytes=block_bytes)
+        for piece in reversed(range(pieces))
+    ]
+    return ScatteredArena(memory=Memory.DRAM, parts=tuple(parts), count=blocks)
+
+
 class KvRig:
     """Every device block is either here or the connector's; what is onboarded is compared."""
 
@@ -112,15 +125,17 @@ class KvRig:
         *,
         blocks: int = 64,
         block_bytes: int = BLOCK_BYTES,
+        pieces: int = 1,
         wake: Callable[[], None] = lambda: None,
         start: bool = True,
     ) -> None:
+        """With several ``pieces`` of a block, tiers have them in another order than the engine."""
         self.block_bytes = block_bytes
         self._memory = mmap.mmap(-1, block_bytes * blocks)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.connector = KvConnector(
             tiers,
-            BlockArena(memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=blocks),
+            _arena(address, block_bytes, blocks, pieces),
             IDENTITY,
             worker_id="rig",
             reports_evictions=True,

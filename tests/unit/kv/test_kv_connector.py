@@ -49,13 +49,14 @@ def test_what_was_stored_is_loaded_and_every_block_comes_back(kind: str, tmp_pat
         assert {event.medium for event in stored} == {setup.tier.medium}
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_changed_byte_is_found_counted_and_concerns_its_own_block_only(
-    kind: str, tmp_path: Path
+    kind: str, pieces: int, tmp_path: Path
 ) -> None:
     setup = KINDS[kind](tmp_path / "blocks")
     rng = random.Random(kind)
-    with KvRig([setup]) as rig:
+    with KvRig([setup], pieces=pieces) as rig:
         for attempt in range(12):
             keys = chain(attempt, 4)
             rig.store(keys)

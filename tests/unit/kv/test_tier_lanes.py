@@ -16,8 +16,9 @@ LARGE = 256 << 10
 BLOCKS = 24
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("cpus", [1, 2])
-def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int) -> None:
+def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int, pieces: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     moved: list[tuple[str, int]] = []
 
@@ -33,19 +34,20 @@ def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int) ->
     monkeypatch.setattr("commutator.kv.tiers.mover.move_blocks", noted)
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
     keys = chain(1, BLOCKS)
-    with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE) as rig:
+    with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE, pieces=pieces) as rig:
         rig.store(keys)
         moved.clear()
         assert rig.load(keys) == BLOCKS
     assert len({name for name, _ in moved}) == cpus
-    assert sum(blocks for _, blocks in moved) == BLOCKS
+    assert sum(blocks for _, blocks in moved) == BLOCKS * pieces
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
 @pytest.mark.parametrize("damaged", [3, BLOCKS - 3])
-def test_a_changed_byte_is_found_in_every_lane(damaged: int) -> None:
+def test_a_changed_byte_is_found_in_every_lane(damaged: int, pieces: int) -> None:
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
     keys = chain(1, BLOCKS)
-    with KvRig([setup], blocks=2 * BLOCKS, block_bytes=LARGE) as rig:
+    with KvRig([setup], blocks=2 * BLOCKS, block_bytes=LARGE, pieces=pieces) as rig:
         rig.store(keys)
         assert rig.load(keys) == BLOCKS
         (stored,) = setup.tier.lookup(keys[damaged : damaged + 1])

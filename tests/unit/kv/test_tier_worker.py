@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,18 @@ from commutator.errors import TransferTimeoutError
 from commutator.kv.tiers import executor as tier_worker
 from commutator.kv.tiers.executor import TierExecutor
 from commutator.kv.tiers.guards import Bandwidth
-from commutator.kv.tiers.setup import build_io
+from commutator.kv.tiers.mover import WITHIN_PROCESS
+from commutator.kv.tiers.setup import TierSetup, build_io
 from commutator.kv.tiers.staged_io import Staging
 from commutator.nixl.agent import TransferAgent
 
 
 def worker_of(**options: Any) -> TierExecutor:
     (setup,) = setups({**DRAM, **options})
+    return worker_of_setup(setup)
+
+
+def worker_of_setup(setup: TierSetup) -> TierExecutor:
     memory = Staging(BLOCK_BYTES, 4)
     return TierExecutor(
         setup,
@@ -75,3 +81,26 @@ def test_the_limit_of_bytes_per_second_is_one_for_the_engine_and_for_other_tiers
     assert len(limits) == 2
     assert isinstance(limits[0], Bandwidth)
     assert limits[0] is limits[1]
+
+
+@pytest.mark.parametrize("kind", ["dram", "nvme", "peer"])
+def test_only_agents_that_read_from_peers_watch_for_their_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    made: dict[str, dict[str, Any]] = {}
+
+    def noted(name: str, backends: dict[str, Any]) -> TransferAgent:
+        made[name] = backends
+        return TransferAgent(name, backends)
+
+    monkeypatch.setattr(tier_worker, "TransferAgent", noted)
+    options = {"dram": DRAM, "nvme": {"kind": "nvme", "path": str(tmp_path), "capacity": "1MB"}}
+    (setup,) = setups(options.get(kind, {"kind": kind}))
+    worker = worker_of_setup(setup)
+    if setup.tier.asks_peers:
+        setup.tier.use_peers(list)
+    worker.open()
+    worker.close()
+    within = {name for name, backends in made.items() if backends["UCX"] == WITHIN_PROCESS}
+    assert within == ({"worker-local"} if kind == "peer" else set(made))
+    assert "worker" in made

@@ -75,7 +75,7 @@ class ScatteredArena:
     """Blocks that consist of parts in several places of memory.
 
     ``span`` returns a virtual span, as if the blocks were contiguous from address 0; ``pieces``
-    maps it to memory. Such blocks reach every tier through staging memory.
+    maps it to memory. Such blocks reach all but memory tiers through staging memory.
     """
 
     memory: Memory
