@@ -42,7 +42,7 @@ from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, by
 from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import IoContext
 from commutator.kv.tiers.executor import TierExecutor
-from commutator.kv.tiers.mover import LOCAL_BACKEND, WITHIN_PROCESS
+from commutator.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND
 from commutator.kv.tiers.setup import TierSetup, read_tiers
 from commutator.kv.tiers.staged_io import PAGE_BYTES, Staging
 from commutator.kv.transfer.protocol import PullHandover
@@ -229,7 +229,7 @@ def nixl(setting: Setting) -> Iterator[Result]:
         count=setting.blocks, device=tensor.device.index or 0,
     )  # fmt: skip
     staging = Staging(BLOCK_BYTES, setting.blocks)
-    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {LOCAL_BACKEND: WITHIN_PROCESS})
+    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {LOCAL_BACKEND: GPU_COPIES})
     agent.register([arena.region, staging.arena.region], LOCAL_BACKEND)
     yield Result(f"register {setting.memory}", True, f"{tensor.nbytes / 1e6:.0f} MB", "")
     bare = Bare(setting, tensor)

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from tests.support.kv_rig import BLOCK_BYTES, BLOCK_TOKENS, IDENTITY, setups
 from tests.support.kv_tiers import DRAM
 
+from commutator.contract.tier import Memory
 from commutator.errors import TransferTimeoutError
 from commutator.kv.tiers import executor as tier_worker
 from commutator.kv.tiers.executor import TierExecutor
 from commutator.kv.tiers.guards import Bandwidth
-from commutator.kv.tiers.mover import WITHIN_PROCESS
+from commutator.kv.tiers.mover import GPU_COPIES
 from commutator.kv.tiers.setup import TierSetup, build_io
 from commutator.kv.tiers.staged_io import Staging
 from commutator.nixl.agent import TransferAgent
@@ -24,12 +26,12 @@ def worker_of(**options: Any) -> TierExecutor:
     return worker_of_setup(setup)
 
 
-def worker_of_setup(setup: TierSetup) -> TierExecutor:
-    memory = Staging(BLOCK_BYTES, 4)
+def worker_of_setup(setup: TierSetup, memory: Memory = Memory.DRAM) -> TierExecutor:
+    staging = Staging(BLOCK_BYTES, 4)
     return TierExecutor(
         setup,
-        memory.arena,
-        memory,
+        evolve(staging.arena, memory=memory),
+        staging,
         block_tokens=BLOCK_TOKENS,
         identity=IDENTITY.digest.hex(),
         agent_name="worker",
@@ -83,24 +85,32 @@ def test_the_limit_of_bytes_per_second_is_one_for_the_engine_and_for_other_tiers
     assert limits[0] is limits[1]
 
 
+@pytest.mark.parametrize("memory", [Memory.DRAM, Memory.VRAM])
 @pytest.mark.parametrize("kind", ["dram", "nvme", "peer"])
-def test_only_agents_that_read_from_peers_watch_for_their_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+def test_agents_that_copy_gpu_memory_watch_for_no_peers_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, memory: Memory
 ) -> None:
+    """On a machine without a GPU: of NIXL only what it would be asked for."""
     made: dict[str, dict[str, Any]] = {}
 
-    def noted(name: str, backends: dict[str, Any]) -> TransferAgent:
-        made[name] = backends
-        return TransferAgent(name, backends)
+    class Agent:
+        def __init__(self, name: str, backends: dict[str, Any]) -> None:
+            made[name] = backends
 
-    monkeypatch.setattr(tier_worker, "TransferAgent", noted)
+        def register(self, regions: object, backend: str) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(tier_worker, "TransferAgent", Agent)
     options = {"dram": DRAM, "nvme": {"kind": "nvme", "path": str(tmp_path), "capacity": "1MB"}}
     (setup,) = setups(options.get(kind, {"kind": kind}))
-    worker = worker_of_setup(setup)
     if setup.tier.asks_peers:
         setup.tier.use_peers(list)
+    worker = worker_of_setup(setup, memory)
     worker.open()
     worker.close()
-    within = {name for name, backends in made.items() if backends["UCX"] == WITHIN_PROCESS}
-    assert within == ({"worker-local"} if kind == "peer" else set(made))
+    copying = {name for name, backends in made.items() if backends["UCX"] == GPU_COPIES}
+    if memory is Memory.DRAM:
+        assert copying == set()
+    else:
+        assert copying == ({"worker-local"} if kind == "peer" else set(made))
     assert "worker" in made

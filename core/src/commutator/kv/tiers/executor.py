@@ -16,7 +16,7 @@ from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
 from commutator.kv.tiers.codecs import identity_with, seals_of
 from commutator.kv.tiers.guards import Bandwidth, OpenedTier, RetryBudget
-from commutator.kv.tiers.mover import LOCAL_BACKEND, WITHIN_PROCESS, TierMover
+from commutator.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND, TierMover
 from commutator.kv.tiers.setup import TierSetup, build_io
 from commutator.kv.tiers.staged_io import PAGE_BYTES, STAGING_BLOCKS, Staging
 from commutator.nixl.agent import TransferAgent
@@ -120,8 +120,9 @@ class TierExecutor:
         setup, tier = self.setup, self.setup.tier
         backends = {tier.backend: dict(opened.backend_parameters)}
         local_parameters = backends.setdefault(LOCAL_BACKEND, {})
-        if not tier.asks_peers:
-            backends[LOCAL_BACKEND] = {**WITHIN_PROCESS, **local_parameters}
+        on_gpu = self._arena.memory is Memory.VRAM
+        if on_gpu and not tier.asks_peers:
+            backends[LOCAL_BACKEND] = {**GPU_COPIES, **local_parameters}
         scratch = self._scratch.arena
         arenas: list[Arena] = [self._arena, scratch]
         local = [region for arena in arenas for region in arena.regions]
@@ -137,8 +138,8 @@ class TierExecutor:
                 fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
                 agent.register(fit, backend)
         lanes, mover = list(self._agents), self._agents[0]
-        if tier.asks_peers:
-            mover = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: WITHIN_PROCESS})
+        if on_gpu and tier.asks_peers:
+            mover = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: GPU_COPIES})
             self._agents.append(mover)
             mover.register(local, LOCAL_BACKEND)
         self._engine, self._memory = (

@@ -17,8 +17,8 @@ from commutator.nixl.moves import BlockMove, lanes_worth, move_blocks, shares
 __all__ = ["LocalMover", "TierMover"]
 
 LOCAL_BACKEND = "UCX"
-WITHIN_PROCESS = {"ucx_error_handling_mode": "none"}
-"""UCX's parameters for an agent that moves bytes within its process only. By default UCX uses only
+GPU_COPIES = {"ucx_error_handling_mode": "none"}
+"""UCX's parameters for an agent that copies GPU memory within its process. By default UCX uses only
 what notices a peer's end, and copies GPU memory by TCP: 0.6 GB/s on an H100; with these, 47."""
 
 _BATCH_BYTES = 4 << 20
@@ -165,6 +165,9 @@ class TierMover:
     ) -> list[Sequence[TransferError | None]]:
         """Each block's errors; a block is moved once all its pieces are."""
         moves = [move for block in blocks for move in block]
+        if len(moves) == len(blocks):
+            found = self._move(agent, direction, moves, peer, context, on_moved)
+            return [(error,) for error in found]
         owners = [number for number, block in enumerate(blocks) for _ in block]
         left = [len(block) for block in blocks]
 
