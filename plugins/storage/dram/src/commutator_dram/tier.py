@@ -25,7 +25,10 @@ class DramConfig(TierConfig):
 
     memory = Memory.DRAM
 
-    capacity: Size = setting("Memory for blocks; allocated page by page, as blocks arrive.")
+    capacity: Size = setting(
+        "Memory for blocks; allocated page by page, as blocks arrive, and for an engine on a GPU "
+        "at once, as it is pinned."
+    )
     huge_pages: HugePages = setting(
         "auto: use huge pages if available. required: refuse to start without them.", "auto"
     )
