@@ -36,7 +36,7 @@ from bench.tier_medium import RawMove, raw_ways, way_name
 from commutator.config.load import load_config
 from commutator.contract.block import BlockDescriptor
 from commutator.contract.tier import Direction, Memory, TierConfig
-from commutator.errors import CommutatorError, TierError
+from commutator.errors import CommutatorError, ConfigError, TierError
 from commutator.kv.arena import BlockArena
 from commutator.kv.block_manager.actions import LoadResult
 from commutator.kv.tiers.block_io import IoContext
@@ -124,7 +124,11 @@ def measure_file(
     file: Path, block_bytes: int, total_bytes: int, rounds: int
 ) -> Iterator[Line | Exception]:
     """The results of every tier of ``file`` that stores blocks, or why it was not measured."""
-    loaded = load_config([file])
+    try:
+        loaded = load_config([file])
+    except ConfigError as error:
+        yield error
+        return
     with ExitStack() as stack:
         capacity = _needed_bytes(block_bytes, total_bytes)
         configs = [_tailored(config, capacity, stack) for config in loaded.config.tiers]

@@ -86,3 +86,10 @@ def test_as_many_bytes_as_there_is_memory_for() -> None:
     assert any(memory[-5:])
     with pytest.raises(TierError, match="no memory for"):
         _random_memory(1 << 62)
+
+
+def test_a_file_with_mistakes_is_an_error_that_lists_them(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, [str(cluster(tmp_path, "{kind: dram}"))])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert "tiers[0].capacity: required, but missing" in done.stderr
