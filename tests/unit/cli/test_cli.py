@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from commutator import __version__
 from commutator.cli.main import COMMANDS, GROUP, main
+from commutator.cli.worker import requests_text
 
 GOOD = """
 models: [{name: m, source: package:m}]
@@ -252,8 +253,17 @@ def test_a_misspelled_command_names_the_likely_one() -> None:
     done = run("serv")
     assert done.exit_code == 2
     assert "No such command 'serv'. Did you mean 'serve'?" in done.stderr
+    assert "Did you mean 'worker ls' or 'top'?" in run("status").stderr
+    assert "Did you mean 'route explain' or 'planner explain'?" in run("explain").stderr
     assert run("--help").exit_code == 0
     assert "Did you mean" not in run("nothing-like-any").stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 requests"), (1, "1 request"), (2, "2 requests")]
+)
+def test_one_request_is_one_request(count: int, text: str) -> None:
+    assert requests_text(count) == text
 
 
 def test_without_a_file_it_is_the_one_that_init_writes(

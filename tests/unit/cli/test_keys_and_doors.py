@@ -35,7 +35,9 @@ def test_a_key_is_shown_once_and_its_hash_is_an_entry() -> None:
     assert entry["keys"] == [{"sha256": hash_of(key), "expires": "2099-01-31"}]
 
 
-@pytest.mark.parametrize("arguments", [["a b"], ["alice", "--expires", "soon"]])
+@pytest.mark.parametrize(
+    "arguments", [["a b"], ["alice", "--expires", "soon"], ["alice", "--expires", "2020-01-31"]]
+)
 def test_a_wrong_name_or_date_makes_no_key(arguments: list[str]) -> None:
     done = CliRunner().invoke(main, ["key", *arguments])
     assert done.exit_code == 2

@@ -110,7 +110,7 @@ async def test_no_answer_at_all_is_an_error(asked: dict[str, str | None]) -> Non
     assert "No tiers are configured. Add `tiers:` to your file." in done.output
     done = await run(asked, "evict", "--all", "--worker", "w-1")
     assert done.exit_code == 1
-    assert "w-1: no answer within 3600 s" in done.output
+    assert "the request failed at every worker:\n  w-1: no answer within 3600 s" in done.output
 
 
 @pytest.mark.parametrize(

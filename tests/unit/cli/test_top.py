@@ -227,6 +227,11 @@ async def test_nobody_at_the_address_is_an_error_in_one_line() -> None:
     assert "is `commutator serve` running?" in text
 
 
+def test_before_the_first_decision_the_table_says_so() -> None:
+    assert "none seen yet" in drawn(snapshot(recent=[]), width=80)
+    assert "none seen yet" not in drawn(snapshot())
+
+
 def test_names_and_states_are_whole_in_a_narrow_terminal() -> None:
     """Of 80 characters; what is shortened there is the rest."""
     workers = [worker("reference-0"), worker("reference-1", state="starting")]

@@ -356,6 +356,13 @@ def test_a_key_that_is_no_step_of_a_path_is_reported_all_the_same(tmp_path: Path
         ),
         ("log: !rest {level: info}", "0.yaml:1: unknown tag !rest"),
         ("log: {level: !rest info}", "0.yaml:1: not YAML: could not determine a constructor"),
+        (
+            "log:\n\t- level",
+            (
+                "0.yaml:2: not YAML: while scanning for the next token found character '\\t' that "
+                "cannot start any token; indent with spaces, not with tabs"
+            ),
+        ),
         ("a: &x [*x]", "0.yaml:1: not YAML: maximum recursion depth exceeded"),
     ],
 )
@@ -407,6 +414,12 @@ engines:
 def test_a_raw_secret_is_refused_without_repeating_it(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL, "frontend: {api_keys: [sk-1234]}")
     assert "frontend.api_keys[0]: expected {env: NAME} or {file: PATH}" in line
+    assert "sk-1234" not in line
+
+
+def test_a_raw_secret_in_place_of_a_list_is_not_repeated_either(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, MINIMAL, "frontend: {api_keys: sk-1234}")
+    assert "frontend.api_keys: expected a list of {env: NAME} or {file: PATH}" in line
     assert "sk-1234" not in line
 
 

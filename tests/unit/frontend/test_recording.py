@@ -107,6 +107,14 @@ async def test_a_replay_reads_times_of_arrival_lengths_and_shared_prefixes(tmp_p
     assert trace[0].blocks(8) == trace[1].blocks(8)
 
 
+async def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    async with recording(Path("~/logs/trace.jsonl")):
+        assert (tmp_path / "logs" / "trace.jsonl.key").is_file()
+    assert not (tmp_path / "~").exists()
+
+
 @pytest.mark.security
 async def test_the_trace_holds_no_text_token_or_name_and_is_its_users_alone(tmp_path: Path) -> None:
     one = request(48_001, 48_002, 48_003, 48_004, 48_005, cache_salt="secret-salt")

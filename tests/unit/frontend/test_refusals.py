@@ -108,6 +108,14 @@ async def test_every_mistake_is_reported_at_once_with_the_nearest_name() -> None
     assert 'max_token: unknown key; did you mean "max_tokens"?' in message
 
 
+async def test_a_key_of_another_path_names_the_path() -> None:
+    async with front_door(FakeDispatcher()) as door:
+        _, body = await door.complete(messages=[])
+        assert "messages: unknown key; requests with it go to /v1/chat/completions" in str(body)
+        _, body = await door.chat(prompt="x")
+        assert "prompt: unknown key; requests with it go to /v1/completions" in str(body)
+
+
 async def test_an_unknown_model_is_404() -> None:
     async with front_door(FakeDispatcher()) as door:
         status, body = await door.chat(model="gpt-9")

@@ -48,5 +48,8 @@ def test_a_reserved_port_is_for_our_front_doors_only() -> None:
 
 
 def test_an_address_of_another_machine_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"frontend\.host"), reserved_port("192.0.2.1", 0):
+    with (
+        pytest.raises(ConfigError, match=r"frontend\.host: cannot"),
+        reserved_port("192.0.2.1", 0),
+    ):
         pass

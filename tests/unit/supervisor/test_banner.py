@@ -6,7 +6,9 @@ import json
 import shlex
 
 import pytest
+from attrs import evolve
 
+from commutator.auth.keys import KeysConfig
 from commutator.config.model import Config
 from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.settings import Secret
@@ -53,6 +55,15 @@ def test_the_banner_names_everything_and_its_command_can_be_pasted() -> None:
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:80/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's a model"
     assert "\x1b" not in text
+
+
+def test_where_principals_need_keys_the_banner_says_so() -> None:
+    config = evolve(make(), auth=(KeysConfig(kind="keys"),))
+    assert "Try it, and add the key of a principal, -H 'Authorization: Bearer KEY':" in shown(
+        config
+    )
+    known = evolve(make(api_keys=(Secret(env="KEY"),)), auth=(KeysConfig(kind="keys"),))
+    assert "\nTry it:\n" in shown(known)
 
 
 def test_names_that_look_like_markup_stand_as_they_are() -> None:

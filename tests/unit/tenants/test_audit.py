@@ -77,6 +77,14 @@ async def test_a_line_says_all_but_the_prompt_and_only_its_owner_may_read(tmp_pa
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+async def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    async with running(Path("~/logs/audit.jsonl")):
+        assert (tmp_path / "logs").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
 async def test_prompts_are_written_where_somebody_asked_for_them(tmp_path: Path) -> None:
     async with running(tmp_path / "a", prompts=True) as log:
         log.request_answered(ONE)

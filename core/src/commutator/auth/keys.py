@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import Attribute, field, frozen
 
@@ -109,6 +109,8 @@ def _have_different_names(
 class KeyConfig:
     """One key of a principal."""
 
+    WRITTEN_AS: ClassVar[str] = "{sha256: HASH} as `commutator key NAME` prints it"
+    """Its form in a file; messages about another form, perhaps the key itself, do not repeat it."""
     sha256: str = setting("The hash that `commutator key NAME` prints.", validator=_is_hash)
     expires: str | None = setting(
         'The key is refused from then on: "2027-01-31" (its first moment in UTC) or '

@@ -18,7 +18,7 @@ _WHAT = {
     "explain": "ask why a worker was chosen (X-Commutator-Explain)",
     "pin": "keep KV blocks in the tiers (cache_control)",
     "metrics": "read the metrics and the state of the deployment",
-    "admin": "change the deployment",
+    "admin": "watch or change the deployment",
 }
 
 

@@ -33,12 +33,12 @@ def check(
     Several files are merged in order, as `serve` does. What `serve` would need of this machine is
     checked too: models, devices, memory, folders, secrets, the environments of engines.
     """
-    from commutator.config.checks import tier_warnings
+    from commutator.cli.likely_mistakes import warnings_of
     from commutator.config.load import load_config
     from commutator.supervisor.preflight import check_files, check_machine, machine_warnings
 
     loaded = load_config(files, sets=sets, no_plugins=no_plugins)
-    warnings = list(tier_warnings(loaded.config, loaded.host))
+    warnings = list(warnings_of(loaded.config, loaded.host))
     if elsewhere:
         check_files(loaded.config)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 
 from commutator.auth.keys import expiry_unix_s, hash_of, new_key
@@ -20,11 +22,14 @@ def _name(_context: click.Context, _option: click.Parameter, name: str) -> str:
 
 
 def _moment(_context: click.Context, _option: click.Parameter, text: str | None) -> str | None:
+    if text is None:
+        return None
     try:
-        if text is not None:
-            expiry_unix_s(text)
+        moment_unix_s = expiry_unix_s(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
+    if moment_unix_s <= time.time():
+        raise click.BadParameter(f"{text} is past, so the key would be refused")
     return text
 
 

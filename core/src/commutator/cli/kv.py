@@ -78,7 +78,7 @@ class Workers:
             if complete:
                 raise CommutatorError("No tiers are configured. Add `tiers:` to your file.")
             lines = "\n".join(f"  {one}: {problem['message']}" for one, problem in problems.items())
-            raise CommutatorError(f"no worker answered the request about its tiers:\n{lines}")
+            raise CommutatorError(f"the request failed at every worker:\n{lines}")
         if self.as_json:
             click.echo(json.dumps(found["answers"], indent=2))
         else:

@@ -66,6 +66,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """Core's commands: import path and one-line help of each."""
 
+_MEANT = {"status": ["worker ls", "top"], "health": ["worker ls", "top"]}
+"""For words that people try first, the commands that answer them."""
+
 PACKAGES = {"replay": "commutator-replay"}
 """Commands of our other packages; an error names the package to install."""
 
@@ -99,7 +102,8 @@ class LazyGroup(click.Group):
             package = PACKAGES[cmd_name]
             raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
         elif not ctx.resilient_parsing and (near := self._near(ctx, cmd_name)):
-            raise click.UsageError(f"No such command '{cmd_name}'. Did you mean '{near[0]}'?", ctx)
+            names = " or ".join(f"'{name}'" for name in near)
+            raise click.UsageError(f"No such command '{cmd_name}'. Did you mean {names}?", ctx)
         else:
             return None
         try:
@@ -112,10 +116,23 @@ class LazyGroup(click.Group):
         return command
 
     def _near(self, ctx: click.Context, cmd_name: str) -> list[str]:
-        """Names like this one. Click looks only among commands that are imported."""
+        """Commands of groups with this name, or names like it.
+
+        Click looks only among commands that are imported.
+        """
         from difflib import get_close_matches
 
-        return get_close_matches(cmd_name, [*self.list_commands(ctx), *PACKAGES], n=1)
+        groups = {name: self.get_command(ctx, name) for name in COMMANDS}
+        inside = [
+            f"{name} {cmd_name}"
+            for name, group in groups.items()
+            if isinstance(group, click.Group) and cmd_name in group.commands
+        ]
+        return (
+            _MEANT.get(cmd_name)
+            or inside
+            or get_close_matches(cmd_name, [*self.list_commands(ctx), *PACKAGES], n=1)
+        )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

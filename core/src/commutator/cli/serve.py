@@ -139,7 +139,7 @@ def run_deployment(
     from attrs import evolve
     from rich.console import Console
 
-    from commutator.config.checks import tier_warnings
+    from commutator.cli.likely_mistakes import warnings_of
     from commutator.launcher.child import raise_descriptor_limit
     from commutator.launcher.output import Printer, PrinterHandler
     from commutator.launcher.ports import reserved_port
@@ -178,7 +178,7 @@ def run_deployment(
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])
         for warning in (
-            *tier_warnings(config, loaded.host),
+            *warnings_of(config, loaded.host),
             *machine_warnings(here, loaded.host),
         ):
             log.warning("%s", warning)

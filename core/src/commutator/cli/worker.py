@@ -96,7 +96,7 @@ def ls(door: FrontDoor) -> None:
         role = "" if one["role"] == Role.BOTH else f"{one['role']}, "
         pid = f", pid {one['pid']}" if one.get("pid") else ""
         doing = (
-            f"{one['active_requests_of_all']} requests{pid}"
+            f"{requests_text(one['active_requests_of_all'])}{pid}"
             if "active_requests_of_all" in one
             else start_text(one, time.time())
         )
@@ -211,6 +211,11 @@ def _must_leave_another(door: FrontDoor, chosen: dict[str, Any]) -> None:
             f"{chosen['worker_id']} is the last ready worker of {chosen['model']} that can decode: "
             "requests would be refused\n  add --force to do it anyway"
         )
+
+
+def requests_text(count: int) -> str:
+    """A number of requests, for people."""
+    return f"{count} request" if count == 1 else f"{count} requests"
 
 
 def _must_be_able(door: FrontDoor, chosen: dict[str, Any], wanted: Role) -> None:

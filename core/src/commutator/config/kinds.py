@@ -28,7 +28,7 @@ from commutator.contract.settings import Secret
 from commutator.contract.tier import TierConfig
 from commutator.plugins import PluginHost
 from commutator.schema.json_schema import json_schema
-from commutator.schema.structure import Mismatch, build_converter, nearest
+from commutator.schema.structure import Mismatch, build_converter, mismatch, nearest
 
 __all__ = [
     "DEFAULT_KINDS",
@@ -111,7 +111,8 @@ def _structure_by_kind(
         if isinstance(value, base):
             return value
         if not isinstance(value, Mapping):
-            raise Mismatch("a mapping", value)
+            example = value if isinstance(value, str) and value.isidentifier() else "NAME"
+            raise Mismatch(f"a mapping such as {{kind: {example}}}", value)
         host = load_host()
         catalog, kind = _CATALOGS[base](host), value.get("kind", default)
         if kind is None:
@@ -149,10 +150,7 @@ def _secret_hook(converter: cattrs.Converter) -> Any:
 
     def hook(value: Any, _: Any) -> Secret:
         if not isinstance(value, Mapping):
-            # Not a Mismatch: that would repeat the value, which may be the secret itself.
-            raise ValueError(  # noqa: TRY004 - collected as a finding
-                "expected {env: NAME} or {file: PATH}; a secret must not be written in the file"
-            )
+            raise mismatch(Secret, value)
         result: Secret = ordinary(value, Secret)
         return result
 

@@ -131,7 +131,7 @@ def _index(step: str, length: int) -> int:
     if not step.isdecimal():
         raise ValueError(f'a list takes an index, not "{step}"')
     if int(step) > length:
-        raise ValueError(f"index {int(step)} leaves a gap: the list has {length} entries")
+        raise ValueError(f"index {int(step)} leaves a gap: the list's next index is {length}")
     return int(step)
 
 

@@ -89,6 +89,8 @@ def _parse(text: str, origin: Callable[[int], str], problems: list[str], resets:
         what = " ".join(part for part in (error.context, error.problem) if part)
         if "expected <block end>" in what:
             what += "; is the indentation right?"
+        elif r"'\t'" in what:
+            what += "; indent with spaces, not with tabs"
         raise ValueError(f"{origin(mark.line + 1 if mark else 1)}: not YAML: {what}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{origin(1)}: not YAML: {error}") from error

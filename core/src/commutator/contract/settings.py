@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import attrs
 from attrs import NOTHING, frozen
@@ -223,6 +223,8 @@ Size = Annotated[int, ByteSize()]
 class Secret:
     """A reference to a secret: either an environment variable or a file."""
 
+    WRITTEN_AS: ClassVar[str] = "{env: NAME} or {file: PATH}"
+    """Its form in a file; messages about another form do not repeat it."""
     env: str | None = setting("The environment variable that holds the value.", None)
     file: str | None = setting("The file that holds the value; a trailing newline is cut.", None)
 

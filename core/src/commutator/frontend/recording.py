@@ -117,7 +117,7 @@ class TraceRecorder(Observer):
 
     def _open_file(self) -> OwnFile:
         one = self._config
-        path = Path(one.path)
+        path = Path(one.path).expanduser()
         file = OwnFile(path, one.rotate_bytes, one.rotate_s, one.keep)
         try:
             self._key = _shared_key(path.with_name(path.name + ".key"))

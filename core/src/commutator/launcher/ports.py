@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections import deque
@@ -64,10 +65,16 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError as error:
             reason = error.strerror or str(error)
-            problem = (
-                f"frontend.port: cannot listen on {host}:{port}: {reason}; choose another port "
-                "with --port or frontend.port (0 for a free one), or another frontend.host"
-            )
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                problem = (
+                    f"frontend.host: cannot listen on {host}: {reason}; use an address of this "
+                    "machine, or 0.0.0.0 for all of them"
+                )
+            else:
+                problem = (
+                    f"frontend.port: cannot listen on {host}:{port}: {reason}; choose another "
+                    "port with --port or frontend.port (0 for a free one), or another frontend.host"
+                )
             raise ConfigError([problem], "front door") from error
         yield port
 

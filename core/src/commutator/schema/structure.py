@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
@@ -103,10 +103,27 @@ def describe(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of " + ", ".join(show(member.value) for member in kind)
     if origin in (list, tuple):
+        if args and (form := secret_form(args[0])) is not None:
+            return f"a list of {form}"
         return f"a list ({describe(args[0])} each)" if args else "a list"
     if origin in (dict, Mapping) or attrs.has(kind):
-        return "a mapping"
+        return secret_form(kind) or "a mapping"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def secret_form(kind: Any) -> str | None:
+    """How a value of the class ``kind`` is written, if what stands in its place may be a secret.
+
+    Such a class says so by ``WRITTEN_AS``.
+    """
+    return getattr(kind, "WRITTEN_AS", None)
+
+
+def mismatch(kind: Any, value: Any) -> ValueError:
+    """What to raise for a value of another shape. One that may be a secret is not repeated."""
+    if all(secret_form(one) is None for one in (kind, *get_args(kind))):
+        return Mismatch(describe(kind), value)
+    return ValueError(f"expected {describe(kind)}; a secret must not be written in the file")
 
 
 def matcher(kind: Any) -> Callable[[Any], bool]:
@@ -185,8 +202,17 @@ def structure(converter: cattrs.Converter, data: Any, cls: type[T]) -> T:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """A hint for a misspelt key: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    close.sort(key=lambda one: _likeness(word, one), reverse=True)
     return f'did you mean "{close[0]}"?' if close else "known keys: " + ", ".join(sorted(known))
+
+
+def _likeness(word: str, known: str) -> float:
+    """Of words that are about equally close, people mean the one that begins like theirs."""
+    common = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, known, strict=False))
+    )
+    return difflib.SequenceMatcher(None, known, word).ratio() + common / 100
 
 
 def _base(kind: Any) -> Any:
@@ -259,7 +285,7 @@ def _container_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, An
 
     def hook(value: Any, _: Any) -> Any:
         if not fits(value):
-            raise Mismatch(describe(kind), value)
+            raise mismatch(kind, value)
         if into is dict:
             keys = [converter.structure(k, key) for k in value]
             return dict(zip(keys, collect(value.items(), item_hook, item), strict=True))
@@ -300,7 +326,7 @@ def _class_hook(cls: Any, converter: cattrs.Converter) -> Callable[[Any, Any], A
         if isinstance(value, cls):
             return value
         if not _is_mapping(value):
-            raise Mismatch("a mapping", value)
+            raise mismatch(cls, value)
         return inner(value, cls)
 
     return hook

@@ -20,6 +20,7 @@ from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
 from commutator.supervisor.tuning.policy_search import tuning_problems
+from commutator.tenants.audit import AuditConfig
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.downloads import download, downloaded, is_model_name
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -47,6 +48,7 @@ def check_machine(config: Config, host: PluginHost, *, front_doors: bool = True)
     problems_of_frontend = frontend.problems(config.frontend) if front_doors else ()
     of_frontend = (f"frontend.{problem}" for problem in problems_of_frontend)
     problems = [*_missing(config), *host_problems(config), *of_frontend, *_damaged(config)]
+    problems += _of_log_files(config) if front_doors else ()
     problems += [*planner_problems(config, host), *tuning_problems(config)]
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
@@ -115,6 +117,20 @@ def _of_engines(config: Config, host: PluginHost) -> Iterator[str]:
     for path, engine, connector, model in _engines(config, host):
         tiers = config.tiers if connector.uses_tiers else ()
         yield from (f"{path}.{problem}" for problem in connector.problems(engine, model, tiers))
+
+
+def _of_log_files(config: Config) -> Iterator[str]:
+    """Each file of front doors whose folder is not there and cannot be made, or not be written."""
+    named = [
+        (f"observers[{index}].path", observer.path)
+        for index, observer in enumerate(config.observers)
+        if isinstance(observer, AuditConfig)
+    ]
+    if config.recording is not None:
+        named.append(("recording.path", config.recording.path))
+    for path, file in named:
+        if problem := _place_problem(Path(file).expanduser().absolute().parent):
+            yield f"{path}: {problem}; name a file in another folder"
 
 
 def _damaged(config: Config) -> Iterator[str]:

@@ -496,6 +496,12 @@ def front_door_address(config: Config, host: PluginHost, port: int) -> FrontendA
     return frontend.address(config.frontend, f"{name}:{port}", config.models[0].name)
 
 
+def _invitation(config: Config, address: FrontendAddress) -> str:
+    if not config.auth or "Authorization" in address.example:
+        return "Try it:"
+    return "Try it, and add the key of a principal, -H 'Authorization: Bearer KEY':"
+
+
 def banner(config: Config, address: FrontendAddress, *, colour: bool) -> str:
     """A box with the address, the models and the workers, then a command to try."""
     console = Console(color_system="standard" if colour else None, force_terminal=colour)
@@ -510,6 +516,6 @@ def banner(config: Config, address: FrontendAddress, *, colour: bool) -> str:
     content = Group(ready, "", table)
     with console.capture() as captured:
         console.print(Panel(content, title="Commutator", title_align="left", expand=False))
-        console.print("Try it:", style="dim")
+        console.print(_invitation(config, address), style="dim")
         console.print(Text(address.example), soft_wrap=True)
     return captured.get()

@@ -51,7 +51,12 @@ class AuditLog(Observer):
         self._encode = msgspec.json.Encoder().encode
         self._writer = LineWriter(
             "audit log",
-            lambda: OwnFile(Path(config.path), config.rotate_bytes, config.rotate_s, config.keep),
+            lambda: OwnFile(
+                Path(config.path).expanduser(),
+                config.rotate_bytes,
+                config.rotate_s,
+                config.keep,
+            ),
             config.max_waiting_lines,
             self._dropped_line,
         )

@@ -29,7 +29,7 @@ _WIDTH_IN_FILES = 120
 def top(door: FrontDoor, once: bool) -> None:
     """Show workers, rates, routing decisions and KV flow as they change. End with q or Ctrl-C.
 
-    Needs the permission `admin` where the deployment has keys, or its Unix socket.
+    In a deployment with keys, it takes the key of a principal with the permission `admin`.
     """
     history, console = History(), Console()
     if not console.is_terminal:

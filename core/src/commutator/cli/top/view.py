@@ -221,6 +221,8 @@ def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
             _time(row["ttft_s"]),
             Text(_plain(state), _ENDS.get(row["state"], "")),
         )
+    if not rows:
+        table.add_row("", "", Text("none seen yet", "dim"))
     return table
 
 

@@ -263,7 +263,13 @@ def _may_be_served_by_the_engine(path: str, text: str) -> bool:
     return path.startswith(("messages", "prompt")) or _code(text) == NOT_SERVED
 
 
+_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+"""Where the keys belong that people send to the wrong path."""
+
+
 def _line(path: str, text: str) -> str:
+    if text.startswith("unknown key;") and path in _ELSEWHERE:
+        text = f"unknown key; requests with it go to {_ELSEWHERE[path]}"
     return _shorten(f"{path}: {text}" if path else text)
 
 
