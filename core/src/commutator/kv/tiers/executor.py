@@ -118,10 +118,10 @@ class TierExecutor:
 
     def _connect(self, opened: OpenedTier) -> None:
         setup, tier = self.setup, self.setup.tier
-        backends = {tier.backend: dict(opened.backend_parameters)}
-        local_parameters = backends.setdefault(LOCAL_BACKEND, {})
-        if not tier.asks_peers:
-            backends[LOCAL_BACKEND] = {**WITHIN_PROCESS, **local_parameters}
+        backends = {tier.backend: opened.backend_parameters}
+        # A connection to a peer must notice the peer's end, which WITHIN_PROCESS leaves out.
+        within = {} if tier.asks_peers else WITHIN_PROCESS
+        backends[LOCAL_BACKEND] = {**within, **backends.get(LOCAL_BACKEND, {})}
         scratch = self._scratch.arena
         arenas: list[Arena] = [self._arena, scratch]
         local = [region for arena in arenas for region in arena.regions]
@@ -136,13 +136,13 @@ class TierExecutor:
                 # Storage reaches GPU memory only through staging memory.
                 fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
                 agent.register(fit, backend)
-        lanes, mover = list(self._agents), self._agents[0]
+        lanes, copying = list(self._agents), self._agents[0]
         if tier.asks_peers:
-            mover = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: WITHIN_PROCESS})
-            self._agents.append(mover)
-            mover.register(local, LOCAL_BACKEND)
+            copying = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: WITHIN_PROCESS})
+            self._agents.append(copying)
+            copying.register(local, LOCAL_BACKEND)
         self._engine, self._memory = (
-            build_io(setup, lanes, mover, arena, self._staging, self._budget, self._bandwidth)
+            build_io(setup, lanes, copying, arena, self._staging, self._budget, self._bandwidth)
             for arena in arenas
         )
 
