@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Self
 
 from bench.needs import needs
 from bench.peers import ROOT
+from bench.waiting import answer_of, wait_until
 from commutator.launcher.ports import PortPicker
 from commutator.tokenizer.gguf import read_gguf_metadata
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -53,7 +52,7 @@ class DynamoCluster:
                 "--block-size", "16",
             ])  # fmt: skip
             self._start(folder, "frontend", ["--router-mode", "kv", "--http-port", str(port)])
-            self._wait(folder)
+            wait_until(self._has_model, "Dynamo's model", self._timeout_s, logs=folder)
             self._closing = stack.pop_all()
         return self
 
@@ -72,18 +71,9 @@ class DynamoCluster:
         process = subprocess.Popen(argv, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         self._closing.callback(_stop, process)
 
-    def _wait(self, folder: Path) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline_s:
-            try:
-                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2) as answer:
-                    if json.load(answer)["data"]:
-                        return
-            except OSError:
-                pass
-            time.sleep(0.2)
-        logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
-        raise TimeoutError(f"Dynamo was not ready within {self._timeout_s:g} s:\n{logs}")
+    def _has_model(self) -> bool:
+        answer = answer_of(f"{self.url}/v1/models")
+        return answer is not None and bool(json.loads(answer)["data"])
 
 
 def write_model(source: str, folder: Path) -> None:

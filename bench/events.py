@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from attrs import evolve
 
 from bench.needs import NotInstalledError
 from bench.result import Figure
+from bench.waiting import wait_until
 from commutator.contract.block import BlockStored
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.routing import RouterConfig
@@ -164,15 +165,20 @@ def _nats_server() -> Iterator[tuple[NatsConfig, psutil.Process]]:
             [program, "-a", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
         )
         try:
-            for _ in range(100):
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    break
-                time.sleep(0.05)
+            wait_until(lambda: _listens(port), "nats-server", 5.0, processes=[server])
             config = NatsConfig(kind="nats", servers=(f"nats://127.0.0.1:{port}",), cluster="bench")
             yield config, psutil.Process(server.pid)
         finally:
             server.kill()
             server.wait()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _cpu_s(process: psutil.Process | None) -> float:

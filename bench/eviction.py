@@ -122,7 +122,7 @@ def _carry_out(manager: BlockManager, actions: Iterable[Action], now_s: float) -
 
 
 def belady(prompts: Sequence[Prompt], capacity: int) -> float:
-    """The same for whoever knows the future."""
+    """The hit ratio of the policy that knows the future."""
     never = len(prompts)
     next_use: list[list[int]] = [[] for _ in prompts]
     seen: dict[int, int] = {}

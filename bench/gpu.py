@@ -17,9 +17,8 @@ import tempfile
 import time
 import uuid
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +30,7 @@ from attrs import frozen
 
 from bench.gpu_model import make_model
 from bench.handover import Pair, counted, request, workers
-from commutator.contract.block import BlockDescriptor
+from bench.tier_blocks import TierBlocks
 from commutator.contract.disagg import HandoverRequest
 from commutator.contract.engine import ModelConfig
 from commutator.contract.request import GenerateRequest
@@ -40,8 +39,6 @@ from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError, TransferError
 from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at
 from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import IoContext
-from commutator.kv.tiers.executor import TierExecutor
 from commutator.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND
 from commutator.kv.tiers.setup import TierSetup, read_tiers
 from commutator.kv.tiers.staged_io import PAGE_BYTES, Staging
@@ -224,12 +221,9 @@ def nixl(setting: Setting) -> Iterator[Result]:
     require_nixl()
     tensor = random_bytes(setting)
     before = tensor.cpu().clone()
-    arena = BlockArena(
-        memory=setting.memory, address=tensor.data_ptr(), block_bytes=BLOCK_BYTES,
-        count=setting.blocks, device=tensor.device.index or 0,
-    )  # fmt: skip
+    arena = block_arena(setting, tensor)
     staging = Staging(BLOCK_BYTES, setting.blocks)
-    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {LOCAL_BACKEND: GPU_COPIES})
+    agent = new_agent({LOCAL_BACKEND: GPU_COPIES})
     agent.register([arena.region, staging.arena.region], LOCAL_BACKEND)
     yield Result(f"register {setting.memory}", True, f"{tensor.nbytes / 1e6:.0f} MB", "")
     bare = Bare(setting, tensor)
@@ -240,8 +234,7 @@ def nixl(setting: Setting) -> Iterator[Result]:
             agent, direction, moves, local_memory=setting.memory, remote_memory=Memory.DRAM,
             backend=LOCAL_BACKEND, timeout_s=TIMEOUT_S,
         )  # fmt: skip
-        if problem := next(filter(None, errors), None):
-            raise problem
+        raise_first(errors)
 
     def arrived() -> bool:
         return bytes(bytes_at(staging.arena.region.span)) == before.numpy().tobytes()
@@ -276,7 +269,7 @@ def read_from_another(setting: Setting, arena: BlockArena, tensor: torch.Tensor)
     def read(lender: subprocess.Popen[str]) -> tuple[float, float, str]:
         assert lender.stdout is not None
         lent = json.loads(lender.stdout.readline())
-        agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {"UCX": {}})
+        agent = new_agent({"UCX": {}})
         try:
             agent.register([arena.region], "UCX")
             peer = agent.add_peer(b64decode(lent["metadata"]))
@@ -288,8 +281,7 @@ def read_from_another(setting: Setting, arena: BlockArena, tensor: torch.Tensor)
                     agent, Direction.READ, moves, local_memory=setting.memory,
                     remote_memory=setting.memory, backend="UCX", timeout_s=TIMEOUT_S, peer=peer,
                 )  # fmt: skip
-                if problem := next(filter(None, errors), None):
-                    raise problem
+                raise_first(errors)
 
             return *in_turns(move, copy), lent["sha256"]
         finally:
@@ -312,10 +304,9 @@ def read_from_another(setting: Setting, arena: BlockArena, tensor: torch.Tensor)
 def lend(setting: Setting) -> None:
     """Random bytes for ``read_from_another``, until standard input ends."""
     tensor = random_bytes(setting)
-    arena = arena_of(setting, tensor, 1)
-    agent = TransferAgent(f"gpu-check-{uuid.uuid4().hex}", {"UCX": {}})
+    agent = new_agent({"UCX": {}})
     try:
-        agent.register(arena.regions, "UCX")
+        agent.register([block_arena(setting, tensor).region], "UCX")
         lent = {
             "metadata": b64encode(agent.metadata()).decode(),
             "address": tensor.data_ptr(),
@@ -343,18 +334,9 @@ def tiers(setting: Setting) -> Iterator[Result]:
                 "gpu-check",
             )
             for setup in setups:
-                with opened(setup, setting, tensor, layers) as tier:
+                tier = Tier(setup, setting, tensor, layers)
+                with tier.blocks.opened():
                     yield from tier.results(bare)
-
-
-@contextmanager
-def opened(setup: TierSetup, setting: Setting, tensor: torch.Tensor, layers: int) -> Iterator[Tier]:
-    tier = Tier(setup, setting, tensor, layers)
-    try:
-        tier.executor.open()
-        yield tier
-    finally:
-        tier.executor.close()
 
 
 class Tier:
@@ -364,55 +346,32 @@ class Tier:
         self, setup: TierSetup, setting: Setting, tensor: torch.Tensor, layers: int
     ) -> None:
         self.name = setup.name if layers == 1 else f"{setup.name}, {layers} layers"
-        self._setup, self._setting, self._tensor = setup, setting, tensor
-        run = uuid.uuid4().hex
-        self._keys = [sha256(f"{run}/{index}".encode()).digest() for index in range(setting.blocks)]
-        self._arena = arena_of(setting, tensor, layers)
-        self.executor = TierExecutor(
-            setup,
-            self._arena,
-            Staging(BLOCK_BYTES, 1),
-            block_tokens=1,
-            identity=sha256(run.encode()).hexdigest(),
-            agent_name=f"gpu-check-{run}",
-            on_open=lambda _: None,
-        )
+        self._tier, self._setting, self._tensor = setup.tier, setting, tensor
+        self.blocks = TierBlocks(setup, arena_of(setting, tensor, layers), "gpu-check")
 
     def results(self, bare: Bare) -> Iterator[Result]:
         name, before = self.name, self._tensor.cpu().clone()
-        store_s, bare_s = in_turns(self._store, bare.to_host, self._free)
+        blocks, everything = self.blocks, range(self._setting.blocks)
+        store_s, bare_s = in_turns(
+            lambda: blocks.store(everything), bare.to_host, lambda: blocks.free(everything)
+        )
         yield rated(f"{name}: store", True, self._tensor, store_s, bare_s)
-        load_s, bare_s = in_turns(self._load, bare.to_device)
+        load_s, bare_s = in_turns(lambda: blocks.load(everything), bare.to_device)
         self._tensor.zero_()
         self._setting.settle()
-        loaded = set(self._load())
+        loaded = set(blocks.load(everything))
         intact = loaded == {LoadResult.LOADED} and torch.equal(self._tensor.cpu(), before)
         yield rated(f"{name}: load, checksums", intact, self._tensor, load_s, bare_s)
         self._damage(0)
-        found = self._load()
+        found = blocks.load(everything)
         refused = found[0] is LoadResult.CORRUPT and set(found[1:]) == {LoadResult.LOADED}
         figure = f"1 of {len(found)} refused" if refused else f"load said {found[0].value}"
         yield Result(f"{name}: a damaged block", refused, figure, "its checksum")
 
-    def _store(self) -> None:
-        offers = [BlockDescriptor(key=key, parent=None, token_ids=(0,)) for key in self._keys]
-        outcome = self.executor.store(offers, self._spans(), context(), from_engine=True)
-        if outcome.failed:
-            raise CommutatorError(f"not stored: {next(iter(outcome.failed.values()))}")
-
-    def _load(self) -> list[LoadResult]:
-        return self.executor.load(self._keys, self._spans(), context(), to_engine=True)
-
-    def _free(self) -> None:
-        self.executor.free(self._keys)
-
-    def _spans(self) -> list[Any]:
-        return [self._arena.span(index) for index in range(self._setting.blocks)]
-
     def _damage(self, block: int) -> None:
         """Change a bit of a stored block behind the tier's back."""
-        tier = self._setup.tier
-        (stored,) = tier.lookup([self._keys[block]])
+        tier = self._tier
+        (stored,) = tier.lookup([self.blocks.keys[block]])
         if stored is None:
             raise CommutatorError("a stored block is gone")
         span, _ = tier.place(stored.slot, PAGE_BYTES)
@@ -425,14 +384,17 @@ class Tier:
             os.pwritev(span.device, [page], span.address)
 
 
+def block_arena(setting: Setting, tensor: torch.Tensor) -> BlockArena:
+    return BlockArena(
+        memory=setting.memory, address=tensor.data_ptr(), block_bytes=BLOCK_BYTES,
+        count=setting.blocks, device=tensor.device.index or 0,
+    )  # fmt: skip
+
+
 def arena_of(setting: Setting, tensor: torch.Tensor, layers: int) -> Arena:
     """The tensor as blocks, or as the layers of blocks, one layer of all blocks after another."""
-    device = tensor.device.index or 0
     if layers == 1:
-        return BlockArena(
-            memory=setting.memory, address=tensor.data_ptr(), block_bytes=BLOCK_BYTES,
-            count=setting.blocks, device=device,
-        )  # fmt: skip
+        return block_arena(setting, tensor)
     size = BLOCK_BYTES // layers
     parts = tuple(
         BlockPart(
@@ -442,11 +404,9 @@ def arena_of(setting: Setting, tensor: torch.Tensor, layers: int) -> Arena:
         )
         for layer in range(layers)
     )
-    return ScatteredArena(memory=setting.memory, parts=parts, count=setting.blocks, device=device)
-
-
-def context() -> IoContext:
-    return IoContext(time.monotonic() + TIMEOUT_S)
+    return ScatteredArena(
+        memory=setting.memory, parts=parts, count=setting.blocks, device=tensor.device.index or 0
+    )
 
 
 def handover(setting: Setting) -> Iterator[Result]:
@@ -505,6 +465,15 @@ def require_nixl() -> None:
         load_nixl()
     except TransferError as error:
         raise MissingError("", str(error), CARRY) from error
+
+
+def new_agent(backends: Mapping[str, Mapping[str, str]]) -> TransferAgent:
+    return TransferAgent(f"gpu-check-{uuid.uuid4().hex}", backends)
+
+
+def raise_first(errors: Sequence[TransferError | None]) -> None:
+    if problem := next(filter(None, errors), None):
+        raise problem
 
 
 def random_bytes(setting: Setting) -> torch.Tensor:

@@ -15,8 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +27,7 @@ from tests.support.hosts import Host, hosts, why_not
 from bench.load import LOAD, WORKERS, config
 from bench.needs import NotInstalledError, needs_command
 from bench.result import Figure
+from bench.waiting import answer_of, wait_until
 from bench.wrk import WRK
 
 WORDS = (20, 400, 3000)
@@ -127,20 +126,19 @@ class Deployment:
                 process.wait()
 
     def wait_ready(self) -> None:
-        """Raises RuntimeError, with the logs, when it is not ready in time."""
-        until_s = time.monotonic() + READY_S
-        while self._ready_workers() < WORKERS:
-            if time.monotonic() > until_s or any(one.poll() is not None for one in self._processes):
-                logs = "\n".join(file.read_text()[-2000:] for file in self._folder.glob("*.log"))
-                raise RuntimeError(f"{self.kind}: not ready:\n{logs}")
-            time.sleep(0.2)
+        """Raises TimeoutError, with the logs, when it is not ready in time."""
+        wait_until(
+            lambda: self._ready_workers() == WORKERS,
+            f"workers of {self.kind}",
+            READY_S,
+            logs=self._folder,
+            processes=self._processes,
+        )
 
     def _ready_workers(self) -> int:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return sum(one["state"] == "ready" for one in json.load(answer)["workers"])
-        except (OSError, ValueError):
-            return 0
+        answer = answer_of(f"{self.url}/health")
+        workers = [] if answer is None else json.loads(answer)["workers"]
+        return sum(one["state"] == "ready" for one in workers)
 
     def _of(self, host: Host) -> str:
         files = {part: f"certs/{host.name}.{end}" for part, end in

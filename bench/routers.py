@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
@@ -22,6 +20,7 @@ from bench.needs import needs_command
 from bench.result import Figure
 from bench.sample import check_chats
 from bench.vllm import ROUTERS, router
+from bench.waiting import answer_of, wait_until
 from bench.wrk import WRK, Measured
 from commutator.launcher.ports import free_ports
 from commutator.supervisor.local_cluster import LocalCluster
@@ -73,15 +72,7 @@ def http_engine() -> Iterator[str]:
 
 def wait_ready(url: str) -> None:
     """Raises TimeoutError when it does not answer in time."""
-    until_s = time.monotonic() + _READY_S
-    while time.monotonic() < until_s:
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise TimeoutError(f"{url} did not answer within {_READY_S:g} s")
+    wait_until(lambda: answer_of(url) is not None, f"an answer of {url}", _READY_S)
 
 
 def figures(case: Case, turns: dict[str, list[Measured]]) -> Iterator[Figure]:

@@ -13,7 +13,7 @@ CHATS = 8
 
 
 def check_chats(url: str, model: str, tokens: int) -> None:
-    """Raises RuntimeError unless every answer has so many tokens and a proper end."""
+    """Raises RuntimeError unless every answer has ``tokens`` tokens and a proper end."""
     words = VOCABULARY.split()
     for number in range(CHATS):
         _check_chat(url, model, " ".join(words[number:]), tokens)

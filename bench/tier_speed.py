@@ -20,11 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,18 +30,16 @@ import attrs
 import click
 from attrs import field, frozen
 
+from bench.tier_blocks import TierBlocks, new_keys
 from bench.tier_medium import RawMove, raw_ways, way_name
 from commutator.config.load import load_config
-from commutator.contract.block import BlockDescriptor
 from commutator.contract.tier import Direction, Memory, TierConfig
 from commutator.errors import CommutatorError, ConfigError, TierError
 from commutator.kv.arena import BlockArena
 from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import IoContext
-from commutator.kv.tiers.executor import TierExecutor
 from commutator.kv.tiers.jobs import part_blocks
 from commutator.kv.tiers.setup import TierSetup, make_tiers
-from commutator.kv.tiers.staged_io import PAGE_BYTES, Staging
+from commutator.kv.tiers.staged_io import PAGE_BYTES
 
 __all__ = [
     "Line",
@@ -52,9 +48,6 @@ __all__ = [
 ]
 
 ThingT = TypeVar("ThingT")
-
-
-_TIMEOUT_S = 120.0
 
 
 _SAMPLES = 100
@@ -170,8 +163,9 @@ def measure(setup: TierSetup, block_bytes: int, total_bytes: int, rounds: int) -
     """
     count = max(2, total_bytes // block_bytes)
     with ExitStack() as stack:
-        bench = stack.enter_context(_opened(setup, block_bytes, count))
-        slots = [slot for slot in bench.reserve_raw() if slot is not None]
+        bench = _Bench(setup, block_bytes, count)
+        stack.enter_context(bench.blocks.opened())
+        slots = [slot for slot in setup.tier.reserve(new_keys(count)) if slot is not None]
         if len(slots) < count:
             raise TierError(f"{setup.name}: no room for {count} blocks of {block_bytes} bytes more")
         raw = stack.enter_context(raw_ways(setup.tier, bench.arena, slots))
@@ -184,19 +178,6 @@ def _rotated(things: list[ThingT], by: int) -> list[ThingT]:
     """Another one first, each time."""
     first = by % len(things)
     return things[first:] + things[:first]
-
-
-@contextmanager
-def _opened(setup: TierSetup, block_bytes: int, count: int) -> Iterator[_Bench]:
-    bench = _Bench(setup, block_bytes, count)
-    try:
-        bench.worker.open()
-        try:
-            yield bench
-        finally:
-            bench.free()
-    finally:
-        bench.worker.close()
 
 
 def _random_memory(size_bytes: int) -> mmap.mmap:
@@ -220,23 +201,7 @@ class _Bench:
         self.arena = BlockArena(
             memory=Memory.DRAM, address=address, block_bytes=block_bytes, count=count
         )
-        run = uuid.uuid4().hex
-        self._keys = [sha256(f"{run}/{index}".encode()).digest() for index in range(count)]
-        self._offers = [BlockDescriptor(key=key, parent=None, token_ids=(0,)) for key in self._keys]
-        self._spans = [self.arena.span(index) for index in range(count)]
-        self._raw_keys = [sha256(f"{run}/raw/{index}".encode()).digest() for index in range(count)]
-        self.worker = TierExecutor(
-            setup,
-            self.arena,
-            Staging(block_bytes, 1),
-            block_tokens=1,
-            identity=sha256(run.encode()).hexdigest(),
-            agent_name=f"tier-speed-{run}",
-            on_open=lambda _: None,
-        )
-
-    def reserve_raw(self) -> Sequence[int | None]:
-        return self.setup.tier.reserve(self._raw_keys)
+        self.blocks = TierBlocks(setup, self.arena, "tier-speed")
 
     def rounds(self, raw: dict[str, RawMove], rounds: int) -> list[Line]:
         everything = range(self.arena.count)
@@ -262,7 +227,7 @@ class _Bench:
                 for way, call in _rotated(list(ways.items()), number):
                     self._drop_cache(name)
                     if (name, way) == ("store", "tier"):
-                        self.free()
+                        self.blocks.free(everything)
                     timed(name, way, call)
             if not number:
                 taken.clear()  # the first round touches memory and files
@@ -288,36 +253,19 @@ class _Bench:
     def store(self, blocks: Sequence[int]) -> None:
         step = part_blocks(self.arena.block_bytes, self.setup.tier.memory)
         for start in range(0, len(blocks), step):
-            part = blocks[start : start + step]
-            outcome = self.worker.store(
-                [self._offers[i] for i in part],
-                [self._spans[i] for i in part],
-                IoContext(time.monotonic() + _TIMEOUT_S),
-                from_engine=True,
-            )
-            if outcome.failed:
-                reason = next(iter(outcome.failed.values()))
-                raise CommutatorError(f"{self.setup.name}: a block was not stored: {reason}")
+            self.blocks.store(blocks[start : start + step])
 
     def load(self, blocks: Sequence[int]) -> None:
-        results = self.worker.load(
-            [self._keys[i] for i in blocks],
-            [self._spans[i] for i in blocks],
-            IoContext(time.monotonic() + _TIMEOUT_S),
-            to_engine=True,
-        )
+        results = self.blocks.load(blocks)
         if bad := [result for result in results if result is not LoadResult.LOADED]:
             raise CommutatorError(f"{self.setup.name}: a block was not loaded: {bad[0].value}")
-
-    def free(self) -> None:
-        self.worker.free(self._keys)
 
     def _latencies(self, *, cached: bool) -> dict[str, float]:
         """The 99th percentile of one block at a time, in milliseconds."""
         taken: dict[str, list[float]] = {"store": [], "load": []}
         for sample in range(_SAMPLES):
             block = sample % self.arena.count
-            self.worker.free([self._keys[block]])
+            self.blocks.free([block])
             for name, call in (("store", self.store), ("load", self.load)):
                 started_s = time.perf_counter()
                 call([block])

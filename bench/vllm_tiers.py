@@ -22,6 +22,7 @@ from bench.needs import needs
 from bench.recall import bucket
 from bench.result import Figure
 from bench.vllm import PYTHON
+from bench.waiting import wait_until
 from commutator.config.kinds import config_converter
 from commutator.contract.tier import TierConfig
 from commutator.plugins import load_plugins
@@ -113,12 +114,10 @@ def ask(url: str, prompt: Sequence[int]) -> tuple[float, int]:
 
 def settle(url: str) -> None:
     """Until no block is on its way to a tier any more: vLLM counts it as used so long."""
-    until_s = time.monotonic() + SETTLED_S
-    while time.monotonic() < until_s:
-        if re.search(r"^vllm:kv_cache_usage_perc\S* 0\.0$", call(f"{url}/metrics"), re.MULTILINE):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"blocks are still held after {SETTLED_S:g} s")
+    none_held = re.compile(r"^vllm:kv_cache_usage_perc\S* 0\.0$", re.MULTILINE)
+    wait_until(
+        lambda: none_held.search(call(f"{url}/metrics")) is not None, "stores to end", SETTLED_S
+    )
 
 
 def call(url: str, body: bytes | None = None) -> str:

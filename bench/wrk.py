@@ -35,11 +35,11 @@ class Measured:
 
 @frozen
 class ChatLoad:
-    """So many streaming chats at the same time, with prompts of every kind of text."""
+    """Streaming chats, ``concurrency`` at a time, with prompts of every kind of text."""
 
     model: str
     words: int
-    """Each prompt is as long as so many; its beginning is shared, see ``bench.prompts``."""
+    """Of each prompt; its beginning is shared, see ``bench.prompts``."""
     prefixes: int
     tokens: int
     """Of each answer."""

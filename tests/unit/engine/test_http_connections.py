@@ -289,8 +289,9 @@ async def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("commutator.engine.http.start_connection", hang)
     monkeypatch.setattr("commutator.engine.http._CONNECT_S", 0.01)
     async with client_of("http://127.0.0.1:9") as client:
-        with pytest.raises(EngineUnavailableError, match=r"no answer$"):
-            await ask(client)
+        for asking in (ask(client), client.ask("/health")):
+            with pytest.raises(EngineUnavailableError, match=r"no answer$"):
+                await asking
 
 
 @pytest.mark.security
@@ -300,9 +301,10 @@ async def test_tls_to_a_server_of_ones_own(tmp_path: Path, monkeypatch: pytest.M
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert_file, files.key_file)
     async with serving(RawServer(), context) as server, client_of(server.url) as client:
-        with pytest.raises(EngineUnavailableError, match="cannot be reached: TLS failed: ") as no:
-            await ask(client)
-        assert "certificate" in str(no.value)
+        for asking in (ask(client), client.ask("/health")):
+            with pytest.raises(EngineUnavailableError, match="be reached: TLS failed: ") as no:
+                await asking
+            assert "certificate" in str(no.value)
         assert not server.requests
         monkeypatch.setattr(
             "commutator.engine.http._system_trust", lambda: authorities.context(None)

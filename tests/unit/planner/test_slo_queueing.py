@@ -14,7 +14,6 @@ from commutator_slo.policy import Slo, SloConfig, need
 from commutator_slo.queueing import (
     Stream,
     decode_rate,
-    largest_utilisation,
     mean_wait_s,
     running_requests,
     step_time_s,
@@ -43,32 +42,12 @@ def test_one_worker_is_an_m_d_1_queue(rate: float, ttft_s: float) -> None:
     assert PROMPT_S + wait_s == pytest.approx(ttft_s)
 
 
-@pytest.mark.parametrize(
-    ("workers", "utilisation"), [(1, 0.400), (2, 0.623), (4, 0.781), (8, 0.877), (16, 0.933)]
-)
-def test_more_workers_may_be_busier(workers: int, utilisation: float) -> None:
-    """Vector V5."""
-    found = largest_utilisation(workers, PROMPT_S, 0.5, arrival_cv2=1, service_cv2=0)
-    assert found == pytest.approx(utilisation, abs=0.0005)
-
-
-def test_the_largest_rate_of_one_worker_is_far_below_its_throughput() -> None:
-    """Vector V4: 2.5 times."""
-    rate = largest_utilisation(1, PROMPT_S, 0.5, arrival_cv2=1, service_cv2=0) / PROMPT_S
-    assert rate == pytest.approx(1.067, abs=0.001)
-    assert 2.5 * rate == pytest.approx(1 / PROMPT_S, rel=0.001)
-
-
 def test_regular_arrivals_wait_less() -> None:
     """Vector V5: Kingman's factor."""
     poisson, regular = (
         mean_wait_s(1, 0.9, 1.0, arrival_cv2=cv2, service_cv2=0.22) for cv2 in (1, 0.18)
     )
     assert [poisson, regular] == pytest.approx([5.5, 1.81], abs=0.02)
-
-
-def test_no_utilisation_reaches_a_target_below_one_prompt() -> None:
-    assert largest_utilisation(8, 1.125, 0.5, arrival_cv2=1, service_cv2=0) == 0
 
 
 def test_a_decode_worker_runs_as_many_as_its_steps_allow() -> None:

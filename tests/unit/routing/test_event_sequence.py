@@ -24,7 +24,6 @@ def test_a_new_connection_asks_for_everything() -> None:
     assert sequence.connected() == [Replay(1, 0)]
     assert sequence.on_replayed(1, 0, body(0)) == [Apply(body(0))]
     assert sequence.on_replay_end(1) == []
-    assert not sequence.replaying
     assert sequence.on_live(1, body(1)) == [Apply(body(1))]
 
 

@@ -14,7 +14,7 @@ from commutator.contract.block import (
     CacheLevel,
     cache_level,
 )
-from commutator.contract.routing import Overlap, WorkerRank, best_rank
+from commutator.contract.routing import Overlap, WorkerRank
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.index import PrefixIndex, RankBlocks
 from commutator.routing.prefix_index.snapshot import IndexFormat
@@ -363,17 +363,6 @@ def test_hashes_can_be_stored_without_events() -> None:
 def test_indexes_of_one_block_size_understand_each_other() -> None:
     assert IndexFormat.of(SIZE) == IndexFormat.of(SIZE)
     assert IndexFormat.of(SIZE) != IndexFormat.of(2 * SIZE)
-
-
-def test_the_best_rank_holds_the_longest_prefix() -> None:
-    matches = {
-        WorkerRank("w0", 0): Overlap(device=3),
-        WorkerRank("w0", 1): Overlap(device=1, host=3),
-        WorkerRank("w0", 2): Overlap(device=2, host=2),
-        WorkerRank("w1", 0): Overlap(device=9),
-    }
-    assert best_rank(matches, "w0") == (2, Overlap(device=2, host=2))
-    assert best_rank(matches, "w9") == (0, Overlap())
 
 
 def test_memory_stays_bounded_under_prefix_churn() -> None:

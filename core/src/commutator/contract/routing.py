@@ -38,7 +38,6 @@ __all__ = [
     "Scorer",
     "WorkerLoad",
     "WorkerRank",
-    "best_rank",
     "on_device",
 ]
 
@@ -307,22 +306,6 @@ class WorkerRank(NamedTuple):
 def on_device(blocks: int) -> Overlap:
     """An overlap of ``blocks`` on the device; cached, as most overlaps are such."""
     return Overlap(device=blocks)
-
-
-def best_rank(matches: Mapping[WorkerRank, Overlap], worker_id: str) -> tuple[int, Overlap]:
-    """The rank of the worker with the longest prefix, and its overlap; rank 0 if none has one.
-
-    Of equally long prefixes the one with more blocks at faster levels wins.
-    """
-    best = (0, Overlap())
-    for (owner, rank), overlap in matches.items():
-        if owner == worker_id and _order(overlap) > _order(best[1]):
-            best = (rank, overlap)
-    return best
-
-
-def _order(overlap: Overlap) -> tuple[int, int, int, int]:
-    return overlap.blocks, overlap.device, overlap.host, overlap.disk
 
 
 @frozen(kw_only=True)

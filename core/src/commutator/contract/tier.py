@@ -114,7 +114,7 @@ class SlotGeometry:
     """For a tier with a key: the current one, and then those that are only read. Empty without."""
 
     def slots_in(self, capacity_bytes: int) -> int:
-        """The number of slots in so many bytes. Raises TierError when not one fits."""
+        """How many slots fit into ``capacity_bytes``. Raises TierError when not one does."""
         if capacity_bytes < self.slot_bytes:
             raise TierError(
                 f"a capacity of {capacity_bytes} bytes holds no block; "

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+P = TypeVar("P", bound=asyncio.Protocol)
 
 INSTANCE_HEADER = "Commutator-Instance"
 """The header with which a client names the instance of a worker that it means."""
@@ -136,11 +137,11 @@ class _Asking(Protocol):
     ) -> None: ...
 
 
-class _ClusterConnector(aiohttp.TCPConnector):
-    """Makes connections to relays of this cluster: no byte is sent to anyone else."""
+class _Connector(aiohttp.BaseConnector):
+    """Makes a session's connections as ``server`` makes its others."""
 
-    def __init__(self, server: HttpServer) -> None:
-        super().__init__(limit=0, keepalive_timeout=_IDLE_AT_RELAYS_S)
+    def __init__(self, server: HttpServer, keepalive_timeout_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_timeout_s)
         self._server = server
 
     async def _create_connection(
@@ -149,14 +150,12 @@ class _ClusterConnector(aiohttp.TCPConnector):
         traces: list[Any],
         timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
     ) -> Any:
-        protocol = await super()._create_connection(req, traces, timeout)
-        transport = cast(asyncio.Transport, protocol.transport)
         try:
-            self._server.identify(transport)
-        except TlsError as error:
-            protocol.close()
-            raise aiohttp.ClientConnectorError(req.connection_key, OSError(str(error))) from error
-        return protocol
+            return await self._server.connect(req.url, self._factory)
+        except TimeoutError:
+            raise  # aiohttp has an error of its own for it
+        except OSError as error:
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
 
 
 class HttpServer:
@@ -191,11 +190,8 @@ class HttpServer:
         self._answer_timeout_s = answer_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._heads: dict[str, str] = {}
-        self._connections = HttpConnections(
-            self.where,
-            self._connect,
-            IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S,
-        )
+        self._max_idle_s = IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S
+        self._connections = HttpConnections(self.where, self._connect, self._max_idle_s)
 
     def expect(self, record: WorkerRecord) -> None:
         """Let only the relay of this worker answer. Called before the first request."""
@@ -207,23 +203,14 @@ class HttpServer:
 
     def request(self, method: str, path: str, **options: Any) -> _Asking:
         """Send a request, as ``aiohttp.ClientSession.request`` does."""
-        if self._certificates is not None:
-            options["ssl"] = self._certificates.client  # renewed ones serve new connections
-        return self.session.request(method, self.url + path, **options)
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """Has no limit on connections or on the length of an answer."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_AT_ENGINES_S)
-                if self._certificates is None
-                else _ClusterConnector(self),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                connector=_Connector(self, self._max_idle_s),
+                timeout=aiohttp.ClientTimeout(total=None),
                 headers=self._headers,
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
             )
-        return self._session
+        return self._session.request(method, self.url + path, **options)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -310,39 +297,42 @@ class HttpServer:
         return f"POST {url.raw_path_qs} HTTP/1.1\r\n{lines}"
 
     async def _connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Make a connection, as the session does. Raises EngineUnavailableError."""
-        url, loop = URL(self.url), asyncio.get_running_loop()
-        host, context = url.raw_host or "", None
-        if self._certificates is not None:
-            context = self._certificates.client  # renewed ones serve new connections
-        elif url.scheme == "https":
-            context = _system_trust()
+        """Make a connection for ``post``. Raises EngineUnavailableError."""
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
-                sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
-                transport, _ = await loop.create_connection(
-                    protocol,
-                    sock=sock,
-                    ssl=context,
-                    server_hostname=None if context is None else host.rstrip("."),
-                )
+            await self.connect(URL(self.url), protocol)
         except TimeoutError as error:
             raise connection_error(self.where, error) from error
         except OSError as error:
             raise _unreachable(self.where, error) from error
+
+    async def connect(self, url: URL, protocol: Callable[[], P]) -> P:
+        """Make a connection: to this server, or where it redirects. Raises OSError.
+
+        In a cluster with certificates, only the relay of the worker's host gets a byte.
+        """
+        loop, host, context = asyncio.get_running_loop(), url.raw_host or "", None
         if self._certificates is not None:
+            context = self._certificates.client  # renewed ones serve new connections
+        elif url.scheme == "https":
+            context = _system_trust()
+        async with asyncio.timeout(_CONNECT_S):
+            found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
+            sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+            transport, made = await loop.create_connection(
+                protocol,
+                sock=sock,
+                ssl=context,
+                server_hostname=None if context is None else host.rstrip("."),
+            )
+        if self._certificates is not None:
+            gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
             try:
-                self.identify(transport)
+                gate.identify(transport)
             except TlsError as error:
                 transport.abort()
-                raise _unreachable(self.where, OSError(str(error))) from error
-
-    def identify(self, transport: asyncio.Transport) -> None:
-        """Check that the relay at the other end is that of the worker's host. Raises TlsError."""
-        gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
-        gate.identify(transport)
-        notice_loss(transport, urlsplit(self.url).hostname or "")
+                raise OSError(str(error)) from error
+            notice_loss(transport, host)
+        return made
 
     @asynccontextmanager
     async def forward(

@@ -225,11 +225,6 @@ class LiveFeed:
         self._loads: dict[str, EngineLoad] = {}
         self._asked = 0
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether hooks are listened to."""
-        return self._recorder is not None
-
     async def part(self) -> DoorPart:
         """What this process alone knows. For ``lease_s`` from now it records requests."""
         return self._part(await self._statuses())

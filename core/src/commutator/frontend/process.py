@@ -140,7 +140,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
-        tasks += [asyncio.create_task(one.run()) for one in (exchange,) if one is not None]
+        tasks += [] if exchange is None else [asyncio.create_task(exchange.run())]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(
             frontend,
@@ -156,9 +156,15 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        parts = (indexes.close, follower.close, dispatcher.close, loaded.host.stop, gate.stop)
-        for end_part in (*parts, registry.close):
-            await end_part()
+        for close in (
+            indexes.close,
+            follower.close,
+            dispatcher.close,
+            loaded.host.stop,
+            gate.stop,
+            registry.close,
+        ):
+            await close()
         if end_tracing is not None:
             await asyncio.to_thread(end_tracing)
 

@@ -137,10 +137,6 @@ class EventSequence:
             # No replay can show a restart of the engine, but a repeated message number can.
             self.live = self.position.sequence
 
-    @property
-    def replaying(self) -> bool:
-        return self._running
-
     def connected(self) -> list[Action]:
         """The connection is new: earlier messages were missed, perhaps of a restarted engine.
 

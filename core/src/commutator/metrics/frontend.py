@@ -347,7 +347,7 @@ class FrontendMetrics(Observer):
         self._duration_s.observe(duration_s, endpoint, model)
 
     def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
-        """A principal's request ended, with so many tokens."""
+        """A principal's request ended; ``prompt``, ``cached`` and ``generated`` are in tokens."""
         self._principal_usage.add(self._labels_of(principal), 1, prompt, cached, generated)
 
     def principal_refused(self, principal: str, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = [
     "move_blocks",
     "plan_batches",
     "shares",
+    "when_whole",
 ]
 
 BATCH_BYTES = 8 << 20
@@ -214,6 +215,28 @@ class BlockMoves:
                 self.results[index] = kind(f"block {index}: {why}, and never begun")
         self._under_way.clear()
         self._queue.clear()
+
+
+def when_whole(
+    owners: Sequence[int], on_done: Callable[[Sequence[int]], None]
+) -> Callable[[Sequence[int]], None]:
+    """An ``on_done`` of moves for one of blocks: called with those whose every move is done.
+
+    ``owners`` has the number of each move's block.
+    """
+    left = Counter(owners)
+
+    def moved(indices: Sequence[int]) -> None:
+        whole = []
+        for index in indices:
+            owner = owners[index]
+            left[owner] -= 1
+            if not left[owner]:
+                whole.append(owner)
+        if whole:
+            on_done(whole)
+
+    return moved
 
 
 def plan_batches(

@@ -206,35 +206,22 @@ class Planner:
         start_up_s = self._start_up_s(state)
         situation = self._situation(state, seen, start_up_s)
         warnings: list[str] = []
-        proposals: Mapping[Role, Proposal] = {}
-        cautious: Mapping[Role, Proposal] = {}
-        if seen.arrivals is None or seen.workers is None:
-            warnings.append("arrivals or workers are not known: the last plan stays")
-        else:
-            try:
-                proposals = self._policy.propose(situation)
-                cautious = self._policy.propose(self._cautiously(state, situation))
-                warnings += [one.warning for one in proposals.values() if one.warning]
-                cautious = {role: cautious[role] for role in situation.demands}
-                proposals = {role: proposals[role] for role in situation.demands}
-            except Exception as error:  # noqa: BLE001 - a policy's failure must not stop planning
-                problem = f"{type(error).__name__}: {error}"
-                warnings.append(f"the policy failed, the last plan stays: {problem}")
-                proposals, cautious = {}, {}
+        proposals, cautious = self._proposed(state, seen, situation, warnings)
         notes: dict[Role, list[str]] = {role: [] for role in self._performance}
         if state.reserve != 1:
             for lines in notes.values():
                 lines.append(f"reserve {state.reserve:.0%}")
         if proposals:
-            counts = self._limited(_counts(proposals), situation, notes, warnings)
+            needs = self._limited(_counts(proposals), situation, notes, warnings)
             silent: dict[Role, list[str]] = {role: [] for role in self._performance}
-            slow = self._limited(_counts(cautious), situation, silent, [])
+            cautious_needs = self._limited(_counts(cautious), situation, silent, [])
             desired: dict[Role, int] = {}
             roles = dict(state.roles)
-            for role in self._performance:
+            for role, notes_of_role in notes.items():
                 roles[role], desired[role] = self._hold(
-                    state, role, counts[role], slow[role], situation, start_up_s, notes[role]
-                )
+                    state, role, needs[role], cautious_needs[role], situation, start_up_s,
+                    notes_of_role,
+                )  # fmt: skip
             state = evolve(state, roles=roles)
         else:
             desired = {
@@ -421,6 +408,26 @@ class Planner:
             performance={role: one.speed.performance for role, one in state.roles.items()},
             supply={role: len(_supply(workers, role, start_up_s)) for role in self._performance},
         )
+
+    def _proposed(
+        self, state: PlannerState, seen: Observation, situation: Situation, warnings: list[str]
+    ) -> tuple[Mapping[Role, Proposal], Mapping[Role, Proposal]]:
+        """What the policy proposes, and what it proposes cautiously; empty: the last plan stays."""
+        if seen.arrivals is None or seen.workers is None:
+            warnings.append("arrivals or workers are not known: the last plan stays")
+            return {}, {}
+        try:
+            proposals = self._policy.propose(situation)
+            cautious = self._policy.propose(self._cautiously(state, situation))
+            warnings += [one.warning for one in proposals.values() if one.warning]
+            return (
+                {role: proposals[role] for role in situation.demands},
+                {role: cautious[role] for role in situation.demands},
+            )
+        except Exception as error:  # noqa: BLE001 - a policy's failure must not stop planning
+            problem = f"{type(error).__name__}: {error}"
+            warnings.append(f"the policy failed, the last plan stays: {problem}")
+            return {}, {}
 
     def _reserved(self, state: PlannerState, growth: float) -> float:
         """The growth to size for."""

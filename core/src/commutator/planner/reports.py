@@ -7,7 +7,7 @@ them. Each request arrives at one front door, and so counts once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -176,59 +176,71 @@ class DoorReports:
         for name, door in list(self._doors.items()):
             if now_s - door.heard_s > self._gone_s:
                 self.leave(name)
-        reports = [door.newest for door in self._doors.values()]
-        loads: dict[str, tuple[int, int]] = {}
-        cached: dict[str, int] = {}
-        waiting: Counter[Role] = Counter()
-        for report in reports:
-            waiting.update(report.waiting_tokens)
-            for worker, (requests, tokens) in report.loads.items():
-                before = loads.get(worker, (0, 0))
-                loads[worker] = before[0] + requests, before[1] + tokens
-            for worker, blocks in report.cached_blocks.items():
-                cached[worker] = max(blocks, cached.get(worker, 0))
-        waits = [one.oldest_wait_s for one in reports if one.oldest_wait_s is not None]
+        seen = _now([door.newest for door in self._doors.values()])
         silent = any(now_s - door.heard_s > self._silence_s for door in self._doors.values())
-        seen = Reported(
-            arrivals=None,
-            waiting_tokens=waiting,
-            waiting_requests=sum(one.waiting_requests for one in reports) if reports else None,
-            oldest_wait_s=max(waits, default=None),
-            loads=loads,
-            cached_blocks=cached,
-        )
-        if silent or not reports:
+        if silent or not self._doors:
             return seen
         doors = [*self._doors.values(), *self._left]
         self._left = []
-        answers = sum(one.newest.answers - one.counted.answers for one in doors)
-        firsts = sum(one.newest.first_tokens - one.counted.first_tokens for one in doors)
-        tokens = sum(one.newest.answer_tokens - one.counted.answer_tokens for one in doors)
-        itl = sum(one.newest.answers_in_time - one.counted.answers_in_time for one in doors)
-        ttft = sum(
-            one.newest.first_tokens_in_time - one.counted.first_tokens_in_time for one in doors
-        )
-        arrived: dict[Role, list[RoleCounts]] = {}
-        measured = _measured(doors)
-        arms: dict[int, tuple[ArmCounts, ArmCounts]] = {}
-        nothing = RoleCounts()
-        for one in doors:
-            so_far = arms.get(one.newest.trial, (ArmCounts(), ArmCounts()))
-            ended = _arms_since(one.newest, one.counted)
-            arms[one.newest.trial] = so_far[0] + ended[0], so_far[1] + ended[1]
-            for role, counts in one.newest.arrived.items():
-                new = counts.since(one.counted.arrived.get(role, nothing))
-                arrived.setdefault(role, []).append(new)
-            one.counted = one.newest
-        return evolve(
-            seen,
-            arrivals={role: _merged(counts) for role, counts in arrived.items()},
-            output_tokens=tokens / answers if answers else None,
-            attained_ttft=ttft / firsts if firsts else None,
-            attained_itl=itl / answers if answers else None,
-            measured=measured,
-            arms=arms,
-        )
+        seen = _counted(seen, doors)
+        for door in doors:
+            door.counted = door.newest
+        return seen
+
+
+def _now(reports: Sequence[DoorReport]) -> Reported:
+    """What the front doors see now."""
+    loads: dict[str, tuple[int, int]] = {}
+    cached: dict[str, int] = {}
+    waiting: Counter[Role] = Counter()
+    for report in reports:
+        waiting.update(report.waiting_tokens)
+        for worker, (requests, tokens) in report.loads.items():
+            before = loads.get(worker, (0, 0))
+            loads[worker] = before[0] + requests, before[1] + tokens
+        for worker, blocks in report.cached_blocks.items():
+            cached[worker] = max(blocks, cached.get(worker, 0))
+    waits = [one.oldest_wait_s for one in reports if one.oldest_wait_s is not None]
+    return Reported(
+        arrivals=None,
+        waiting_tokens=waiting,
+        waiting_requests=sum(one.waiting_requests for one in reports) if reports else None,
+        oldest_wait_s=max(waits, default=None),
+        loads=loads,
+        cached_blocks=cached,
+    )
+
+
+def _counted(seen: Reported, doors: Sequence[_Door]) -> Reported:
+    """``seen``, and what the front doors have counted since it was last observed."""
+
+    def new(count: Callable[[DoorReport], int]) -> int:
+        return sum(count(door.newest) - count(door.counted) for door in doors)
+
+    answers, firsts = new(lambda one: one.answers), new(lambda one: one.first_tokens)
+    arrived: dict[Role, list[RoleCounts]] = {}
+    arms: dict[int, tuple[ArmCounts, ArmCounts]] = {}
+    nothing = RoleCounts()
+    for door in doors:
+        before, tried = arms.get(door.newest.trial, (ArmCounts(), ArmCounts()))
+        ended = _arms_since(door.newest, door.counted)
+        arms[door.newest.trial] = before + ended[0], tried + ended[1]
+        for role, counts in door.newest.arrived.items():
+            added = counts.since(door.counted.arrived.get(role, nothing))
+            arrived.setdefault(role, []).append(added)
+
+    def ratio(part: int, whole: int) -> float | None:
+        return part / whole if whole else None
+
+    return evolve(
+        seen,
+        arrivals={role: _merged(counts) for role, counts in arrived.items()},
+        output_tokens=ratio(new(lambda one: one.answer_tokens), answers),
+        attained_ttft=ratio(new(lambda one: one.first_tokens_in_time), firsts),
+        attained_itl=ratio(new(lambda one: one.answers_in_time), answers),
+        measured=_measured(doors),
+        arms=arms,
+    )
 
 
 def _measured(doors: Sequence[_Door]) -> Mapping[Role, Mapping[int, SampleSums]]:

@@ -260,18 +260,8 @@ class Supervisor:
         server.unready = fleet.unready
         planning: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None and isinstance(fleet, Fleet):
-            name = self._config.cluster.host.name or ""
-            claim = Claim(PLANNER, address, registry, self._config.runtime.lease_s, host=name)
-            live = LivePlanner(
-                make_planner(self._config, planner, self._loaded.host),
-                planner,
-                fleet,
-                reports,
-                lambda: claim.held,
-                clock,
-                learned=self._learned_file(planner),
-                tuning=self._make_tuning(planner.tuning),
-            )
+            claim = self._claim(PLANNER, address, registry)
+            live = self._make_planner(planner, fleet, reports, claim, clock)
             server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
             planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
         shared, claiming = await self._share(registry, ledger)
@@ -291,10 +281,34 @@ class Supervisor:
                 await self._agents.close()
                 log.info("the workers stay where they run; `commutator down` stops them")
             await bus.close()
-            for one in (server, shared):
-                if one is not None:
-                    await one.stop()
+            await server.stop()
+            if shared is not None:
+                await shared.stop()
             await registry.close()
+
+    def _claim(self, name: str, address: str, registry: Registry) -> Claim:
+        """A claim of this host to do what ``name`` says, for all of the cluster."""
+        host = self._config.cluster.host.name or ""
+        return Claim(name, address, registry, self._config.runtime.lease_s, host=host)
+
+    def _make_planner(
+        self,
+        planner: PlannerConfig,
+        fleet: Fleet,
+        reports: DoorReports,
+        claim: Claim,
+        clock: Callable[[], float],
+    ) -> LivePlanner:
+        return LivePlanner(
+            make_planner(self._config, planner, self._loaded.host),
+            planner,
+            fleet,
+            reports,
+            lambda: claim.held,
+            clock,
+            learned=self._learned_file(planner),
+            tuning=self._make_tuning(planner.tuning),
+        )
 
     def _make_tuning(self, tuning: TuningConfig) -> LiveTuning | None:
         if tuning.mode == "off":
@@ -403,8 +417,7 @@ class Supervisor:
             # This process is the registry, so nobody else launches.
             settle_s = _SETTLE_LEASES * self._config.runtime.lease_s
             return PlacedFleet(launcher, registry, workers, lambda: True, settle_s=settle_s), []
-        name = self._config.cluster.host.name or ""
-        claim = Claim(LAUNCHER, address, registry, self._config.runtime.lease_s, host=name)
+        claim = self._claim(LAUNCHER, address, registry)
         fleet = PlacedFleet(launcher, registry, workers, lambda: claim.held)
         return fleet, [asyncio.create_task(claim.run())]
 

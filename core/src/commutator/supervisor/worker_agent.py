@@ -101,7 +101,6 @@ class WorkerAgent:
         """Set while its process runs and is registered."""
         self._spec = spec
         self._lease_s = runtime.lease_s
-        self._runtime = runtime
         self._backoff = Backoff(runtime.restart_backoff_s, runtime.restart_backoff_max_s)
         self._registry = registry
         self._lease_id: int | None = None
@@ -245,8 +244,7 @@ class WorkerAgent:
                 await process.stop(_STOP_GRACE_S)
             return Ended(reason, time.monotonic() - started_s)
 
-        backoff = Backoff(self._runtime.restart_backoff_s, self._runtime.restart_backoff_max_s)
-        return address, asyncio.create_task(keep_running(name, once, backoff))
+        return address, asyncio.create_task(keep_running(name, once, self._backoff))
 
     async def _until_relayed(self, address: str) -> None:
         """Return when front doors can reach the engine."""

@@ -245,8 +245,8 @@ class Ledger:
     """The accounts of all principals with limits, for one front door or several.
 
     A door numbers its tickets itself: each is for one request, or for several. Accounts are
-    forgotten a minute after their last request; what is kept for longer is one number for each
-    principal with a limit for the day that sent a request on this day.
+    forgotten a minute after their last request, except for the tokens of the day, one number for
+    each principal with a limit for the day.
     """
 
     def __init__(self) -> None:
@@ -471,7 +471,7 @@ class Ledger:
     def _refused(
         self, account: _Usage, principal: str, limits: Limits, tokens: int, now: Moment
     ) -> tuple[LimitName, float | None] | None:
-        """The limit that stands against a request for the longest time, and that time."""
+        """The limit that refuses a request for the longest time, and that time; None: for ever."""
         now_s = now.monotonic_s
         found: list[tuple[LimitName, float | None]] = []
         most = limits.requests_per_minute

@@ -348,8 +348,7 @@ class LocalLimiter(RequestLimiter):
         if hub is None:
             self.ready.set()
         else:
-            self._link = _Link(hub, door, self._on_frame, lambda: None)
-            self._link.on_open = self._opened
+            self._link = _Link(hub, door, list, self._on_frame, self._on_lost)
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
@@ -387,9 +386,8 @@ class LocalLimiter(RequestLimiter):
             group.create_task(self._link.run())
             group.create_task(self._copy(self._link))
 
-    def _opened(self) -> list[tuple[int, int]]:
+    def _on_lost(self) -> None:
         self._copied = False
-        return []
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
@@ -432,8 +430,7 @@ class SharedLimiter(RequestLimiter):
 
     def __init__(self, door: str, hub: Hub) -> None:
         super().__init__(_loop_time_s)
-        self._link = _Link(hub, door, self._on_frame, self._on_lost)
-        self._link.on_open = self._opened
+        self._link = _Link(hub, door, self._tickets_left, self._on_frame, self._on_lost)
         self._questions: dict[int, _Question] = {}
         self._renewing: asyncio.TimerHandle | None = None
 
@@ -513,7 +510,7 @@ class SharedLimiter(RequestLimiter):
         if self._link.connection is not None:
             self._link.connection.send([SERVICE, "returned", principal])
 
-    def _opened(self) -> list[tuple[int, int]]:
+    def _tickets_left(self) -> list[tuple[int, int]]:
         return [(ticket.number, ticket.left) for ticket in self._tickets.values()]
 
     def _on_frame(self, frame: list[Any]) -> None:
@@ -600,16 +597,17 @@ class _Link:
         self,
         hub: Hub,
         door: str,
+        tickets: Callable[[], list[tuple[int, int]]],
         on_frame: Callable[[list[Any]], None],
         on_lost: Callable[[], None],
     ) -> None:
+        """``tickets`` returns their numbers, and how many requests of each are left."""
         self.connection: FrameProtocol | None = None
         """None while the ledger cannot be reached."""
-        self.on_open: Callable[[], list[tuple[int, int]]] = list
-        """Returns the numbers of the tickets, and how many requests of each are left."""
         self._hub = hub
         self._door = door
         self._incarnation = uuid4().hex
+        self._tickets = tickets
         self._on_frame = on_frame
         self._on_lost = on_lost
 
@@ -625,7 +623,7 @@ class _Link:
                 backoff = _RECONNECT
                 try:
                     connection.send(
-                        [SERVICE, "open", self._door, self._incarnation, self.on_open()]
+                        [SERVICE, "open", self._door, self._incarnation, self._tickets()]
                     )
                     self.connection = connection
                     await lost.wait()

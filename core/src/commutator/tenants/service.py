@@ -17,10 +17,9 @@ A door opens first on each connection. Several doors ask for a request (``admit`
 end (``settle``). A door that asks often may be given a ticket for later requests, of the number
 after the one that it asks for. It can be used in the second in which it was charged, and the door
 settles what it does not use of it. As a second begins, the door asks for the next ones of all its
-principals (``ahead``). Before a principal is refused for what lies unused elsewhere,
-that is recalled. One door alone decides by itself, and copies here
-what changed in its accounts (``changes``), so that a door that takes its place begins where it
-ended.
+principals (``ahead``). Before a principal is refused, tickets that other doors have not used are
+recalled. One door alone decides by itself, and copies here what changed in its accounts
+(``changes``), so that a door that takes its place begins where it ended.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def unpack_answer(standing: Any, limit: Any, retry_after_s: Any) -> Standing | R
 
 @define(eq=False)
 class _Question:
-    """A request that would be refused, unless what lies unused elsewhere makes room for it."""
+    """A request that would be refused, unless unused tickets of other doors make room for it."""
 
     decide: Callable[[], None]
     waits_for: set[_Connection]

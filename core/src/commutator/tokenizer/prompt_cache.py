@@ -28,14 +28,14 @@ _SHORTEST_CHUNK = 200
 # average is tokenized again by a prompt that goes on from there.
 _LEAST_NEW_CHARACTERS = 800
 
-# A node holds at most so many chunks, so that the end of a long prompt can go before its beginning.
+# Most chunks in a node, so that the end of a long prompt can go before its beginning.
 _NODE_CHUNKS = 64
 
 # A node without its texts and numbers.
 _NODE_BYTES = 700
 _TOKEN_BYTES = 4
 
-# One prompt in so many is also tokenized as a whole, by tokenizers itself.
+# One prompt in this number is also tokenized as a whole, by tokenizers itself.
 _CHECK_EVERY = 1_000
 
 # Characters between two places where a thread may turn to other work. By ``tokenizers`` itself,

@@ -118,11 +118,11 @@ class TierExecutor:
 
     def _connect(self, opened: OpenedTier) -> None:
         setup, tier = self.setup, self.setup.tier
-        backends = {tier.backend: dict(opened.backend_parameters)}
-        local_parameters = backends.setdefault(LOCAL_BACKEND, {})
+        backends = {tier.backend: opened.backend_parameters}
+        # A connection to a peer must notice the peer's end, which GPU_COPIES leaves out.
         on_gpu = self._arena.memory is Memory.VRAM
-        if on_gpu and not tier.asks_peers:
-            backends[LOCAL_BACKEND] = {**GPU_COPIES, **local_parameters}
+        copies = GPU_COPIES if on_gpu and not tier.asks_peers else {}
+        backends[LOCAL_BACKEND] = {**copies, **backends.get(LOCAL_BACKEND, {})}
         scratch = self._scratch.arena
         arenas: list[Arena] = [self._arena, scratch]
         local = [region for arena in arenas for region in arena.regions]
@@ -137,13 +137,13 @@ class TierExecutor:
                 # Storage reaches GPU memory only through staging memory.
                 fit = [r for r in local if backend == LOCAL_BACKEND or r.memory is Memory.DRAM]
                 agent.register(fit, backend)
-        lanes, mover = list(self._agents), self._agents[0]
+        lanes, copying = list(self._agents), self._agents[0]
         if on_gpu and tier.asks_peers:
-            mover = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: GPU_COPIES})
-            self._agents.append(mover)
-            mover.register(local, LOCAL_BACKEND)
+            copying = TransferAgent(f"{self.agent_name}-local", {LOCAL_BACKEND: GPU_COPIES})
+            self._agents.append(copying)
+            copying.register(local, LOCAL_BACKEND)
         self._engine, self._memory = (
-            build_io(setup, lanes, mover, arena, self._staging, self._budget, self._bandwidth)
+            build_io(setup, lanes, copying, arena, self._staging, self._budget, self._bandwidth)
             for arena in arenas
         )
 

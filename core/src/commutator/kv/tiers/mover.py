@@ -12,7 +12,7 @@ from commutator.errors import TransferError, TransferTimeoutError
 from commutator.kv.arena import Arena, BlockArena
 from commutator.kv.tiers.block_io import IoContext
 from commutator.nixl.agent import TransferAgent
-from commutator.nixl.moves import BlockMove, lanes_worth, move_blocks, shares
+from commutator.nixl.moves import BlockMove, lanes_worth, move_blocks, shares, when_whole
 
 __all__ = ["LocalMover", "TierMover"]
 
@@ -79,7 +79,7 @@ class TierMover:
         for peer, positions in self._by_peer(pieces).items():
             errors = self._move_with(
                 peer, direction, [pieces[position] for position in positions], context,
-                _of(positions, on_moved),
+                _renumbered(positions, on_moved),
             )  # fmt: skip
             for position, found in zip(positions, errors, strict=True):
                 results[position] = next(filter(None, found), None)
@@ -129,7 +129,7 @@ class TierMover:
             for part in left:
                 errors[part.start : part.stop] = self._move_blocks(
                     agent, direction, blocks[part.start : part.stop], peer, context,
-                    _of(part, on_moved),
+                    _renumbered(part, on_moved),
                 )  # fmt: skip
 
         others = [self._lanes.submit(work, agent) for agent in self._agents[1:lanes]]
@@ -169,18 +169,8 @@ class TierMover:
             found = self._move(agent, direction, moves, peer, context, on_moved)
             return [(error,) for error in found]
         owners = [number for number, block in enumerate(blocks) for _ in block]
-        left = [len(block) for block in blocks]
-
-        def arrived(indices: Sequence[int]) -> None:
-            whole = []
-            for index in indices:
-                left[owners[index]] -= 1
-                if not left[owners[index]]:
-                    whole.append(owners[index])
-            if whole:
-                on_moved(whole)
-
-        errors = iter(self._move(agent, direction, moves, peer, context, arrived))
+        on_done = when_whole(owners, on_moved)
+        errors = iter(self._move(agent, direction, moves, peer, context, on_done))
         return [[next(errors) for _ in block] for block in blocks]
 
     def _move(
@@ -289,7 +279,7 @@ def _pairs(pieces: Sequence[Span], whole: Span) -> Iterator[tuple[Span, Span]]:
         address += piece.size_bytes
 
 
-def _of(
+def _renumbered(
     positions: Sequence[int], on_moved: Callable[[Sequence[int]], None]
 ) -> Callable[[Sequence[int]], None]:
     """``on_moved`` for a caller that numbers only the blocks in ``positions``."""

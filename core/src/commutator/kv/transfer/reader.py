@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import xxhash
@@ -20,7 +21,14 @@ from commutator.kv.arena import BlockArena, bytes_at, checksum
 from commutator.kv.transfer.geometry import BlockShapes
 from commutator.kv.transfer.protocol import ExportedMemory, ReadyBlock
 from commutator.nixl.agent import TransferAgent
-from commutator.nixl.moves import BlockMove, BlockMoves, lane_names, lanes_worth, shares
+from commutator.nixl.moves import (
+    BlockMove,
+    BlockMoves,
+    lane_names,
+    lanes_worth,
+    shares,
+    when_whole,
+)
 from commutator.nixl.transfer import poll_pause_s
 
 __all__ = [
@@ -333,16 +341,6 @@ class _Lane:
             self._report(fetch)
             self._release(fetch)
             return
-        missing = [len(pieces) for pieces in plan.pieces]
-
-        def arrived(positions: Sequence[int]) -> None:
-            done = []
-            for position in positions:
-                missing[plan.owners[position]] -= 1
-                if not missing[plan.owners[position]]:
-                    done.append(plan.owners[position])
-            self._check(fetch, done)
-
         fetch.moving = BlockMoves(
             self._agent,
             Direction.READ,
@@ -352,7 +350,7 @@ class _Lane:
             backend=_BACKEND,
             timeout_s=fetch.deadline_s - time.monotonic(),
             peer=peer,
-            on_done=arrived,
+            on_done=when_whole(plan.owners, partial(self._check, fetch)),
             cancelled=lambda: fetch.cancelled,
             batch_bytes=_BATCH_BYTES,
             max_in_flight_bytes=2 * _BATCH_BYTES,

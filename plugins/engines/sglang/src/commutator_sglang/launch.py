@@ -190,7 +190,7 @@ def server_arguments(
     }
     if context.model.max_model_len is not None:
         added["--context-length"] = str(context.model.max_model_len)
-    if not given & {"--disable-radix-cache"}:
+    if "--disable-radix-cache" not in given:
         sockets = None if given & _EVENTS_AT_PORTS else event_sockets(context)
         at_ports = (f"tcp://{context.host}:{port}" for port in ports[:2])
         added["--kv-events-config"] = _events(*(sockets or at_ports))

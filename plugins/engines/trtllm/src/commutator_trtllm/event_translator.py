@@ -75,8 +75,6 @@ class EventTranslator:
     """How often events were missing; each time all blocks are forgotten."""
     restarts: int = 0
     """How often the server's event numbers started again."""
-    other_ranks: int = 0
-    """Number of events of ranks that are not followed."""
     _next: int | None = None
     _window: int = 0
     _levels: dict[int, int] = field(factory=dict)
@@ -99,7 +97,6 @@ class EventTranslator:
 
     def _translate(self, event: CacheEvent) -> Iterator[KvEvent]:
         if event.attention_dp_rank:
-            self.other_ranks += 1
             return
         if self._next is not None and event.event_id != self._next:
             self.restarts += event.event_id < self._next

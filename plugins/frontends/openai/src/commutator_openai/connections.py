@@ -43,7 +43,7 @@ _IPV6_PREFIX_BITS = 64
 
 
 def most_connections(wanted: int, descriptors: int | None = None) -> int:
-    """``wanted``, or fewer if the process may not open so many files.
+    """``wanted``, or as many as the limit of open files leaves room for, if that is less.
 
     Descriptors are left for workers, logs and probes. ``descriptors`` is the limit of the process.
     """

@@ -119,9 +119,7 @@ async def _serve(
                 logprobs=body.logprobs,
             )
             stated = _stated(body, plan)
-            asking = admit(exchange, plan.prompt_tokens, len(plan.requests), stated)
-            if asking is not None:
-                await asking
+            await admit(exchange, plan.prompt_tokens, len(plan.requests), stated)
             async with Generation(
                 services.dispatcher,
                 services.metrics,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
 from multidict import istr
 
-from commutator.frontend import MeteredRequest, Standing
+from commutator.frontend import Standing
 from commutator_openai.middleware import Exchange
 
 __all__ = [
@@ -37,34 +37,20 @@ _MAX_TOKENS = 1 << 31
 _WITHOUT_ANSWER = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})
 
 
-def admit(
+async def admit(
     exchange: Exchange, prompt_tokens: int, answers: int, max_tokens: int | None
-) -> Awaitable[None] | None:
+) -> None:
     """Charge the request, and note the headers that say how far its principal is from its limits.
 
-    ``max_tokens`` is that of each answer as the client stated it. Returns what to wait for, which
-    raises RateLimitError, or RegistryError when the limits cannot be checked. None: nothing; most
-    requests with limits are charged ahead.
+    ``max_tokens`` is that of each answer as the client stated it. Raises RateLimitError, or
+    RegistryError when the limits cannot be checked.
     """
     metered = exchange.metered
     if metered is None:
-        return None
-    if not metered.admit_ahead(prompt_tokens, answers, max_tokens):
-        return _admit(exchange, metered, prompt_tokens, answers, max_tokens)
-    assert metered.standing is not None
-    add_rate_limit_headers(exchange.headers, metered.standing)
-    return None
-
-
-async def _admit(
-    exchange: Exchange,
-    metered: MeteredRequest,
-    prompt_tokens: int,
-    answers: int,
-    max_tokens: int | None,
-) -> None:
+        return
     try:
-        await metered.admit(prompt_tokens, answers, max_tokens)
+        if not metered.admit_ahead(prompt_tokens, answers, max_tokens):
+            await metered.admit(prompt_tokens, answers, max_tokens)
     finally:
         if metered.standing is not None:
             add_rate_limit_headers(exchange.headers, metered.standing)

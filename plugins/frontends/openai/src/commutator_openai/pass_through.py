@@ -158,9 +158,7 @@ async def pass_through(
         ),
     )
     prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
-    asking = admit(exchange, prompt_tokens, *stated_answers(request.path, body))
-    if asking is not None:
-        await asking
+    await admit(exchange, prompt_tokens, *stated_answers(request.path, body))
     user = body.get("user")
     asked = caller(
         request, user=user if isinstance(user, str) else None, session_id=_session_id(body)

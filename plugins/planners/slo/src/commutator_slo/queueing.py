@@ -18,7 +18,6 @@ __all__ = [
     "Queue",
     "Stream",
     "decode_rate",
-    "largest_utilisation",
     "mean_wait_s",
     "running_requests",
     "smallest",
@@ -42,22 +41,6 @@ def mean_wait_s(
         return math.inf
     busy = _all_busy(servers, utilisation)
     return (arrival_cv2 + service_cv2) / 2 * service_s * busy / (servers * (1 - utilisation))
-
-
-def largest_utilisation(
-    servers: int, service_s: float, target_s: float, *, arrival_cv2: float, service_cv2: float
-) -> float:
-    """The utilisation at which the mean time in the system is ``target_s``; 0 if there is none."""
-    if service_s >= target_s:
-        return 0.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        wait_s = mean_wait_s(
-            servers, middle, service_s, arrival_cv2=arrival_cv2, service_cv2=service_cv2
-        )
-        low, high = (middle, high) if service_s + wait_s <= target_s else (low, middle)
-    return low
 
 
 @frozen(kw_only=True)
@@ -85,11 +68,17 @@ class Queue:
         if utilisation >= 1:
             return 1.0
         squares = sum(weight * s * s for s, weight in self.services_s.items()) / total
-        variation = self.arrival_cv2 + squares / mean_s**2 - 1
         busy = _all_busy(self.servers, utilisation)
-        tail_s = variation / 2 * mean_s / (self.servers * (1 - utilisation))
-        if tail_s <= 0:
+        wait_s = mean_wait_s(
+            self.servers,
+            utilisation,
+            mean_s,
+            arrival_cv2=self.arrival_cv2,
+            service_cv2=squares / mean_s**2 - 1,
+        )
+        if wait_s <= 0:
             return 0.0
+        tail_s = wait_s / busy
         return sum(
             weight / total * busy * math.exp(-max(target_s - s, _LEAST_SLACK * target_s) / tail_s)
             for s, weight in self.services_s.items()

@@ -206,7 +206,7 @@ class S3Tier(SlotTier):
         return 0 < size_bytes <= self._slot_bytes
 
     def _list(self, bucket: Bucket, most: int) -> list[StoredBlock]:
-        """Blocks among the first ``most`` objects of each folder, at most so many."""
+        """Up to ``most`` blocks, from the first ``most`` objects of each folder."""
         known: dict[BlockKey, StoredBlock] = {}
         for folder in self._folders if most else ():
             for name, size_bytes in bucket.listing(f"{folder.path}/", most):

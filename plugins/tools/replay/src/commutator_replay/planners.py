@@ -57,7 +57,7 @@ BEST = "best"
 _OF_A_ROLE = frozenset({"name", "role", "replicas"})
 _KNOBS_TRIED = 8
 _MOST_MARGIN = 8.0
-"""For schedules: nothing needs more than so many square roots of its work beside the work."""
+"""For schedules: the most workers beyond the work, in square roots of the work."""
 
 
 @frozen
@@ -233,7 +233,7 @@ class PlannedReplays:
         return evolve(report, tuning=tuning.steps, tuned=tuning.values)
 
     def fixed(self, workers: int, trace: Sequence[TraceRequest]) -> PlanReport:
-        """Replay with so many workers, whatever bounds and budget say."""
+        """Replay with a constant number of ``workers``, whatever bounds and budget say."""
         makers, performance = self._roles()
         (role,) = performance
         bounds = evolve(self.config.bounds, **{role.value: (workers, workers)})

@@ -141,7 +141,7 @@ def expected_rate(
 def _decode_rate(
     load: Load, prompt_tokens: float, performance: EnginePerformance, itl_s: float
 ) -> float:
-    """Of one worker that computes so many prompt tokens of each request itself."""
+    """Requests a second of one worker that computes ``prompt_tokens`` of each request itself."""
     tokens = max(1.0, load.output_tokens)
     work_s = max(1e-9, performance.work_s(prompt_tokens, tokens))
     most = max(1.0, (itl_s - performance.step_s) * tokens / work_s)

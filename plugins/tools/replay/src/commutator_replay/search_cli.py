@@ -109,7 +109,7 @@ def search(
 
 
 def layouts(workers: int, policies: Iterable[str]) -> list[Layout]:
-    """All placements of so many workers."""
+    """All placements of ``workers`` workers, with each of the ``policies``."""
     split = [
         Layout(workers - prefill, prefill, policy)
         for policy, prefill in product(policies, range(1, workers))
