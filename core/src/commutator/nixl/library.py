@@ -106,12 +106,14 @@ _UNLISTED = {
 def _with_defaults(backend: str, parameters: Mapping[str, str]) -> dict[str, str]:
     if backend != "UCX":
         return dict(parameters)
-    # By default UCX spins while NIXL's progress thread waits for a copy within this process, which
-    # keeps a second core busy during the copy.
-    options = ["USE_MT_MUTEX=y"]
-    # By default UCX reads another process's GPU memory by TCP, at 0.5 GB/s on an H100, unless
-    # NVLink joins GPUs, also where both processes use one GPU.
-    options.append("CUDA_IPC_ENABLE_GET_ZCOPY=on")
+    options = [
+        # By default UCX spins while NIXL's progress thread waits for a copy within this process,
+        # which keeps a second core busy during the copy.
+        "USE_MT_MUTEX=y",
+        # By default UCX reads another process's GPU memory by TCP, at 0.5 GB/s on an H100, unless
+        # NVLink joins GPUs, also where both processes use one GPU.
+        "CUDA_IPC_ENABLE_GET_ZCOPY=on",
+    ]
     if not os.environ.get("UCX_NET_DEVICES"):
         # UCX listens on every interface by default, and over TCP it writes to whatever address a
         # packet names, without a check of who sent it.
