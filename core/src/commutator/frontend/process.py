@@ -35,7 +35,11 @@ from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.recording import TraceRecorder
 from commutator.frontend.services import FrontendServices
-from commutator.launcher.child import calm_garbage_collector, raise_descriptor_limit
+from commutator.launcher.child import (
+    calm_garbage_collector,
+    raise_descriptor_limit,
+    use_huge_pages,
+)
 from commutator.plugins import PluginHost
 from commutator.registry.claims import workers_only
 from commutator.registry.client import RegistryClient
@@ -140,6 +144,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
+        log.debug("%d MiB are in huge pages", use_huge_pages() >> 20)
         tasks += [] if exchange is None else [asyncio.create_task(exchange.run())]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(

@@ -1,11 +1,13 @@
-"""Set-up of our processes: log level, garbage collector, open files; why one could not start."""
+"""Set-up of our processes: log level, memory, open files; why one could not start."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,7 @@ __all__ = [
     "raise_descriptor_limit",
     "report_start_failure",
     "take_start_failure",
+    "use_huge_pages",
 ]
 
 LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
@@ -65,6 +68,45 @@ def calm_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
+
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_MEMORY_MAPS = Path("/proc/self/maps")
+_HEAP = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ 0 +(\[heap\])?\n")
+"""A line about private memory that is not of a file."""
+
+
+def use_huge_pages() -> int:
+    """Move the heap, as it is now, to pages of 2 MiB; returns the bytes that were moved.
+
+    A request needs objects from all over some tens of MiB, and with pages of 4 KiB a tenth of its
+    time goes to finding where they are. Call it once all lasting objects exist. Memory between
+    them comes into use, so a process that reserves much more than it uses must not call it.
+
+    Linux 6.1 and later move the pages even where processes have to ask for huge ones; elsewhere,
+    and where there is too little memory, nothing happens.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return sum(
+        _HUGE_PAGE_BYTES
+        for address in _whole_huge_pages()
+        if madvise(address, _HUGE_PAGE_BYTES, _MADV_COLLAPSE) == 0
+    )
+
+
+def _whole_huge_pages() -> Iterator[int]:
+    """The address of each piece of the heap that a huge page could hold."""
+    try:
+        lines = _MEMORY_MAPS.read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        if (found := _HEAP.fullmatch(line)) is not None:
+            first = -(-int(found[1], 16) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+            last = int(found[2], 16) - _HUGE_PAGE_BYTES
+            yield from range(first, last + 1, _HUGE_PAGE_BYTES)
 
 
 def raise_descriptor_limit() -> None:
