@@ -186,8 +186,11 @@ class KeyTable:
                 keys[digest] = _Known(principal, key.expires, expires_unix_s)
         return cls(keys)
 
-    def find(self, key: str, now_unix_s: float) -> Principal | None:
-        """Whose ``key`` it is, None for nobody's. Raises AuthenticationError for an expired one."""
+    def find(self, key: str, clock: Callable[[], float]) -> Principal | None:
+        """Whose ``key`` it is, None for nobody's. Raises AuthenticationError for an expired one.
+
+        ``clock`` gives seconds since 1970; it is asked for keys that expire.
+        """
         known = self._found.get(key)
         if known is None:
             if not _KEY.fullmatch(key):
@@ -196,7 +199,7 @@ class KeyTable:
             if known is None:
                 return None
             self._found[key] = known
-        if known.expires_unix_s is not None and now_unix_s >= known.expires_unix_s:
+        if known.expires_unix_s is not None and clock() >= known.expires_unix_s:
             raise AuthenticationError(
                 f"this API key expired on {known.expires}; ask its operator for another"
             )
@@ -249,7 +252,7 @@ class KeyAuthenticator(Authenticator):
         return None if credentials.bearer is None else self.known(credentials.bearer)
 
     def known(self, bearer: str) -> Principal | None:
-        return self._table.find(bearer, self._clock())
+        return self._table.find(bearer, self._clock)
 
     async def look_at_file(self) -> bool:
         """Read the file if it changed since the last time; returns whether its keys now apply."""

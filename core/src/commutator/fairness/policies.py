@@ -64,10 +64,11 @@ class Weighted(FairnessPolicy):
 
     def arrived(self, flow: str | None, weight: float) -> None:
         counters, now = self._counters, self._virtual_time
-        if counters.get(flow, now) <= now:
+        counter = counters.get(flow)
+        if counter is None:
+            self._begin(flow, now)
+        elif counter < now:
             counters[flow] = now
-            if len(counters) > self._most:
-                self._forget()
 
     def admitted(self, flow: str | None) -> None:
         rank = self._counters.get(flow, 0.0)
@@ -76,14 +77,19 @@ class Weighted(FairnessPolicy):
     def charge(
         self, flow: str | None, weight: float, prompt_tokens: int, generated_tokens: int
     ) -> None:
-        cost = prompt_tokens + self.generated_token_weight * generated_tokens
-        counters = self._counters
-        counters[flow] = counters.get(flow, self._virtual_time) + cost / weight
-        if len(counters) > self._most:
-            self._forget()
+        cost = (prompt_tokens + self.generated_token_weight * generated_tokens) / weight
+        try:
+            self._counters[flow] += cost
+        except KeyError:
+            self._begin(flow, self._virtual_time + cost)
 
     def rank(self, flow: str | None) -> float:
         return self._counters.get(flow, self._virtual_time)
+
+    def _begin(self, flow: str | None, counter: float) -> None:
+        self._counters[flow] = counter
+        if len(self._counters) > self._most:
+            self._forget()
 
     def _forget(self) -> None:
         """Make the counters fewer, at no one's profit.

@@ -77,6 +77,8 @@ class Plan:
     """One for each answer; the answers to one prompt stand together."""
     sequence_hashes: tuple[Sequence[int] | None, ...]
     """For each answer the hashes of its prompt's blocks, if known."""
+    prompt_tokens: int
+    """Each prompt counts once."""
     rules: ChoiceRules
     answers_per_prompt: int
     echoes: tuple[str, ...] | None = None
@@ -84,13 +86,6 @@ class Plan:
     caller: Caller = UNKNOWN_CALLER
     migration_limit: int | None = None
     """How often an answer may change its worker; None leaves it to the configuration."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Each prompt counts once."""
-        if len(self.requests) == 1:
-            return len(self.requests[0].token_ids)
-        return sum(len(r.token_ids) for r in self.requests[:: self.answers_per_prompt])
 
 
 @frozen(kw_only=True)

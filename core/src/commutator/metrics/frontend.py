@@ -30,7 +30,7 @@ from commutator.metrics.collectors import (
     warning_metrics,
     worker_metrics,
 )
-from commutator.metrics.tallies import Counter, CounterGroup, Histogram
+from commutator.metrics.tallies import OTHER, Counter, CounterGroup, Histogram
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
@@ -47,7 +47,6 @@ __all__ = [
 
 _MAX_PRINCIPALS = 500
 """Each takes a handful of time series, and Prometheus keeps every one that it ever saw."""
-_OTHER = "other"
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _DURATION_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -267,7 +266,6 @@ class FrontendMetrics(Observer):
             "KV bytes of each hand-over by its time after the prefill; part of them went before.",
             buckets=_BANDWIDTH_BUCKETS,
         )
-        self._principals: dict[str, tuple[str]] = {}
         self._principal_usage = CounterGroup(
             (
                 "commutator_principal_requests",
@@ -281,6 +279,7 @@ class FrontendMetrics(Observer):
             ("commutator_principal_output_tokens", "Tokens generated for a principal."),
             labels=("principal",),
             registry=registry,
+            most=_MAX_PRINCIPALS,
         )
         self._principal_refusals = counter(
             "commutator_principal_refusals",
@@ -348,20 +347,12 @@ class FrontendMetrics(Observer):
 
     def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
         """A principal's request ended; ``prompt``, ``cached`` and ``generated`` are in tokens."""
-        self._principal_usage.add(self._labels_of(principal), 1, prompt, cached, generated)
+        self._principal_usage.add((principal,), 1, prompt, cached, generated)
 
     def principal_refused(self, principal: str, reason: str) -> None:
-        """``reason`` is a limit's name or an error's code."""
-        self._principal_refusals.add(1, *self._labels_of(principal), reason)
-
-    def _labels_of(self, principal: str) -> tuple[str]:
-        known = self._principals
-        labels = known.get(principal)
-        if labels is None:
-            if len(known) >= _MAX_PRINCIPALS:
-                return (_OTHER,)
-            labels = known[principal] = (principal,)
-        return labels
+        """After ``principal_done``; ``reason`` is a limit's name or an error's code."""
+        is_counted = (principal,) in self._principal_usage.sums()
+        self._principal_refusals.add(1, principal if is_counted else OTHER, reason)
 
     def routed(self, model: str, route: Route) -> None:
         """One decision: its time, and blocks of prompt reused and not reused, if looked up."""

@@ -6,6 +6,7 @@ look the same to who scrapes them.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from bisect import bisect_left
@@ -19,12 +20,16 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 __all__ = [
+    "OTHER",
     "Counter",
     "CounterGroup",
     "Histogram",
 ]
 
 Labels = tuple[str, ...]
+
+OTHER = "other"
+"""Stands for label values that are not counted by themselves."""
 
 
 class Counter(Collector):
@@ -65,11 +70,19 @@ class CounterGroup(Collector):
     """Several sums that are counted together, by the same label values. Used from one thread."""
 
     def __init__(
-        self, *abouts: tuple[str, str], labels: Sequence[str], registry: CollectorRegistry
+        self,
+        *abouts: tuple[str, str],
+        labels: Sequence[str],
+        registry: CollectorRegistry,
+        most: float = math.inf,
     ) -> None:
-        """``abouts``: the name and the documentation of each sum."""
+        """``abouts``: the name and the documentation of each sum.
+
+        After the first ``most`` combinations of label values, all others count as ``OTHER``.
+        """
         self._abouts = abouts
         self._labels = tuple(labels)
+        self._most = most
         self._sums: dict[Labels, list[float]] = {}
         self._created_s: dict[Labels, float] = {}
         registry.register(self)
@@ -78,10 +91,15 @@ class CounterGroup(Collector):
         """``labels`` are the values, ``amounts`` one for each sum, not negative; both in order."""
         sums = self._sums.get(labels)
         if sums is None:
-            self._sums[labels] = list(amounts)
-            self._created_s[labels] = time.time()
-        else:
-            sums[:] = map(operator.add, sums, amounts)
+            sums = self._begin(labels)
+        sums[:] = map(operator.add, sums, amounts)
+
+    def _begin(self, labels: Labels) -> list[float]:
+        """The sums of ``labels``, which have none of their own yet."""
+        if len(self._sums) >= self._most:
+            labels = (OTHER,) * len(self._labels)
+        self._created_s.setdefault(labels, time.time())
+        return self._sums.setdefault(labels, [0.0] * len(self._abouts))
 
     def sums(self) -> Mapping[Labels, Sequence[float]]:
         """The sums of each combination of label values since start; they change with additions."""

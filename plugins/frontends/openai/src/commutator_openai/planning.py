@@ -126,8 +126,11 @@ def _plan(
     retention = retention_of([(request.cache_control, None)])
     priority = allowed_priority(target.principal, request.priority)
     requests: list[GenerateRequest] = []
+    prompt_tokens = 0
     for prompt in prompts:
-        max_tokens = _max_tokens(request, len(prompt.token_ids), target.max_model_len)
+        tokens = len(prompt.token_ids)
+        prompt_tokens += tokens
+        max_tokens = _max_tokens(request, tokens, target.max_model_len)
         sampling = _sampling_params(request, rules, target.text, max_tokens)
         for answer in range(answers):
             number = len(requests)
@@ -147,6 +150,7 @@ def _plan(
         target.text,
         tuple(requests),
         hashes,
+        prompt_tokens,
         rules,
         answers,
         caller=target.caller,
