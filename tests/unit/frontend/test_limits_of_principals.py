@@ -23,7 +23,8 @@ from commutator.errors import OverloadedError, RegistryError
 from commutator.tenants.ledger import UNSTATED_ANSWER_TOKENS, WINDOW_S, Moment
 from commutator.tenants.limiter import LocalLimiter
 from commutator.tenants.meter import Meter
-from commutator_openai.metering import RATE_LIMIT_HEADERS, AnswerUsage, as_duration, stated_answers
+from commutator_openai.metering import AnswerUsage, stated_answers
+from commutator_openai.protocol.rate_limits import RATE_LIMIT_HEADERS, as_duration
 
 PROMPT_TOKENS = 1  # "Hi"
 

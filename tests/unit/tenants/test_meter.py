@@ -100,22 +100,23 @@ async def test_requests_that_are_charged_ahead_wait_for_nothing_and_are_told_wha
     now = Moment(100.25, 100.25)
     meter = Meter(LocalLimiter("door", clock=lambda: now))
     ada = Principal(name="ada", limits=Limits(requests_per_minute=1_000, tokens_per_minute=10_000))
-    remaining: list[tuple[int | None, int | None]] = []
+    remaining: list[tuple[int, int]] = []
     ahead = 0
     for _ in range(50):
         metered = begun(meter, ada)
-        if metered.admit_ahead(1, 1, 9):
-            ahead += 1
-        else:
-            await metered.admit(1, 1, 9)
-        standing = metered.standing
+        await metered.admit(1, 1, 9)
+        standing, ticket = metered.standing, metered.ticket
         assert standing is not None
+        assert ticket is not None
+        assert standing.remaining_requests is not None
+        assert standing.remaining_tokens is not None
+        ahead += ticket.ahead > 0
         remaining.append((standing.remaining_requests, standing.remaining_tokens))
         metered.tokens = 10
         metered.end()
     assert ahead > 20
-    assert [requests for requests, _ in remaining] == [*range(999, 949, -1)]
-    # What is charged ahead is an eighth more than the largest request, until it is settled.
-    for number, (_, tokens) in enumerate(remaining, 1):
-        assert tokens is not None
-        assert 10_000 - 12 * number <= tokens <= 10_000 - 10 * number
+    assert remaining == sorted(remaining, reverse=True)
+    for number, (requests, tokens) in enumerate(remaining, 1):
+        # What is charged ahead does not remain: at most one part in 16.
+        assert 1_000 - number - 1_000 // 16 <= requests <= 1_000 - number
+        assert 10_000 - 11 * number - 10_000 // 16 <= tokens <= 10_000 - 10 * number

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from commutator.contract.principal import Limits
 
@@ -59,7 +59,7 @@ class Moment:
     """For days of UTC."""
 
 
-@define  # as above
+@define(eq=False)  # as above; and texts are remembered of each
 class Standing:
     """How far a principal is from its limits, right after a request was admitted or refused."""
 
@@ -72,6 +72,15 @@ class Standing:
     """Tokens a minute; a day where only a limit for the day is set."""
     remaining_tokens: int | None = None
     reset_tokens_s: float | None = None
+
+    def after(self, requests: int, tokens: int) -> Standing:
+        """The same with so many more of both charged."""
+        left_requests, left_tokens = self.remaining_requests, self.remaining_tokens
+        return evolve(
+            self,
+            remaining_requests=None if left_requests is None else max(0, left_requests - requests),
+            remaining_tokens=None if left_tokens is None else max(0, left_tokens - tokens),
+        )
 
 
 @frozen

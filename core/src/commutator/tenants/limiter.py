@@ -1,7 +1,7 @@
 """A front door's way to the ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
-to the ledger at the hub a few times a second. Of several, each asks that ledger for the requests
+to the ledger at the hub twice a second. Of several, each asks that ledger for the requests
 of principals with limits. In both, those of a principal that sends many and is far from its limits
 are admitted some at a time, ahead. While the ledger cannot be reached none of them are admitted, so
 that limits are never exceeded; requests of other principals are not affected.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from commutator.backoff import Backoff
 from commutator.contract.principal import Limits
@@ -48,12 +48,14 @@ log = logging.getLogger(__name__)
 
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
-_COPY_INTERVAL_S = 0.2
+_COPY_INTERVAL_S = 0.5
 _COUNTED_S = 1.0
 """The requests of this time say how many tickets are asked for ahead."""
+_SHORTEST_COUNTED_S = 0.05
+"""Requests that come in less time say no more than that they did in this."""
 _FEWEST_AHEAD = 2
-_REPORT_INTERVAL_S = 0.2
-"""Requests that end are reported together, unless the ledger may need to know."""
+_REPORT_INTERVAL_S = 0.5
+"""Requests that end are reported together, unless their principal is not admitted ahead."""
 _MOST_AHEAD = 256
 _RENEW_AFTER_S = 0.005
 """After the ledger's second ended by this door's estimate, which is early by the way of a frame."""
@@ -67,26 +69,28 @@ class Ticket:
     principal: str
     charged: int
     """Tokens of each request."""
-    unused: int = 0
-    """Requests that may still come."""
-    running: int = 0
+    ahead: int = 0
+    """Requests that were admitted ahead; 0: the ticket is for one that has come."""
     standing: Standing = field(factory=Standing)
-    """Of a ticket that was admitted ahead: how far the principal is from its limits after the
-    latest request that took it. It changes with the next one."""
+    """How far the principal is from its limits once all requests of the ticket are charged."""
+    unused: int = field(init=False)
+    """Requests that may still come."""
+    left: int = field(init=False)
+    """Requests that the ledger was not told of that they ended."""
     ended: Settlement = field(init=False)
     """What is to be reported to the ledger."""
 
     def __attrs_post_init__(self) -> None:
+        self.unused, self.left = self.ahead, self.ahead or 1
         self.ended = Settlement(self.number, 0)
 
     @property
-    def left(self) -> int:
-        """Requests that the ledger was not told of that they ended."""
-        return self.unused + self.running + self.ended.count
+    def taken(self) -> int:
+        """Requests that came of those that were admitted ahead."""
+        return self.ahead - self.unused
 
     def end(self, tokens: int | None) -> None:
-        """A running request ended after ``tokens``; None: it reached no worker."""
-        self.running -= 1
+        """A request that came ended after ``tokens``; None: it reached no worker."""
         ended = self.ended
         ended.count += 1
         if tokens is None:
@@ -105,7 +109,11 @@ class Ticket:
     def reported(self) -> Settlement:
         """What the ledger is told, once."""
         ended, self.ended = self.ended, Settlement(self.number, 0)
+        self.left -= ended.count
         return ended
+
+
+_NOTHING_AHEAD = Ticket(0, "", 0)
 
 
 @define(eq=False)
@@ -116,43 +124,49 @@ class _Sender:
     since_s: float
     """Its requests are counted from then on, and anew after ``_COUNTED_S``."""
     requests: int = 0
-    """Since then."""
-    before: int = 0
+    """Since then, as far as ``count`` counted them."""
+    before_per_s: float = 0.0
     """In the time before that."""
     until_s: float = 0.0
     """Until when the ticket can be used: the end of a second of the ledger's clock."""
-    ticket: Ticket | None = None
-    """For requests that were admitted ahead."""
+    ticket: Ticket = _NOTHING_AHEAD
+    """For requests that were admitted ahead. Some may be left even if it is too late for them."""
+    taken: int = 0
+    """Those of the ticket that are counted."""
     most_tokens: int = 0
     """Of one request since ``since_s``."""
     most_before: int = 0
     """In the time before that."""
     had_ahead: bool = False
-    """Whether the ledger ever admitted requests ahead."""
+    """Whether the ledger ever admitted requests ahead. If so, it has them and what ended reported
+    before it refuses a request of the principal."""
     is_asking: bool = False
     """Whether the ledger is being asked for requests ahead."""
 
-    def came(self, tokens: int, now_s: float) -> None:
-        """A request of ``tokens`` came."""
-        if now_s - self.since_s >= _COUNTED_S:
-            is_next = now_s - self.since_s < 2 * _COUNTED_S
-            self.before, self.most_before = (self.requests, self.most_tokens) if is_next else (0, 0)
+    def count(self, now_s: float, asking: int = 0) -> None:
+        """Count the requests that took the ticket since the last call, and those ``asking``."""
+        taken = self.ticket.taken
+        came, self.taken = taken - self.taken, taken
+        self.requests += came
+        counted_s = now_s - self.since_s
+        if counted_s >= _COUNTED_S and (came or asking):
+            self.before_per_s, self.most_before = self.requests / counted_s, self.most_tokens
             self.since_s, self.requests, self.most_tokens = now_s, 0, 0
-        self.requests += 1
-        self.most_tokens = max(self.most_tokens, tokens)
-
-    @property
-    def has_ahead(self) -> bool:
-        """Whether the ledger admitted requests that have not come, even if it is too late now."""
-        return self.ticket is not None and self.ticket.unused > 0
+        self.requests += asking
 
     def wanted(self, now_s: float) -> int:
-        """How many requests to ask for ahead: about all of those until the ticket lapses."""
+        """How many requests to ask for ahead: enough for those until the ticket lapses.
+
+        Of principals whose requests come at random, one in several hundred needs more. What comes
+        in a burst is asked for before the burst has lasted as long as requests are counted.
+        """
         left_s = (self.until_s - now_s) % 1.0
-        expected = max(self.requests, self.before) * left_s / _COUNTED_S
+        since_first_s = max(now_s - self.since_s, _SHORTEST_COUNTED_S)
+        per_s = max((self.requests - 1) / since_first_s, self.before_per_s)
+        expected = per_s * left_s
         if expected < _FEWEST_AHEAD:
             return 0
-        return min(int(expected + math.sqrt(expected)), _MOST_AHEAD)
+        return min(int(expected + 3 * math.sqrt(expected)), _MOST_AHEAD)
 
     @property
     def each(self) -> int:
@@ -183,47 +197,31 @@ class RequestLimiter(ABC):
         """Those of which requests ended that are to be reported soon."""
         self._reporting: asyncio.TimerHandle | None = None
 
-    async def admit(
-        self, principal: str, limits: Limits, tokens: int
-    ) -> tuple[Ticket, Standing] | Refusal:
+    async def admit(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
         """Charge a request of ``tokens`` if it is within the limits.
 
-        Raises RegistryError when the ledger cannot be asked. A request whose asking is cancelled is
-        not charged.
-        """
-        if (ticket := self.take(principal, limits, tokens)) is not None:
-            return ticket, ticket.standing
-        return await self._ask(principal, limits, tokens, self._now_s())
-
-    def take(self, principal: str, limits: Limits, tokens: int) -> Ticket | None:
-        """The ticket of a request that was charged ahead; None: ``admit`` has to ask.
-
-        Most requests of principals with limits need nothing but this.
+        Most requests of principals with limits take the ticket of those that were charged ahead,
+        and wait for nothing. Raises RegistryError when the ledger cannot be asked. A request whose
+        asking is cancelled is not charged.
         """
         sender = self._senders.get(principal)
-        if sender is None or (ticket := sender.ticket) is None or not ticket.unused:
-            return None
-        now_s, charged = self._now_s(), ticket.charged
-        if (
-            now_s >= sender.until_s
-            or tokens > charged
-            or (sender.limits is not limits and sender.limits != limits)
-        ):
-            return None
-        sender.came(tokens, now_s)
-        ticket.unused -= 1
-        ticket.running += 1
-        standing = ticket.standing
-        if standing.remaining_requests:
-            standing.remaining_requests -= 1
-        if left := standing.remaining_tokens:
-            standing.remaining_tokens = left - charged if left > charged else 0
-        return ticket
+        if sender is not None:
+            ticket = sender.ticket
+            if (
+                ticket.unused
+                and tokens <= ticket.charged
+                and (sender.limits is limits or sender.limits == limits)
+                and self._now_s() < sender.until_s
+            ):
+                ticket.unused -= 1
+                sender.most_tokens = max(sender.most_tokens, tokens)
+                return ticket
+        return await self._ask(principal, limits, tokens, self._now_s())
 
     @abstractmethod
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[Ticket, Standing] | Refusal:
+    ) -> Ticket | Refusal:
         """As ``admit``, of the ledger."""
 
     def settle(self, ticket: Ticket, tokens: int | None) -> None:
@@ -231,7 +229,7 @@ class RequestLimiter(ABC):
         ticket.end(tokens)
         self._ended.add(ticket)
         sender = self._senders.get(ticket.principal)
-        if sender is None or not sender.has_ahead:
+        if sender is None or not sender.had_ahead:
             self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
@@ -264,19 +262,19 @@ class RequestLimiter(ABC):
         sender = self._senders.get(principal)
         if sender is None:
             sender = self._senders[principal] = _Sender(limits, now_s)
-        sender.came(tokens, now_s)
+        sender.count(now_s, asking=1)
+        sender.most_tokens = max(sender.most_tokens, tokens)
         self._report_later()
         if sender.limits == limits and (
-            sender.is_asking or (sender.has_ahead and now_s < sender.until_s)
+            sender.is_asking or (sender.ticket.unused and now_s < sender.until_s)
         ):
             wanted = 0  # they come soon, or this request alone is too large for them
         else:
-            self._give_back(sender)
-            self._report()
+            self._give_back(sender, now_s)
             sender.limits = limits
             wanted = sender.wanted(now_s)
         number = self._new_number()
-        ticket = self._tickets[number] = Ticket(number, principal, tokens, running=1)
+        ticket = self._tickets[number] = Ticket(number, principal, tokens)
         return sender, ticket, wanted
 
     def _new_number(self) -> int:
@@ -284,20 +282,19 @@ class RequestLimiter(ABC):
         number, self._next = self._next, self._next + 2
         return number
 
-    def _got_ahead(
-        self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
-    ) -> None:
-        """The ledger admitted the requests of ``ticket`` ahead; they begin from ``standing``."""
+    def _got_ahead(self, sender: _Sender, ticket: Ticket, until_s: float) -> None:
+        """The ledger admitted the requests of ``ticket`` ahead."""
         self._tickets[ticket.number] = ticket
-        self._give_back(sender)
-        ticket.standing = evolve(standing)  # requests change it; the other belongs to who asked
-        sender.ticket, sender.until_s = ticket, until_s
+        self._give_back(sender, self._now_s())
+        sender.ticket, sender.until_s, sender.had_ahead = ticket, until_s, True
 
-    def _give_back(self, sender: _Sender) -> None:
+    def _give_back(self, sender: _Sender, now_s: float) -> None:
         """Settle what ``sender`` does not use."""
-        if (ticket := sender.ticket) is not None and ticket.unused:
-            ticket.give_back()
-            self._ended.add(ticket)
+        sender.count(now_s)
+        if sender.ticket.unused:
+            sender.ticket.give_back()
+            self._ended.add(sender.ticket)
+        sender.ticket, sender.taken = _NOTHING_AHEAD, 0
 
     def _report_later(self) -> None:
         """Keep reporting while there are senders."""
@@ -310,7 +307,9 @@ class RequestLimiter(ABC):
         now_s = self._now_s()
         for principal, sender in [*self._senders.items()]:
             if now_s >= sender.until_s:
-                self._give_back(sender)
+                self._give_back(sender, now_s)
+            else:
+                sender.count(now_s)
             if now_s - sender.since_s >= 2 * _COUNTED_S:
                 self._forget(principal)
         self._report()
@@ -321,7 +320,7 @@ class RequestLimiter(ABC):
     def _forget(self, principal: str) -> None:
         """Give back what the principal does not use."""
         if (sender := self._senders.pop(principal, None)) is not None:
-            self._give_back(sender)
+            self._give_back(sender, self._now_s())
         self._report()
 
 
@@ -352,25 +351,27 @@ class LocalLimiter(RequestLimiter):
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[Ticket, Standing] | Refusal:
+    ) -> Ticket | Refusal:
         sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
         ledger, door, at, number = self._ledger, self._door, self._clock(), ticket.number
         answer = ledger.admit(door, number, principal, limits, tokens, at)
-        if isinstance(answer, Refusal) and (sender.has_ahead or self._ended):
-            self._give_back(sender)
+        if isinstance(answer, Refusal) and (sender.ticket.unused or self._ended):
+            self._give_back(sender, now_s)
             self._report()
             answer = ledger.admit(door, number, principal, limits, tokens, at)
         self._differ([principal])
         if isinstance(answer, Refusal):
             del self._tickets[number]
             return answer
+        ticket.standing = answer
         if wanted:
             each = sender.each
             given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
             if given:
-                ahead = Ticket(number + 1, principal, each, unused=given)
-                self._got_ahead(sender, ahead, answer, now_s + left_of_second_s(at))
-        return ticket, answer
+                standing = answer.after(given, given * each)
+                ahead = Ticket(number + 1, principal, each, given, standing)
+                self._got_ahead(sender, ahead, now_s + left_of_second_s(at))
+        return ticket
 
     def _settle(self, settlements: list[Settlement]) -> None:
         self._differ(self._ledger.settle(self._door, settlements, self._clock()))
@@ -429,14 +430,15 @@ class SharedLimiter(RequestLimiter):
     """Asks the ledger at the hub."""
 
     def __init__(self, door: str, hub: Hub) -> None:
-        super().__init__(_loop_time_s)
+        """Made in the event loop that uses it."""
+        super().__init__(asyncio.get_running_loop().time)
         self._link = _Link(hub, door, self._tickets_left, self._on_frame, self._on_lost)
         self._questions: dict[int, _Question] = {}
         self._renewing: asyncio.TimerHandle | None = None
 
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[Ticket, Standing] | Refusal:
+    ) -> Ticket | Refusal:
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
@@ -457,7 +459,8 @@ class SharedLimiter(RequestLimiter):
         if isinstance(answer, Refusal):
             del self._tickets[number]
             return answer
-        return ticket, answer
+        ticket.standing = answer
+        return ticket
 
     def _renew_at(self, when_s: float) -> None:
         """Ask for all principals together, as the ledger's next second begins."""
@@ -473,7 +476,7 @@ class SharedLimiter(RequestLimiter):
         for principal, sender in self._senders.items():
             if not sender.had_ahead or sender.is_asking or now_s < sender.until_s:
                 continue
-            self._give_back(sender)
+            self._give_back(sender, now_s)
             if wanted := sender.wanted(now_s):
                 sender.is_asking = True
                 number = self._new_number()
@@ -534,15 +537,17 @@ class SharedLimiter(RequestLimiter):
             question.sender.is_asking = False
         if given > 0:
             principal, each = ("", 0) if question is None else (question.principal, question.each)
-            ahead = Ticket(number + 1, principal, each, unused=given)
+            standing = Standing()
+            if isinstance(answer, Standing):
+                standing = answer.after(given, given * each)
+            ahead = Ticket(number + 1, principal, each, given, standing)
             if (
                 question is not None
                 and isinstance(answer, Standing)
                 and self._senders.get(principal) is question.sender
             ):
                 until_s = question.asked_s + left_s
-                self._got_ahead(question.sender, ahead, answer, until_s)
-                question.sender.had_ahead = True
+                self._got_ahead(question.sender, ahead, until_s)
                 self._renew_at(until_s)
             else:  # nobody waits for them any more
                 ahead.give_back()
@@ -556,8 +561,9 @@ class SharedLimiter(RequestLimiter):
             self._report()
 
     def _on_lost(self) -> None:
+        now_s = self._now_s()
         for sender in self._senders.values():
-            self._give_back(sender)
+            self._give_back(sender, now_s)
         self._senders.clear()
         self._end_questions(math.inf)
 
@@ -577,10 +583,6 @@ class SharedLimiter(RequestLimiter):
                 question.sender.is_asking = False
             elif not question.answer.done():
                 question.answer.set_exception(_unreachable())
-
-
-def _loop_time_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _unreachable() -> RegistryError:

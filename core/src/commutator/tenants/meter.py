@@ -36,8 +36,8 @@ class Meter:
     limiter: RequestLimiter = field(factory=lambda: LocalLimiter("frontend-0"))
     _clock: Callable[[], float] = time.monotonic
     in_hand: dict[str, int] = field(factory=dict)
-    """Requests of principals with a limit of concurrent ones that this front door has, admitted
-    or not yet: those in its queue, too."""
+    """Requests of principals with limits that this front door has, admitted or not yet: those in
+    its queue, too."""
     _refused: dict[str, tuple[float, Refusal]] = field(factory=dict)
     """(until when, why) of principals that have no requests left in this minute."""
 
@@ -56,13 +56,12 @@ class Meter:
             if self._clock() < until_s:
                 raise rate_limit_error(principal, refusal)
             del self._refused[name]
-        if most is not None:
-            in_hand = self.in_hand.get(name, 0)
-            if in_hand >= most:
-                raise rate_limit_error(
-                    principal, Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
-                )
-            self.in_hand[name] = in_hand + 1
+        in_hand = self.in_hand.get(name, 0)
+        if most is not None and in_hand >= most:
+            raise rate_limit_error(
+                principal, Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
+            )
+        self.in_hand[name] = in_hand + 1
         return MeteredRequest(self, principal)
 
     def refused(self, principal: Principal, refusal: Refusal) -> None:
@@ -77,29 +76,17 @@ class Meter:
 class MeteredRequest:
     """One request of a principal with limits, from its beginning to ``end``."""
 
-    __slots__ = ("_meter", "_principal", "_ticket", "standing", "tokens")
+    __slots__ = ("_meter", "_principal", "standing", "ticket", "tokens")
 
     def __init__(self, meter: Meter, principal: Principal) -> None:
         self._meter = meter
         self._principal = principal
+        self.ticket: Ticket | None = None
+        """Once the request is admitted."""
         self.standing: Standing | None = None
-        """How far the principal is from its limits when the request is admitted or refused.
-
-        It may change with the next request."""
-        self._ticket: Ticket | None = None
+        """That of the ticket, or of the refusal."""
         self.tokens: int | None = None
         """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
-
-    def admit_ahead(self, prompt_tokens: int, answers: int, max_tokens: int | None) -> bool:
-        """``admit``, if a request was charged ahead for this one; False: nothing is done."""
-        principal = self._principal
-        limits = principal.limits
-        tokens = tokens_charged(limits, prompt_tokens, answers, max_tokens)
-        ticket = self._meter.limiter.take(principal.name, limits, tokens)
-        if ticket is None:
-            return False
-        self._ticket, self.standing = ticket, ticket.standing
-        return True
 
     async def admit(
         self, prompt_tokens: int, answers: int = 1, max_tokens: int | None = None
@@ -109,26 +96,25 @@ class MeteredRequest:
         ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
         RateLimitError, or RegistryError when the limits cannot be checked.
         """
-        principal, limiter = self._principal, self._meter.limiter
-        tokens = tokens_charged(principal.limits, prompt_tokens, answers, max_tokens)
-        answer = await limiter.admit(principal.name, principal.limits, tokens)
+        principal = self._principal
+        limits = principal.limits
+        tokens = tokens_charged(limits, prompt_tokens, answers, max_tokens)
+        answer = await self._meter.limiter.admit(principal.name, limits, tokens)
         if isinstance(answer, Refusal):
             self.standing = answer.standing
             self._meter.refused(principal, answer)
             raise rate_limit_error(principal, answer, tokens)
-        self._ticket, self.standing = answer
+        self.ticket, self.standing = answer, answer.standing
 
     def end(self) -> None:
         """Settle the request. Called once, however it ends."""
-        meter, principal = self._meter, self._principal
-        if principal.limits.concurrent_requests is not None:
-            left = meter.in_hand[principal.name] - 1
-            if left:
-                meter.in_hand[principal.name] = left
-            else:
-                del meter.in_hand[principal.name]
-        if self._ticket is not None:
-            meter.limiter.settle(self._ticket, self.tokens)
+        meter, name = self._meter, self._principal.name
+        if left := meter.in_hand[name] - 1:
+            meter.in_hand[name] = left
+        else:
+            del meter.in_hand[name]
+        if self.ticket is not None:
+            meter.limiter.settle(self.ticket, self.tokens)
 
 
 def rate_limit_error(

@@ -226,8 +226,9 @@ class _Connection:
                 _, "ahead", int(ticket), str(principal), list(packed), int(ahead), int(each),
             ] if door:  # fmt: skip
                 limits, at = _unpack_limits(packed), self._clock()
+                standing = ledger.standing(principal, limits, at)
                 given = self._admit_ahead(door, ticket, principal, limits, ahead, each, at)
-                self._answer(ticket, ledger.standing(principal, limits, at), given, at)
+                self._answer(ticket, standing, given, at)
             case [_, "settle", list(settled)] if door:
                 ended = [Settlement(*one) for one in msgspec.convert(settled, _Settled)]
                 ledger.settle(door, ended, self._clock())

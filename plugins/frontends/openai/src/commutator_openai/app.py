@@ -22,7 +22,6 @@ from commutator_openai import generate, models, ui
 from commutator_openai.api_keys import StaticKeys
 from commutator_openai.body import BODY_LIMITS, BodyLimits, expect
 from commutator_openai.config import OpenAiConfig
-from commutator_openai.metering import RATE_LIMIT_HEADERS
 from commutator_openai.middleware import (
     EXCHANGE,
     FORWARD_HEADERS,
@@ -37,6 +36,7 @@ from commutator_openai.middleware import (
 )
 from commutator_openai.pass_through import ENDPOINTS, MEDIA_HOSTS, engine_only
 from commutator_openai.protocol.openapi import openapi_document
+from commutator_openai.protocol.rate_limits import RATE_LIMIT_HEADERS
 
 __all__ = [
     "Cors",

@@ -20,7 +20,6 @@ from commutator.frontend import (
 )
 from commutator_openai.answers import send_json
 from commutator_openai.body import NOT_SERVED, read_request
-from commutator_openai.metering import admit
 from commutator_openai.middleware import (
     EXCHANGE,
     Exchange,
@@ -118,8 +117,9 @@ async def _serve(
                 include_usage=_include_usage(body),
                 logprobs=body.logprobs,
             )
-            stated = _stated(body, plan)
-            await admit(exchange, plan.prompt_tokens, len(plan.requests), stated)
+            if (metered := exchange.metered) is not None:
+                stated = _stated(body, plan)
+                await metered.admit(plan.prompt_tokens, len(plan.requests), stated)
             async with Generation(
                 services.dispatcher,
                 services.metrics,

@@ -1,103 +1,20 @@
-"""What a request's principal is charged, and told of its limits."""
+"""What a request that an engine answers itself is charged: what it states, and what it took."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
-from multidict import istr
-
-from commutator.frontend import Standing
-from commutator_openai.middleware import Exchange
 
 __all__ = [
-    "RATE_LIMIT_HEADERS",
     "AnswerUsage",
-    "add_rate_limit_headers",
-    "admit",
-    "as_duration",
     "stated_answers",
 ]
 
-RATE_LIMIT_HEADERS = tuple(
-    istr(f"x-ratelimit-{what}-{of}")  # not folded anew for each answer
-    for of in ("requests", "tokens")
-    for what in ("limit", "remaining", "reset")
-)
-_OF_REQUESTS, _OF_TOKENS = RATE_LIMIT_HEADERS[:3], RATE_LIMIT_HEADERS[3:]
-_REMAINING_REQUESTS, _REMAINING_TOKENS = _OF_REQUESTS[1], _OF_TOKENS[1]
-
 _MAX_ANSWERS = 256
-_STANDINGS = 1024
-"""Texts of headers that are remembered: a principal's are the same for up to a second."""
 _MAX_TOKENS = 1 << 31
 _WITHOUT_ANSWER = frozenset({"/v1/embeddings", "/v1/rerank", "/v1/score"})
-
-
-async def admit(
-    exchange: Exchange, prompt_tokens: int, answers: int, max_tokens: int | None
-) -> None:
-    """Charge the request, and note the headers that say how far its principal is from its limits.
-
-    ``max_tokens`` is that of each answer as the client stated it. Raises RateLimitError, or
-    RegistryError when the limits cannot be checked.
-    """
-    metered = exchange.metered
-    if metered is None:
-        return
-    try:
-        if not metered.admit_ahead(prompt_tokens, answers, max_tokens):
-            await metered.admit(prompt_tokens, answers, max_tokens)
-    finally:
-        if metered.standing is not None:
-            add_rate_limit_headers(exchange.headers, metered.standing)
-
-
-def add_rate_limit_headers(headers: dict[str, str], standing: Standing) -> None:
-    """Add the headers by which OpenAI's clients know their limits, for those that there are."""
-    requests, tokens = standing.limit_requests, standing.limit_tokens
-    headers.update(
-        _lasting_headers(requests, standing.reset_requests_s, tokens, standing.reset_tokens_s)
-    )
-    if requests is not None:
-        headers[_REMAINING_REQUESTS] = str(standing.remaining_requests)
-    if tokens is not None:
-        headers[_REMAINING_TOKENS] = str(standing.remaining_tokens)
-
-
-@lru_cache(_STANDINGS)
-def _lasting_headers(
-    limit_requests: int | None,
-    reset_requests_s: float | None,
-    limit_tokens: int | None,
-    reset_tokens_s: float | None,
-) -> dict[str, str]:
-    """What is the same for all requests that are charged together."""
-    headers: dict[str, str] = {}
-    if limit_requests is not None:
-        limit, remaining, reset = _OF_REQUESTS
-        headers[limit] = str(limit_requests)
-        headers[remaining] = ""  # keeps its place
-        headers[reset] = as_duration(reset_requests_s or 0.0)
-    if limit_tokens is not None:
-        limit, remaining, reset = _OF_TOKENS
-        headers[limit] = str(limit_tokens)
-        headers[remaining] = ""
-        headers[reset] = as_duration(reset_tokens_s or 0.0)
-    return headers
-
-
-def as_duration(seconds: float) -> str:
-    """In whole seconds, rounded up, as OpenAI writes it: 0s, 59s, 6m0s, 1h0m7s."""
-    minutes, whole = divmod(math.ceil(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    text = f"{whole}s"
-    if hours or minutes:
-        text = f"{minutes}m{text}"
-    return f"{hours}h{text}" if hours else text
 
 
 def stated_answers(path: str, body: Mapping[str, Any]) -> tuple[int, int | None]:

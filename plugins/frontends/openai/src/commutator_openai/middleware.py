@@ -36,6 +36,7 @@ from commutator.frontend import (
 )
 from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
+from commutator_openai.protocol.rate_limits import add_rate_limits
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
 from commutator_openai.ui import PAGE_PATHS
 
@@ -149,14 +150,13 @@ def _permitted(
     """Let ``principal`` do what it asks for, and begin to count it."""
     known.principal = principal
     WORKING_FOR.set(principal.name)
-    path = known.path
-    if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
-        require(principal, "metrics")
     if request.method == "POST":
         if request.headers.get(_EXPLAIN) == "1":
             require(principal, "explain", _EXPLAIN_HEADER)
-        if not path.startswith(ADMIN_PREFIX):
+        if not known.path.startswith(ADMIN_PREFIX):
             known.metered = known.services.meter.begin(principal)
+    elif known.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
+        require(principal, "metrics")
     return handler(request)
 
 
@@ -269,8 +269,11 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     known = request.get(EXCHANGE)
     if known is not None:
         known.begun = response
-        response.headers["X-Request-Id"] = known.request_id
-        response.headers.update(known.headers)
+        headers = response.headers
+        headers["X-Request-Id"] = known.request_id
+        headers.update(known.headers)
+        if known.metered is not None:
+            add_rate_limits(headers, known.metered)
     services = request.app[SERVICES] if known is None else known.services
     if services.draining:
         # The client's next request must reach another front door. The headers exist already.

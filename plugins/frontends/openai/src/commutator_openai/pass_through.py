@@ -31,7 +31,7 @@ from commutator.tokenizer import TextModel
 from commutator_openai.answers import write_in_parts
 from commutator_openai.body import NOT_SERVED, off_loop, read_object
 from commutator_openai.media import check_media
-from commutator_openai.metering import AnswerUsage, admit, stated_answers
+from commutator_openai.metering import AnswerUsage, stated_answers
 from commutator_openai.middleware import (
     EXCHANGE,
     SERVICES,
@@ -158,7 +158,8 @@ async def pass_through(
         ),
     )
     prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
-    await admit(exchange, prompt_tokens, *stated_answers(request.path, body))
+    if exchange.metered is not None:
+        await exchange.metered.admit(prompt_tokens, *stated_answers(request.path, body))
     user = body.get("user")
     asked = caller(
         request, user=user if isinstance(user, str) else None, session_id=_session_id(body)
