@@ -105,7 +105,7 @@ async def test_requests_that_are_charged_ahead_wait_for_nothing_and_are_told_wha
     for _ in range(50):
         metered = begun(meter, ada)
         await metered.admit(1, 1, 9)
-        standing, ticket = metered.standing, metered.ticket
+        standing, ticket = metered.standing, metered._ticket
         assert standing is not None
         assert ticket is not None
         assert standing.remaining_requests is not None

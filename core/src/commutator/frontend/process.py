@@ -144,7 +144,8 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         await wait_for_workers(follower.informed)
         await counting.ready.wait()
         await indexes.serve()
-        log.debug("%d MiB are in huge pages", use_huge_pages() >> 20)
+        moved_bytes = use_huge_pages()
+        log.debug("%d MiB are in huge pages", moved_bytes >> 20)
         tasks += [] if exchange is None else [asyncio.create_task(exchange.run())]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(

@@ -73,7 +73,7 @@ def calm_garbage_collector() -> None:
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
 _MEMORY_MAPS = Path("/proc/self/maps")
-_HEAP = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ 0 +(\[heap\])?\n")
+_HEAP = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ 0 *(\[heap\])?")
 """A line about private memory that is not of a file."""
 
 
@@ -99,7 +99,7 @@ def use_huge_pages() -> int:
 def _whole_huge_pages() -> Iterator[int]:
     """The address of each piece of the heap that a huge page could hold."""
     try:
-        lines = _MEMORY_MAPS.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = _MEMORY_MAPS.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:

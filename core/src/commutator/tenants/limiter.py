@@ -270,7 +270,7 @@ class RequestLimiter(ABC):
         ):
             wanted = 0  # they come soon, or this request alone is too large for them
         else:
-            self._give_back(sender, now_s)
+            self._give_back(sender)
             sender.limits = limits
             wanted = sender.wanted(now_s)
         number = self._new_number()
@@ -282,15 +282,18 @@ class RequestLimiter(ABC):
         number, self._next = self._next, self._next + 2
         return number
 
-    def _got_ahead(self, sender: _Sender, ticket: Ticket, until_s: float) -> None:
-        """The ledger admitted the requests of ``ticket`` ahead."""
+    def _got_ahead(
+        self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
+    ) -> None:
+        """The ledger admitted the requests of ``ticket`` ahead; ``standing`` is without them."""
+        ticket.standing = standing.after(ticket.ahead, ticket.ahead * ticket.charged)
         self._tickets[ticket.number] = ticket
-        self._give_back(sender, self._now_s())
+        self._give_back(sender)
         sender.ticket, sender.until_s, sender.had_ahead = ticket, until_s, True
 
-    def _give_back(self, sender: _Sender, now_s: float) -> None:
+    def _give_back(self, sender: _Sender) -> None:
         """Settle what ``sender`` does not use."""
-        sender.count(now_s)
+        sender.count(self._now_s())
         if sender.ticket.unused:
             sender.ticket.give_back()
             self._ended.add(sender.ticket)
@@ -307,7 +310,7 @@ class RequestLimiter(ABC):
         now_s = self._now_s()
         for principal, sender in [*self._senders.items()]:
             if now_s >= sender.until_s:
-                self._give_back(sender, now_s)
+                self._give_back(sender)
             else:
                 sender.count(now_s)
             if now_s - sender.since_s >= 2 * _COUNTED_S:
@@ -320,7 +323,7 @@ class RequestLimiter(ABC):
     def _forget(self, principal: str) -> None:
         """Give back what the principal does not use."""
         if (sender := self._senders.pop(principal, None)) is not None:
-            self._give_back(sender, self._now_s())
+            self._give_back(sender)
         self._report()
 
 
@@ -356,7 +359,7 @@ class LocalLimiter(RequestLimiter):
         ledger, door, at, number = self._ledger, self._door, self._clock(), ticket.number
         answer = ledger.admit(door, number, principal, limits, tokens, at)
         if isinstance(answer, Refusal) and (sender.ticket.unused or self._ended):
-            self._give_back(sender, now_s)
+            self._give_back(sender)
             self._report()
             answer = ledger.admit(door, number, principal, limits, tokens, at)
         self._differ([principal])
@@ -368,9 +371,8 @@ class LocalLimiter(RequestLimiter):
             each = sender.each
             given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
             if given:
-                standing = answer.after(given, given * each)
-                ahead = Ticket(number + 1, principal, each, given, standing)
-                self._got_ahead(sender, ahead, now_s + left_of_second_s(at))
+                ahead = Ticket(number + 1, principal, each, given)
+                self._got_ahead(sender, ahead, answer, now_s + left_of_second_s(at))
         return ticket
 
     def _settle(self, settlements: list[Settlement]) -> None:
@@ -476,7 +478,7 @@ class SharedLimiter(RequestLimiter):
         for principal, sender in self._senders.items():
             if not sender.had_ahead or sender.is_asking or now_s < sender.until_s:
                 continue
-            self._give_back(sender, now_s)
+            self._give_back(sender)
             if wanted := sender.wanted(now_s):
                 sender.is_asking = True
                 number = self._new_number()
@@ -537,17 +539,14 @@ class SharedLimiter(RequestLimiter):
             question.sender.is_asking = False
         if given > 0:
             principal, each = ("", 0) if question is None else (question.principal, question.each)
-            standing = Standing()
-            if isinstance(answer, Standing):
-                standing = answer.after(given, given * each)
-            ahead = Ticket(number + 1, principal, each, given, standing)
+            ahead = Ticket(number + 1, principal, each, given)
             if (
                 question is not None
                 and isinstance(answer, Standing)
                 and self._senders.get(principal) is question.sender
             ):
                 until_s = question.asked_s + left_s
-                self._got_ahead(question.sender, ahead, until_s)
+                self._got_ahead(question.sender, ahead, answer, until_s)
                 self._renew_at(until_s)
             else:  # nobody waits for them any more
                 ahead.give_back()
@@ -561,9 +560,8 @@ class SharedLimiter(RequestLimiter):
             self._report()
 
     def _on_lost(self) -> None:
-        now_s = self._now_s()
         for sender in self._senders.values():
-            self._give_back(sender, now_s)
+            self._give_back(sender)
         self._senders.clear()
         self._end_questions(math.inf)
 
@@ -571,7 +569,7 @@ class SharedLimiter(RequestLimiter):
         """One timer for all questions costs less than one for each."""
         while True:
             await asyncio.sleep(_ANSWER_TIMEOUT_S / 4)
-            self._end_questions(asyncio.get_running_loop().time() - _ANSWER_TIMEOUT_S)
+            self._end_questions(self._now_s() - _ANSWER_TIMEOUT_S)
 
     def _end_questions(self, before_s: float) -> None:
         """Give those up that were asked before."""

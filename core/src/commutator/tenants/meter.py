@@ -76,15 +76,15 @@ class Meter:
 class MeteredRequest:
     """One request of a principal with limits, from its beginning to ``end``."""
 
-    __slots__ = ("_meter", "_principal", "standing", "ticket", "tokens")
+    __slots__ = ("_meter", "_principal", "_ticket", "standing", "tokens")
 
     def __init__(self, meter: Meter, principal: Principal) -> None:
         self._meter = meter
         self._principal = principal
-        self.ticket: Ticket | None = None
-        """Once the request is admitted."""
+        self._ticket: Ticket | None = None
         self.standing: Standing | None = None
-        """That of the ticket, or of the refusal."""
+        """How far the principal is from its limits, once the request is admitted or refused; what
+        was charged ahead for later requests counts as used."""
         self.tokens: int | None = None
         """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
 
@@ -104,7 +104,7 @@ class MeteredRequest:
             self.standing = answer.standing
             self._meter.refused(principal, answer)
             raise rate_limit_error(principal, answer, tokens)
-        self.ticket, self.standing = answer, answer.standing
+        self._ticket, self.standing = answer, answer.standing
 
     def end(self) -> None:
         """Settle the request. Called once, however it ends."""
@@ -113,8 +113,8 @@ class MeteredRequest:
             meter.in_hand[name] = left
         else:
             del meter.in_hand[name]
-        if self.ticket is not None:
-            meter.limiter.settle(self.ticket, self.tokens)
+        if self._ticket is not None:
+            meter.limiter.settle(self._ticket, self.tokens)
 
 
 def rate_limit_error(

@@ -150,13 +150,14 @@ def _permitted(
     """Let ``principal`` do what it asks for, and begin to count it."""
     known.principal = principal
     WORKING_FOR.set(principal.name)
+    path = known.path
+    if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
+        require(principal, "metrics")
     if request.method == "POST":
         if request.headers.get(_EXPLAIN) == "1":
             require(principal, "explain", _EXPLAIN_HEADER)
-        if not known.path.startswith(ADMIN_PREFIX):
+        if not path.startswith(ADMIN_PREFIX):
             known.metered = known.services.meter.begin(principal)
-    elif known.path in OPERATIONS_PATHS and request.match_info.http_exception is None:
-        require(principal, "metrics")
     return handler(request)
 
 

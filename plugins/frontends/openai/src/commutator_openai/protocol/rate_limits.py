@@ -21,10 +21,7 @@ _STANDINGS = 1024
 
 
 def add_rate_limits(headers: CIMultiDict[str], metered: MeteredRequest) -> None:
-    """Add the headers of those limits that there are, once the request is charged or refused.
-
-    What was charged ahead for later requests of the principal does not remain.
-    """
+    """Add the headers of those limits that there are, once the request is admitted or refused."""
     if metered.standing is not None:
         headers.update(_headers(metered.standing))
 
