@@ -51,7 +51,7 @@ class Running:
 
 def ended(number: int, charged: int, took: int | None) -> list[Settlement]:
     """What a door reports of one request, which was charged so many tokens."""
-    ticket = Ticket(number, "", charged)
+    ticket = Ticket(number, charged)
     ticket.end(took)
     return [ticket.reported()]
 
@@ -370,7 +370,7 @@ def test_what_was_charged_together_is_settled_together_as_one_by_one(
             apart.admit("d", 10 * number + one, "ada", limits, tokens, began)
     running = 0
     for number, (count, tokens) in enumerate(ahead):
-        ticket = Ticket(number, "ada", tokens, count)
+        ticket = Ticket(number, tokens, ahead=count)
         for one, tokens_taken in enumerate(took[:count]):
             ticket.end(tokens_taken)
             apart.settle("d", ended(10 * number + one, tokens, tokens_taken), later)

@@ -162,7 +162,7 @@ class KeyTable:
     """Every key by the digest of it."""
 
     keys: Mapping[bytes, _Known] = field(factory=dict)
-    _found: dict[str, _Known] = field(factory=dict)
+    found: dict[str, _Known] = field(factory=dict)
     """Those that clients sent, by themselves: no more than there are in the table."""
 
     @classmethod
@@ -191,14 +191,14 @@ class KeyTable:
 
         ``clock`` gives seconds since 1970; it is asked for keys that expire.
         """
-        known = self._found.get(key)
+        known = self.found.get(key)
         if known is None:
             if not _KEY.fullmatch(key):
                 return None  # not one of ours, so perhaps not random enough: its hash is not enough
             known = self.keys.get(hashlib.sha256(key.encode()).digest())
             if known is None:
                 return None
-            self._found[key] = known
+            self.found[key] = known
         if known.expires_unix_s is not None and clock() >= known.expires_unix_s:
             raise AuthenticationError(
                 f"this API key expired on {known.expires}; ask its operator for another"
@@ -252,7 +252,11 @@ class KeyAuthenticator(Authenticator):
         return None if credentials.bearer is None else self.known(credentials.bearer)
 
     def known(self, bearer: str) -> Principal | None:
-        return self._table.find(bearer, self._clock)
+        table = self._table
+        known = table.found.get(bearer)
+        if known is not None and known.expires_unix_s is None:
+            return known.principal
+        return table.find(bearer, self._clock)
 
     async def look_at_file(self) -> bool:
         """Read the file if it changed since the last time; returns whether its keys now apply."""

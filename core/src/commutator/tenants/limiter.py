@@ -66,9 +66,10 @@ class Ticket:
     """A request that was admitted and charged, or several that were admitted together, ahead."""
 
     number: int
-    principal: str
     charged: int
     """Tokens of each request."""
+    sender: _Sender | None = None
+    """Whose requests they are; None: nobody's who sends any now."""
     ahead: int = 0
     """Requests that were admitted ahead; 0: the ticket is for one that has come."""
     standing: Standing = field(factory=Standing)
@@ -113,7 +114,7 @@ class Ticket:
         return ended
 
 
-_NOTHING_AHEAD = Ticket(0, "", 0)
+_NOTHING_AHEAD = Ticket(0, 0)
 
 
 @define(eq=False)
@@ -138,8 +139,8 @@ class _Sender:
     most_before: int = 0
     """In the time before that."""
     had_ahead: bool = False
-    """Whether the ledger ever admitted requests ahead. If so, it has them and what ended reported
-    before it refuses a request of the principal."""
+    """Whether the ledger ever admitted requests ahead, until the sender is forgotten. If so, it has
+    them and what ended reported before it refuses a request of the principal."""
     is_asking: bool = False
     """Whether the ledger is being asked for requests ahead."""
 
@@ -200,23 +201,31 @@ class RequestLimiter(ABC):
     async def admit(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
         """Charge a request of ``tokens`` if it is within the limits.
 
-        Most requests of principals with limits take the ticket of those that were charged ahead,
-        and wait for nothing. Raises RegistryError when the ledger cannot be asked. A request whose
-        asking is cancelled is not charged.
+        Raises RegistryError when the ledger cannot be asked. A request whose asking is cancelled
+        is not charged.
+        """
+        ticket = self.take(principal, limits, tokens)
+        return ticket or await self._ask(principal, limits, tokens, self._now_s())
+
+    def take(self, principal: str, limits: Limits, tokens: int) -> Ticket | None:
+        """Admit a request of ``tokens`` by the ticket of those that were charged ahead.
+
+        Most requests are, and wait for nothing. None: ``admit`` has to ask the ledger.
         """
         sender = self._senders.get(principal)
-        if sender is not None:
-            ticket = sender.ticket
-            if (
-                ticket.unused
-                and tokens <= ticket.charged
-                and (sender.limits is limits or sender.limits == limits)
-                and self._now_s() < sender.until_s
-            ):
-                ticket.unused -= 1
-                sender.most_tokens = max(sender.most_tokens, tokens)
-                return ticket
-        return await self._ask(principal, limits, tokens, self._now_s())
+        if sender is None:
+            return None
+        ticket = sender.ticket
+        if not (
+            ticket.unused
+            and tokens <= ticket.charged
+            and (sender.limits is limits or sender.limits == limits)
+            and self._now_s() < sender.until_s
+        ):
+            return None
+        ticket.unused -= 1
+        sender.most_tokens = max(sender.most_tokens, tokens)
+        return ticket
 
     @abstractmethod
     async def _ask(
@@ -228,8 +237,7 @@ class RequestLimiter(ABC):
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
         ticket.end(tokens)
         self._ended.add(ticket)
-        sender = self._senders.get(ticket.principal)
-        if sender is None or not sender.had_ahead:
+        if ticket.sender is None or not ticket.sender.had_ahead:
             self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
@@ -274,7 +282,7 @@ class RequestLimiter(ABC):
             sender.limits = limits
             wanted = sender.wanted(now_s)
         number = self._new_number()
-        ticket = self._tickets[number] = Ticket(number, principal, tokens)
+        ticket = self._tickets[number] = Ticket(number, tokens, sender)
         return sender, ticket, wanted
 
     def _new_number(self) -> int:
@@ -324,6 +332,7 @@ class RequestLimiter(ABC):
         """Give back what the principal does not use."""
         if (sender := self._senders.pop(principal, None)) is not None:
             self._give_back(sender)
+            sender.had_ahead = False
         self._report()
 
 
@@ -371,7 +380,7 @@ class LocalLimiter(RequestLimiter):
             each = sender.each
             given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
             if given:
-                ahead = Ticket(number + 1, principal, each, given)
+                ahead = Ticket(number + 1, each, sender, given)
                 self._got_ahead(sender, ahead, answer, now_s + left_of_second_s(at))
         return ticket
 
@@ -507,8 +516,9 @@ class SharedLimiter(RequestLimiter):
 
     def _forget(self, principal: str) -> None:
         sender = self._senders.get(principal)
+        had_ahead = sender is not None and sender.had_ahead
         super()._forget(principal)
-        if sender is not None and sender.had_ahead:
+        if had_ahead:
             self._returned(principal)
 
     def _returned(self, principal: str) -> None:
@@ -538,22 +548,22 @@ class SharedLimiter(RequestLimiter):
             del self._questions[number]
             question.sender.is_asking = False
         if given > 0:
-            principal, each = ("", 0) if question is None else (question.principal, question.each)
-            ahead = Ticket(number + 1, principal, each, given)
             if (
                 question is not None
                 and isinstance(answer, Standing)
-                and self._senders.get(principal) is question.sender
+                and self._senders.get(question.principal) is question.sender
             ):
+                ahead = Ticket(number + 1, question.each, question.sender, given)
                 until_s = question.asked_s + left_s
                 self._got_ahead(question.sender, ahead, answer, until_s)
                 self._renew_at(until_s)
             else:  # nobody waits for them any more
+                ahead = Ticket(number + 1, 0, ahead=given)
                 ahead.give_back()
                 self._ended.add(ahead)
                 self._report()
                 if question is not None:
-                    self._returned(principal)
+                    self._returned(question.principal)
         if question is not None and question.answer is not None and not question.answer.done():
             question.answer.set_result(answer)
         else:
@@ -562,6 +572,7 @@ class SharedLimiter(RequestLimiter):
     def _on_lost(self) -> None:
         for sender in self._senders.values():
             self._give_back(sender)
+            sender.had_ahead = False
         self._senders.clear()
         self._end_questions(math.inf)
 

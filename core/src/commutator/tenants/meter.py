@@ -76,17 +76,16 @@ class Meter:
 class MeteredRequest:
     """One request of a principal with limits, from its beginning to ``end``."""
 
-    __slots__ = ("_meter", "_principal", "_ticket", "standing", "tokens")
+    standing: Standing | None = None
+    """How far the principal is from its limits, once the request is admitted or refused; what was
+    charged ahead for later requests counts as used."""
+    tokens: int | None = None
+    """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
+    _ticket: Ticket | None = None
 
     def __init__(self, meter: Meter, principal: Principal) -> None:
         self._meter = meter
         self._principal = principal
-        self._ticket: Ticket | None = None
-        self.standing: Standing | None = None
-        """How far the principal is from its limits, once the request is admitted or refused; what
-        was charged ahead for later requests counts as used."""
-        self.tokens: int | None = None
-        """Prompt and generated tokens, once a worker has begun; without it nothing is charged."""
 
     async def admit(
         self, prompt_tokens: int, answers: int = 1, max_tokens: int | None = None
@@ -96,10 +95,10 @@ class MeteredRequest:
         ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
         RateLimitError, or RegistryError when the limits cannot be checked.
         """
-        principal = self._principal
-        limits = principal.limits
+        principal, limiter = self._principal, self._meter.limiter
+        name, limits = principal.name, principal.limits
         tokens = tokens_charged(limits, prompt_tokens, answers, max_tokens)
-        answer = await self._meter.limiter.admit(principal.name, limits, tokens)
+        answer = limiter.take(name, limits, tokens) or await limiter.admit(name, limits, tokens)
         if isinstance(answer, Refusal):
             self.standing = answer.standing
             self._meter.refused(principal, answer)

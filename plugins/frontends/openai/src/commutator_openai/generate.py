@@ -234,7 +234,11 @@ def _account(services: FrontendServices, exchange: Exchange, generation: Generat
 
 def _stated(body: GenerationRequest, plan: Plan) -> int | None:
     """The longest answer, unless the client of a chat left it to the model."""
-    if isinstance(body, ChatRequest) and body.max_tokens is body.max_completion_tokens is None:
+    if (
+        body.max_tokens is None
+        and isinstance(body, ChatRequest)
+        and body.max_completion_tokens is None
+    ):
         return None
     return plan.requests[0].sampling.max_tokens
 

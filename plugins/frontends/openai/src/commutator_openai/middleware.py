@@ -235,10 +235,7 @@ def own_user(request: web.Request) -> str:
 
 
 def _bearer(request: web.Request) -> str | None:
-    authorization = request.headers.get(hdrs.AUTHORIZATION, "")
-    if authorization.startswith("Bearer "):
-        return authorization[7:].strip() or None
-    scheme, _, token = authorization.partition(" ")
+    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
