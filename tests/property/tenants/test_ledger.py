@@ -23,7 +23,6 @@ from commutator.tenants.ledger import (
     Settlement,
     tokens_charged,
 )
-from commutator.tenants.limiter import Ticket
 
 DOORS = ("frontend-0", "frontend-1")
 PRINCIPALS = ("ada", "bob")
@@ -51,9 +50,9 @@ class Running:
 
 def ended(number: int, charged: int, took: int | None) -> list[Settlement]:
     """What a door reports of one request, which was charged so many tokens."""
-    ticket = Ticket(number, charged)
-    ticket.end(took)
-    return [ticket.reported()]
+    more = 0 if took is None else took - charged
+    unreached = int(took is None)
+    return [Settlement(number, 1, unreached, below=max(0, -more), beyond=max(0, more))]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -370,12 +369,16 @@ def test_what_was_charged_together_is_settled_together_as_one_by_one(
             apart.admit("d", 10 * number + one, "ada", limits, tokens, began)
     running = 0
     for number, (count, tokens) in enumerate(ahead):
-        ticket = Ticket(number, tokens, ahead=count)
+        all_ended = Settlement(number, 0)
         for one, tokens_taken in enumerate(took[:count]):
-            ticket.end(tokens_taken)
-            apart.settle("d", ended(10 * number + one, tokens, tokens_taken), later)
-        together.settle("d", [ticket.reported()], later)
-        running += ticket.left
+            (one_ended,) = ended(10 * number + one, tokens, tokens_taken)
+            apart.settle("d", [one_ended], later)
+            all_ended.count += 1
+            all_ended.unreached += one_ended.unreached
+            all_ended.below += one_ended.below
+            all_ended.beyond += one_ended.beyond
+        together.settle("d", [all_ended], later)
+        running += count - all_ended.count
     assert together.accounts(later) == apart.accounts(later)
     assert together.running("ada") == apart.running("ada") == running
 

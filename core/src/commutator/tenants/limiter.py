@@ -90,17 +90,6 @@ class Ticket:
         """Requests that came of those that were admitted ahead."""
         return self.ahead - self.unused
 
-    def end(self, tokens: int | None) -> None:
-        """A request that came ended after ``tokens``; None: it reached no worker."""
-        ended = self.ended
-        ended.count += 1
-        if tokens is None:
-            ended.unreached += 1
-        elif tokens < self.charged:
-            ended.below += self.charged - tokens
-        else:
-            ended.beyond += tokens - self.charged
-
     def give_back(self) -> None:
         """No more requests come."""
         self.ended.count += self.unused
@@ -235,7 +224,14 @@ class RequestLimiter(ABC):
 
     def settle(self, ticket: Ticket, tokens: int | None) -> None:
         """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
-        ticket.end(tokens)
+        ended = ticket.ended
+        ended.count += 1
+        if tokens is None:
+            ended.unreached += 1
+        elif tokens < ticket.charged:
+            ended.below += ticket.charged - tokens
+        else:
+            ended.beyond += tokens - ticket.charged
         self._ended.add(ticket)
         if ticket.sender is None or not ticket.sender.had_ahead:
             self._report()  # the principal may be near its limits

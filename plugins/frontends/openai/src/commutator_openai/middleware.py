@@ -36,7 +36,7 @@ from commutator.frontend import (
 )
 from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
-from commutator_openai.protocol.rate_limits import add_rate_limits
+from commutator_openai.protocol.rate_limits import rate_limits
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
 from commutator_openai.ui import PAGE_PATHS
 
@@ -270,8 +270,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         headers = response.headers
         headers["X-Request-Id"] = known.request_id
         headers.update(known.headers)
-        if known.metered is not None:
-            add_rate_limits(headers, known.metered)
+        if (metered := known.metered) is not None and metered.standing is not None:
+            headers.update(rate_limits(metered.standing))
     services = request.app[SERVICES] if known is None else known.services
     if services.draining:
         # The client's next request must reach another front door. The headers exist already.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
-from multidict import CIMultiDict, istr
+from multidict import istr
 
-from commutator.frontend import MeteredRequest, Standing
+from commutator.frontend import Standing
 
-__all__ = ["RATE_LIMIT_HEADERS", "add_rate_limits", "as_duration"]
+__all__ = ["RATE_LIMIT_HEADERS", "as_duration", "rate_limits"]
 
 RATE_LIMIT_HEADERS = tuple(
     istr(f"x-ratelimit-{what}-{of}")  # not folded anew for each answer
@@ -20,14 +21,9 @@ _STANDINGS = 1024
 """Whose headers are remembered: those that are charged together have one."""
 
 
-def add_rate_limits(headers: CIMultiDict[str], metered: MeteredRequest) -> None:
-    """Add the headers of those limits that there are, once the request is admitted or refused."""
-    if metered.standing is not None:
-        headers.update(_headers(metered.standing))
-
-
 @lru_cache(_STANDINGS)
-def _headers(standing: Standing) -> dict[str, str]:
+def rate_limits(standing: Standing) -> Mapping[str, str]:
+    """The headers of those limits that there are."""
     headers: dict[str, str] = {}
     if standing.limit_requests is not None:
         limit, remaining, reset = RATE_LIMIT_HEADERS[:3]
