@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from commutator.contract.principal import ANONYMOUS, Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError, PluginError
@@ -19,6 +19,10 @@ class Gate:
     def __init__(self, authenticators: Sequence[tuple[str, Authenticator]] = ()) -> None:
         """``authenticators`` are pairs of a kind, for the log, and an authenticator."""
         self._authenticators = list(authenticators)
+        self.known: Mapping[str, Principal] = {}
+        """Who sends a value of the header ``Authorization``, if it is known at once."""
+        if authenticators:
+            self.known = authenticators[0][1].known
         self._started: list[tuple[str, Authenticator]] = []
 
     @property
@@ -29,6 +33,7 @@ class Gate:
     def ask_first(self, kind: str, authenticator: Authenticator) -> None:
         """Ask one more authenticator, before the others. It is not started or stopped here."""
         self._authenticators.insert(0, (kind, authenticator))
+        self.known = authenticator.known
 
     async def start(self) -> None:
         """Start the authenticators. Raises PluginError when one cannot start."""
@@ -49,21 +54,6 @@ class Gate:
             except Exception:
                 log.exception("authenticator %s failed to stop", kind)
 
-    def known(self, bearer: str) -> Principal | None:
-        """Who sends this bearer token, if that is known at once; None: ask ``principal``.
-
-        Raises AuthenticationError as that does.
-        """
-        if not self._authenticators:
-            return None
-        kind, first = self._authenticators[0]
-        try:
-            return first.known(bearer)
-        except AuthenticationError:
-            raise
-        except Exception as error:
-            raise _failed(kind, error) from error
-
     async def principal(self, credentials: Credentials) -> Principal:
         """Who sent the credentials. Raises AuthenticationError when no authenticator knows."""
         for kind, authenticator in self._authenticators:
@@ -72,15 +62,12 @@ class Gate:
             except AuthenticationError:
                 raise
             except Exception as error:
-                raise _failed(kind, error) from error
+                log.exception("authenticator %s failed; the request is refused", kind)
+                raise AuthenticationError(
+                    "the credentials cannot be checked now; see the front door's log"
+                ) from error
             if found is not None:
                 return found
         if self.is_open:
             return ANONYMOUS
         raise AuthenticationError("no valid API key: send the header Authorization: Bearer KEY")
-
-
-def _failed(kind: str, error: Exception) -> AuthenticationError:
-    """Of an authenticator that raised something else; logs that."""
-    log.error("authenticator %s failed; the request is refused", kind, exc_info=error)
-    return AuthenticationError("the credentials cannot be checked now; see the front door's log")

@@ -162,8 +162,6 @@ class KeyTable:
     """Every key by the digest of it."""
 
     keys: Mapping[bytes, _Known] = field(factory=dict)
-    found: dict[str, _Known] = field(factory=dict)
-    """Those that clients sent, by themselves: no more than there are in the table."""
 
     @classmethod
     def of(cls, principals: Iterable[KeyPrincipalConfig]) -> KeyTable:
@@ -186,24 +184,11 @@ class KeyTable:
                 keys[digest] = _Known(principal, key.expires, expires_unix_s)
         return cls(keys)
 
-    def find(self, key: str, clock: Callable[[], float]) -> Principal | None:
-        """Whose ``key`` it is, None for nobody's. Raises AuthenticationError for an expired one.
-
-        ``clock`` gives seconds since 1970; it is asked for keys that expire.
-        """
-        known = self.found.get(key)
-        if known is None:
-            if not _KEY.fullmatch(key):
-                return None  # not one of ours, so perhaps not random enough: its hash is not enough
-            known = self.keys.get(hashlib.sha256(key.encode()).digest())
-            if known is None:
-                return None
-            self.found[key] = known
-        if known.expires_unix_s is not None and clock() >= known.expires_unix_s:
-            raise AuthenticationError(
-                f"this API key expired on {known.expires}; ask its operator for another"
-            )
-        return known.principal
+    def find(self, key: str) -> _Known | None:
+        """What is known of ``key``; None: nobody's."""
+        if not _KEY.fullmatch(key):
+            return None  # not one of ours, so perhaps not random enough: its hash is not enough
+        return self.keys.get(hashlib.sha256(key.encode()).digest())
 
 
 @frozen(kw_only=True)
@@ -231,6 +216,7 @@ class KeyAuthenticator(Authenticator):
         """``clock`` gives seconds since 1970, against which keys expire."""
         self._config = config
         self._clock = clock
+        self.known: dict[str, Principal] = {}
         self._table = KeyTable.of(config.principals)
         self._file = None if config.file is None else Path(config.file).expanduser()
         self._seen: object = None
@@ -249,14 +235,17 @@ class KeyAuthenticator(Authenticator):
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def authenticate(self, credentials: Credentials) -> Principal | None:
-        return None if credentials.bearer is None else self.known(credentials.bearer)
-
-    def known(self, bearer: str) -> Principal | None:
-        table = self._table
-        known = table.found.get(bearer)
-        if known is not None and known.expires_unix_s is None:
-            return known.principal
-        return table.find(bearer, self._clock)
+        bearer = credentials.bearer
+        found = None if bearer is None else self._table.find(bearer)
+        if found is None:
+            return None
+        if found.expires_unix_s is None:
+            self.known[f"Bearer {bearer}"] = found.principal
+        elif self._clock() >= found.expires_unix_s:
+            raise AuthenticationError(
+                f"this API key expired on {found.expires}; ask its operator for another"
+            )
+        return found.principal
 
     async def look_at_file(self) -> bool:
         """Read the file if it changed since the last time; returns whether its keys now apply."""
@@ -271,6 +260,7 @@ class KeyAuthenticator(Authenticator):
             log.error("%s; the keys from before still apply", error)  # noqa: TRY400 - not a bug
             return False
         self._table = table
+        self.known.clear()
         log.info("%s was read again: %d keys", self._file, len(table.keys))
         return True
 

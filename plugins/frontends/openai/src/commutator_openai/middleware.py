@@ -130,18 +130,15 @@ def authenticate(request: web.Request, handler: Handler) -> Awaitable[web.Stream
     known = request[EXCHANGE]
     if known.path in _WITHOUT_KEY:
         return handler(request)
-    bearer = _bearer(request)
-    principal = None if bearer is None else known.services.gate.known(bearer)
+    principal = known.services.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
     if principal is None:
-        return _authenticate(request, handler, bearer)
+        return _authenticate(request, handler)
     return _permitted(request, handler, known, principal)
 
 
-async def _authenticate(
-    request: web.Request, handler: Handler, bearer: str | None
-) -> web.StreamResponse:
+async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
     known = request[EXCHANGE]
-    return await _permitted(request, handler, known, await _asked(request, known, bearer))
+    return await _permitted(request, handler, known, await _asked(request, known))
 
 
 def _permitted(
@@ -165,8 +162,8 @@ def _permitted(
 async def authenticate_administrator(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Finds the principal of a request that may change the deployment; asks nobody else."""
     if request.path.startswith(ADMIN_PREFIX):
-        known, bearer = request[EXCHANGE], _bearer(request)
-        known.principal = await _asked(request, known, bearer)
+        known = request[EXCHANGE]
+        known.principal = await _asked(request, known)
         WORKING_FOR.set(known.principal.name)
     return await handler(request)
 
@@ -239,11 +236,12 @@ def _bearer(request: web.Request) -> str | None:
     return token.strip() or None if scheme.lower() == "bearer" else None
 
 
-async def _asked(request: web.Request, known: Exchange, bearer: str | None) -> Principal:
+async def _asked(request: web.Request, known: Exchange) -> Principal:
     """The principal by all authenticators. Raises AuthenticationError."""
-    return await known.services.gate.principal(
-        Credentials(bearer=bearer, headers=request.headers, peer=request.remote or None)
+    credentials = Credentials(
+        bearer=_bearer(request), headers=request.headers, peer=request.remote or None
     )
+    return await known.services.gate.principal(credentials)
 
 
 def caller(request: web.Request, *, user: str | None, session_id: str | None) -> Caller:
