@@ -1,11 +1,10 @@
 """What keys, limits and fairness cost: chats under load with all of them, and with none.
 
-Both deployments run at the same time and are measured in turns, one right after the other, so that
-both meet the same machine. Two that are alike still differ by some percent for as long as they run,
-and whatever shares a machine makes turns differ. So such pairs are started one after another until
-the mean of their ratios is certain to a percent, or there were many. In both, requests wait for
-busy workers. The principals share one KV cache, as all clients do without keys: caches apart find
-less.
+Both deployments run at the same time and are measured one right after the other, so that both meet
+the same machine. Two that are alike still differ by some percent for as long as they run, so many
+such pairs are started; each figure is the mean of their ratios, with two standard errors of it. In
+both, requests wait for busy workers. The principals share one KV cache, as all clients do without
+keys: caches apart find less.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ import attrs
 from bench.load import FRONT_DOORS, LOAD, config
 from bench.needs import needs_command
 from bench.result import Figure
-from bench.wrk import WRK, ChatLoad
+from bench.wrk import WRK
 from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster
 
 WORDS = (20, 400, 3000)
-FEWEST_PAIRS, MOST_PAIRS = 8, 24
-CERTAIN_TO = 0.01
-"""Two standard errors of the mean ratio."""
-TURNS = 2
-"""Of each pair."""
+PAIRS = 20
 TURN_S = 3
 """As `bench load`."""
 WARM_UP_S = 1
@@ -47,8 +42,8 @@ LIMITS = {
 }
 
 
-class Rates(NamedTuple):
-    """Requests a second of two deployments, in the mean of their turns."""
+class Pair(NamedTuple):
+    """Requests a second of two deployments."""
 
     plain: float
     keyed: float
@@ -64,18 +59,24 @@ def run() -> list[Figure]:
 
 
 def compare(front_doors: int) -> list[Figure]:
-    pairs: dict[int, list[Rates]] = {words: [] for words in WORDS}
-    for number in range(MOST_PAIRS):
-        if number >= FEWEST_PAIRS and all(
-            doubt(measured) <= CERTAIN_TO for measured in pairs.values()
-        ):
-            break
+    plain = busy(config(front_doors), "fifo")
+    keyed = with_keys(busy(config(front_doors), "weighted"))
+    pairs: dict[int, list[Pair]] = {words: [] for words in WORDS}
+    for number in range(PAIRS):
         with ExitStack() as open_:
-            plain = LocalCluster(busy(config(front_doors), "fifo"))
-            keyed = LocalCluster(with_keys(busy(config(front_doors), "weighted")))
-            urls = open_.enter_context(plain).url, open_.enter_context(keyed).url
+            # Each is started, and measured, as often before the other as after it.
+            order = (plain, keyed) if number % 2 else (keyed, plain)
+            urls = [(one, open_.enter_context(LocalCluster(one)).url) for one in order]
             for words in WORDS:
-                pairs[words].append(measure(words, *urls))
+                load = attrs.evolve(LOAD, words=words)
+                loads = [
+                    (url, attrs.evolve(load, keys=KEYS) if one is keyed else load)
+                    for one, url in urls
+                ]
+                for url, each in loads:
+                    each.run(url, WARM_UP_S)
+                rates = [each.run(url, TURN_S).rate for url, each in loads]
+                pairs[words].append(Pair(*(rates if order[0] is plain else rates[::-1])))
     return [figure(words, front_doors, pairs[words]) for words in WORDS]
 
 
@@ -98,31 +99,15 @@ def with_keys(plain: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "auth": [{"kind": "keys", "principals": principals}]}
 
 
-def measure(words: int, plain_url: str, keyed_url: str) -> Rates:
-    plain = attrs.evolve(LOAD, words=words)
-    runs: dict[str, ChatLoad] = {plain_url: plain, keyed_url: attrs.evolve(plain, keys=KEYS)}
-    for url, load in runs.items():
-        load.run(url, WARM_UP_S)
-    rates: dict[str, list[float]] = {url: [] for url in runs}
-    for number in range(TURNS):
-        for url in sorted(runs, reverse=bool(number % 2)):
-            rates[url].append(runs[url].run(url, TURN_S).rate)
-    return Rates(statistics.mean(rates[plain_url]), statistics.mean(rates[keyed_url]))
-
-
-def doubt(pairs: Sequence[Rates]) -> float:
-    """Two standard errors of the mean ratio, as a part of it."""
-    return 2 * statistics.stdev(pair.log_ratio for pair in pairs) / math.sqrt(len(pairs))
-
-
-def figure(words: int, front_doors: int, pairs: Sequence[Rates]) -> Figure:
+def figure(words: int, front_doors: int, pairs: Sequence[Pair]) -> Figure:
+    logs = [pair.log_ratio for pair in pairs]
     plain = statistics.mean(pair.plain for pair in pairs)
-    ratio = math.exp(statistics.mean(pair.log_ratio for pair in pairs))
+    doubt = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
     doors = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
     return Figure(
         "keys",
-        f"requests/s, {words:,} words, {doors}, ±{doubt(pairs):.1%}",
-        ratio * plain,
+        f"requests/s, {words:,} words, {doors}; ratio ±{doubt:.3f}",
+        math.exp(statistics.mean(logs)) * plain,
         plain,
         "1/s",
         "without keys",
