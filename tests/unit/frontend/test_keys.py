@@ -66,6 +66,30 @@ async def test_a_key_ends_at_its_moment() -> None:
 
 
 @pytest.mark.security
+async def test_only_keys_that_hold_are_known_at_once(tmp_path: Path) -> None:
+    path, kept, expiring = tmp_path / "keys.yaml", new_key(), new_key()
+    write(path, ("alice", kept))
+    one = principal("bob", expiring, expires="1970-01-02")
+    config = KeysConfig(kind="keys", principals=(one,), file=str(path), poll_s=3600.0)
+    keys = KeyAuthenticator(config, clock=lambda: 0.0)
+    gate = Gate([("keys", keys)])
+    await gate.start()
+    try:
+        for token in (kept, expiring):
+            await gate.principal(sent(token))
+        with pytest.raises(AuthenticationError):
+            await gate.principal(sent(new_key()))
+        assert {header: found.name for header, found in gate.known.items()} == {
+            f"Bearer {kept}": "alice"
+        }
+        write(path, ("carol", new_key()))
+        assert await keys.look_at_file()
+        assert not gate.known
+    finally:
+        await gate.stop()
+
+
+@pytest.mark.security
 async def test_a_key_that_we_did_not_make_is_none_even_if_its_hash_is_known() -> None:
     for weak in ("secret", "cmt-secret", "cmt-" + "ä" * 43):
         assert await authenticator(principal("alice", weak)).authenticate(sent(weak)) is None
