@@ -96,6 +96,20 @@ async def test_a_request_is_settled_with_what_it_took() -> None:
     assert metered.standing.remaining_tokens == 0
 
 
+@pytest.mark.parametrize("took", [None, 0, 30, 60, 75])
+async def test_a_request_counts_as_what_it_took_be_that_less_or_more(took: int | None) -> None:
+    meter = Meter(LocalLimiter("door"))
+    ada = Principal(name="ada", limits=Limits(tokens_per_minute=100))
+    metered = begun(meter, ada)
+    await metered.admit(10, max_tokens=50)
+    metered.tokens = took
+    metered.end()
+    metered = begun(meter, ada)
+    await metered.admit(1, max_tokens=4)
+    assert metered.standing is not None
+    assert metered.standing.remaining_tokens == 100 - (took or 0) - 5
+
+
 async def test_requests_that_are_charged_ahead_wait_for_nothing_and_are_told_what_is_left() -> None:
     now = Moment(100.25, 100.25)
     meter = Meter(LocalLimiter("door", clock=lambda: now))

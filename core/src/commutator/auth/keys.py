@@ -4,8 +4,8 @@ A key is 256 random bits that we make. Nobody can find such a key by trying, so 
 keeps it: the slow hashes for passwords would only cost time in each request. The digest of what a
 client sent is looked up in a table. How long that takes tells something about the digest, which
 the client knows already, and nothing about the digests in the table: the next guess has an
-unrelated one. A key that was found is remembered as it is, in memory only and until the table
-changes, because hashing it takes longer than the rest.
+unrelated one. A key that was found and does not expire is remembered as it is, in memory only and
+until the table changes, because hashing it takes longer than the rest.
 """
 
 from __future__ import annotations
