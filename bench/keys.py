@@ -59,24 +59,25 @@ def run() -> list[Figure]:
 
 
 def compare(front_doors: int) -> list[Figure]:
-    plain = busy(config(front_doors), "fifo")
-    keyed = with_keys(busy(config(front_doors), "weighted"))
+    plain, keyed = busy(config(front_doors), "fifo"), busy(config(front_doors), "weighted")
+    deployments = {
+        "plain": (plain, LOAD),
+        "keyed": (with_keys(keyed), attrs.evolve(LOAD, keys=KEYS)),
+    }
     pairs: dict[int, list[Pair]] = {words: [] for words in WORDS}
     for number in range(PAIRS):
+        # Each is started, and measured, as often before the other as after it.
+        names = sorted(deployments, reverse=bool(number % 2))
         with ExitStack() as open_:
-            # Each is started, and measured, as often before the other as after it.
-            order = (plain, keyed) if number % 2 else (keyed, plain)
-            urls = [(one, open_.enter_context(LocalCluster(one)).url) for one in order]
+            urls = {
+                name: open_.enter_context(LocalCluster(deployments[name][0])).url for name in names
+            }
             for words in WORDS:
-                load = attrs.evolve(LOAD, words=words)
-                loads = [
-                    (url, attrs.evolve(load, keys=KEYS) if one is keyed else load)
-                    for one, url in urls
-                ]
-                for url, each in loads:
-                    each.run(url, WARM_UP_S)
-                rates = [each.run(url, TURN_S).rate for url, each in loads]
-                pairs[words].append(Pair(*(rates if order[0] is plain else rates[::-1])))
+                loads = {name: attrs.evolve(deployments[name][1], words=words) for name in names}
+                for name in names:
+                    loads[name].run(urls[name], WARM_UP_S)
+                rates = {name: loads[name].run(urls[name], TURN_S).rate for name in names}
+                pairs[words].append(Pair(**rates))
     return [figure(words, front_doors, pairs[words]) for words in WORDS]
 
 
