@@ -89,12 +89,16 @@ class AuthenticationError(CommutatorError):
 class RateLimitError(CommutatorError):
     """A request is beyond a limit of its principal. ``limit`` is its name in ``Limits``.
 
-    ``retry_after_s`` is when it may fit; None: it never does, being too large.
+    ``retry_after_s`` is when it may fit; None: it never does, being too large. ``standing``, a
+    ``commutator.frontend.Standing``, is how far the principal is from its limits.
     """
 
-    def __init__(self, message: str, limit: str, retry_after_s: float | None) -> None:
+    def __init__(
+        self, message: str, limit: str, retry_after_s: float | None, standing: object = None
+    ) -> None:
         self.limit = limit
         self.retry_after_s = retry_after_s
+        self.standing = standing
         super().__init__(message)
 
 

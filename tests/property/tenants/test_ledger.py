@@ -21,7 +21,7 @@ from commutator.tenants.ledger import (
     Moment,
     Refusal,
     Settlement,
-    tokens_charged,
+    unstated_tokens,
 )
 
 DOORS = ("frontend-0", "frontend-1")
@@ -327,13 +327,11 @@ def test_of_a_former_process_of_a_door_nothing_runs_whatever_its_successor_says(
     assert ledger.running("ada") == 0
 
 
-def test_the_charge_of_a_request() -> None:
-    assert tokens_charged(Limits(), 10, 2, 30) == 70
-    assert tokens_charged(Limits(), 10, 1, None) == 10 + UNSTATED_ANSWER_TOKENS
-    assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, None) == 100
-    assert tokens_charged(Limits(tokens_per_minute=100), 200, 1, None) == 200
-    assert tokens_charged(Limits(tokens_per_minute=100, tokens_per_day=50), 10, 1, None) == 50
-    assert tokens_charged(Limits(tokens_per_minute=100), 10, 1, 300) == 310
+def test_what_a_request_is_charged_that_does_not_state_its_longest_answer() -> None:
+    assert unstated_tokens(Limits(), 10, 2) == 10 + 2 * UNSTATED_ANSWER_TOKENS
+    assert unstated_tokens(Limits(tokens_per_minute=100), 10, 1) == 100
+    assert unstated_tokens(Limits(tokens_per_minute=100), 200, 1) == 200
+    assert unstated_tokens(Limits(tokens_per_minute=100, tokens_per_day=50), 10, 1) == 50
 
 
 def test_a_door_that_comes_back_keeps_as_many_requests_of_a_ticket_as_it_says() -> None:

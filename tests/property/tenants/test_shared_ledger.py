@@ -17,13 +17,14 @@ import msgspec
 from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.limits import ask, settle
 from tests.support.virtual_time import in_virtual_time
 
 from commutator.contract.principal import Limits
-from commutator.errors import RegistryError
+from commutator.errors import RateLimitError, RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.hub import Hub
-from commutator.tenants.ledger import WINDOW_S, Moment, Refusal
+from commutator.tenants.ledger import WINDOW_S, Moment
 from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
 from commutator.tenants.service import LedgerService
 
@@ -136,7 +137,7 @@ class World:
             running = sum(one.ended_s is None for one in mine)
             assert running <= limits.concurrent_requests
 
-    def check_refused(self, request: Request, refusal: Refusal) -> None:
+    def check_refused(self, request: Request, refusal: RateLimitError) -> None:
         """There is no room by what all doors used: what one holds ahead refuses nobody."""
         if not self.exact:
             return
@@ -162,11 +163,11 @@ class World:
             request = Request(principal, loop_time(), chance.randint(1, 8))
             self.log.append(request)
             try:
-                answer = await door.admit(principal, self.limits, request.charged)
+                answer = await ask(door, principal, self.limits, request.charged)
             except RegistryError:
                 self.log.remove(request)
                 continue
-            if isinstance(answer, Refusal):
+            if isinstance(answer, RateLimitError):
                 self.check_refused(request, answer)
                 self.log.remove(request)
                 continue
@@ -175,7 +176,7 @@ class World:
             await asyncio.sleep(chance.choice([0.0, 0.02, 0.5]))
             request.took = chance.choice([request.charged, chance.randint(1, request.charged)])
             request.ended_s = loop_time()
-            door.settle(answer, request.took)
+            settle(door, answer, request.took)
 
 
 @settings(max_examples=60, deadline=None)
@@ -263,10 +264,10 @@ async def test_a_principal_far_from_its_limits_costs_few_questions() -> None:
 
     wire.to_ledger = counted
     for _ in range(1_000):
-        answer = await limiter.admit("ada", world.limits, 100)
-        assert not isinstance(answer, Refusal)
+        answer = await ask(limiter, "ada", world.limits, 100)
+        assert not isinstance(answer, RateLimitError)
         await asyncio.sleep(0.005)
-        limiter.settle(answer, 50)
+        settle(limiter, answer, 50)
     assert sum(frame[1] == "admit" for frame in asked) < 50
     assert sum(frame[1] == "settle" for frame in asked) < 200
     link.cancel()
@@ -284,15 +285,15 @@ async def test_a_hung_door_delays_a_refusal_only_once() -> None:
     await asyncio.sleep(0.1)
     admitted = held = 0
     while not held:
-        assert not isinstance(await hung.admit("ada", limits, 1), Refusal)
+        assert not isinstance(await ask(hung, "ada", limits, 1), RateLimitError)
         admitted += 1
         held = sum(one.unused for one in hung._tickets.values())
     hubs[0].wires[0].is_open = False
     admitted, waits_s = admitted + held, []
     while True:
         began_s = loop_time()
-        answer = await other.admit("ada", limits, 1)
-        if isinstance(answer, Refusal):
+        answer = await ask(other, "ada", limits, 1)
+        if isinstance(answer, RateLimitError):
             waits_s.append(loop_time() - began_s)
             if len(waits_s) == 2:
                 break

@@ -22,7 +22,6 @@ from commutator.contract.principal import Limits, Principal
 from commutator.errors import OverloadedError, RegistryError
 from commutator.tenants.ledger import UNSTATED_ANSWER_TOKENS, WINDOW_S, Moment
 from commutator.tenants.limiter import LocalLimiter
-from commutator.tenants.meter import Meter
 from commutator_openai.metering import AnswerUsage, stated_answers
 from commutator_openai.protocol.rate_limits import RATE_LIMIT_HEADERS, as_duration
 
@@ -36,9 +35,6 @@ class Clock:
     def __call__(self) -> Moment:
         return Moment(self.now_s, self.now_s)
 
-    def monotonic(self) -> float:
-        return self.now_s
-
 
 @asynccontextmanager
 async def limited(
@@ -51,7 +47,7 @@ async def limited(
         Principal(name="bob"),
     )
     async with front_door(dispatcher or FakeDispatcher(), gate=gate) as door:
-        door.services.meter = Meter(LocalLimiter("frontend-0", clock=clock), clock.monotonic)
+        door.services.request_limiter = LocalLimiter("frontend-0", clock=clock)
         door.session.headers.update(key_of("ada"))
         yield door
 
@@ -175,7 +171,7 @@ async def test_without_the_ledger_nobody_with_limits_is_served() -> None:
             raise RegistryError("the ledger of limits cannot be reached")
 
     async with limited(Limits(requests_per_minute=5, concurrent_requests=1)) as door:
-        door.services.meter = Meter(Unreachable("frontend-0"))
+        door.services.request_limiter = Unreachable("frontend-0")
         for _ in range(2):
             status, body = await door.complete()
             assert (status, body["error"]["code"]) == (503, "limits_unavailable")

@@ -11,7 +11,7 @@ from commutator.metrics.frontend import FrontendMetrics
 def test_many_principals_make_few_time_series() -> None:
     metrics = FrontendMetrics()
     for number in range(10_000):
-        metrics.principal_done(f"p-{number}", 3, 2, 1)
+        metrics.principal_usage.add((f"p-{number}",), 1, 3, 2, 1)
         metrics.principal_refused(f"p-{number}", "requests_per_minute")
     page = metrics.render().decode()
     requests = [

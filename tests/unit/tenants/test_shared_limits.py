@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from attrs import define, field
+from tests.support.limits import ask, settle
 
 from commutator.contract.principal import Limits
-from commutator.errors import RegistryError
+from commutator.errors import RateLimitError, RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.client import connect
 from commutator.registry.hub import Hub
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
-from commutator.tenants.ledger import WINDOW_S, Moment, Refusal
+from commutator.tenants.ledger import WINDOW_S, Moment, Standing
 from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter, Ticket
 from commutator.tenants.service import SERVICE, LedgerService
 
@@ -88,8 +89,8 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 async def admitted(door: RequestLimiter, limits: Limits, tokens: int = 1) -> Ticket | None:
-    answer = await door.admit("ada", limits, tokens)
-    return None if isinstance(answer, Refusal) else answer
+    answer = await ask(door, "ada", limits, tokens)
+    return None if isinstance(answer, RateLimitError) else answer
 
 
 async def test_many_doors_admit_exactly_the_limit(deployment: Deployment) -> None:
@@ -109,11 +110,12 @@ async def test_a_refusal_says_which_limit_and_when_to_come_back(deployment: Depl
         limits = Limits(requests_per_minute=1)
         assert await admitted(first, limits)
         deployment.clock.now_s += 10
-        refusal = await second.admit("ada", limits, 1)
-        assert isinstance(refusal, Refusal)
+        refusal = await ask(second, "ada", limits, 1)
+        assert isinstance(refusal, RateLimitError)
         assert (refusal.limit, refusal.retry_after_s) == ("requests_per_minute", WINDOW_S + 1 - 10)
+        assert isinstance(refusal.standing, Standing)
         assert refusal.standing.remaining_requests == 0
-        assert not isinstance(await second.admit("bob", limits, 1), Refusal)
+        assert not isinstance(await ask(second, "bob", limits, 1), RateLimitError)
 
 
 @pytest.mark.security
@@ -163,7 +165,7 @@ async def test_what_a_request_did_not_take_is_free_at_every_door(deployment: Dep
         ticket = await admitted(first, limits, 100)
         assert ticket is not None
         assert await admitted(second, limits, 1) is None
-        first.settle(ticket, 40)
+        settle(first, ticket, 40)
         # Of another connection, so it may be read before the end of the first.
         await until(lambda: deployment.service.ledger.running("ada") == 0)
         assert await admitted(second, limits, 61) is None
@@ -174,7 +176,7 @@ async def test_a_cancelled_question_charges_nothing(deployment: Deployment) -> N
     limits = Limits(requests_per_minute=1, concurrent_requests=1)
     async with deployment.door("door-0") as door:
         for _ in range(3):
-            asking = asyncio.create_task(door.admit("ada", limits, 1))
+            asking = asyncio.create_task(ask(door, "ada", limits, 1))
             await asyncio.sleep(0)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -195,7 +197,7 @@ async def test_a_killed_door_gives_no_budget_back_but_its_places(deployment: Dep
             tickets = [await admitted(restarted, limits) for _ in range(2)]
             for ticket in tickets:
                 assert ticket is not None
-                restarted.settle(ticket, 1)
+                settle(restarted, ticket, 1)
             assert await admitted(restarted, limits) is not None
             assert await admitted(other, limits) is None  # the sixth in this minute
 
@@ -212,8 +214,8 @@ async def test_a_door_that_is_cut_off_admits_nothing_until_it_is_back(
         await deployment.server.stop()
         await until(lambda: not connected(door) and not connected(other))
         with pytest.raises(RegistryError, match="cannot be reached"):
-            await door.admit("ada", limits, 1)
-        door.settle(ended, 5)
+            await ask(door, "ada", limits, 1)
+        settle(door, ended, 5)
         await deployment.listen()
         await until(lambda: connected(door) and connected(other))
         await until(lambda: deployment.service.ledger.running("ada") == 1)
@@ -221,7 +223,7 @@ async def test_a_door_that_is_cut_off_admits_nothing_until_it_is_back(
         assert await admitted(other, limits, 76) is None
         assert await admitted(other, limits, 75) is not None
         assert await admitted(door, limits, 0) is None
-        door.settle(running_one, 0)
+        settle(door, running_one, 0)
         assert await admitted(door, limits, 0) is not None
         deployment.clock.now_s += 1
         assert await admitted(door, limits, 0) is None
@@ -237,7 +239,7 @@ async def test_a_ledger_that_does_not_answer_is_waited_for_only_shortly(
     async with running(limiter):
         await until(lambda: connected(limiter))
         with pytest.raises(RegistryError, match="cannot be reached"):
-            await limiter.admit("ada", Limits(requests_per_minute=1), 1)
+            await ask(limiter, "ada", Limits(requests_per_minute=1), 1)
     await mute.stop()
 
 
@@ -254,7 +256,7 @@ async def test_a_door_without_a_copy_remembers_no_principal_for_it(deployment: D
     alone = LocalLimiter("door-0", clock=deployment.clock)
     ticket = await admitted(alone, Limits(requests_per_minute=1))
     assert ticket is not None
-    alone.settle(ticket, 1)
+    settle(alone, ticket, 1)
     assert alone._changed == set()
 
 
@@ -272,7 +274,7 @@ async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: D
         await alone.ready.wait()
         ticket = await admitted(alone, limits, 30)
         assert ticket is not None
-        alone.settle(ticket, 10)
+        settle(alone, ticket, 10)
         assert await admitted(alone, limits, 50) is not None
         await until(lambda: noted() == 60)
     restarted = LocalLimiter("door-0", Hub(deployment.address), deployment.clock)
@@ -281,7 +283,7 @@ async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: D
         assert await admitted(restarted, limits, 41) is None
         ticket = await admitted(restarted, limits, 40)
         assert ticket is not None
-        restarted.settle(ticket, 0)
+        settle(restarted, ticket, 0)
         assert await admitted(restarted, limits, 0) is None  # the fourth in this minute
 
 

@@ -12,7 +12,7 @@ from commutator.frontend.services import FrontendServices
 from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.routing.forward import Forward
 from commutator.tenants.ledger import Standing
-from commutator.tenants.meter import MeteredRequest
+from commutator.tenants.limiter import Ticket
 from commutator.tracing import traced
 
 __all__ = [
@@ -28,11 +28,11 @@ __all__ = [
     "Gate",
     "Generation",
     "LiveFeed",
-    "MeteredRequest",
     "Piece",
     "Plan",
     "Preprocessor",
     "Standing",
+    "Ticket",
     "TimeLimit",
     "TokenUsage",
     "WorkPool",

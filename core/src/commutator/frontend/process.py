@@ -51,7 +51,6 @@ from commutator.routing.placement import Placement
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
 from commutator.routing.replica_sync import ReplicaSync
 from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
-from commutator.tenants.meter import Meter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import network_of_this_process
@@ -108,7 +107,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         dispatcher=dispatcher,
         limiter=limiter,
         gate=gate,
-        meter=Meter(counting),
+        request_limiter=counting,
         observer=loaded.host,
         registry=registry,
         registry_address=registry_address,

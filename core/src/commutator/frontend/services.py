@@ -24,7 +24,7 @@ from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics, Readings
 from commutator.registry.unready import UnreadyWorker
 from commutator.routing.dispatcher import Dispatcher
-from commutator.tenants.meter import Meter
+from commutator.tenants.limiter import LocalLimiter, RequestLimiter
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import refused_connections
 
@@ -49,8 +49,8 @@ class FrontendServices:
     """By model."""
     gate: Gate = field(factory=Gate)
     """Tells who sends a request."""
-    meter: Meter = field(factory=Meter)
-    """Counts what principals use."""
+    request_limiter: RequestLimiter = field(factory=lambda: LocalLimiter("frontend-0"))
+    """Counts requests against the limits of their principals."""
     observer: Observer = field(factory=Observer)
     """Learns of each request that was answered."""
     registry: Registry | None = None

@@ -266,7 +266,7 @@ class FrontendMetrics(Observer):
             "KV bytes of each hand-over by its time after the prefill; part of them went before.",
             buckets=_BANDWIDTH_BUCKETS,
         )
-        self._principal_usage = CounterGroup(
+        self.principal_usage = CounterGroup(
             (
                 "commutator_principal_requests",
                 f"Requests of a principal; `other`: of all after the first {_MAX_PRINCIPALS}.",
@@ -281,6 +281,7 @@ class FrontendMetrics(Observer):
             registry=registry,
             most=_MAX_PRINCIPALS,
         )
+        """By principal: one request, its prompt tokens, those cached, those generated."""
         self._principal_refusals = counter(
             "commutator_principal_refusals",
             "Requests of a principal answered 403 or 429, by the limit or the error's code.",
@@ -345,13 +346,9 @@ class FrontendMetrics(Observer):
         self._requests.add(1, endpoint, model, str(code))
         self._duration_s.observe(duration_s, endpoint, model)
 
-    def principal_done(self, principal: str, prompt: int, cached: int, generated: int) -> None:
-        """A principal's request ended; ``prompt``, ``cached`` and ``generated`` are in tokens."""
-        self._principal_usage.add((principal,), 1, prompt, cached, generated)
-
     def principal_refused(self, principal: str, reason: str) -> None:
-        """After ``principal_done``; ``reason`` is a limit's name or an error's code."""
-        is_counted = (principal,) in self._principal_usage.sums()
+        """After ``principal_usage``; ``reason`` is a limit's name or an error's code."""
+        is_counted = (principal,) in self.principal_usage.sums()
         self._principal_refusals.add(1, principal if is_counted else OTHER, reason)
 
     def routed(self, model: str, route: Route) -> None:
@@ -386,7 +383,7 @@ class FrontendMetrics(Observer):
         names = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
         principals = {
             principal: dict(zip(names, sums, strict=True))
-            for (principal,), sums in self._principal_usage.sums().items()
+            for (principal,), sums in self.principal_usage.sums().items()
         }
         refusals: dict[str, float] = {}
         for (principal, _), count in self._principal_refusals.sums().items():

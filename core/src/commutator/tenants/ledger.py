@@ -1,10 +1,10 @@
 """What principals have used, and whether one more request is within their limits. Pure.
 
-A request is charged when it is admitted: one request, and as many tokens as it may take
-(``tokens_charged``). When it ends, the charge becomes what it took: what it did not take is given
-back where it was charged, what it took beyond is charged then. A minute is a sliding window of
-slots of one second: in any 60 seconds, no more than the limit is charged at admissions. Slots make
-the window up to a second longer, never shorter.
+A request is charged when it is admitted: one request, its prompts, and as many tokens as its
+answers may take. When it ends, the charge becomes what it took: what it did not take is given back
+where it was charged, what it took beyond is charged then. A minute is a sliding window of slots of
+one second: in any 60 seconds, no more than the limit is charged at admissions. Slots make the
+window up to a second longer, never shorter.
 
 A day is one of UTC. Day totals and windows live in the ledger's process, not on disk.
 """
@@ -31,7 +31,7 @@ __all__ = [
     "Settlement",
     "SlidingWindow",
     "Standing",
-    "tokens_charged",
+    "unstated_tokens",
 ]
 
 WINDOW_S = 60
@@ -93,15 +93,13 @@ class Refusal:
     standing: Standing
 
 
-def tokens_charged(limits: Limits, prompt_tokens: int, answers: int, max_tokens: int | None) -> int:
-    """What a request is charged at admission.
+def unstated_tokens(limits: Limits, prompt_tokens: int, answers: int) -> int:
+    """What a request is charged at admission whose client did not state ``max_tokens``.
 
-    Its prompts, and for each answer ``max_tokens`` as the client stated it. Without a statement,
-    ``UNSTATED_ANSWER_TOKENS``, but no more than the tightest limit leaves beside the prompts: such
-    a request may take more in the end, and is charged the rest then.
+    Its prompts, and ``UNSTATED_ANSWER_TOKENS`` for each answer, but no more than the tightest limit
+    leaves beside the prompts: such a request may take more in the end, and is charged the rest
+    then.
     """
-    if max_tokens is not None:
-        return prompt_tokens + answers * max_tokens
     guess = prompt_tokens + answers * UNSTATED_ANSWER_TOKENS
     bounds = [limits.tokens_per_minute, limits.tokens_per_day]
     return max(prompt_tokens, min([guess, *(bound for bound in bounds if bound is not None)]))

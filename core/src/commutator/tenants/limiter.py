@@ -1,4 +1,6 @@
-"""A front door's way to the ledger: its own if it is alone, otherwise that at the hub.
+"""Counts a front door's requests against the limits of their principals.
+
+It asks a ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
 to the ledger at the hub twice a second. Of several, each asks that ledger for the requests
@@ -21,11 +23,18 @@ from uuid import uuid4
 from attrs import define, field
 
 from commutator.backoff import Backoff
-from commutator.contract.principal import Limits
-from commutator.errors import RegistryError
+from commutator.contract.principal import Limits, Principal
+from commutator.errors import RateLimitError, RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.hub import Hub
-from commutator.tenants.ledger import Ledger, Moment, Refusal, Settlement, Standing
+from commutator.tenants.ledger import (
+    Ledger,
+    Moment,
+    Refusal,
+    Settlement,
+    Standing,
+    unstated_tokens,
+)
 from commutator.tenants.service import (
     SERVICE,
     left_of_second_s,
@@ -57,6 +66,16 @@ _FEWEST_AHEAD = 2
 _REPORT_INTERVAL_S = 0.5
 """Requests that end are reported together, unless their principal is not admitted ahead."""
 _MOST_AHEAD = 256
+_REFUSED_FOR_S = 1.0
+"""For this long a principal without requests left is refused unread: a flood costs no parsing."""
+_MAX_REFUSED = 10_000
+_TOO_MANY_AT_ONCE = Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
+_UNITS = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_minute": "tokens a minute",
+    "tokens_per_day": "tokens a day",
+    "concurrent_requests": "requests at the same time",
+}
 _RENEW_AFTER_S = 0.005
 """After the ledger's second ended by this door's estimate, which is early by the way of a frame."""
 
@@ -166,7 +185,7 @@ class _Sender:
 
 
 class RequestLimiter(ABC):
-    """Admits and settles the requests of one front door.
+    """Counts the requests of one front door: each begins, is admitted, and ends.
 
     Those of a principal that sends many and is far from its limits are admitted some at a time,
     ahead: then a request takes a ticket, and its end is reported with those of others.
@@ -177,6 +196,10 @@ class RequestLimiter(ABC):
         self.ready = asyncio.Event()
         """Set once requests can be counted, together with what counts from before."""
         self._now_s = now_s
+        self._in_hand: dict[str, int] = {}
+        """Requests that count of each principal, admitted or not yet: also those in the queue."""
+        self._refused: dict[str, tuple[float, Refusal]] = {}
+        """(until when, why) of principals that have no requests left in this minute."""
         self._next = 1
         """The number of the next ticket."""
         self._senders: dict[str, _Sender] = {}
@@ -187,54 +210,99 @@ class RequestLimiter(ABC):
         """Those of which requests ended that are to be reported soon."""
         self._reporting: asyncio.TimerHandle | None = None
 
-    async def admit(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
-        """Charge a request of ``tokens`` if it is within the limits.
+    def begin(self, principal: Principal) -> bool:
+        """A request begins. Whether it counts: its end must be said then, however it ends.
 
-        Raises RegistryError when the ledger cannot be asked. A request whose asking is cancelled
-        is not charged.
+        Raises RateLimitError where it is certain already that the request is refused.
         """
-        ticket = self.take(principal, limits, tokens)
-        return ticket or await self._ask(principal, limits, tokens, self._now_s())
+        limits, name = principal.limits, principal.name
+        most = limits.concurrent_requests
+        if most is None and not _counts_tokens_or_requests(limits):
+            return False
+        if self._refused and (known := self._refused.get(name)) is not None:
+            until_s, refusal = known
+            if self._now_s() < until_s:
+                raise _rate_limit_error(principal, refusal)
+            del self._refused[name]
+        in_hand = self._in_hand.get(name, 0)
+        if most is not None and in_hand >= most:
+            raise _rate_limit_error(principal, _TOO_MANY_AT_ONCE)
+        self._in_hand[name] = in_hand + 1
+        return True
 
-    def take(self, principal: str, limits: Limits, tokens: int) -> Ticket | None:
-        """Admit a request of ``tokens`` by the ticket of those that were charged ahead.
+    async def admit(
+        self,
+        principal: Principal,
+        prompt_tokens: int,
+        answers: int = 1,
+        max_tokens: int | None = None,
+    ) -> Ticket:
+        """Charge a request that began, once, if it is within the limits.
 
-        Most requests are, and wait for nothing. None: ``admit`` has to ask the ledger.
+        ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
+        RateLimitError, or RegistryError when the ledger cannot be asked. A request whose asking is
+        cancelled is not charged.
         """
-        sender = self._senders.get(principal)
-        if sender is None:
-            return None
-        ticket = sender.ticket
-        if not (
-            ticket.unused
+        name, limits = principal.name, principal.limits
+        if max_tokens is None:
+            tokens = unstated_tokens(limits, prompt_tokens, answers)
+        else:
+            tokens = prompt_tokens + answers * max_tokens
+        # Most requests are charged ahead, and wait for nothing.
+        now_s, sender = self._now_s(), self._senders.get(name)
+        if (
+            sender is not None
+            and (ticket := sender.ticket).unused
             and tokens <= ticket.charged
+            and now_s < sender.until_s
             and (sender.limits is limits or sender.limits == limits)
-            and self._now_s() < sender.until_s
         ):
-            return None
-        ticket.unused -= 1
-        sender.most_tokens = max(sender.most_tokens, tokens)
-        return ticket
+            ticket.unused -= 1
+            sender.most_tokens = max(sender.most_tokens, tokens)
+            return ticket
+        answer = await self._ask(name, limits, tokens, now_s)
+        if isinstance(answer, Refusal):
+            self._remember(name, answer)
+            raise _rate_limit_error(principal, answer, tokens)
+        return answer
 
     @abstractmethod
     async def _ask(
         self, principal: str, limits: Limits, tokens: int, now_s: float
     ) -> Ticket | Refusal:
-        """As ``admit``, of the ledger."""
+        """Ask the ledger; as ``admit``."""
 
-    def settle(self, ticket: Ticket, tokens: int | None) -> None:
-        """A request ended after ``tokens``; None: it reached no worker, and costs nothing."""
-        ended = ticket.ended
-        ended.count += 1
-        if tokens is None:
-            ended.unreached += 1
-        elif tokens < ticket.charged:
-            ended.below += ticket.charged - tokens
+    def _remember(self, principal: str, refusal: Refusal) -> None:
+        """Remember a refusal that also later requests would meet."""
+        if refusal.limit == "requests_per_minute" and refusal.retry_after_s is not None:
+            if len(self._refused) >= _MAX_REFUSED:
+                self._refused.clear()
+            until_s = self._now_s() + min(_REFUSED_FOR_S, refusal.retry_after_s)
+            self._refused[principal] = (until_s, refusal)
+
+    def end(self, principal: Principal, ticket: Ticket | None, tokens: int | None) -> None:
+        """A request that counts ended after ``tokens``.
+
+        ``ticket`` is None if it was not admitted, ``tokens`` if it reached no worker: both cost
+        nothing.
+        """
+        name = principal.name
+        if left := self._in_hand[name] - 1:
+            self._in_hand[name] = left
         else:
-            ended.beyond += tokens - ticket.charged
-        self._ended.add(ticket)
-        if ticket.sender is None or not ticket.sender.had_ahead:
-            self._report()  # the principal may be near its limits
+            del self._in_hand[name]
+        if ticket is not None:
+            ended = ticket.ended
+            ended.count += 1
+            if tokens is None:
+                ended.unreached += 1
+            elif tokens < ticket.charged:
+                ended.below += ticket.charged - tokens
+            else:
+                ended.beyond += tokens - ticket.charged
+            self._ended.add(ticket)
+            if ticket.sender is None or not ticket.sender.had_ahead:
+                self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
         """Have the ledger settle what ended and what was not used."""
@@ -330,6 +398,29 @@ class RequestLimiter(ABC):
             self._give_back(sender)
             sender.had_ahead = False
         self._report()
+
+
+def _rate_limit_error(
+    principal: Principal, refusal: Refusal, tokens: int | None = None
+) -> RateLimitError:
+    """What the client is told."""
+    most, unit = getattr(principal.limits, refusal.limit), _UNITS[refusal.limit]
+    text = f"rate limit of {principal.name}: {most} {unit}"
+    if refusal.retry_after_s is None:
+        text += f"; this request may take {tokens}: shorten it, or state a lower max_tokens"
+    elif refusal.limit == "concurrent_requests":
+        text += "; wait for one to end"
+    else:
+        text += f"; try again in {math.ceil(refusal.retry_after_s)} s"
+    return RateLimitError(text, refusal.limit, refusal.retry_after_s, refusal.standing)
+
+
+def _counts_tokens_or_requests(limits: Limits) -> bool:
+    return (
+        limits.requests_per_minute is not None
+        or limits.tokens_per_minute is not None
+        or limits.tokens_per_day is not None
+    )
 
 
 class LocalLimiter(RequestLimiter):
@@ -458,7 +549,8 @@ class SharedLimiter(RequestLimiter):
         try:
             answer = await future
         except BaseException:
-            self.settle(ticket, None)
+            ticket.ended = Settlement(number, 1, unreached=1)
+            self._ended.add(ticket)
             self._report()
             raise
         finally:

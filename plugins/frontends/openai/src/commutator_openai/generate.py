@@ -117,9 +117,10 @@ async def _serve(
                 include_usage=_include_usage(body),
                 logprobs=body.logprobs,
             )
-            if (metered := exchange.metered) is not None:
-                stated = _stated(body, plan)
-                await metered.admit(plan.prompt_tokens, len(plan.requests), stated)
+            if exchange.counts:
+                exchange.ticket = await services.request_limiter.admit(
+                    exchange.principal, plan.prompt_tokens, len(plan.requests), _stated(body, plan)
+                )
             async with Generation(
                 services.dispatcher,
                 services.metrics,

@@ -9,7 +9,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ from commutator.frontend import (
     PROBE_PATHS,
     WORKING_FOR,
     FrontendServices,
-    MeteredRequest,
+    Ticket,
     TimeLimit,
     local_user,
     require,
@@ -94,8 +94,9 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
         try:
             response = await handler(request)
         finally:
-            if known.metered is not None:
-                known.metered.end()
+            if known.counts:
+                tokens = known.prompt_tokens + known.generated_tokens if known.served else None
+                services.request_limiter.end(known.principal, known.ticket, tokens)
         code = response.status
     except (asyncio.CancelledError, ConnectionError):
         if known.begun is not None and known.sent:
@@ -122,40 +123,28 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 @web.middleware
-def authenticate(request: web.Request, handler: Handler) -> Awaitable[web.StreamResponse]:
-    """Finds the principal, but not for probes and the page's files, and asks for permissions.
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Finds the principal, asks for its permissions and begins to count the request.
 
-    It waits only for an authenticator that does not know the key at once.
+    Probes and the page's files need no key.
     """
     known = request[EXCHANGE]
-    if known.path in _WITHOUT_KEY:
-        return handler(request)
-    principal = known.services.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
-    if principal is None:
-        return _authenticate(request, handler)
-    return _permitted(request, handler, known, principal)
-
-
-async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    known = request[EXCHANGE]
-    return await _permitted(request, handler, known, await _asked(request, known))
-
-
-def _permitted(
-    request: web.Request, handler: Handler, known: Exchange, principal: Principal
-) -> Awaitable[web.StreamResponse]:
-    """Let ``principal`` do what it asks for, and begin to count it."""
+    path, services = known.path, known.services
+    if path in _WITHOUT_KEY:
+        return await handler(request)
+    principal = services.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
+    if principal is None:  # not by its key alone
+        principal = await _asked(request, known)
     known.principal = principal
     WORKING_FOR.set(principal.name)
-    path = known.path
     if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
         require(principal, "metrics")
     if request.method == "POST":
         if request.headers.get(_EXPLAIN) == "1":
             require(principal, "explain", _EXPLAIN_HEADER)
         if not path.startswith(ADMIN_PREFIX):
-            known.metered = known.services.meter.begin(principal)
-    return handler(request)
+            known.counts = services.request_limiter.begin(principal)
+    return await handler(request)
 
 
 @web.middleware
@@ -268,8 +257,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         headers = response.headers
         headers["X-Request-Id"] = known.request_id
         headers.update(known.headers)
-        if (metered := known.metered) is not None and metered.standing is not None:
-            headers.update(rate_limits(metered.standing))
+        if known.ticket is not None:
+            headers.update(rate_limits(known.ticket.standing))
     services = request.app[SERVICES] if known is None else known.services
     if services.draining:
         # The client's next request must reach another front door. The headers exist already.
@@ -294,8 +283,8 @@ def _record(request: web.Request, known: Exchange, code: int) -> None:
     services.metrics.request_done(known.endpoint, known.model, code, duration_s)
     if known.principal is not ANONYMOUS:
         principal = known.principal.name
-        services.metrics.principal_done(
-            principal, known.prompt_tokens, known.cached_tokens, known.generated_tokens
+        services.metrics.principal_usage.add(
+            (principal,), 1, known.prompt_tokens, known.cached_tokens, known.generated_tokens
         )
         if code in _REFUSED and known.reason is not None:
             services.metrics.principal_refused(principal, known.reason)
@@ -338,8 +327,10 @@ class Exchange:
     arrived_s: float = field(factory=time.perf_counter)
     principal: Principal = ANONYMOUS
     """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
-    metered: MeteredRequest | None = None
-    """Counts the request against its principal's limits; None where there are none to count."""
+    counts: bool = False
+    """Whether the request counts against limits of its principal."""
+    ticket: Ticket | None = None
+    """Once it is charged. What was charged ahead for later requests counts as used, too."""
     path: str = ""
     """As the client wrote it."""
     reason: str | None = None
@@ -356,6 +347,8 @@ class Exchange:
     """Its last bytes are written, though perhaps not sent."""
     sent: bool = False
     """Its last bytes are the network's: a client that leaves from then on may have read it all."""
+    served: bool = False
+    """Whether it came to a worker; else it is not charged."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -372,9 +365,8 @@ class Exchange:
 
     def used(self, prompt: int, cached: int, generated: int) -> None:
         """A worker took the request; tokens so far."""
+        self.served = True
         self.prompt_tokens, self.cached_tokens, self.generated_tokens = prompt, cached, generated
-        if self.metered is not None:
-            self.metered.tokens = prompt + generated
 
     def log_line(self, code: int, duration_s: float) -> str:
         """One line; values from clients are quoted."""

@@ -158,8 +158,10 @@ async def pass_through(
         ),
     )
     prompt_tokens = len(token_ids) or len(await request.read()) // _CHARACTERS_A_TOKEN
-    if exchange.metered is not None:
-        await exchange.metered.admit(prompt_tokens, *stated_answers(request.path, body))
+    if exchange.counts:
+        exchange.ticket = await services.request_limiter.admit(
+            exchange.principal, prompt_tokens, *stated_answers(request.path, body)
+        )
     user = body.get("user")
     asked = caller(
         request, user=user if isinstance(user, str) else None, session_id=_session_id(body)

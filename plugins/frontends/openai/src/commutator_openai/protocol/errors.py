@@ -24,6 +24,8 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
+from commutator.frontend import Standing
+from commutator_openai.protocol.rate_limits import rate_limits
 from commutator_openai.protocol.responses import ErrorBody, ErrorDetail
 
 __all__ = [
@@ -159,6 +161,8 @@ def _rate_limited(error: RateLimitError) -> HttpError:
         if wait_s - 1 == _LONGEST_FOLLOWED_S:
             wait_s = _LONGEST_FOLLOWED_S
         headers = {"Retry-After": str(wait_s)}
+    if isinstance(error.standing, Standing):
+        headers.update(rate_limits(error.standing))
     return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
 
 
