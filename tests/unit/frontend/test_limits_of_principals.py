@@ -120,6 +120,7 @@ async def test_a_flood_of_refused_requests_is_not_even_read() -> None:
             f"{door.url}/v1/completions", data=b"no JSON", headers={"Content-Type": "text/plain"}
         ) as refused:
             assert refused.status == 429  # not 415
+            assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
 async def test_requests_that_wait_in_the_queue_are_concurrent_too() -> None:
