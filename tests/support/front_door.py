@@ -328,6 +328,10 @@ class FrontDoor:
     port: int
     stop: asyncio.Event
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis asks for, which else prints every field of a class of attrs."""
+        printer.text(repr(self))
+
     async def chat(self, **body: Any) -> tuple[int, Any]:
         """POST a chat request; (status, JSON)."""
         messages = [{"role": "user", "content": "Hi"}]

@@ -151,6 +151,8 @@ REQUESTS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "answers at once": (CHAT, lambda: json.dumps(hi(n=128)).encode()),
     "explained answers": (CHAT, lambda: json.dumps(hi(n=128, max_tokens=1)).encode()),
     "logprobs": (CHAT, lambda: json.dumps(hi(n=8, logprobs=True, top_logprobs=20)).encode()),
+    "many logprobs": (CHAT, lambda: json.dumps(hi(n=128, logprobs=True, top_logprobs=20)).encode()),
+    "many completion logprobs": (COMPLETIONS, lambda: prompt("a", n=128, logprobs=20)),
     "streamed logprobs": (
         CHAT,
         lambda: json.dumps(hi(n=8, logprobs=True, top_logprobs=20, stream=True)).encode(),
@@ -230,8 +232,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_mixture(served: Served, body: dict[str, Any]) -> None:
-    if "conversation" in body:  # built here, so that a failing example stays readable
-        text, times, count, marked = body.pop("conversation")
-        body["messages"] = [user(text * times, **(MARK if marked else {}))] * count
-    data = json.dumps({**hi(logprobs="top_logprobs" in body), **body}).encode()
-    assert ask(served, CHAT, data) < LONGEST_S
+    sent = {**hi(logprobs="top_logprobs" in body), **body}
+    if conversation := sent.pop("conversation", None):  # made here: a failing example stays short
+        text, times, count, marked = conversation
+        sent["messages"] = [user(text * times, **(MARK if marked else {}))] * count
+    assert ask(served, CHAT, json.dumps(sent).encode()) < LONGEST_S

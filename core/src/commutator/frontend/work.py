@@ -78,10 +78,10 @@ class WorkPool:
         self._executor.submit(self._take_turn)
         return await asyncio.wrap_future(future)
 
-    async def run_in_steps(self, steps: Generator[None, None, T]) -> T:
+    async def run_in_steps(self, steps: Generator[None, None, T], *, refusable: bool = True) -> T:
         """What ``steps`` returns; the threads may turn to others wherever it yields.
 
-        Raises OverloadedError when the queue is full at the beginning.
+        Raises OverloadedError when the queue is full at the beginning, as ``run`` does.
         """
 
         def step() -> tuple[T] | None:
@@ -91,7 +91,7 @@ class WorkPool:
                 return (end.value,)
             return None
 
-        done = await self.run(step)
+        done = await self.run(step, refusable=refusable)
         while done is None:
             done = await self.run(step, refusable=False)
         return done[0]

@@ -26,8 +26,11 @@ __all__ = [
 LOG_LEVEL = "COMMUTATOR_LOG_LEVEL"
 """The environment variable by which the supervisor passes `log.level`."""
 
-_NEW_OBJECTS = 20_000
+_NEW_OBJECTS = 10_000
 """New objects until the next garbage collection."""
+_YOUNG_COLLECTIONS, _OLDER_COLLECTIONS = 5, 40
+"""How many collections of one generation until the next older one is collected, too. With few of
+the first, none of the second looks at so many objects that it takes 50 ms."""
 
 
 _START_FAILURE = "start-failure.json"
@@ -67,7 +70,7 @@ def calm_garbage_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS)
+    gc.set_threshold(_NEW_OBJECTS, _YOUNG_COLLECTIONS, _OLDER_COLLECTIONS)
 
 
 _HUGE_PAGE_BYTES = 2 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,6 @@ from commutator.errors import RequestError
 from commutator.frontend import (
     FrontendServices,
     Generation,
-    Piece,
     Plan,
     WorkPool,
     traced,
@@ -30,7 +29,7 @@ from commutator_openai.middleware import (
 )
 from commutator_openai.pass_through import pass_through_if
 from commutator_openai.planning import Target, plan_chat, plan_completion
-from commutator_openai.protocol.chunks import ChatShape, CompletionShape, Shape, encode, event
+from commutator_openai.protocol.chunks import ChatShape, CompletionShape, Shape, WholeAnswer, event
 from commutator_openai.protocol.fields import Hint, hints_given
 from commutator_openai.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 
@@ -50,9 +49,9 @@ IGNORED_HEADER = "X-Commutator-Ignored"
 
 RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest)
 
-# Each takes some microseconds to encode, with 20 alternatives some tens.
-_INLINE_ENTRIES = 2_000
+_INLINE_BYTES = 1 << 20
 _INLINE_LOGPROBS = 32
+"""Each takes some microseconds to encode, with 20 alternatives some tens."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -133,12 +132,12 @@ async def _serve(
                         note = partial(_note_routing, request, exchange, generation)
                         await _stream(generation, shape, stream, note, services.work)
                         return stream.response
-                    data = await _collect(generation, shape, services.work)
+                    parts = await _collect(generation, shape, services.work)
                 finally:
                     if not stream.started:
                         _note_routing(request, exchange, generation)
                     _account(services, exchange, generation)
-                return await send_json(request, data)
+                return await send_json(request, parts)
 
 
 async def _pass_on_hints(
@@ -161,24 +160,39 @@ async def _pass_on_hints(
     return None
 
 
-async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> bytes:
-    """The whole answer, as JSON."""
-    pieces: list[list[Piece]] = [[] for _ in generation.choices]
+async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> list[bytes]:
+    """The whole answer, as JSON in parts.
+
+    Log probabilities become JSON as they come: as objects they would be millions, which keep the
+    garbage collector busy and take long to free.
+    """
+    answers = [WholeAnswer() for _ in generation.choices]
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
             for number, piece in batch:
-                pieces[number].append(piece)
+                if len(piece.logprobs) > _INLINE_LOGPROBS:
+                    lists = await work.run(partial(shape.logprob_lists, piece), refusable=False)
+                else:
+                    lists = shape.logprob_lists(piece)
+                answers[number].add(piece, lists)
     usage = generation.usage()
+    if sum(answer.size_bytes for answer in answers) <= _INLINE_BYTES:
+        return [*shape.answer(answers, usage)]
 
-    def body() -> bytes:
-        return encode(shape.answer(pieces, usage))
+    def taken() -> Iterator[WholeAnswer]:
+        """Each answer is given up once it is encoded."""
+        answers.reverse()
+        while answers:
+            yield answers.pop()
 
-    entries = sum(map(len, pieces))
-    if shape.logprobs:
-        entries += 21 * sum(len(piece.logprobs) for answer in pieces for piece in answer)
-    if entries <= _INLINE_ENTRIES:
-        return body()
-    return await work.run(body, refusable=False)
+    def encoded() -> Generator[None, None, list[bytes]]:
+        parts = []
+        for part in shape.answer(taken(), usage):
+            parts.append(part)
+            yield
+        return parts
+
+    return await work.run_in_steps(encoded(), refusable=False)
 
 
 async def _stream(

@@ -55,7 +55,7 @@ async def _serve(
         body = await read_request(request, cls)
         async with services.limiter.of(caller(request, user=None, session_id=None)):
             data = await answer(services, request[EXCHANGE].principal, body)
-    return await send_json(request, data)
+    return await send_json(request, [data])
 
 
 async def _tokenize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
+from attrs import define, field
 
 from commutator import TokenLogprob
 from commutator.frontend import Piece, Plan, TokenUsage
@@ -30,6 +31,7 @@ __all__ = [
     "ChatShape",
     "CompletionShape",
     "Shape",
+    "WholeAnswer",
     "encode",
     "event",
 ]
@@ -38,6 +40,47 @@ encode = msgspec.json.Encoder().encode
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+
+@define
+class WholeAnswer:
+    """One answer that is not streamed, as far as it has come."""
+
+    texts: list[str] = field(factory=list)
+    logprobs: dict[str, list[bytes]] = field(factory=dict)
+    """The JSON of lists, without brackets, by the name of the list."""
+    finish_reason: Finish | None = None
+    size_bytes: int = 0
+    """Of the JSON, about."""
+
+    def add(self, piece: Piece, logprobs: Mapping[str, bytes]) -> None:
+        """``logprobs`` as ``Shape.logprob_lists`` made them of the piece."""
+        self.texts.append(piece.text)
+        self.size_bytes += len(piece.text)
+        for name, inside in logprobs.items():
+            if inside:  # not every piece has some
+                self.logprobs.setdefault(name, []).append(inside)
+                self.size_bytes += len(inside)
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+def _filled(around: Any, lists: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
+    """The JSON of ``around``, in which the lists of these names are empty, with what is in them.
+
+    A name in quotes and a list after it are no part of a string, in which quotes are escaped.
+    """
+    rest = encode(around)
+    for name, inside in lists.items():
+        before, _, rest = rest.partition(b'"%b":[]' % name.encode())
+        yield b'%b"%b":[' % (before, name.encode())
+        yield from inside
+        rest = b"]" + rest
+    yield rest
+
+
+def _inside(entries: Iterable[Any]) -> bytes:
+    """The JSON of a list, without brackets."""
+    return encode(tuple(entries))[1:-1]
 
 
 def event(data: bytes) -> bytes:
@@ -82,19 +125,39 @@ class Shape(ABC):
         """An answer's last chunk."""
 
     @abstractmethod
-    def choice(self, number: int, pieces: Sequence[Piece]) -> Any:
-        """One choice of the whole response object, from all its pieces."""
+    def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
+        """The JSON of the lists of a piece's log probabilities, without brackets, by their names.
 
-    def answer(self, choices: Sequence[Sequence[Piece]], usage: TokenUsage) -> Any:
-        """The whole response object, from all pieces of all choices."""
-        return self.answer_class(
+        Empty if the client did not ask for them.
+        """
+
+    @abstractmethod
+    def around(self, number: int, answer: WholeAnswer) -> Any:
+        """One choice of the whole response, whose lists of log probabilities are empty."""
+
+    def answer(self, choices: Iterable[WholeAnswer], usage: TokenUsage) -> Iterator[bytes]:
+        """The JSON of the whole response, in parts that do not take long to make."""
+        around = self.answer_class(
             id=self.id,
             object=self.answer_name,
             created=self.created,
             model=self.model,
-            choices=tuple(self.choice(*numbered) for numbered in enumerate(choices)),
+            choices=(),
             usage=Usage.of(usage),
         )
+        yield from _filled(around, {"choices": self._choices(choices)})
+
+    def _choices(self, choices: Iterable[WholeAnswer]) -> Iterator[bytes]:
+        for number, answer in enumerate(choices):
+            if number:
+                yield b","
+            lists = {name: [b",".join(inside)] for name, inside in answer.logprobs.items()}
+            yield from _filled(self.around(number, answer), lists)
+
+    def _logprobs(self, piece: Piece, around: Any) -> bytes:
+        """Those of one piece, in ``around``, whose lists are empty."""
+        lists = {name: [inside] for name, inside in self.logprob_lists(piece).items()}
+        return b"".join(_filled(around, lists))
 
     def usage(self, usage: TokenUsage) -> bytes:
         """The chunk that ends the stream, if ``include_usage`` says that the client wants it."""
@@ -120,7 +183,7 @@ class ChatShape(Shape):
         )
 
     def content(self, number: int, piece: Piece) -> bytes:
-        logprobs = encode(self._entries([piece])) if self.logprobs else b"null"
+        logprobs = self._logprobs(piece, ChatLogprobs(())) if self.logprobs else b"null"
         return self.chunk(
             b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
             % (number, encode(piece.text), logprobs)
@@ -131,17 +194,17 @@ class ChatShape(Shape):
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))
         )
 
-    def choice(self, number: int, pieces: Sequence[Piece]) -> ChatChoice:
+    def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
+        if not self.logprobs:
+            return {}
+        return {"content": _inside(self._entry(entry) for _, entry in piece.logprobs)}
+
+    def around(self, number: int, answer: WholeAnswer) -> ChatChoice:
         return ChatChoice(
             index=number,
-            message=AssistantMessage("assistant", "".join(p.text for p in pieces)),
-            logprobs=self._entries(pieces) if self.logprobs else None,
-            finish_reason=pieces[-1].finish_reason or "stop",
-        )
-
-    def _entries(self, pieces: Iterable[Piece]) -> ChatLogprobs:
-        return ChatLogprobs(
-            tuple(self._entry(entry) for piece in pieces for _, entry in piece.logprobs)
+            message=AssistantMessage("assistant", "".join(answer.texts)),
+            logprobs=ChatLogprobs(()) if self.logprobs else None,
+            finish_reason=answer.finish_reason or "stop",
         )
 
     def _entry(self, entry: TokenLogprob) -> TokenLogprobs:
@@ -168,19 +231,20 @@ class CompletionShape(Shape):
         return self._chunk(number, self.echoes[number]) if self.echoes else b""
 
     def content(self, number: int, piece: Piece) -> bytes:
-        logprobs = b"null" if self.logprobs is None else encode(self._lists([piece]))
+        empty = self._no_logprobs()
+        logprobs = b"null" if empty is None else self._logprobs(piece, empty)
         return self._chunk(number, piece.text, logprobs)
 
     def finish(self, number: int, reason: Finish) -> bytes:
         return self._chunk(number, "", finish=encode(reason))
 
-    def choice(self, number: int, pieces: Sequence[Piece]) -> CompletionChoice:
+    def around(self, number: int, answer: WholeAnswer) -> CompletionChoice:
         echo = self.echoes[number] if self.echoes else ""
         return CompletionChoice(
             index=number,
-            text=echo + "".join(piece.text for piece in pieces),
-            logprobs=None if self.logprobs is None else self._lists(pieces),
-            finish_reason=pieces[-1].finish_reason or "stop",
+            text=echo + "".join(answer.texts),
+            logprobs=self._no_logprobs(),
+            finish_reason=answer.finish_reason or "stop",
         )
 
     def _chunk(
@@ -191,17 +255,23 @@ class CompletionShape(Shape):
             % (number, encode(text), logprobs, finish)
         )
 
-    def _lists(self, pieces: Iterable[Piece]) -> CompletionLogprobs:
-        entries = [pair for piece in pieces for pair in piece.logprobs]
-        show = self.text.token_text
-        return CompletionLogprobs(
-            tokens=tuple(show(entry.token_id) for _, entry in entries),
-            token_logprobs=tuple(max(entry.logprob, MIN_LOGPROB) for _, entry in entries),
-            top_logprobs=tuple(
+    def _no_logprobs(self) -> CompletionLogprobs | None:
+        if self.logprobs is None:
+            return None
+        return CompletionLogprobs((), (), () if self.logprobs else None, ())
+
+    def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
+        if self.logprobs is None:
+            return {}
+        show, entries = self.text.token_text, piece.logprobs
+        lists = {
+            "tokens": _inside(show(entry.token_id) for _, entry in entries),
+            "token_logprobs": _inside(max(entry.logprob, MIN_LOGPROB) for _, entry in entries),
+        }
+        if self.logprobs:
+            lists["top_logprobs"] = _inside(
                 {show(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in entry.top}
                 for _, entry in entries
             )
-            if self.logprobs
-            else None,
-            text_offset=tuple(offset for offset, _ in entries),
-        )
+        lists["text_offset"] = _inside(offset for offset, _ in entries)
+        return lists
