@@ -2,9 +2,9 @@
 
 Both deployments run at the same time and are measured one right after the other, so that both meet
 the same machine. Two that are alike still differ by some percent for as long as they run, so many
-such pairs are started; each figure is the mean of their ratios, with two standard errors of it. In
-both, requests wait for busy workers. The principals share one KV cache, as all clients do without
-keys: caches apart find less.
+such pairs are started; each figure is the mean of their ratios, with two standard errors of it. The
+last figure, of all pairs, is the most certain one. In both, requests wait for busy workers. The
+principals share one KV cache, as all clients do without keys: caches apart find less.
 """
 
 from __future__ import annotations
@@ -55,10 +55,18 @@ class Pair(NamedTuple):
 
 def run() -> list[Figure]:
     needs_command(*WRK)
-    return [figure for front_doors in FRONT_DOORS for figure in compare(front_doors)]
+    figures: list[Figure] = []
+    every: list[Pair] = []
+    for front_doors in FRONT_DOORS:
+        doors = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
+        for words, pairs in compare(front_doors).items():
+            figures.append(figure(f"{words:,} words, {doors}", pairs))
+            every += pairs
+    return [*figures, figure("all of these", every)]
 
 
-def compare(front_doors: int) -> list[Figure]:
+def compare(front_doors: int) -> dict[int, list[Pair]]:
+    """Pairs by the words of a prompt."""
     plain, keyed = busy(config(front_doors), "fifo"), busy(config(front_doors), "weighted")
     deployments = {
         "plain": (plain, LOAD),
@@ -78,7 +86,7 @@ def compare(front_doors: int) -> list[Figure]:
                     loads[name].run(urls[name], WARM_UP_S)
                 rates = {name: loads[name].run(urls[name], TURN_S).rate for name in names}
                 pairs[words].append(Pair(**rates))
-    return [figure(words, front_doors, pairs[words]) for words in WORDS]
+    return pairs
 
 
 def busy(plain: dict[str, Any], fairness: str) -> dict[str, Any]:
@@ -100,14 +108,13 @@ def with_keys(plain: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "auth": [{"kind": "keys", "principals": principals}]}
 
 
-def figure(words: int, front_doors: int, pairs: Sequence[Pair]) -> Figure:
+def figure(what: str, pairs: Sequence[Pair]) -> Figure:
     logs = [pair.log_ratio for pair in pairs]
     plain = statistics.mean(pair.plain for pair in pairs)
     doubt = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
-    doors = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
     return Figure(
         "keys",
-        f"requests/s, {words:,} words, {doors}; ratio ±{doubt:.3f}",
+        f"requests/s, {what}; ratio ±{doubt:.3f}",
         math.exp(statistics.mean(logs)) * plain,
         plain,
         "1/s",
