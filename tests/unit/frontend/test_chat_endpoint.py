@@ -195,6 +195,34 @@ async def test_logprobs_add_up_to_the_text(streaming: bool) -> None:
     assert [top["logprob"] for top in entries[0]["top_logprobs"]] == [-0.5, -1.5]
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 1_000])
+@pytest.mark.parametrize("times", [1, 30])  # small, and large enough for threads and parts
+async def test_an_answer_that_looks_like_the_json_around_it_is_only_text(
+    times: int, tokens_per_delta: int
+) -> None:
+    text = (
+        '"choices":[],"content":[],"logprobs":{"tokens":[],"text_offset":[]}\\"tokens":[] 😀 '
+        * times
+    )
+    script = answer(text, tokens_per_delta=tokens_per_delta)
+    wanted = {"max_tokens": 1_900, "n": 4}
+    async with front_door(FakeDispatcher(script)) as door:
+        _, plain = await door.chat(**wanted)
+        _, chat = await door.chat(logprobs=True, top_logprobs=12, **wanted)
+        _, completion = await door.complete(logprobs=3, **wanted)
+    assert [choice["message"]["content"] for choice in plain["choices"]] == [text] * 4
+    for choice in chat["choices"]:
+        entries = choice["logprobs"]["content"]
+        assert choice["message"]["content"] == text
+        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == text
+        assert {len(entry["top_logprobs"]) for entry in entries} == {12}
+    for choice in completion["choices"]:
+        lists = choice["logprobs"]
+        assert choice["text"] == text
+        assert {len(one) for one in lists.values()} == {len(entries)}
+        assert lists["text_offset"] == sorted(lists["text_offset"])
+
+
 @pytest.mark.parametrize("tokens_per_delta", [1, 2, 50])
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_stop_strings_end_the_answer_and_the_engines_work(
