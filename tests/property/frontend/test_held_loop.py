@@ -36,8 +36,8 @@ Served = tuple[FrontDoor, LoopWatch]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A front door whose workers answer 2,000 tokens at once."""
-    script = answer("An answer, 日本語 😀. " * 250, tokens_per_delta=40)
+    """A front door whose workers answer 2,000 tokens at once, in many deltas."""
+    script = answer("An answer, 日本語 😀. " * 250, tokens_per_delta=20)
     made: dict[tuple[int | None, int], Sequence[TokenDelta | Exception]] = {}
 
     def known(request: GenerateRequest) -> Sequence[TokenDelta | Exception]:
@@ -152,6 +152,10 @@ REQUESTS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "explained answers": (CHAT, lambda: json.dumps(hi(n=128, max_tokens=1)).encode()),
     "logprobs": (CHAT, lambda: json.dumps(hi(n=8, logprobs=True, top_logprobs=20)).encode()),
     "many logprobs": (CHAT, lambda: json.dumps(hi(n=128, logprobs=True, top_logprobs=20)).encode()),
+    "many streamed logprobs": (
+        CHAT,
+        lambda: json.dumps(hi(n=128, logprobs=True, top_logprobs=20, stream=True)).encode(),
+    ),
     "many completion logprobs": (COMPLETIONS, lambda: prompt("a", n=128, logprobs=20)),
     "streamed logprobs": (
         CHAT,

@@ -3,7 +3,7 @@
 from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
 from commutator.frontend.administration import ADMIN_PREFIX, admin_routes, local_user
-from commutator.frontend.generation import ChoiceRules, Generation, Piece, Plan, TokenUsage
+from commutator.frontend.generation import Batch, ChoiceRules, Generation, Piece, Plan, TokenUsage
 from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.live import LIVE_PATH, LiveFeed, live_routes
@@ -21,6 +21,7 @@ __all__ = [
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
     "WORKING_FOR",
+    "Batch",
     "ByteBudget",
     "ChoiceRules",
     "Forward",

@@ -26,6 +26,7 @@ from commutator.tokenizer.detokenizer import StopMatcher
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = [
+    "Batch",
     "Choice",
     "ChoiceRules",
     "Generation",

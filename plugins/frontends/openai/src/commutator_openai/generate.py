@@ -11,6 +11,7 @@ from aiohttp import web
 
 from commutator.errors import RequestError
 from commutator.frontend import (
+    Batch,
     FrontendServices,
     Generation,
     Plan,
@@ -167,14 +168,17 @@ async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> list
     garbage collector busy and take long to free.
     """
     answers = [WholeAnswer() for _ in generation.choices]
+
+    def add(batch: Batch) -> None:
+        for number, piece in batch:
+            answers[number].add(piece, shape.logprob_lists(piece))
+
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            for number, piece in batch:
-                if len(piece.logprobs) > _INLINE_LOGPROBS:
-                    lists = await work.run(partial(shape.logprob_lists, piece), refusable=False)
-                else:
-                    lists = shape.logprob_lists(piece)
-                answers[number].add(piece, lists)
+            if _takes_long(shape, batch):
+                await work.run(partial(add, batch), refusable=False)
+            else:
+                add(batch)
     usage = generation.usage()
     if sum(answer.size_bytes for answer in answers) <= _INLINE_BYTES:
         return [*shape.answer(answers, usage)]
@@ -205,29 +209,41 @@ async def _stream(
     """``note`` completes the headers, right before they are sent."""
     unfinished = len(generation.choices)
     begun: set[int] = set()
+
+    def events(batch: Batch) -> bytes:
+        nonlocal unfinished
+        chunks = []
+        for number, piece in batch:
+            if number not in begun:
+                begun.add(number)
+                chunks.append(shape.first(number))
+            if piece.text or piece.logprobs:
+                chunks.append(shape.content(number, piece))
+            if piece.finish_reason is not None:
+                unfinished -= 1
+                chunks.append(shape.finish(number, piece.finish_reason))
+        return b"".join(chunks)
+
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            chunks = []
             if not begun:
                 note()
-            for number, piece in batch:
-                if number not in begun:
-                    begun.add(number)
-                    chunks.append(shape.first(number))
-                if len(piece.logprobs) > _INLINE_LOGPROBS:
-                    content = partial(shape.content, number, piece)
-                    chunks.append(await work.run(content, refusable=False))
-                elif piece.text or piece.logprobs:
-                    chunks.append(shape.content(number, piece))
-                if piece.finish_reason is not None:
-                    unfinished -= 1
-                    chunks.append(shape.finish(number, piece.finish_reason))
-            if unfinished == 0:
-                if shape.include_usage:
-                    chunks.append(shape.usage(generation.usage()))
-                await stream.finish(b"".join(chunks))
+            if _takes_long(shape, batch):
+                data = await work.run(partial(events, batch), refusable=False)
             else:
-                await stream.write(b"".join(chunks))
+                data = events(batch)
+            if unfinished:
+                await stream.write(data)
+            else:
+                usage = shape.usage(generation.usage()) if shape.include_usage else b""
+                await stream.finish(data + usage)
+
+
+def _takes_long(shape: Shape, batch: Batch) -> bool:
+    """Whether log probabilities keep the event loop from other requests."""
+    if not shape.logprobs:
+        return False
+    return sum(len(piece.logprobs) for _, piece in batch) > _INLINE_LOGPROBS
 
 
 def _note_routing(request: web.Request, exchange: Exchange, generation: Generation) -> None:
