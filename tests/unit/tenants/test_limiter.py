@@ -79,6 +79,9 @@ async def test_a_refusal_is_remembered_for_a_second_but_no_longer_than_it_holds(
 async def test_what_may_fit_at_once_is_not_remembered() -> None:
     limiter = LocalLimiter("door")
     ada = Principal(name="ada", limits=Limits(tokens_per_minute=100))
+    await limiter.admit(ada, 1, max_tokens=59)
+    with pytest.raises(RateLimitError, match="try again in"):
+        await limiter.admit(ada, 1, max_tokens=59)
     with pytest.raises(RateLimitError, match="shorten it"):
         await limiter.admit(ada, 1, max_tokens=100)
     assert limiter.begin(ada)

@@ -291,18 +291,19 @@ class RequestLimiter(ABC):
             self._in_hand[name] = left
         else:
             del self._in_hand[name]
-        if ticket is not None:
-            ended = ticket.ended
-            ended.count += 1
-            if tokens is None:
-                ended.unreached += 1
-            elif tokens < ticket.charged:
-                ended.below += ticket.charged - tokens
-            else:
-                ended.beyond += tokens - ticket.charged
-            self._ended.add(ticket)
-            if ticket.sender is None or not ticket.sender.had_ahead:
-                self._report()  # the principal may be near its limits
+        if ticket is None:
+            return
+        ended = ticket.ended
+        ended.count += 1
+        if tokens is None:
+            ended.unreached += 1
+        elif tokens < ticket.charged:
+            ended.below += ticket.charged - tokens
+        else:
+            ended.beyond += tokens - ticket.charged
+        self._ended.add(ticket)
+        if ticket.sender is None or not ticket.sender.had_ahead:
+            self._report()  # the principal may be near its limits
 
     def _report(self) -> None:
         """Have the ledger settle what ended and what was not used."""

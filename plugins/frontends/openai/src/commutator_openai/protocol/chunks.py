@@ -71,10 +71,9 @@ def _filled(around: Any, lists: Mapping[str, Iterable[bytes]]) -> Iterator[bytes
     """
     rest = encode(around)
     for name, inside in lists.items():
-        before, _, rest = rest.partition(b'"%b":[]' % name.encode())
-        yield b'%b"%b":[' % (before, name.encode())
+        before, begin, rest = rest.partition(b'"%b":[' % name.encode())
+        yield before + begin
         yield from inside
-        rest = b"]" + rest
     yield rest
 
 
@@ -106,6 +105,7 @@ class Shape(ABC):
         self.echoes = plan.echoes
         self.text = plan.text
         self.logprobs = logprobs
+        self.no_logprobs = self.empty_logprobs()
         common = encode(
             {"id": self.id, "object": self.chunk_name, "created": self.created, "model": self.model}
         )
@@ -125,11 +125,12 @@ class Shape(ABC):
         """An answer's last chunk."""
 
     @abstractmethod
-    def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
-        """The JSON of the lists of a piece's log probabilities, without brackets, by their names.
+    def empty_logprobs(self) -> Any:
+        """What has the lists of log probabilities, all empty; None if the client wants none."""
 
-        Empty if the client did not ask for them.
-        """
+    @abstractmethod
+    def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
+        """The JSON of a piece's lists in ``empty_logprobs``, without brackets, by their names."""
 
     @abstractmethod
     def around(self, number: int, answer: WholeAnswer) -> Any:
@@ -154,10 +155,12 @@ class Shape(ABC):
             lists = {name: [b",".join(inside)] for name, inside in answer.logprobs.items()}
             yield from _filled(self.around(number, answer), lists)
 
-    def _logprobs(self, piece: Piece, around: Any) -> bytes:
-        """Those of one piece, in ``around``, whose lists are empty."""
+    def _logprobs(self, piece: Piece) -> bytes:
+        """The JSON of those of one piece."""
+        if self.no_logprobs is None:
+            return b"null"
         lists = {name: [inside] for name, inside in self.logprob_lists(piece).items()}
-        return b"".join(_filled(around, lists))
+        return b"".join(_filled(self.no_logprobs, lists))
 
     def usage(self, usage: TokenUsage) -> bytes:
         """The chunk that ends the stream, if ``include_usage`` says that the client wants it."""
@@ -183,10 +186,9 @@ class ChatShape(Shape):
         )
 
     def content(self, number: int, piece: Piece) -> bytes:
-        logprobs = self._logprobs(piece, ChatLogprobs(())) if self.logprobs else b"null"
         return self.chunk(
             b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
-            % (number, encode(piece.text), logprobs)
+            % (number, encode(piece.text), self._logprobs(piece))
         )
 
     def finish(self, number: int, reason: Finish) -> bytes:
@@ -194,8 +196,11 @@ class ChatShape(Shape):
             b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (number, encode(reason))
         )
 
+    def empty_logprobs(self) -> ChatLogprobs | None:
+        return ChatLogprobs(()) if self.logprobs else None
+
     def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
-        if not self.logprobs:
+        if self.no_logprobs is None:
             return {}
         return {"content": _inside(self._entry(entry) for _, entry in piece.logprobs)}
 
@@ -203,7 +208,7 @@ class ChatShape(Shape):
         return ChatChoice(
             index=number,
             message=AssistantMessage("assistant", "".join(answer.texts)),
-            logprobs=ChatLogprobs(()) if self.logprobs else None,
+            logprobs=self.no_logprobs,
             finish_reason=answer.finish_reason or "stop",
         )
 
@@ -231,9 +236,7 @@ class CompletionShape(Shape):
         return self._chunk(number, self.echoes[number]) if self.echoes else b""
 
     def content(self, number: int, piece: Piece) -> bytes:
-        empty = self._no_logprobs()
-        logprobs = b"null" if empty is None else self._logprobs(piece, empty)
-        return self._chunk(number, piece.text, logprobs)
+        return self._chunk(number, piece.text, self._logprobs(piece))
 
     def finish(self, number: int, reason: Finish) -> bytes:
         return self._chunk(number, "", finish=encode(reason))
@@ -243,7 +246,7 @@ class CompletionShape(Shape):
         return CompletionChoice(
             index=number,
             text=echo + "".join(answer.texts),
-            logprobs=self._no_logprobs(),
+            logprobs=self.no_logprobs,
             finish_reason=answer.finish_reason or "stop",
         )
 
@@ -255,13 +258,13 @@ class CompletionShape(Shape):
             % (number, encode(text), logprobs, finish)
         )
 
-    def _no_logprobs(self) -> CompletionLogprobs | None:
+    def empty_logprobs(self) -> CompletionLogprobs | None:
         if self.logprobs is None:
             return None
         return CompletionLogprobs((), (), () if self.logprobs else None, ())
 
     def logprob_lists(self, piece: Piece) -> dict[str, bytes]:
-        if self.logprobs is None:
+        if self.no_logprobs is None:
             return {}
         show, entries = self.text.token_text, piece.logprobs
         lists = {
