@@ -112,22 +112,22 @@ async def test_a_request_counts_as_what_it_took_be_that_less_or_more(took: int |
     assert ticket.standing.remaining_tokens == 1_000 - 2 * (took or 0)
 
 
-async def test_requests_that_are_charged_ahead_wait_for_nothing_and_are_told_what_is_left() -> None:
+async def test_requests_within_the_allowance_ask_nobody_and_are_told_what_is_left() -> None:
     limiter = LocalLimiter("door", clock=Clock(100.25))
     ada = Principal(name="ada", limits=Limits(requests_per_minute=1_000, tokens_per_minute=10_000))
     remaining: list[tuple[int, int]] = []
-    ahead = 0
+    asked = 0
     for _ in range(50):
         assert limiter.begin(ada)
         ticket = await limiter.admit(ada, 1, 1, 9)
         assert ticket.standing.remaining_requests is not None
         assert ticket.standing.remaining_tokens is not None
-        ahead += ticket.ahead > 0
+        asked += ticket.batch.number > 0
         remaining.append((ticket.standing.remaining_requests, ticket.standing.remaining_tokens))
         limiter.end(ada, ticket, 10)
-    assert ahead > 20
+    assert asked < 10
     assert remaining == sorted(remaining, reverse=True)
     for number, (requests, tokens) in enumerate(remaining, 1):
-        # What is charged ahead does not remain: at most one part in 16.
+        # What is allowed does not remain: at most one part in 16.
         assert 1_000 - number - 1_000 // 16 <= requests <= 1_000 - number
-        assert 10_000 - 11 * number - 10_000 // 16 <= tokens <= 10_000 - 10 * number
+        assert 10_000 - 10 * number - 10_000 // 16 <= tokens <= 10_000 - 10 * number

@@ -123,13 +123,16 @@ async def test_a_refusal_says_which_limit_and_when_to_come_back(deployment: Depl
     "wrong",
     [
         [SERVICE],
-        [SERVICE, 1, 7, None, None, 0, 0.5],
-        [SERVICE, 1, ["many"] * 6, None, None, 0, 0.5],
-        [SERVICE, 1, [None] * 5, None, None, 0, 0.5],
-        [SERVICE, 1, [None] * 6, "no limit of ours", None, 0, 0.5],
-        [SERVICE, 1, [None] * 6, "tokens_per_day", "soon", 0, 0.5],
-        [SERVICE, 1, [None] * 6, None, None, "many", 0.5],
-        [SERVICE, {}, [None] * 6, None, None, 0, 0.5],
+        [SERVICE, 1, 7, None, None, 0, 0],
+        [SERVICE, 1, ["many"] * 6, None, None, 0, 0],
+        [SERVICE, 1, [None] * 5, None, None, 0, 0],
+        [SERVICE, 1, [None] * 6, "no limit of ours", None, 0, 0],
+        [SERVICE, 1, [None] * 6, "tokens_per_day", "soon", 0, 0],
+        [SERVICE, 1, [None] * 6, None, None, "many", 0],
+        [SERVICE, {}, [None] * 6, None, None, 0, 0],
+        [SERVICE, "allowed", [[1, [None] * 5, 1, 1]]],
+        [SERVICE, "allowed", [[1, [None] * 6, -1, 1]]],
+        [SERVICE, "allowed", 1],
         ["x" * 100_000, []],
     ],
     ids=lambda frame: str(frame)[:40],
@@ -298,9 +301,10 @@ async def ask_raw(deployment: Deployment, *frames: list[object]) -> FrameProtoco
     "frame",
     [
         [SERVICE],
-        [SERVICE, "admit", 1, "ada", [1, 1, 1, 1], 1, 0, 1],
-        [SERVICE, "settle", [[1, 1, 0, 0, 0]]],
+        [SERVICE, "admit", 1, "ada", [1, 1, 1, 1], 1, 0, 0],
+        [SERVICE, "report", [], [[1, 1, 0, 0, 0]], []],
         [SERVICE, "open", "door-0", "x", ["no number"]],
+        [SERVICE, "open", "door-0", "x", [[1, -1, "ada"]]],
         [SERVICE, "open", "door-0", 7, []],
         [[SERVICE]],
     ],
@@ -324,7 +328,7 @@ async def test_what_comes_late_on_an_earlier_connection_counts_no_more(
     was = deployment.service.latest["door-0"]
     second = await ask_raw(deployment, [SERVICE, "open", "door-0", "x", []])
     await until(lambda: deployment.service.latest["door-0"] is not was)
-    first.send([SERVICE, "admit", 1, "ada", limits, 1, 0, 1])
+    first.send([SERVICE, "admit", 1, "ada", limits, 1, 0, 0])
     first.send(["nonsense"])  # ends the connection, once it was read
     await until(lambda: len(deployment.server.connections) == 1)
     assert deployment.service.ledger.running("ada") == 0

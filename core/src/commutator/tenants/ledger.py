@@ -6,6 +6,10 @@ where it was charged, what it took beyond is charged then. A minute is a sliding
 one second: in any 60 seconds, no more than the limit is charged at admissions. Slots make the
 window up to a second longer, never shorter.
 
+A front door may hold an allowance for a principal: requests and tokens that it can admit without
+asking. They count as used for as long as it holds them, and are charged in the second in which it
+reports that it used them: never before they were, so that none leaves the window too early.
+
 A day is one of UTC. Day totals and windows live in the ledger's process, not on disk.
 """
 
@@ -15,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from commutator.contract.principal import Limits
 
@@ -41,8 +45,10 @@ UNSTATED_ANSWER_TOKENS = 512
 _BUSY_RETRY_S = 1.0
 """Nobody knows when a running request ends, so this is when to ask again."""
 _CHECKED_FOR_IDLENESS = 2
-_AHEAD_SHARE = 16
-"""What is admitted ahead is at most one part in this many of what each limit still has room for."""
+_NEVER = -1
+"""A second of the monotonic clock in which nothing was charged."""
+_ALLOWED_SHARE = 16
+"""A door is allowed at most one part in this many of what each limit still has room for."""
 
 LimitName = Literal[
     "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests"
@@ -72,15 +78,6 @@ class Standing:
     """Tokens a minute; a day where only a limit for the day is set."""
     remaining_tokens: int | None = None
     reset_tokens_s: float | None = None
-
-    def after(self, requests: int, tokens: int) -> Standing:
-        """The same with so many more of both charged."""
-        left_requests, left_tokens = self.remaining_requests, self.remaining_tokens
-        return evolve(
-            self,
-            remaining_requests=None if left_requests is None else max(0, left_requests - requests),
-            remaining_tokens=None if left_tokens is None else max(0, left_tokens - tokens),
-        )
 
 
 @frozen
@@ -125,7 +122,7 @@ class SlidingWindow:
     total: int = 0
     _slots: dict[int, int] = field(factory=dict)
     """Amounts by second, in ascending order; only seconds in which something was charged."""
-    _last: int = -1
+    _last: int = _NEVER
     """The last second in which something was charged, even if all of it was taken back."""
     _changed_s: float = math.inf
     """The earliest second that changed since ``changes`` was called."""
@@ -179,7 +176,12 @@ class SlidingWindow:
             self.add(second, -amount)
 
     def wait_s(self, now_s: float, excess: int) -> float:
-        """Seconds until at least ``excess`` of the total has left the window."""
+        """Seconds until at least ``excess`` of the total has left the window.
+
+        Of more than the total nobody knows when it leaves.
+        """
+        if excess > self.total:
+            return _BUSY_RETRY_S
         leaves_s = now_s
         for second, amount in self._slots.items():
             if excess <= 0:
@@ -203,7 +205,10 @@ class _Usage:
     requests: SlidingWindow = field(factory=SlidingWindow)
     tokens: SlidingWindow = field(factory=SlidingWindow)
     running: int = 0
-    second: int = -1
+    held_requests: int = 0
+    """Of all doors' allowances: what it is not known of that it was used. So are the tokens."""
+    held_tokens: int = 0
+    second: int = _NEVER
     """Of the monotonic clock; the windows are those of this second."""
 
     def advance(self, now_s: float) -> None:
@@ -221,7 +226,7 @@ class Settlement:
     unreached: int = 0
     """Those of them that reached no worker: they cost nothing."""
     below: int = 0
-    """Tokens by which the others took less than they were charged, each of them that did."""
+    """Tokens by which they took less than they were charged, each of them that did."""
     beyond: int = 0
     """Tokens by which they took more, each of them that did."""
 
@@ -234,18 +239,29 @@ class _Ticket:
     limits: Limits
     """Those of its admission: what they do not name was not charged."""
     tokens: int
-    """Of each request."""
+    """Of all its requests: what they were charged, without what was given back."""
     second: int
-    """Of its admission, by the monotonic clock."""
+    """In which they were charged, by the monotonic clock."""
     day: int
     left: int
     """Requests that have not been settled."""
 
 
 @define
+class _Allowance:
+    """What a door may still admit, as far as the ledger knows."""
+
+    limits: Limits
+    requests: int
+    tokens: int
+
+
+@define
 class _Door:
     incarnation: str
     tickets: dict[int, _Ticket] = field(factory=dict)
+    allowances: dict[str, _Allowance] = field(factory=dict)
+    """By principal."""
 
 
 class Ledger:
@@ -269,25 +285,37 @@ class Ledger:
         return len(self._accounts)
 
     def door_opened(
-        self, door: str, incarnation: str, left: Mapping[int, int] | None = None
+        self,
+        door: str,
+        incarnation: str,
+        now: Moment,
+        left: Mapping[int, tuple[int, str]] | None = None,
     ) -> None:
         """A door has come, or come back, and says how many requests of its tickets are ``left``.
 
-        Of a former process of the same name nothing runs any more; of the same process, nothing
-        but those. What such requests were charged stays charged, as nobody knows what they
-        took. A door that is gone and has not come back keeps its running requests.
+        They are by number, with their principal. Of a former process of the same name nothing runs
+        any more; of the same process, nothing but those. What such requests were charged stays
+        charged, as nobody knows what they took, and what the door was allowed is charged, as nobody
+        knows what of it was used. A door that is gone and has not come back keeps both.
         """
-        known = self._doors.get(door)
+        self._turn_day(now)
+        left = left or {}
+        former = self._doors.get(door) or _Door(incarnation)
+        known = former.allowances
+        for principal in [*known]:
+            self._charge_allowed(known[principal], principal, now)
         kept: dict[int, _Ticket] = {}
-        if known is not None:
-            same = known.incarnation == incarnation
-            for number, ticket in known.tickets.items():
-                still = min(ticket.left, left.get(number, 0)) if same and left else 0
-                # The account is kept while requests run.
-                self._accounts[ticket.principal].running -= ticket.left - still
-                ticket.left = still
-                if still:
-                    kept[number] = ticket
+        for running in former.tickets.values():
+            self._accounts[running.principal].running -= running.left  # kept while requests run
+        if former.incarnation == incarnation:
+            for number, (count, principal) in left.items():
+                ticket = former.tickets.get(number)
+                if ticket is None:  # of what it was allowed, which was charged just now for good
+                    limits = known[principal].limits if principal in known else Limits()
+                    ticket = _Ticket(principal, limits, 0, _NEVER, self._day, count)
+                ticket.left = min(ticket.left, count)
+                self._touched(ticket.principal, now.monotonic_s).running += ticket.left
+                kept[number] = ticket
         self._doors[door] = _Door(incarnation, kept)
 
     def admit(
@@ -303,43 +331,84 @@ class Ledger:
         if refused is not None:
             limit, retry_after_s = refused
             return Refusal(limit, retry_after_s, self._standing(account, principal, limits, now))
-        ticket = self._charge(1, principal, limits, tokens, account)
+        self._charge(account, principal, limits, 1, tokens)
+        account.running += 1
+        ticket = _Ticket(principal, limits, tokens, account.second, self._day, 1)
         self._doors[door].tickets[number] = ticket
         # Both windows were charged in this second, unless there were no tokens to charge.
         just_now_s = account.second + WINDOW_S + 1 - now.monotonic_s if tokens else None
         return self._standing(account, principal, limits, now, just_now_s)
 
-    def admit_ahead(
+    def allow(
         self,
         door: str,
-        number: int,
-        count: int,
         principal: str,
         limits: Limits,
+        requests: int,
         tokens: int,
         now: Moment,
-    ) -> int:
-        """Charge requests that may come, at once; returns how many, 0 to ``count``.
+    ) -> tuple[int, int]:
+        """Let the door admit so many more requests, of so many tokens together, without asking.
 
-        They have one ticket, ``number``. A principal that is near one of its limits gets none.
+        Returns how many of both it may, up to what it asked for: of a principal that is near one of
+        its limits, fewer, and nothing if that is not enough for one request. ``limits`` hold for
+        all that it admits so.
         """
         self._turn_day(now)
         account = self._touched(principal, now.monotonic_s)
-        left = [count]
+        left, left_tokens = [requests], [tokens]
+        held, held_tokens = account.held_requests, account.held_tokens
         if (most := limits.requests_per_minute) is not None:
-            left.append((most - account.requests.total) // _AHEAD_SHARE)
+            left.append((most - account.requests.total - held) // _ALLOWED_SHARE)
         if (most := limits.concurrent_requests) is not None:
-            left.append((most - account.running) // _AHEAD_SHARE)
-        room = max(tokens, 1) * _AHEAD_SHARE
+            left.append((most - account.running - held) // _ALLOWED_SHARE)
         if (most := limits.tokens_per_minute) is not None:
-            left.append((most - account.tokens.total) // room)
+            left_tokens.append((most - account.tokens.total - held_tokens) // _ALLOWED_SHARE)
         if (most := limits.tokens_per_day) is not None:
-            left.append((most - self._day_tokens.get(principal, 0)) // room)
-        count = max(0, min(left))
-        if count:
-            ticket = self._charge(count, principal, limits, tokens, account)
-            self._doors[door].tickets[number] = ticket
-        return count
+            used = self._day_tokens.get(principal, 0)
+            left_tokens.append((most - used - held_tokens) // _ALLOWED_SHARE)
+        enough_tokens = tokens // max(1, requests)
+        allowed, allowed_tokens = max(0, min(left)), max(0, min(left_tokens))
+        if allowed < min(1, requests) or allowed_tokens < enough_tokens:
+            return 0, 0
+        requests, tokens = allowed, allowed_tokens
+        if requests or tokens:
+            known = self._doors[door].allowances
+            allowance = known.get(principal)
+            if allowance is None:
+                allowance = known[principal] = _Allowance(limits, 0, 0)
+            allowance.requests += requests
+            allowance.tokens += tokens
+            account.held_requests += requests
+            account.held_tokens += tokens
+        return requests, tokens
+
+    def used(
+        self, door: str, number: int, principal: str, requests: int, tokens: int, now: Moment
+    ) -> None:
+        """The door admitted requests of what it was allowed: ticket ``number`` stands for them.
+
+        They are charged now, also what of them is beyond that. Without an allowance nothing is.
+        """
+        known = self._doors[door]
+        if (allowance := known.allowances.get(principal)) is None:
+            return
+        self._turn_day(now)
+        account = self._touched(principal, now.monotonic_s)
+        self._release(allowance, account, requests, tokens)
+        limits = allowance.limits
+        self._charge(account, principal, limits, requests, tokens)
+        account.running += requests
+        ticket = _Ticket(principal, limits, tokens, account.second, self._day, requests)
+        known.tickets[number] = ticket
+
+    def returned(self, door: str, principal: str) -> None:
+        """The door admits no more of what it was allowed for the principal."""
+        known = self._doors.get(door)
+        allowance = None if known is None else known.allowances.pop(principal, None)
+        if allowance is not None:
+            account = self._accounts[principal]  # kept while something is held
+            self._release(allowance, account, allowance.requests, allowance.tokens)
 
     def standing(self, principal: str, limits: Limits, now: Moment) -> Standing:
         """How far the principal is from its limits."""
@@ -408,31 +477,41 @@ class Ledger:
                 self._day_tokens.pop(one.principal, None)
 
     def running(self, principal: str) -> int:
-        """Requests of the principal that run now."""
+        """Requests of the principal that run now, as far as the ledger was told."""
         account = self._accounts.get(principal)
         return 0 if account is None else account.running
 
     def _charge(
-        self, count: int, principal: str, limits: Limits, tokens: int, account: _Usage
-    ) -> _Ticket:
-        """Charge ``count`` requests of ``tokens`` each, in the account's second."""
-        second = account.second
-        account.running += count
+        self, account: _Usage, principal: str, limits: Limits, requests: int, tokens: int
+    ) -> None:
+        """Charge in the account's second."""
         if limits.requests_per_minute is not None:
-            account.requests.add(second, count)
+            account.requests.add(account.second, requests)
         if limits.tokens_per_minute is not None:
-            account.tokens.add(second, count * tokens)
+            account.tokens.add(account.second, tokens)
         if limits.tokens_per_day is not None:
-            used = self._day_tokens.get(principal, 0)
-            self._day_tokens[principal] = used + count * tokens
-        return _Ticket(principal, limits, tokens, second, self._day, count)
+            self._day_tokens[principal] = self._day_tokens.get(principal, 0) + tokens
+
+    def _release(self, allowance: _Allowance, account: _Usage, requests: int, tokens: int) -> None:
+        requests, tokens = min(requests, allowance.requests), min(tokens, allowance.tokens)
+        allowance.requests -= requests
+        allowance.tokens -= tokens
+        account.held_requests -= requests
+        account.held_tokens -= tokens
+
+    def _charge_allowed(self, allowance: _Allowance, principal: str, now: Moment) -> None:
+        """Charge all of it: nobody knows what was used."""
+        account = self._touched(principal, now.monotonic_s)
+        requests, tokens = allowance.requests, allowance.tokens
+        self._release(allowance, account, requests, tokens)
+        self._charge(account, principal, allowance.limits, requests, tokens)
 
     def _settle(self, ticket: _Ticket, ended: Settlement, now_s: float) -> None:
         count = min(ended.count, ticket.left)
         unreached = min(ended.unreached, count)
-        below = min(ended.below, (count - unreached) * ticket.tokens) + unreached * ticket.tokens
-        beyond = ended.beyond
+        below, beyond = min(ended.below, ticket.tokens), ended.beyond
         ticket.left -= count
+        ticket.tokens -= below
         limits = ticket.limits
         account = self._touched(ticket.principal, now_s)
         account.running -= count
@@ -462,7 +541,7 @@ class Ledger:
             if second - oldest.second <= WINDOW_S + 1:
                 break
             del accounts[name]
-            if oldest.running:
+            if oldest.running or oldest.held_requests or oldest.held_tokens:
                 oldest.advance(now_s)
                 accounts[name] = oldest
         return account
@@ -480,20 +559,21 @@ class Ledger:
     ) -> tuple[LimitName, float | None] | None:
         """The limit that refuses a request for the longest time, and that time; None: for ever."""
         now_s = now.monotonic_s
+        held, held_tokens = account.held_requests, account.held_tokens
         found: list[tuple[LimitName, float | None]] = []
         most = limits.requests_per_minute
-        if most is not None and account.requests.total + 1 > most:
-            wait_s = account.requests.wait_s(now_s, account.requests.total + 1 - most)
+        if most is not None and (excess := account.requests.total + held + 1 - most) > 0:
+            wait_s = account.requests.wait_s(now_s, excess)
             found.append(("requests_per_minute", wait_s if most else None))
         most = limits.tokens_per_minute
-        if most is not None and account.tokens.total + tokens > most:
-            wait_s = account.tokens.wait_s(now_s, account.tokens.total + tokens - most)
+        if most is not None and (excess := account.tokens.total + held_tokens + tokens - most) > 0:
+            wait_s = account.tokens.wait_s(now_s, excess)
             found.append(("tokens_per_minute", wait_s if tokens <= most else None))
         most = limits.tokens_per_day
-        if most is not None and self._day_tokens.get(principal, 0) + tokens > most:
+        if most is not None and self._day_tokens.get(principal, 0) + held_tokens + tokens > most:
             found.append(("tokens_per_day", self._day_left_s(now) if tokens <= most else None))
         most = limits.concurrent_requests
-        if most is not None and account.running + 1 > most:
+        if most is not None and account.running + held + 1 > most:
             found.append(("concurrent_requests", _BUSY_RETRY_S if most else None))
         if not found:
             return None
@@ -512,18 +592,21 @@ class Ledger:
     ) -> Standing:
         """``reset_s``: that of both windows, if known."""
         now_s = now.monotonic_s
+        held, held_tokens = account.held_requests, account.held_tokens
+        if held or held_tokens:  # it may be used up to now
+            reset_s = account.second + WINDOW_S + 1 - now_s
         requests, remaining_requests, reset_requests_s = limits.requests_per_minute, None, None
         if requests is not None:
             window = account.requests
-            remaining_requests = max(0, requests - window.total)
+            remaining_requests = max(0, requests - window.total - held)
             reset_requests_s = window.reset_s(now_s) if reset_s is None else reset_s
         tokens, remaining_tokens, reset_tokens_s = limits.tokens_per_minute, None, None
         if tokens is not None:
-            remaining_tokens = max(0, tokens - account.tokens.total)
+            remaining_tokens = max(0, tokens - account.tokens.total - held_tokens)
             reset_tokens_s = account.tokens.reset_s(now_s) if reset_s is None else reset_s
         elif limits.tokens_per_day is not None:
             tokens = limits.tokens_per_day
-            used = self._day_tokens.get(principal, 0)
+            used = self._day_tokens.get(principal, 0) + held_tokens
             remaining_tokens, reset_tokens_s = max(0, tokens - used), 0.0
             if used:
                 reset_tokens_s = self._day_left_s(now)

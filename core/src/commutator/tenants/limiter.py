@@ -3,10 +3,11 @@
 It asks a ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
-to the ledger at the hub twice a second. Of several, each asks that ledger for the requests
-of principals with limits. In both, those of a principal that sends many and is far from its limits
-are admitted some at a time, ahead. While the ledger cannot be reached none of them are admitted, so
-that limits are never exceeded; requests of other principals are not affected.
+to the ledger at the hub twice a second. Several ask that ledger about requests of principals with
+limits. In both, a door has an allowance for each principal that is far from its limits: it admits
+what it allows without asking, and reports twice a second what it used. While the ledger cannot be
+reached nothing is admitted, so that limits are never exceeded; requests of principals without
+limits are not affected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
-from attrs import define, field
+from attrs import astuple, define, field
 
 from commutator.backoff import Backoff
 from commutator.contract.principal import Limits, Principal
@@ -37,12 +38,11 @@ from commutator.tenants.ledger import (
 )
 from commutator.tenants.service import (
     SERVICE,
-    left_of_second_s,
     now,
     pack_account,
     pack_limits,
-    pack_settlement,
     unpack_accounts,
+    unpack_allowed,
     unpack_answer,
 )
 
@@ -58,17 +58,17 @@ log = logging.getLogger(__name__)
 _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.5
-_COUNTED_S = 1.0
-"""The requests of this time say how many tickets are asked for ahead."""
-_SHORTEST_COUNTED_S = 0.05
-"""Requests that come in less time say no more than that they did in this."""
-_FEWEST_AHEAD = 2
 _REPORT_INTERVAL_S = 0.5
-"""Requests that end are reported together, unless their principal is not admitted ahead."""
-_MOST_AHEAD = 256
+"""In this time principals use about as much of their allowances as in the time before."""
+_IDLE_S = 10.0
+"""After so long without a request of a principal its allowance is returned."""
+_LESS = 0.75
+"""How much of the most that a principal used is remembered from one report to the next."""
 _REFUSED_FOR_S = 1.0
 """For this long a principal without requests left is refused unread: a flood costs no parsing."""
 _MAX_REFUSED = 10_000
+_ALL = 1 << 60
+"""Tokens: as many as a ticket was charged."""
 _TOO_MANY_AT_ONCE = Refusal("concurrent_requests", _REFUSED_FOR_S, Standing())
 _UNITS = {
     "requests_per_minute": "requests a minute",
@@ -76,120 +76,106 @@ _UNITS = {
     "tokens_per_day": "tokens a day",
     "concurrent_requests": "requests at the same time",
 }
-_RENEW_AFTER_S = 0.005
-"""After the ledger's second ended by this door's estimate, which is early by the way of a frame."""
 
 
 @define(eq=False)
-class Ticket:
-    """A request that was admitted and charged, or several that were admitted together, ahead."""
+class _Batch:
+    """Requests that stand in the ledger as one ticket."""
 
-    number: int
-    charged: int
-    """Tokens of each request."""
-    sender: _Sender | None = None
-    """Whose requests they are; None: nobody's who sends any now."""
-    ahead: int = 0
-    """Requests that were admitted ahead; 0: the ticket is for one that has come."""
-    standing: Standing = field(factory=Standing)
-    """How far the principal is from its limits once all requests of the ticket are charged."""
-    unused: int = field(init=False)
-    """Requests that may still come."""
-    left: int = field(init=False)
-    """Requests that the ledger was not told of that they ended."""
-    ended: Settlement = field(init=False)
+    sender: _Sender
+    standing: Standing
+    """How far the principal is from its limits once all that the door is allowed is used."""
+    number: int = 0
+    """Of the ticket; 0 until the ledger is told of it."""
+    requests: int = 0
+    tokens: int = 0
+    """That they were charged together."""
+    ended: Settlement = field(factory=lambda: Settlement(0, 0))
     """What is to be reported to the ledger."""
-
-    def __attrs_post_init__(self) -> None:
-        self.unused, self.left = self.ahead, self.ahead or 1
-        self.ended = Settlement(self.number, 0)
-
-    @property
-    def taken(self) -> int:
-        """Requests that came of those that were admitted ahead."""
-        return self.ahead - self.unused
-
-    def give_back(self) -> None:
-        """No more requests come."""
-        self.ended.count += self.unused
-        self.ended.unreached += self.unused
-        self.unused = 0
 
     def reported(self) -> Settlement:
         """What the ledger is told, once."""
         ended, self.ended = self.ended, Settlement(self.number, 0)
-        self.left -= ended.count
+        ended.ticket = self.number
+        self.requests -= ended.count
         return ended
 
 
-_NOTHING_AHEAD = Ticket(0, 0)
+@define(eq=False)
+class Ticket:
+    """A request that was admitted and charged."""
+
+    batch: _Batch
+    charged: int
+    """Tokens."""
+
+    @property
+    def standing(self) -> Standing:
+        """How far its principal is from its limits: not further than this."""
+        return self.batch.standing
 
 
 @define(eq=False)
 class _Sender:
-    """What this front door knows of one principal that sends requests."""
+    """A principal that sends requests, and what this door may admit of it without asking."""
 
+    principal: str
     limits: Limits
-    since_s: float
-    """Its requests are counted from then on, and anew after ``_COUNTED_S``."""
+    used_s: float
+    """The last report before which it sent a request; before the first, when it did."""
     requests: int = 0
-    """Since then, as far as ``count`` counted them."""
-    before_per_s: float = 0.0
-    """In the time before that."""
-    until_s: float = 0.0
-    """Until when the ticket can be used: the end of a second of the ledger's clock."""
-    ticket: Ticket = _NOTHING_AHEAD
-    """For requests that were admitted ahead. Some may be left even if it is too late for them."""
-    taken: int = 0
-    """Those of the ticket that are counted."""
+    """That may be admitted; so are the tokens."""
+    tokens: int = 0
+    batch: _Batch = field(init=False)
+    """Requests that were so admitted and that the ledger was not told of."""
+    lately: int = 0
+    """Requests since the last report, without those of the batch."""
+    most: float = 0.0
+    """The most requests between two reports lately."""
     most_tokens: int = 0
-    """Of one request since ``since_s``."""
-    most_before: int = 0
-    """In the time before that."""
-    had_ahead: bool = False
-    """Whether the ledger ever admitted requests ahead, until the sender is forgotten. If so, it has
-    them and what ended reported before it refuses a request of the principal."""
+    """The most tokens of one request lately."""
+    has_allowance: bool = False
+    """Whether there is something to return, be that nothing by now. If so, the ledger has it
+    returned, and what was used and ended reported, before it refuses a request."""
     is_asking: bool = False
-    """Whether the ledger is being asked for requests ahead."""
+    """Whether the ledger is being asked for more."""
 
-    def count(self, now_s: float, asking: int = 0) -> None:
-        """Count the requests that took the ticket since the last call, and those ``asking``."""
-        taken = self.ticket.taken
-        came, self.taken = taken - self.taken, taken
-        self.requests += came
-        counted_s = now_s - self.since_s
-        if counted_s >= _COUNTED_S and (came or asking):
-            self.before_per_s, self.most_before = self.requests / counted_s, self.most_tokens
-            self.since_s, self.requests, self.most_tokens = now_s, 0, 0
-        self.requests += asking
+    def __attrs_post_init__(self) -> None:
+        self.batch = _Batch(self, Standing())
 
-    def wanted(self, now_s: float) -> int:
-        """How many requests to ask for ahead: enough for those until the ticket lapses.
+    def wanted(self) -> tuple[int, int]:
+        """How many more requests, and tokens for them, to ask for.
 
-        Of principals whose requests come at random, one in several hundred needs more. What comes
-        in a burst is asked for before the burst has lasted as long as requests are counted.
+        Enough until the next report: of principals whose requests come at random, one in several
+        hundred needs more. While half of that is left, none.
         """
-        left_s = (self.until_s - now_s) % 1.0
-        since_first_s = max(now_s - self.since_s, _SHORTEST_COUNTED_S)
-        per_s = max((self.requests - 1) / since_first_s, self.before_per_s)
-        expected = per_s * left_s
-        if expected < _FEWEST_AHEAD:
-            return 0
-        return min(int(expected + 3 * math.sqrt(expected)), _MOST_AHEAD)
+        most = max(self.most, self.lately + self.batch.requests)
+        target = 1 + math.ceil(most + 3 * math.sqrt(most))
+        target_tokens = target * self.most_tokens
+        if self.requests > target // 2 and self.tokens >= target_tokens // 2:
+            return 0, 0
+        return max(0, target - self.requests), max(0, target_tokens - self.tokens)
 
-    @property
-    def each(self) -> int:
-        """The tokens to ask for with each of them: few requests are larger."""
-        most = max(self.most_tokens, self.most_before)
-        return most + most // 8
+    def turn(self, now_s: float) -> None:
+        """The time from one report to the next is over."""
+        self.used_s = now_s
+        self.most = max(_LESS * self.most, self.lately)
+        self.most_tokens = math.ceil(_LESS * self.most_tokens)
+        self.lately = 0
+
+
+@define
+class _Used:
+    """Requests that were admitted without asking: the ledger charges them."""
+
+    ticket: int
+    principal: str
+    requests: int
+    tokens: int
 
 
 class RequestLimiter(ABC):
-    """Counts the requests of one front door: each begins, is admitted, and ends.
-
-    Those of a principal that sends many and is far from its limits are admitted some at a time,
-    ahead: then a request takes a ticket, and its end is reported with those of others.
-    """
+    """Counts the requests of one front door: each begins, is admitted, and ends."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """``now_s``: by a clock that never goes back."""
@@ -201,13 +187,16 @@ class RequestLimiter(ABC):
         self._refused: dict[str, tuple[float, Refusal]] = {}
         """(until when, why) of principals that have no requests left in this minute."""
         self._next = 1
-        """The number of the next ticket."""
+        """The number of the next ticket, or question."""
         self._senders: dict[str, _Sender] = {}
-        """The principals that sent requests lately."""
-        self._tickets: dict[int, Ticket] = {}
-        """Those of which the ledger may have some left."""
-        self._ended: set[Ticket] = set()
-        """Those of which requests ended that are to be reported soon."""
+        """By principal; the one whose requests came longest ago first, as of the last report."""
+        self._active: set[_Sender] = set()
+        """Those that sent requests since the last report."""
+        self._batches: dict[int, _Batch] = {}
+        """By number, those of which requests run."""
+        self._used: list[_Used] = []
+        """What is to be reported; and batches with a number of which requests ended."""
+        self._ended: set[_Batch] = set()
         self._reporting: asyncio.TimerHandle | None = None
 
     def begin(self, principal: Principal) -> bool:
@@ -248,28 +237,29 @@ class RequestLimiter(ABC):
             tokens = unstated_tokens(limits, prompt_tokens, answers)
         else:
             tokens = prompt_tokens + answers * max_tokens
-        # Most requests are charged ahead, and wait for nothing.
-        now_s, sender = self._now_s(), self._senders.get(name)
+        sender = self._senders.get(name)
         if (
             sender is not None
-            and (ticket := sender.ticket).unused
-            and tokens <= ticket.charged
-            and now_s < sender.until_s
+            and sender.requests
+            and tokens <= sender.tokens
             and (sender.limits is limits or sender.limits == limits)
         ):
-            ticket.unused -= 1
+            sender.requests -= 1
+            sender.tokens -= tokens
             sender.most_tokens = max(sender.most_tokens, tokens)
-            return ticket
-        answer = await self._ask(name, limits, tokens, now_s)
+            self._active.add(sender)
+            batch = sender.batch
+            batch.requests += 1
+            batch.tokens += tokens
+            return Ticket(batch, tokens)
+        answer = await self._ask(name, limits, tokens)
         if isinstance(answer, Refusal):
             self._remember(name, answer)
             raise _rate_limit_error(principal, answer, tokens)
         return answer
 
     @abstractmethod
-    async def _ask(
-        self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> Ticket | Refusal:
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
         """Ask the ledger; as ``admit``."""
 
     def _remember(self, principal: str, refusal: Refusal) -> None:
@@ -293,112 +283,122 @@ class RequestLimiter(ABC):
             del self._in_hand[name]
         if ticket is None:
             return
-        ended = ticket.ended
+        batch = ticket.batch
+        ended = batch.ended
         ended.count += 1
         if tokens is None:
             ended.unreached += 1
+            ended.below += ticket.charged
         elif tokens < ticket.charged:
             ended.below += ticket.charged - tokens
         else:
             ended.beyond += tokens - ticket.charged
-        self._ended.add(ticket)
-        if ticket.sender is None or not ticket.sender.had_ahead:
-            self._report()  # the principal may be near its limits
+        if batch.number:
+            self._ended.add(batch)
+            if not batch.sender.has_allowance:
+                self._report()  # the principal may be near its limits
 
-    def _report(self) -> None:
-        """Have the ledger settle what ended and what was not used."""
-        if self._ended and self._can_report():
-            settlements = []
-            for ticket in self._ended:
-                settlements.append(ticket.reported())
-                if not ticket.left:
-                    self._tickets.pop(ticket.number, None)
-            self._ended.clear()
-            self._settle(settlements)
+    def _close(self, sender: _Sender) -> None:
+        """What was used up to now becomes a ticket."""
+        batch = sender.batch
+        if batch.requests:
+            sender.lately += batch.requests
+            batch.number = self._new_number()
+            self._batches[batch.number] = batch
+            if batch.ended.count:
+                self._ended.add(batch)
+            self._used.append(_Used(batch.number, sender.principal, batch.requests, batch.tokens))
+            sender.batch = _Batch(sender, batch.standing)
+
+    def _report(self, asking: Iterable[_Sender] = ()) -> None:
+        """Report the tickets that were made, and what ended of all tickets."""
+        if not (self._used or self._ended or asking) or not self._can_report():
+            return
+        used, ended, self._used, self._ended = self._used, self._ended, [], set()
+        self._tell(used, [batch.reported() for batch in ended], asking)
+        for batch in ended:
+            if not batch.requests:
+                self._batches.pop(batch.number, None)
 
     def _can_report(self) -> bool:
         """Whether the ledger can be reached; what ended is kept until then."""
         return True
 
     @abstractmethod
-    def _settle(self, settlements: list[Settlement]) -> None:
-        """Tell the ledger."""
+    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+        """Tell the ledger, and ask it for what those ``asking`` want."""
+
+    @abstractmethod
+    def _return(self, principal: str) -> None:
+        """Tell the ledger that no more is admitted of what was allowed."""
 
     @abstractmethod
     async def run(self) -> None:
         """Stay in touch with the supervisor's ledger until cancelled."""
 
     def _asking(
-        self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> tuple[_Sender, Ticket, int]:
-        """What the ledger is asked for: a ticket for the request, and how many more ahead."""
+        self, principal: str, limits: Limits, tokens: int
+    ) -> tuple[_Batch, tuple[int, int]]:
+        """What the ledger is asked for: a ticket for the request, and more of both for others."""
         sender = self._senders.get(principal)
-        if sender is None:
-            sender = self._senders[principal] = _Sender(limits, now_s)
-        sender.count(now_s, asking=1)
+        if sender is not None and sender.limits != limits:
+            self._forget(sender)
+        if sender is None or sender.limits != limits:
+            sender = self._senders[principal] = _Sender(principal, limits, self._now_s())
+        sender.lately += 1
         sender.most_tokens = max(sender.most_tokens, tokens)
+        self._active.add(sender)
         self._report_later()
-        if sender.limits == limits and (
-            sender.is_asking or (sender.ticket.unused and now_s < sender.until_s)
-        ):
-            wanted = 0  # they come soon, or this request alone is too large for them
-        else:
-            self._give_back(sender)
-            sender.limits = limits
-            wanted = sender.wanted(now_s)
+        more = (0, 0) if sender.is_asking else sender.wanted()
         number = self._new_number()
-        ticket = self._tickets[number] = Ticket(number, tokens, sender)
-        return sender, ticket, wanted
+        batch = _Batch(sender, Standing(), number, 1, tokens)
+        self._batches[number] = batch
+        return batch, more
 
     def _new_number(self) -> int:
-        """The number of a ticket; the one after it is for those that are admitted ahead."""
-        number, self._next = self._next, self._next + 2
+        number, self._next = self._next, self._next + 1
         return number
 
-    def _got_ahead(
-        self, sender: _Sender, ticket: Ticket, standing: Standing, until_s: float
-    ) -> None:
-        """The ledger admitted the requests of ``ticket`` ahead; ``standing`` is without them."""
-        ticket.standing = standing.after(ticket.ahead, ticket.ahead * ticket.charged)
-        self._tickets[ticket.number] = ticket
-        self._give_back(sender)
-        sender.ticket, sender.until_s, sender.had_ahead = ticket, until_s, True
-
-    def _give_back(self, sender: _Sender) -> None:
-        """Settle what ``sender`` does not use."""
-        sender.count(self._now_s())
-        if sender.ticket.unused:
-            sender.ticket.give_back()
-            self._ended.add(sender.ticket)
-        sender.ticket, sender.taken = _NOTHING_AHEAD, 0
+    def _allowed(self, sender: _Sender, standing: Standing, requests: int, tokens: int) -> None:
+        """The ledger allowed so much more; ``standing`` is what remains beside it."""
+        sender.requests += requests
+        sender.tokens += tokens
+        sender.batch.standing = standing
+        sender.has_allowance = sender.has_allowance or requests > 0 or tokens > 0
 
     def _report_later(self) -> None:
         """Keep reporting while there are senders."""
         if self._reporting is None:
             loop = asyncio.get_running_loop()
-            self._reporting = loop.call_later(_REPORT_INTERVAL_S, self._report_some)
+            self._reporting = loop.call_later(_REPORT_INTERVAL_S, self._report_and_ask)
 
-    def _report_some(self) -> None:
-        """Give back what was not used in time, and report what ended."""
-        now_s = self._now_s()
-        for principal, sender in [*self._senders.items()]:
-            if now_s >= sender.until_s:
-                self._give_back(sender)
-            else:
-                sender.count(now_s)
-            if now_s - sender.since_s >= 2 * _COUNTED_S:
-                self._forget(principal)
-        self._report()
+    def _report_and_ask(self) -> None:
+        """Report, ask for what will be used next, and return what is not used."""
+        senders, now_s, asking = self._senders, self._now_s(), []
+        for sender in self._active:
+            self._close(sender)
+            if sender.has_allowance and not sender.is_asking and any(sender.wanted()):
+                asking.append(sender)
+        self._report(asking)
+        for sender in self._active:
+            sender.turn(now_s)
+            senders[sender.principal] = senders.pop(sender.principal)  # to the end
+        self._active.clear()
+        while senders and now_s - (oldest := next(iter(senders.values()))).used_s >= _IDLE_S:
+            self._forget(oldest)
         self._reporting = None
-        if self._senders:
+        if senders:
             self._report_later()
 
-    def _forget(self, principal: str) -> None:
-        """Give back what the principal does not use."""
-        if (sender := self._senders.pop(principal, None)) is not None:
-            self._give_back(sender)
-            sender.had_ahead = False
+    def _forget(self, sender: _Sender) -> None:
+        """Report what it used, and return the rest."""
+        del self._senders[sender.principal]
+        self._active.discard(sender)
+        self._close(sender)
+        sender.requests = sender.tokens = 0
+        sender.has_allowance = False
         self._report()
+        self._return(sender.principal)
 
 
 def _rate_limit_error(
@@ -438,7 +438,7 @@ class LocalLimiter(RequestLimiter):
         self._clock = clock
         self._door = door
         self._ledger = Ledger()
-        self._ledger.door_opened(door, "")
+        self._ledger.door_opened(door, "", clock())
         self._changed: set[str] = set()
         """Principals whose accounts differ from the copy."""
         self._copied = False
@@ -449,31 +449,37 @@ class LocalLimiter(RequestLimiter):
         else:
             self._link = _Link(hub, door, list, self._on_frame, self._on_lost)
 
-    async def _ask(
-        self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> Ticket | Refusal:
-        sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
-        ledger, door, at, number = self._ledger, self._door, self._clock(), ticket.number
-        answer = ledger.admit(door, number, principal, limits, tokens, at)
-        if isinstance(answer, Refusal) and (sender.ticket.unused or self._ended):
-            self._give_back(sender)
-            self._report()
-            answer = ledger.admit(door, number, principal, limits, tokens, at)
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
+        batch, more = self._asking(principal, limits, tokens)
+        sender, ledger, door, at = batch.sender, self._ledger, self._door, self._clock()
+        answer = ledger.admit(door, batch.number, principal, limits, tokens, at)
+        if isinstance(answer, Refusal) and sender.has_allowance:
+            self._forget(sender)
+            answer = ledger.admit(door, batch.number, principal, limits, tokens, at)
         self._differ([principal])
         if isinstance(answer, Refusal):
-            del self._tickets[number]
+            del self._batches[batch.number]
             return answer
-        ticket.standing = answer
-        if wanted:
-            each = sender.each
-            given = ledger.admit_ahead(door, number + 1, wanted, principal, limits, each, at)
-            if given:
-                ahead = Ticket(number + 1, each, sender, given)
-                self._got_ahead(sender, ahead, answer, now_s + left_of_second_s(at))
-        return ticket
+        if any(more) and self._senders.get(principal) is sender:
+            allowed = ledger.allow(door, principal, limits, *more, at)
+            answer = ledger.standing(principal, limits, at)
+            self._allowed(sender, answer, *allowed)
+        batch.standing = answer
+        return Ticket(batch, tokens)
 
-    def _settle(self, settlements: list[Settlement]) -> None:
-        self._differ(self._ledger.settle(self._door, settlements, self._clock()))
+    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+        ledger, door, at = self._ledger, self._door, self._clock()
+        for one in used:
+            ledger.used(door, one.ticket, one.principal, one.requests, one.tokens, at)
+        self._differ(one.principal for one in used)
+        self._differ(ledger.settle(door, ended, at))
+        for sender in asking:
+            principal, limits = sender.principal, sender.limits
+            allowed = ledger.allow(door, principal, limits, *sender.wanted(), at)
+            self._allowed(sender, ledger.standing(principal, limits, at), *allowed)
+
+    def _return(self, principal: str) -> None:
+        self._ledger.returned(self._door, principal)
 
     def _differ(self, principals: Iterable[str]) -> None:
         if self._link is not None:  # else nobody would ever clear it
@@ -502,6 +508,9 @@ class LocalLimiter(RequestLimiter):
         await self.ready.wait()
         while True:
             await asyncio.sleep(_COPY_INTERVAL_S)
+            for sender in self._active:
+                self._close(sender)
+            self._report()
             if link.connection is None or (self._copied and not self._changed):
                 continue
             if self._copied:
@@ -516,12 +525,11 @@ class LocalLimiter(RequestLimiter):
 
 @define(eq=False)
 class _Question:
-    principal: str
     sender: _Sender
-    each: int
-    """The tokens of each request ahead."""
     asked_s: float
-    answer: asyncio.Future[Standing | Refusal] | None
+    asks_more: bool
+    """Whether an allowance is asked for."""
+    answer: asyncio.Future[Standing | Refusal] | None = None
     """For the request that waits; None: no request does."""
 
 
@@ -533,57 +541,33 @@ class SharedLimiter(RequestLimiter):
         super().__init__(asyncio.get_running_loop().time)
         self._link = _Link(hub, door, self._tickets_left, self._on_frame, self._on_lost)
         self._questions: dict[int, _Question] = {}
-        self._renewing: asyncio.TimerHandle | None = None
 
-    async def _ask(
-        self, principal: str, limits: Limits, tokens: int, now_s: float
-    ) -> Ticket | Refusal:
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
-        sender, ticket, wanted = self._asking(principal, limits, tokens, now_s)
-        number, each = ticket.number, sender.each
+        batch, more = self._asking(principal, limits, tokens)
+        number, sender = batch.number, batch.sender
         future: asyncio.Future[Standing | Refusal] = asyncio.get_running_loop().create_future()
-        self._questions[number] = _Question(principal, sender, each, now_s, future)
+        question = self._questions[number] = _Question(sender, self._now_s(), any(more), future)
+        sender.is_asking = sender.is_asking or question.asks_more
         packed = pack_limits(limits)
-        connection.send([SERVICE, "admit", number, principal, packed, tokens, wanted, each])
+        connection.send([SERVICE, "admit", number, principal, packed, tokens, *more])
         try:
             answer = await future
         except BaseException:
-            ticket.ended = Settlement(number, 1, unreached=1)
-            self._ended.add(ticket)
+            self._answered_for(question)
+            batch.ended = Settlement(number, 1, unreached=1, below=_ALL)
+            self._ended.add(batch)
             self._report()
             raise
         finally:
             del self._questions[number]
         if isinstance(answer, Refusal):
-            del self._tickets[number]
+            del self._batches[number]
             return answer
-        ticket.standing = answer
-        return ticket
-
-    def _renew_at(self, when_s: float) -> None:
-        """Ask for all principals together, as the ledger's next second begins."""
-        if self._renewing is None:
-            loop = asyncio.get_running_loop()
-            self._renewing = loop.call_at(when_s + _RENEW_AFTER_S, self._renew)
-
-    def _renew(self) -> None:
-        self._renewing = None
-        connection, now_s = self._link.connection, self._now_s()
-        if connection is None:
-            return
-        for principal, sender in self._senders.items():
-            if not sender.had_ahead or sender.is_asking or now_s < sender.until_s:
-                continue
-            self._give_back(sender)
-            if wanted := sender.wanted(now_s):
-                sender.is_asking = True
-                number = self._new_number()
-                self._questions[number] = _Question(principal, sender, sender.each, now_s, None)
-                packed = pack_limits(sender.limits)
-                connection.send([SERVICE, "ahead", number, principal, packed, wanted, sender.each])
-        self._report()
+        batch.standing = answer
+        return Ticket(batch, tokens)
 
     async def run(self) -> None:
         try:
@@ -591,78 +575,90 @@ class SharedLimiter(RequestLimiter):
                 group.create_task(self._link.run())
                 group.create_task(self._end_waiting())
         finally:
-            for timer in (self._reporting, self._renewing):
-                if timer is not None:
-                    timer.cancel()
+            if self._reporting is not None:
+                self._reporting.cancel()
 
     def _can_report(self) -> bool:
         return self._link.connection is not None
 
-    def _settle(self, settlements: list[Settlement]) -> None:
+    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
         assert self._link.connection is not None
-        packed = [pack_settlement(one) for one in settlements]
-        self._link.connection.send([SERVICE, "settle", packed])
+        asked, now_s = [], self._now_s()
+        for sender in asking:
+            number = self._new_number()
+            self._questions[number] = _Question(sender, now_s, asks_more=True)
+            sender.is_asking = True
+            limits = pack_limits(sender.limits)
+            asked.append((number, sender.principal, limits, *sender.wanted()))
+        self._link.connection.send(
+            [SERVICE, "report", [*map(astuple, used)], [*map(astuple, ended)], asked]
+        )
 
-    def _forget(self, principal: str) -> None:
-        sender = self._senders.get(principal)
-        had_ahead = sender is not None and sender.had_ahead
-        super()._forget(principal)
-        if had_ahead:
-            self._returned(principal)
-
-    def _returned(self, principal: str) -> None:
+    def _return(self, principal: str) -> None:
         if self._link.connection is not None:
             self._link.connection.send([SERVICE, "returned", principal])
 
-    def _tickets_left(self) -> list[tuple[int, int]]:
-        return [(ticket.number, ticket.left) for ticket in self._tickets.values()]
+    def _tickets_left(self) -> list[tuple[int, int, str]]:
+        return [
+            (number, batch.requests, batch.sender.principal)
+            for number, batch in self._batches.items()
+        ]
 
     def _on_frame(self, frame: list[Any]) -> None:
         match frame:
-            case [_, int(number), standing, limit, retry_after_s, int(given), float(left_s)]:
+            case [_, int(number), standing, limit, retry_after_s, int(requests), int(tokens)]:
                 answer = unpack_answer(standing, limit, retry_after_s)
-                self._answered(number, answer, given, left_s)
+                self._answered(number, answer, requests, tokens)
+            case [_, "allowed", list(answers)]:
+                for number, standing, requests, tokens in unpack_allowed(answers):
+                    if (question := self._questions.get(number)) is not None:
+                        del self._questions[number]
+                        self._answered_for(question)
+                        self._take(question, standing, requests, tokens)
             case [_, "recall", str(principal)]:
-                super()._forget(principal)
-                self._returned(principal)
+                if (sender := self._senders.get(principal)) is not None:
+                    self._forget(sender)
+                else:
+                    self._return(principal)
             case [_, "opened", *_]:
                 self.ready.set()
                 self._report()
             case _:
                 raise ValueError("unknown frame")
 
-    def _answered(self, number: int, answer: Standing | Refusal, given: int, left_s: float) -> None:
+    def _answered(
+        self, number: int, answer: Standing | Refusal, requests: int, tokens: int
+    ) -> None:
         question = self._questions.get(number)
-        if question is not None and question.answer is None:
-            del self._questions[number]
+        if question is None or question.answer is None or question.answer.done():
+            if isinstance(answer, Standing) and self._link.connection is not None:
+                # The request has left. If the ledger was told before it admitted it, it passed
+                # that over.
+                self._tell([], [Settlement(number, 1, unreached=1, below=_ALL)], ())
+            return
+        self._answered_for(question)
+        if isinstance(answer, Standing):
+            self._take(question, answer, requests, tokens)
+        question.answer.set_result(answer)
+
+    def _answered_for(self, question: _Question) -> None:
+        if question.asks_more:
             question.sender.is_asking = False
-        if given > 0:
-            if (
-                question is not None
-                and isinstance(answer, Standing)
-                and self._senders.get(question.principal) is question.sender
-            ):
-                ahead = Ticket(number + 1, question.each, question.sender, given)
-                until_s = question.asked_s + left_s
-                self._got_ahead(question.sender, ahead, answer, until_s)
-                self._renew_at(until_s)
-            else:  # nobody waits for them any more
-                ahead = Ticket(number + 1, 0, ahead=given)
-                ahead.give_back()
-                self._ended.add(ahead)
-                self._report()
-                if question is not None:
-                    self._returned(question.principal)
-        if question is not None and question.answer is not None and not question.answer.done():
-            question.answer.set_result(answer)
-        else:
-            self._report()
+
+    def _take(self, question: _Question, standing: Standing, requests: int, tokens: int) -> None:
+        """What was allowed to one who was forgotten was returned."""
+        sender = question.sender
+        if self._senders.get(sender.principal) is sender:
+            self._allowed(sender, standing, requests, tokens)
 
     def _on_lost(self) -> None:
+        """The ledger charges all that the door was allowed."""
         for sender in self._senders.values():
-            self._give_back(sender)
-            sender.had_ahead = False
+            self._close(sender)
+            sender.has_allowance = False
         self._senders.clear()
+        self._active.clear()
+        self._used.clear()
         self._end_questions(math.inf)
 
     async def _end_waiting(self) -> None:
@@ -678,7 +674,7 @@ class SharedLimiter(RequestLimiter):
                 continue
             if question.answer is None:
                 del self._questions[number]
-                question.sender.is_asking = False
+                self._answered_for(question)
             elif not question.answer.done():
                 question.answer.set_exception(_unreachable())
 
@@ -697,11 +693,11 @@ class _Link:
         self,
         hub: Hub,
         door: str,
-        tickets: Callable[[], list[tuple[int, int]]],
+        tickets: Callable[[], list[tuple[int, int, str]]],
         on_frame: Callable[[list[Any]], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """``tickets`` returns their numbers, and how many requests of each are left."""
+        """``tickets`` returns their numbers, how many requests of each are left, and whose."""
         self.connection: FrameProtocol | None = None
         """None while the ledger cannot be reached."""
         self._hub = hub

@@ -2,24 +2,24 @@
 
 door -> ledger                                             ledger -> door
 ["limits", "open", door, incarnation,                      ["limits", "opened", day, [Account, ...]]
- [[ticket, requests left], ...]]
+ [[ticket, requests left, principal], ...]]
 ["limits", "admit", ticket, principal, Limits, tokens,     ["limits", ticket, Standing, limit | nil,
- count ahead, tokens of each]                               seconds to retry | nil, count ahead,
-                                                            seconds for which they can be used]
-["limits", "ahead", ticket, principal, Limits,             (as to "admit")
- count ahead, tokens of each]
-["limits", "settle", [Settlement, ...]]
+ requests, tokens]                                          seconds to retry | nil,
+                                                            requests, tokens]
+["limits", "report",                                       ["limits", "allowed",
+ [[ticket, principal, requests, tokens], ...],              [[number, Standing, requests, tokens],
+ [Settlement, ...],                                          ...]]
+ [[number, principal, Limits, requests, tokens], ...]]
                                                            ["limits", "recall", principal]
 ["limits", "returned", principal]
 ["limits", "changes", day, [Account, ...]]
 
-A door opens first on each connection. Several doors ask for a request (``admit``) and report its
-end (``settle``). A door that asks often may be given a ticket for later requests, of the number
-after the one that it asks for. It can be used in the second in which it was charged, and the door
-settles what it does not use of it. As a second begins, the door asks for the next ones of all its
-principals (``ahead``). Before a principal is refused, tickets that other doors have not used are
-recalled. One door alone decides by itself, and copies here what changed in its accounts
-(``changes``), so that a door that takes its place begins where it ended.
+A door opens first on each connection. Several doors ask for a request (``admit``), and in the same
+breath for an allowance, of so many further requests and tokens. Twice a second they report what
+they used of their allowances, each principal's requests as one ticket, and which requests ended,
+and ask for more. They return what they do not use. Before a principal is refused, the allowances of
+all doors are recalled. One door alone decides by itself, and copies here what changed in its
+accounts (``changes``), so that a door that takes its place begins where it ended.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ from commutator.tenants.ledger import (
 __all__ = [
     "SERVICE",
     "LedgerService",
-    "left_of_second_s",
     "now",
     "pack_account",
     "pack_limits",
-    "pack_settlement",
     "unpack_accounts",
+    "unpack_allowed",
     "unpack_answer",
 ]
 
@@ -60,7 +59,8 @@ SERVICE = "limits"
 
 _RECALL_TIMEOUT_S = 0.25
 """A door that does not answer keeps what it was given; until it does, others may be refused."""
-_MAX_AHEAD = 1024
+_MAX_ALLOWED = 4096
+"""Requests, by one answer."""
 
 _Packed = tuple[int | None, int | None, int | None, int | None]
 
@@ -70,8 +70,13 @@ _Answer = tuple[_Facts, LimitName | None, float | None]
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Settled = list[tuple[int, _Natural, _Natural, _Natural, _Natural]]
-_Left = list[tuple[int, _Natural]]
+_Allowed = list[tuple[int, _Facts, _Natural, _Natural]]
+_Report = tuple[
+    list[tuple[int, str, _Natural, _Natural]],
+    list[tuple[int, _Natural, _Natural, _Natural, _Natural]],
+    list[tuple[int, str, _Packed, _Natural, _Natural]],
+]
+_Left = list[tuple[int, _Natural, str]]
 
 
 _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
@@ -80,11 +85,6 @@ _PackedAccount = tuple[str, list[tuple[int, int]], list[tuple[int, int]], int]
 def now() -> Moment:
     """Of the clocks of this machine, which all its processes share."""
     return Moment(time.monotonic(), time.time())
-
-
-def left_of_second_s(at: Moment) -> float:
-    """Until when tickets that were charged ahead can be used."""
-    return 1.0 - at.monotonic_s % 1.0
 
 
 def pack_limits(limits: Limits) -> _Packed:
@@ -107,11 +107,6 @@ def _unpack_limits(packed: Sequence[int | None]) -> Limits:
     )
 
 
-def pack_settlement(one: Settlement) -> tuple[int, int, int, int, int]:
-    """For a frame."""
-    return one.ticket, one.count, one.unreached, one.below, one.beyond
-
-
 def pack_account(account: Account) -> list[Any]:
     """For a frame."""
     return [account.principal, account.requests, account.tokens, account.day_tokens]
@@ -120,6 +115,14 @@ def pack_account(account: Account) -> list[Any]:
 def unpack_accounts(packed: list[Any]) -> list[Account]:
     """Accounts out of a frame. Raises ValueError for what ``pack_account`` does not return."""
     return [Account(*one) for one in msgspec.convert(packed, list[_PackedAccount])]
+
+
+def unpack_allowed(packed: list[Any]) -> list[tuple[int, Standing, int, int]]:
+    """(number, standing, requests, tokens) of each answer. Raises ValueError for anything else."""
+    return [
+        (number, Standing(*facts), requests, tokens)
+        for number, facts, requests, tokens in msgspec.convert(packed, _Allowed)
+    ]
 
 
 def unpack_answer(standing: Any, limit: Any, retry_after_s: Any) -> Standing | Refusal:
@@ -131,7 +134,7 @@ def unpack_answer(standing: Any, limit: Any, retry_after_s: Any) -> Standing | R
 
 @define(eq=False)
 class _Question:
-    """A request that would be refused, unless unused tickets of other doors make room for it."""
+    """A request that would be refused, unless what doors were allowed makes room for it."""
 
     decide: Callable[[], None]
     waits_for: set[_Connection]
@@ -157,11 +160,11 @@ class LedgerService:
         return _Connection(self, send).on_frame
 
     def recall(self, principal: str, decide: Callable[[], None]) -> bool:
-        """Have all doors return what they were given ahead, then ``decide``.
+        """Have all doors return what they are allowed, then ``decide``.
 
         Returns False, and does nothing, if there is nothing to be returned.
         """
-        holders = {one for one in self.latest.values() if principal in one.ahead}
+        holders = {one for one in self.latest.values() if principal in one.allowed}
         if not holders:
             return False
         question = _Question(decide, holders)
@@ -173,12 +176,12 @@ class LedgerService:
         return True
 
     def is_recalling(self, principal: str) -> bool:
-        """Whether a request waits for what was recalled: then nothing is given ahead."""
+        """Whether a request waits for what was recalled: then no door is allowed anything."""
         return principal in self._questions
 
     def returned(self, principal: str, connection: _Connection) -> None:
         """A door returned what it had of ``principal``."""
-        connection.ahead.discard(principal)
+        connection.allowed.discard(principal)
         for question in [*self._questions.get(principal, ())]:
             question.waits_for.discard(connection)
             if not question.waits_for:
@@ -186,14 +189,14 @@ class LedgerService:
 
     def replaced(self, connection: _Connection) -> None:
         """A door has a new connection: on the former one nothing is returned any more."""
-        for principal in [*connection.ahead]:
+        for principal in [*connection.allowed]:
             self.returned(principal, connection)
 
     def _decide(self, principal: str, question: _Question) -> None:
         if question.timer is not None:
             question.timer.cancel()
         for one in question.waits_for:  # gone, or hung: what it has stays charged
-            one.ahead.discard(principal)
+            one.allowed.discard(principal)
         waiting = self._questions[principal]
         waiting.remove(question)
         if not waiting:
@@ -203,8 +206,8 @@ class LedgerService:
 
 class _Connection:
     def __init__(self, service: LedgerService, send: Callable[[list[Any]], None]) -> None:
-        self.ahead: set[str] = set()
-        """Principals of whom the door may hold tickets that it does not use."""
+        self.allowed: set[str] = set()
+        """Principals for whom the door may have something to return."""
         self.send = send
         self._service = service
         self._ledger = service.ledger
@@ -218,30 +221,26 @@ class _Connection:
         match frame:
             case [
                 _, "admit", int(ticket), str(principal), list(packed), int(tokens),
-                int(ahead), int(each),
+                int(more), int(more_tokens),
             ] if door:  # fmt: skip
                 limits = _unpack_limits(packed)
-                self._admit(door, ticket, principal, limits, tokens, ahead, each)
-            case [
-                _, "ahead", int(ticket), str(principal), list(packed), int(ahead), int(each),
-            ] if door:  # fmt: skip
-                limits, at = _unpack_limits(packed), self._clock()
-                standing = ledger.standing(principal, limits, at)
-                given = self._admit_ahead(door, ticket, principal, limits, ahead, each, at)
-                self._answer(ticket, standing, given, at)
-            case [_, "settle", list(settled)] if door:
-                ended = [Settlement(*one) for one in msgspec.convert(settled, _Settled)]
-                ledger.settle(door, ended, self._clock())
+                self._admit(door, ticket, principal, limits, tokens, more, more_tokens)
+            case [_, "report", list(used), list(ended), list(asked)] if door:
+                self._reported(door, *msgspec.convert((used, ended, asked), _Report))
             case [_, "returned", str(principal)] if door:
+                ledger.returned(door, principal)
                 self._service.returned(principal, self)
             case [_, "changes", int(day), list(accounts)] if door:
                 ledger.restore(day, unpack_accounts(accounts), self._clock())
             case [_, "open", str(name), str(incarnation), list(tickets)]:
-                left = dict(msgspec.convert(tickets, _Left))
+                left = {
+                    number: (count, principal)
+                    for number, count, principal in msgspec.convert(tickets, _Left)
+                }
                 self._door = name
                 former = self._service.latest.get(name)
                 self._service.latest[name] = self
-                ledger.door_opened(name, incarnation, left)
+                ledger.door_opened(name, incarnation, self._clock(), left)
                 if former is not None and former is not self:
                     self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
@@ -258,8 +257,8 @@ class _Connection:
         principal: str,
         limits: Limits,
         tokens: int,
-        ahead: int,
-        each: int,
+        more: int,
+        more_tokens: int,
     ) -> None:
         ledger, at = self._ledger, self._clock()
         answer = ledger.admit(door, ticket, principal, limits, tokens, at)
@@ -269,24 +268,40 @@ class _Connection:
             ):
                 self._refuse(ticket, answer)
             return
-        given = self._admit_ahead(door, ticket, principal, limits, ahead, each, at)
-        self._answer(ticket, answer, given, at)
+        if more or more_tokens:
+            more, more_tokens = self._allow(door, principal, limits, more, more_tokens, at)
+            answer = ledger.standing(principal, limits, at)
+        self.send([SERVICE, ticket, _facts(answer), None, None, more, more_tokens])
 
-    def _admit_ahead(
-        self, door: str, ticket: int, principal: str, limits: Limits, count: int, each: int,
-        at: Moment,
-    ) -> int:  # fmt: skip
-        if count <= 0 or self._service.is_recalling(principal):
-            return 0
-        count = min(count, _MAX_AHEAD)
-        given = self._ledger.admit_ahead(door, ticket + 1, count, principal, limits, each, at)
-        if given:
-            self.ahead.add(principal)
-        return given
+    def _reported(
+        self,
+        door: str,
+        used: list[tuple[int, str, int, int]],
+        ended: list[tuple[int, int, int, int, int]],
+        asked: list[tuple[int, str, _Packed, int, int]],
+    ) -> None:
+        ledger, at = self._ledger, self._clock()
+        for ticket, principal, requests, tokens in used:
+            ledger.used(door, ticket, principal, requests, tokens, at)
+        ledger.settle(door, [Settlement(*one) for one in ended], at)
+        answers = []
+        for number, principal, packed, requests, tokens in asked:
+            limits = _unpack_limits(packed)
+            allowed = self._allow(door, principal, limits, requests, tokens, at)
+            answers.append([number, _facts(ledger.standing(principal, limits, at)), *allowed])
+        if answers:
+            self.send([SERVICE, "allowed", answers])
 
-    def _answer(self, ticket: int, standing: Standing, given: int, at: Moment) -> None:
-        facts = _facts(standing)
-        self.send([SERVICE, ticket, facts, None, None, given, left_of_second_s(at)])
+    def _allow(
+        self, door: str, principal: str, limits: Limits, requests: int, tokens: int, at: Moment
+    ) -> tuple[int, int]:
+        if self._service.is_recalling(principal):
+            return 0, 0
+        requests = min(requests, _MAX_ALLOWED)
+        allowed = self._ledger.allow(door, principal, limits, requests, tokens, at)
+        if any(allowed):
+            self.allowed.add(principal)
+        return allowed
 
     def _decide(self, door: str, ticket: int, principal: str, limits: Limits, tokens: int) -> None:
         """Answer a question that waited for what was recalled."""
@@ -296,11 +311,11 @@ class _Connection:
         if isinstance(answer, Refusal):
             self._refuse(ticket, answer)
         else:
-            self.send([SERVICE, ticket, _facts(answer), None, None, 0, 0.0])
+            self.send([SERVICE, ticket, _facts(answer), None, None, 0, 0])
 
     def _refuse(self, ticket: int, answer: Refusal) -> None:
         facts = _facts(answer.standing)
-        self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0.0])
+        self.send([SERVICE, ticket, facts, answer.limit, answer.retry_after_s, 0, 0])
 
 
 def _facts(standing: Standing) -> list[Any]:
