@@ -21,6 +21,7 @@ from commutator.tenants.ledger import (
     Moment,
     Refusal,
     Settlement,
+    Use,
     unstated_tokens,
 )
 
@@ -66,6 +67,11 @@ def ended(number: int, charged: int, took: int | None) -> list[Settlement]:
     unreached = int(took is None)
     below = charged if took is None else max(0, -more)
     return [Settlement(number, 1, unreached, below, beyond=max(0, more))]
+
+
+def used(number: int, principal: str, requests: int, tokens: int) -> Use:
+    """What a door reports of requests that still run."""
+    return Use(principal, requests, tokens, Settlement(number, 0))
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -237,7 +243,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not unreported:
             return None
         number, tokens = next(self.numbers), unreported.pop()
-        self.ledger.used(door, number, principal, 1, tokens, self.now)
+        self.ledger.used(door, used(number, principal, 1, tokens), self.now)
         self.not_copied.add(principal)
         return self.charge(door, number, principal, tokens)
 
@@ -469,7 +475,7 @@ def test_a_door_that_comes_back_keeps_as_many_requests_of_a_ticket_as_it_says() 
     ledger, limits = Ledger(), Limits(concurrent_requests=1_000)
     ledger.door_opened("d", "1", BEFORE)
     assert ledger.allow("d", "ada", limits, 5, 5, BEFORE) == (5, 5)
-    ledger.used("d", 1, "ada", 5, 5, BEFORE)
+    ledger.used("d", used(1, "ada", 5, 5), BEFORE)
     ledger.door_opened("d", "1", BEFORE, {1: (3, "ada")})
     assert ledger.running("ada") == 3
     ledger.door_opened("d", "1", BEFORE, {1: (4, "ada")})
@@ -482,33 +488,44 @@ def test_a_door_that_comes_back_keeps_as_many_requests_of_a_ticket_as_it_says() 
     tickets=st.lists(st.lists(st.tuples(amounts, st.none() | amounts), max_size=5), max_size=4),
     settled_s=st.sampled_from([10.2, 40.0, 75.0]),
     day=st.sampled_from([0.0, DAY_S - 20.0]),
+    before_report=st.integers(0, 5),
 )
 def test_what_was_charged_together_is_settled_together_as_one_by_one(
-    tickets: list[list[tuple[int, int | None]]], settled_s: float, day: float
+    tickets: list[list[tuple[int, int | None]]], settled_s: float, day: float, before_report: int
 ) -> None:
-    """Of two ledgers, one admits and settles each request by itself; a day may turn between."""
+    """Of two ledgers, one admits and settles each request by itself; a day may turn between.
+
+    Of each ticket the first requests end before the ledger hears of it.
+    """
     limits = Limits(requests_per_minute=10_000, tokens_per_minute=10_000, tokens_per_day=100_000)
     together, apart = Ledger(), Ledger()
     began, later = Moment(10.0, day + 10.0), Moment(settled_s, day + settled_s)
     for ledger in (together, apart):
         ledger.door_opened("d", "", began)
+    settled_apart: list[Settlement] = []
+    settled_together: list[Settlement] = []
     for number, requests in enumerate(tickets):
-        tokens = sum(charged for charged, _ in requests)
         assert together.allow("d", "ada", limits, 5, 200, began) == (5, 200)
-        together.used("d", number, "ada", len(requests), tokens, began)
-        for one, (charged, _) in enumerate(requests):
-            apart.admit("d", 10 * number + one, "ada", limits, charged, began)
-    together.returned("d", "ada")
-    for number, requests in enumerate(tickets):
-        all_ended = Settlement(number, 0)
+        early, late = Settlement(number, 0), Settlement(number, 0)
         for one, (charged, took) in enumerate(requests):
+            apart.admit("d", 10 * number + one, "ada", limits, charged, began)
             (one_ended,) = ended(10 * number + one, charged, took)
-            apart.settle("d", [one_ended], later)
-            all_ended.count += 1
-            all_ended.unreached += one_ended.unreached
-            all_ended.below += one_ended.below
-            all_ended.beyond += one_ended.beyond
-        together.settle("d", [all_ended], later)
+            if one < before_report:
+                apart.settle("d", [one_ended], began)
+                settlement = early
+            else:
+                settled_apart.append(one_ended)
+                settlement = late
+            settlement.count += 1
+            settlement.unreached += one_ended.unreached
+            settlement.below += one_ended.below
+            settlement.beyond += one_ended.beyond
+        tokens = sum(charged for charged, _ in requests)
+        together.used("d", Use("ada", len(requests), tokens, early), began)
+        settled_together.append(late)
+    together.returned("d", "ada")
+    apart.settle("d", settled_apart, later)
+    together.settle("d", settled_together, later)
     for ledger in (together, apart):
         assert ledger.running("ada") == 0
     assert [*map(without_zeros, together.accounts(later)[1])] == [
@@ -600,7 +617,7 @@ def test_what_a_door_is_allowed_is_kept_for_it_however_long_it_takes() -> None:
         at = Moment(5.0 + number, 5.0 + number)
         ledger.admit("e", number, f"other-{number}", MINUTE, 1, at)
     assert admitted(ledger, MINUTE, at=late) == 30
-    ledger.used("d", 1, "ada", 2, 20, Moment(3_060.0, 3_060.0))
+    ledger.used("d", used(1, "ada", 2, 20), Moment(3_060.0, 3_060.0))
     assert admitted(ledger, MINUTE, at=Moment(3_063.0, 3_063.0)) == 30
 
 
@@ -620,10 +637,10 @@ def test_what_a_lost_door_was_allowed_is_charged_and_not_given_back(incarnation:
 
 def test_what_a_door_used_beyond_its_allowance_is_charged_and_releases_nothing_else() -> None:
     ledger = opened(MINUTE, 2, 20)
-    ledger.used("d", 1, "ada", 1, 15, NOW)
-    ledger.used("d", 2, "ada", 4, 15, NOW)
+    ledger.used("d", used(1, "ada", 1, 15), NOW)
+    ledger.used("d", used(2, "ada", 4, 15), NOW)
     assert ledger.allow("e", "ada", MINUTE, 1, 10, NOW) == (1, 10)
     standing = ledger.standing("ada", MINUTE, NOW)
     assert (standing.remaining_requests, standing.remaining_tokens) == (32 - 6, 320 - 40)
-    ledger.used("d", 3, "bob", 5, 50, NOW)
+    ledger.used("d", used(3, "bob", 5, 50), NOW)
     assert ledger.running("bob") == 0

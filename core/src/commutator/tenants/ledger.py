@@ -35,6 +35,7 @@ __all__ = [
     "Settlement",
     "SlidingWindow",
     "Standing",
+    "Use",
     "unstated_tokens",
 ]
 
@@ -49,6 +50,8 @@ _NEVER = -1
 """A second of the monotonic clock in which nothing was charged."""
 _ALLOWED_SHARE = 16
 """A door is allowed at most one part in this many of what each limit still has room for."""
+_ALLOWED_SHARE_AT_ONCE = 4
+"""The same for concurrent requests, whose limits are small numbers."""
 
 LimitName = Literal[
     "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests"
@@ -232,6 +235,18 @@ class Settlement:
 
 
 @define
+class Use:
+    """Requests that a door admitted of what it was allowed, since it reported the last."""
+
+    principal: str
+    requests: int
+    tokens: int
+    """That they were charged together."""
+    ended: Settlement
+    """Those of them that ended; its ticket stands for the others."""
+
+
+@define
 class _Ticket:
     """A request that was admitted, or several that were admitted together."""
 
@@ -361,7 +376,7 @@ class Ledger:
         if (most := limits.requests_per_minute) is not None:
             left.append((most - account.requests.total - held) // _ALLOWED_SHARE)
         if (most := limits.concurrent_requests) is not None:
-            left.append((most - account.running - held) // _ALLOWED_SHARE)
+            left.append((most - account.running - held) // _ALLOWED_SHARE_AT_ONCE)
         if (most := limits.tokens_per_minute) is not None:
             left_tokens.append((most - account.tokens.total - held_tokens) // _ALLOWED_SHARE)
         if (most := limits.tokens_per_day) is not None:
@@ -383,24 +398,25 @@ class Ledger:
             account.held_tokens += tokens
         return requests, tokens
 
-    def used(
-        self, door: str, number: int, principal: str, requests: int, tokens: int, now: Moment
-    ) -> None:
-        """The door admitted requests of what it was allowed: ticket ``number`` stands for them.
+    def used(self, door: str, use: Use, now: Moment) -> None:
+        """The door admitted requests of what it was allowed.
 
         They are charged now, also what of them is beyond that. Without an allowance nothing is.
         """
-        known = self._doors[door]
+        known, principal, ended = self._doors[door], use.principal, use.ended
         if (allowance := known.allowances.get(principal)) is None:
             return
         self._turn_day(now)
-        account = self._touched(principal, now.monotonic_s)
-        self._release(allowance, account, requests, tokens)
-        limits = allowance.limits
-        self._charge(account, principal, limits, requests, tokens)
-        account.running += requests
-        ticket = _Ticket(principal, limits, tokens, account.second, self._day, requests)
-        known.tickets[number] = ticket
+        account, limits = self._touched(principal, now.monotonic_s), allowance.limits
+        self._release(allowance, account, use.requests, use.tokens)
+        count = min(ended.count, use.requests)
+        requests = use.requests - min(ended.unreached, count)
+        tokens = use.tokens - min(ended.below, use.tokens)
+        self._charge(account, principal, limits, requests, tokens + ended.beyond)
+        if left := use.requests - count:
+            account.running += left
+            ticket = _Ticket(principal, limits, tokens, account.second, self._day, left)
+            known.tickets[ended.ticket] = ticket
 
     def returned(self, door: str, principal: str) -> None:
         """The door admits no more of what it was allowed for the principal."""

@@ -18,6 +18,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 from uuid import uuid4
 
@@ -34,6 +35,7 @@ from commutator.tenants.ledger import (
     Refusal,
     Settlement,
     Standing,
+    Use,
     unstated_tokens,
 )
 from commutator.tenants.service import (
@@ -60,8 +62,13 @@ _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.5
 _REPORT_INTERVAL_S = 0.5
 """In this time principals use about as much of their allowances as in the time before."""
-_IDLE_S = 10.0
+_FEWEST = 8
+"""An allowance is for a few requests more than are expected, so that more is rarely asked for."""
+_IDLE_S = 60.0
 """After so long without a request of a principal its allowance is returned."""
+_MOST_SENDERS = 8192
+"""Of more principals at the same time, some ask each time that they come again."""
+_FORGOTTEN_AT_ONCE = 500
 _LESS = 0.75
 """How much of the most that a principal used is remembered from one report to the next."""
 _REFUSED_FOR_S = 1.0
@@ -95,7 +102,7 @@ class _Batch:
 
     def reported(self) -> Settlement:
         """What the ledger is told, once."""
-        ended, self.ended = self.ended, Settlement(self.number, 0)
+        ended, self.ended = self.ended, Settlement(0, 0)
         ended.ticket = self.number
         self.requests -= ended.count
         return ended
@@ -150,7 +157,7 @@ class _Sender:
         hundred needs more. While half of that is left, none.
         """
         most = max(self.most, self.lately + self.batch.requests)
-        target = 1 + math.ceil(most + 3 * math.sqrt(most))
+        target = _FEWEST + math.ceil(most + 3 * math.sqrt(most))
         target_tokens = target * self.most_tokens
         if self.requests > target // 2 and self.tokens >= target_tokens // 2:
             return 0, 0
@@ -162,16 +169,6 @@ class _Sender:
         self.most = max(_LESS * self.most, self.lately)
         self.most_tokens = math.ceil(_LESS * self.most_tokens)
         self.lately = 0
-
-
-@define
-class _Used:
-    """Requests that were admitted without asking: the ledger charges them."""
-
-    ticket: int
-    principal: str
-    requests: int
-    tokens: int
 
 
 class RequestLimiter(ABC):
@@ -194,7 +191,7 @@ class RequestLimiter(ABC):
         """Those that sent requests since the last report."""
         self._batches: dict[int, _Batch] = {}
         """By number, those of which requests run."""
-        self._used: list[_Used] = []
+        self._used: list[Use] = []
         """What is to be reported; and batches with a number of which requests ended."""
         self._ended: set[_Batch] = set()
         self._reporting: asyncio.TimerHandle | None = None
@@ -301,14 +298,15 @@ class RequestLimiter(ABC):
     def _close(self, sender: _Sender) -> None:
         """What was used up to now becomes a ticket."""
         batch = sender.batch
-        if batch.requests:
-            sender.lately += batch.requests
+        if not batch.requests:
+            return
+        sender.lately += batch.requests
+        sender.batch = _Batch(sender, batch.standing)
+        self._used.append(Use(sender.principal, batch.requests, batch.tokens, batch.ended))
+        if batch.requests > batch.ended.count:
             batch.number = self._new_number()
             self._batches[batch.number] = batch
-            if batch.ended.count:
-                self._ended.add(batch)
-            self._used.append(_Used(batch.number, sender.principal, batch.requests, batch.tokens))
-            sender.batch = _Batch(sender, batch.standing)
+            batch.reported()
 
     def _report(self, asking: Iterable[_Sender] = ()) -> None:
         """Report the tickets that were made, and what ended of all tickets."""
@@ -325,7 +323,7 @@ class RequestLimiter(ABC):
         return True
 
     @abstractmethod
-    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
         """Tell the ledger, and ask it for what those ``asking`` want."""
 
     @abstractmethod
@@ -384,7 +382,9 @@ class RequestLimiter(ABC):
             sender.turn(now_s)
             senders[sender.principal] = senders.pop(sender.principal)  # to the end
         self._active.clear()
-        while senders and now_s - (oldest := next(iter(senders.values()))).used_s >= _IDLE_S:
+        for oldest in [*islice(senders.values(), _FORGOTTEN_AT_ONCE)]:
+            if now_s - oldest.used_s < _IDLE_S and len(senders) <= _MOST_SENDERS:
+                break
             self._forget(oldest)
         self._reporting = None
         if senders:
@@ -467,10 +467,10 @@ class LocalLimiter(RequestLimiter):
         batch.standing = answer
         return Ticket(batch, tokens)
 
-    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
         ledger, door, at = self._ledger, self._door, self._clock()
         for one in used:
-            ledger.used(door, one.ticket, one.principal, one.requests, one.tokens, at)
+            ledger.used(door, one, at)
         self._differ(one.principal for one in used)
         self._differ(ledger.settle(door, ended, at))
         for sender in asking:
@@ -581,7 +581,7 @@ class SharedLimiter(RequestLimiter):
     def _can_report(self) -> bool:
         return self._link.connection is not None
 
-    def _tell(self, used: list[_Used], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
         assert self._link.connection is not None
         asked, now_s = [], self._now_s()
         for sender in asking:

@@ -7,7 +7,7 @@ door -> ledger                                             ledger -> door
  requests, tokens]                                          seconds to retry | nil,
                                                             requests, tokens]
 ["limits", "report",                                       ["limits", "allowed",
- [[ticket, principal, requests, tokens], ...],              [[number, Standing, requests, tokens],
+ [[principal, requests, tokens, Settlement], ...],          [[number, Standing, requests, tokens],
  [Settlement, ...],                                          ...]]
  [[number, principal, Limits, requests, tokens], ...]]
                                                            ["limits", "recall", principal]
@@ -41,6 +41,7 @@ from commutator.tenants.ledger import (
     Refusal,
     Settlement,
     Standing,
+    Use,
 )
 
 __all__ = [
@@ -71,9 +72,10 @@ _Answer = tuple[_Facts, LimitName | None, float | None]
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Allowed = list[tuple[int, _Facts, _Natural, _Natural]]
+_Settled = tuple[int, _Natural, _Natural, _Natural, _Natural]
 _Report = tuple[
-    list[tuple[int, str, _Natural, _Natural]],
-    list[tuple[int, _Natural, _Natural, _Natural, _Natural]],
+    list[tuple[str, _Natural, _Natural, _Settled]],
+    list[_Settled],
     list[tuple[int, str, _Packed, _Natural, _Natural]],
 ]
 _Left = list[tuple[int, _Natural, str]]
@@ -276,13 +278,13 @@ class _Connection:
     def _reported(
         self,
         door: str,
-        used: list[tuple[int, str, int, int]],
-        ended: list[tuple[int, int, int, int, int]],
+        used: list[tuple[str, int, int, _Settled]],
+        ended: list[_Settled],
         asked: list[tuple[int, str, _Packed, int, int]],
     ) -> None:
         ledger, at = self._ledger, self._clock()
-        for ticket, principal, requests, tokens in used:
-            ledger.used(door, ticket, principal, requests, tokens, at)
+        for principal, requests, tokens, settled in used:
+            ledger.used(door, Use(principal, requests, tokens, Settlement(*settled)), at)
         ledger.settle(door, [Settlement(*one) for one in ended], at)
         answers = []
         for number, principal, packed, requests, tokens in asked:
