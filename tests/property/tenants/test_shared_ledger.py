@@ -31,9 +31,9 @@ from commutator.tenants.service import LedgerService
 DAY_BEGAN_S = 7 * 86_400.0
 SETTLED_S = 0.3
 """By then the ledger knows of the end of a request that has its answer."""
-LONGER_S = 1.5
+LONGER_S = 6.5
 """A request stays in the window for so much longer than a minute: a slot, and until reported."""
-RETURNED_S = 61.0
+RETURNED_S = 67.0
 """By then doors return what they do not use."""
 
 

@@ -130,20 +130,39 @@ class SlidingWindow:
     _changed_s: float = math.inf
     """The earliest second that changed since ``changes`` was called."""
 
-    def slots(self) -> list[tuple[int, int]]:
-        """(second, amount) of each second in which something was charged."""
-        self._changed_s = 0.0
-        return self.changes()
+    def slots(self, held: int, now_s: float) -> list[tuple[int, int]]:
+        """(second, amount) of each second in which something was charged.
 
-    def changes(self) -> list[tuple[int, int]]:
-        """The slots from the first one on that changed since the last call."""
-        found: list[tuple[int, int]] = []
+        ``held`` may be charged up to now, and is in the last of them.
+        """
+        slots = [*self._slots.items()]
+        self._changed_s = math.inf
+        return self._with_held(slots, held, int(now_s))
+
+    def changes(self, held: int, now_s: float) -> list[tuple[int, int]]:
+        """The slots from the first one on that changed since the last call of this or ``slots``."""
+        slots: list[tuple[int, int]] = []
+        if self._changed_s == math.inf:
+            return self._with_held(slots, held, int(now_s))
         for second, amount in reversed(self._slots.items()):
             if second < self._changed_s:
                 break
-            found.append((second, amount))
+            slots.append((second, amount))
+        if not slots or slots[-1][0] > self._changed_s:
+            slots.append((int(self._changed_s), 0))  # which has nothing any more
+        slots.reverse()
         self._changed_s = math.inf
-        return found[::-1]
+        return self._with_held(slots, held, int(now_s))
+
+    def _with_held(
+        self, slots: list[tuple[int, int]], held: int, now: int
+    ) -> list[tuple[int, int]]:
+        if held:
+            self._changed_s = now  # it is there only until the next call
+            if slots and slots[-1][0] == now:
+                slots.pop()
+            slots.append((now, held + self._slots.get(now, 0)))
+        return slots
 
     def replace(self, slots: Sequence[tuple[int, int]]) -> None:
         """``slots`` stand for all from the first of them on, as another window's ``changes``."""
@@ -211,6 +230,8 @@ class _Usage:
     held_requests: int = 0
     """Of all doors' allowances: what it is not known of that it was used. So are the tokens."""
     held_tokens: int = 0
+    limits: Limits = field(factory=Limits)
+    """Those of the latest request, or allowance: what they do not name is not charged."""
     second: int = _NEVER
     """Of the monotonic clock; the windows are those of this second."""
 
@@ -218,6 +239,15 @@ class _Usage:
         self.requests.advance(now_s)
         self.tokens.advance(now_s)
         self.second = int(now_s)
+
+    def held(self) -> tuple[int, int, int]:
+        """Requests and tokens of the minute, and tokens of the day, that doors are allowed."""
+        limits, tokens = self.limits, self.held_tokens
+        return (
+            0 if limits.requests_per_minute is None else self.held_requests,
+            0 if limits.tokens_per_minute is None else tokens,
+            0 if limits.tokens_per_day is None else tokens,
+        )
 
 
 @define
@@ -342,6 +372,7 @@ class Ledger:
         """
         self._turn_day(now)
         account = self._touched(principal, now.monotonic_s)
+        account.limits = limits
         refused = self._refused(account, principal, limits, tokens, now)
         if refused is not None:
             limit, retry_after_s = refused
@@ -396,6 +427,7 @@ class Ledger:
             allowance.tokens += tokens
             account.held_requests += requests
             account.held_tokens += tokens
+            account.limits = limits
         return requests, tokens
 
     def used(self, door: str, use: Use, now: Moment) -> None:
@@ -452,16 +484,21 @@ class Ledger:
         return principals
 
     def accounts(self, now: Moment) -> tuple[int, list[Account]]:
-        """The day, counted since 1970, and everything that was used and still counts."""
+        """The day, counted since 1970, and everything that was used and still counts.
+
+        What doors are allowed is in it as used.
+        """
         self._turn_day(now)
         names = {**dict.fromkeys(self._day_tokens), **dict.fromkeys(self._accounts)}
         found = []
         for name in names:
             account = self._accounts.get(name) or _Usage()
             account.advance(now.monotonic_s)
-            used = self._day_tokens.get(name, 0)
-            if used or account.requests.total or account.tokens.total:
-                requests, tokens = account.requests.slots(), account.tokens.slots()
+            held, held_tokens, held_today = account.held()
+            used = self._day_tokens.get(name, 0) + held_today
+            if used or held or account.requests.total or held_tokens or account.tokens.total:
+                requests = account.requests.slots(held, now.monotonic_s)
+                tokens = account.tokens.slots(held_tokens, now.monotonic_s)
                 found.append(Account(name, requests, tokens, used))
         return self._day, found
 
@@ -473,8 +510,11 @@ class Ledger:
         self._turn_day(now)
         found = []
         for name in principals:
-            account, used = self._accounts.get(name) or _Usage(), self._day_tokens.get(name, 0)
-            requests, tokens = account.requests.changes(), account.tokens.changes()
+            account = self._accounts.get(name) or _Usage()
+            held, held_tokens, held_today = account.held()
+            used = self._day_tokens.get(name, 0) + held_today
+            requests = account.requests.changes(held, now.monotonic_s)
+            tokens = account.tokens.changes(held_tokens, now.monotonic_s)
             found.append(Account(name, requests, tokens, used))
         return self._day, found
 

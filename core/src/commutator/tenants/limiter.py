@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 from uuid import uuid4
@@ -61,7 +61,9 @@ _RECONNECT = Backoff(first_s=0.05, longest_s=2.0)
 _ANSWER_TIMEOUT_S = 2.0
 _COPY_INTERVAL_S = 0.5
 _REPORT_INTERVAL_S = 0.5
-"""In this time principals use about as much of their allowances as in the time before."""
+_REPORT_AFTER_S = 5.0
+"""What a principal used is reported as late as this, unless it is half of what it is allowed: it
+counts as used all the time, and most principals send few requests."""
 _FEWEST = 8
 """An allowance is for a few requests more than are expected, so that more is rarely asked for."""
 _IDLE_S = 60.0
@@ -128,8 +130,10 @@ class _Sender:
 
     principal: str
     limits: Limits
-    used_s: float
-    """The last report before which it sent a request; before the first, when it did."""
+    reported_s: float
+    """When what it used was reported last; before the first report, when it came."""
+    active_s: float = 0.0
+    """Since when it sends requests that are not reported; 0: since less than a report interval."""
     requests: int = 0
     """That may be admitted; so are the tokens."""
     tokens: int = 0
@@ -138,9 +142,12 @@ class _Sender:
     lately: int = 0
     """Requests since the last report, without those of the batch."""
     most: float = 0.0
-    """The most requests between two reports lately."""
+    """The most requests in a report interval lately."""
     most_tokens: int = 0
     """The most tokens of one request lately."""
+    enough: int = 0
+    """If more requests than this may be admitted, no more are asked for; so with the tokens."""
+    enough_tokens: int = 0
     has_allowance: bool = False
     """Whether there is something to return, be that nothing by now. If so, the ledger has it
     returned, and what was used and ended reported, before it refuses a request."""
@@ -150,25 +157,39 @@ class _Sender:
     def __attrs_post_init__(self) -> None:
         self.batch = _Batch(self, Standing())
 
-    def wanted(self) -> tuple[int, int]:
+    def is_due(self, now_s: float) -> bool:
+        """Whether to report what it used, and to ask for more."""
+        return (
+            self.requests <= self.enough
+            or self.tokens <= self.enough_tokens
+            or now_s - self.active_s >= _REPORT_AFTER_S
+        )
+
+    def wanted(self, now_s: float) -> tuple[int, int]:
         """How many more requests, and tokens for them, to ask for.
 
-        Enough until the next report: of principals whose requests come at random, one in several
-        hundred needs more. While half of that is left, none.
+        Half of them are enough until the next report, also when it is late by one: of principals
+        whose requests come at random, one in several hundred needs more.
         """
-        most = max(self.most, self.lately + self.batch.requests)
-        target = _FEWEST + math.ceil(most + 3 * math.sqrt(most))
-        target_tokens = target * self.most_tokens
-        if self.requests > target // 2 and self.tokens >= target_tokens // 2:
+        active_s = now_s - self.active_s if self.active_s else _REPORT_INTERVAL_S
+        sent = (self.lately + self.batch.requests) * _REPORT_INTERVAL_S / active_s
+        self.most = max(self.most, sent)
+        self.enough = _FEWEST // 2 + math.ceil(self.most + 3 * math.sqrt(self.most))
+        self.enough_tokens = self.enough * self.most_tokens
+        if self.requests > self.enough and self.tokens > self.enough_tokens:
             return 0, 0
-        return max(0, target - self.requests), max(0, target_tokens - self.tokens)
+        more_tokens = 2 * self.enough_tokens - self.tokens
+        return max(0, 2 * self.enough - self.requests), max(0, more_tokens)
 
     def turn(self, now_s: float) -> None:
-        """The time from one report to the next is over."""
-        self.used_s = now_s
-        self.most = max(_LESS * self.most, self.lately)
+        """What it used was reported."""
+        self.reported_s, self.active_s, self.lately = now_s, 0.0, 0
+        self.most *= _LESS
         self.most_tokens = math.ceil(_LESS * self.most_tokens)
-        self.lately = 0
+
+
+_Wanted = tuple[_Sender, int, int]
+"""Who asks for so many more requests and tokens."""
 
 
 class RequestLimiter(ABC):
@@ -308,7 +329,7 @@ class RequestLimiter(ABC):
             self._batches[batch.number] = batch
             batch.reported()
 
-    def _report(self, asking: Iterable[_Sender] = ()) -> None:
+    def _report(self, asking: Sequence[_Wanted] = ()) -> None:
         """Report the tickets that were made, and what ended of all tickets."""
         if not (self._used or self._ended or asking) or not self._can_report():
             return
@@ -323,7 +344,7 @@ class RequestLimiter(ABC):
         return True
 
     @abstractmethod
-    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Sequence[_Wanted]) -> None:
         """Tell the ledger, and ask it for what those ``asking`` want."""
 
     @abstractmethod
@@ -347,7 +368,7 @@ class RequestLimiter(ABC):
         sender.most_tokens = max(sender.most_tokens, tokens)
         self._active.add(sender)
         self._report_later()
-        more = (0, 0) if sender.is_asking else sender.wanted()
+        more = (0, 0) if sender.is_asking else sender.wanted(self._now_s())
         number = self._new_number()
         batch = _Batch(sender, Standing(), number, 1, tokens)
         self._batches[number] = batch
@@ -372,23 +393,35 @@ class RequestLimiter(ABC):
 
     def _report_and_ask(self) -> None:
         """Report, ask for what will be used next, and return what is not used."""
-        senders, now_s, asking = self._senders, self._now_s(), []
-        for sender in self._active:
+        senders, now_s = self._senders, self._now_s()
+        due, asking = self._due(now_s), []
+        for sender in due:
             self._close(sender)
-            if sender.has_allowance and not sender.is_asking and any(sender.wanted()):
-                asking.append(sender)
+            if sender.has_allowance and not sender.is_asking:
+                more, more_tokens = sender.wanted(now_s)
+                if more or more_tokens:
+                    asking.append((sender, more, more_tokens))
         self._report(asking)
-        for sender in self._active:
+        for sender in due:
             sender.turn(now_s)
             senders[sender.principal] = senders.pop(sender.principal)  # to the end
-        self._active.clear()
+        self._active.difference_update(due)
         for oldest in [*islice(senders.values(), _FORGOTTEN_AT_ONCE)]:
-            if now_s - oldest.used_s < _IDLE_S and len(senders) <= _MOST_SENDERS:
+            if now_s - oldest.reported_s < _IDLE_S and len(senders) <= _MOST_SENDERS:
                 break
             self._forget(oldest)
         self._reporting = None
         if senders:
             self._report_later()
+
+    def _due(self, now_s: float) -> list[_Sender]:
+        due = []
+        for sender in self._active:
+            if not sender.active_s:
+                sender.active_s = now_s - _REPORT_INTERVAL_S
+            if sender.is_due(now_s):
+                due.append(sender)
+        return due
 
     def _forget(self, sender: _Sender) -> None:
         """Report what it used, and return the rest."""
@@ -467,19 +500,21 @@ class LocalLimiter(RequestLimiter):
         batch.standing = answer
         return Ticket(batch, tokens)
 
-    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Sequence[_Wanted]) -> None:
         ledger, door, at = self._ledger, self._door, self._clock()
         for one in used:
             ledger.used(door, one, at)
         self._differ(one.principal for one in used)
         self._differ(ledger.settle(door, ended, at))
-        for sender in asking:
+        for sender, requests, tokens in asking:
             principal, limits = sender.principal, sender.limits
-            allowed = ledger.allow(door, principal, limits, *sender.wanted(), at)
+            allowed = ledger.allow(door, principal, limits, requests, tokens, at)
             self._allowed(sender, ledger.standing(principal, limits, at), *allowed)
+        self._differ(sender.principal for sender, _, _ in asking)
 
     def _return(self, principal: str) -> None:
         self._ledger.returned(self._door, principal)
+        self._differ([principal])
 
     def _differ(self, principals: Iterable[str]) -> None:
         if self._link is not None:  # else nobody would ever clear it
@@ -508,9 +543,6 @@ class LocalLimiter(RequestLimiter):
         await self.ready.wait()
         while True:
             await asyncio.sleep(_COPY_INTERVAL_S)
-            for sender in self._active:
-                self._close(sender)
-            self._report()
             if link.connection is None or (self._copied and not self._changed):
                 continue
             if self._copied:
@@ -581,15 +613,15 @@ class SharedLimiter(RequestLimiter):
     def _can_report(self) -> bool:
         return self._link.connection is not None
 
-    def _tell(self, used: list[Use], ended: list[Settlement], asking: Iterable[_Sender]) -> None:
+    def _tell(self, used: list[Use], ended: list[Settlement], asking: Sequence[_Wanted]) -> None:
         assert self._link.connection is not None
         asked, now_s = [], self._now_s()
-        for sender in asking:
+        for sender, *more in asking:
             number = self._new_number()
             self._questions[number] = _Question(sender, now_s, asks_more=True)
             sender.is_asking = True
             limits = pack_limits(sender.limits)
-            asked.append((number, sender.principal, limits, *sender.wanted()))
+            asked.append((number, sender.principal, limits, *more))
         self._link.connection.send(
             [SERVICE, "report", [*map(astuple, used)], [*map(astuple, ended)], asked]
         )

@@ -17,8 +17,8 @@ RATE_LIMIT_HEADERS = tuple(
     for of in ("requests", "tokens")
     for what in ("limit", "remaining", "reset")
 )
-_STANDINGS = 1024
-"""Whose headers are remembered: those that are charged together have one."""
+_STANDINGS = 8192
+"""Whose headers are remembered: requests within one allowance have one."""
 
 
 @lru_cache(_STANDINGS)
