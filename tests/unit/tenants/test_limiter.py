@@ -95,6 +95,27 @@ def test_refused_principals_are_remembered_in_bounded_memory() -> None:
         assert len(limiter._refused) <= 10_000
 
 
+@pytest.mark.security
+async def test_what_a_door_is_allowed_is_remembered_of_so_many_principals_and_returned_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("commutator.tenants.limiter._MOST_SENDERS", 100)
+    clock = Clock()
+    limiter = LocalLimiter("door", clock=clock)
+    limits = Limits(requests_per_minute=1_000)
+    for number in range(1_000):
+        assert isinstance(await ask(limiter, f"p{number}", limits, 1), Ticket)
+        if number % 100 == 99:
+            clock.now_s += 1.0
+            limiter._report_and_ask()
+            assert len(limiter._senders) <= 100
+    assert sum(account.held_requests > 0 for account in limiter._ledger._accounts.values()) <= 100
+    clock.now_s += 120.0
+    limiter._report_and_ask()
+    limiter._report_and_ask()
+    assert not limiter._senders
+
+
 async def test_a_request_is_charged_its_prompts_and_what_its_answers_may_take() -> None:
     ada = Principal(name="ada", limits=Limits(tokens_per_minute=1_000))
     assert (await LocalLimiter("door").admit(ada, 10, 2, 30)).charged == 70

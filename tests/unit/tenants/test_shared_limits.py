@@ -290,6 +290,29 @@ async def test_the_restart_of_a_door_that_is_alone_resets_no_limit(deployment: D
         assert await admitted(restarted, limits, 0) is None  # the fourth in this minute
 
 
+@pytest.mark.security
+async def test_what_a_killed_door_used_of_its_allowance_counts_at_its_successor(
+    deployment: Deployment,
+) -> None:
+    limits = Limits(requests_per_minute=1_000)
+    service = deployment.service
+    alone = LocalLimiter("door-0", Hub(deployment.address), deployment.clock)
+    async with running(alone):
+        await alone.ready.wait()
+        for _ in range(5):  # all but the first are within its allowance, and not reported yet
+            assert await admitted(alone, limits) is not None
+        await until(lambda: len(service.ledger) > 0)
+    assert not alone._batches.keys() - {1}
+    restarted = LocalLimiter("door-0", Hub(deployment.address), deployment.clock)
+    async with running(restarted):
+        await restarted.ready.wait()
+        ticket = await admitted(restarted, limits)
+        assert ticket is not None
+        assert ticket.standing.remaining_requests is not None
+        # At most one part in 16 is allowed to the former, and to this one.
+        assert 994 - 2 * 63 <= ticket.standing.remaining_requests <= 994
+
+
 async def ask_raw(deployment: Deployment, *frames: list[object]) -> FrameProtocol:
     connection = await connect(deployment.address, lambda _: None, lambda: None)
     for frame in frames:

@@ -4,8 +4,8 @@ It asks a ledger: its own if it is alone, otherwise that at the hub.
 
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
 to the ledger at the hub twice a second. Several ask that ledger about requests of principals with
-limits. In both, a door has an allowance for each principal that is far from its limits: it admits
-what it allows without asking, and reports twice a second what it used. While the ledger cannot be
+limits. In both, a door has an allowance for each principal that is far from its limits: what that
+allows is admitted without asking, and reported later, for many requests at once. While the ledger cannot be
 reached nothing is admitted, so that limits are never exceeded; requests of principals without
 limits are not affected.
 """
@@ -71,6 +71,7 @@ _IDLE_S = 60.0
 _MOST_SENDERS = 8192
 """Of more principals at the same time, some ask each time that they come again."""
 _FORGOTTEN_AT_ONCE = 500
+"""Senders, so that the event loop is not held up when thousands fall silent together."""
 _LESS = 0.75
 """How much of the most that a principal used is remembered from one report to the next."""
 _REFUSED_FOR_S = 1.0
@@ -209,12 +210,13 @@ class RequestLimiter(ABC):
         self._senders: dict[str, _Sender] = {}
         """By principal; the one whose requests came longest ago first, as of the last report."""
         self._active: set[_Sender] = set()
-        """Those that sent requests since the last report."""
+        """Those that sent requests since they were reported on."""
         self._batches: dict[int, _Batch] = {}
         """By number, those of which requests run."""
         self._used: list[Use] = []
-        """What is to be reported; and batches with a number of which requests ended."""
+        """What is to be reported."""
         self._ended: set[_Batch] = set()
+        """Batches with a number of which requests ended, which is to be reported, too."""
         self._reporting: asyncio.TimerHandle | None = None
 
     def begin(self, principal: Principal) -> bool:
