@@ -88,6 +88,8 @@ def test_the_token_api(target: FuzzedProcess) -> None:
     run_cases(target, known | changed_requests(), lambda case: unread(address, case), still_serves)
 
 
+LIMITS = [900, 90_000, 9_000_000, 300]
+USED = [["tenant", 3, 90, [2, 1, 0, 5, 7]]]
 ARRIVED = {Role.BOTH: RoleCounts(requests=2, prompt_tokens=9, prompt_lengths={8: 2})}
 
 
@@ -104,7 +106,7 @@ def test_the_registry(target: FuzzedProcess) -> None:
         ["run", 1],
         ["watch"],
         ["share", "peer", 1, {"w": [1, 2, 3]}],
-        ["limits", "open", "door", "first", [1, 2]],
+        ["limits", "open", "door", "first", [[1, 2, "tenant"]]],
         ["limits", "changes", 20_000, [["tenant", [[1, 2]], [[1, 30]], 30]]],
         ["planner", "report", DoorReport(door="d", number=1, arrived=ARRIVED).pack()],
         ["planner", "leave", "d"],
@@ -112,8 +114,9 @@ def test_the_registry(target: FuzzedProcess) -> None:
     )
     opened = framed(msgspec.msgpack.encode(["limits", "open", "door", "first", []]))
     of_a_door = wire(
-        ["limits", "admit", 1, "tenant", [9, 900, 9000, 3], 30],
-        ["limits", "settle", [[1, 20], [2, None]], [[3, 5]]],
+        ["limits", "admit", 1, "tenant", LIMITS, 30, 8, 240],
+        ["limits", "report", USED, [[1, 1, 0, 5, 0]], [[3, "tenant", LIMITS, 8, 240]]],
+        ["limits", "returned", "tenant"],
         ["limits", "changes", 20_000, [["tenant", [[1, 2]], [[1, 30]], 30]]],
     )
     known |= of_a_door.map(opened.__add__)

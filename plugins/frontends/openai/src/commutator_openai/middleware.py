@@ -330,7 +330,7 @@ class Exchange:
     counts: bool = False
     """Whether the request counts against limits of its principal."""
     ticket: Ticket | None = None
-    """Once it is charged. What was charged ahead for later requests counts as used, too."""
+    """Once it is charged."""
     path: str = ""
     """As the client wrote it."""
     reason: str | None = None
