@@ -344,7 +344,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.not_copied.clear()
         for account in self.copy._accounts.values():
             for window in (account.requests, account.tokens):
-                slots = list(window._slots.items())
+                slots = window.charged()
                 assert window.reset_s(self.now_s) == seconds_to_reset(slots, self.now_s)
         copied, now = Ledger(), self.now
         copied.restore(*self.copy.accounts(now), now)
@@ -380,7 +380,7 @@ class LedgerMachine(RuleBasedStateMachine):
             account.tokens.advance(self.now_s)
             account.requests.advance(self.now_s)
             for window, what in ((account.tokens, "tokens"), (account.requests, "requests")):
-                slots = list(window._slots.items())
+                slots = window.charged()
                 assert slots == sorted(slots)
                 assert window.total == sum(amount for _, amount in slots)
                 assert len(slots) <= WINDOW_S + 1

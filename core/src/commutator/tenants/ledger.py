@@ -41,6 +41,8 @@ __all__ = [
 
 WINDOW_S = 60
 DAY_S = 86_400
+_SLOTS = WINDOW_S + 1
+"""Seconds of a window, with the present one."""
 UNSTATED_ANSWER_TOKENS = 512
 """What an answer is charged at admission when its request does not state ``max_tokens``."""
 _BUSY_RETRY_S = 1.0
@@ -123,78 +125,80 @@ class SlidingWindow:
     """What was charged in the last ``WINDOW_S`` seconds, by second."""
 
     total: int = 0
-    _slots: dict[int, int] = field(factory=dict)
-    """Amounts by second, in ascending order; only seconds in which something was charged."""
+    _now: int = _NEVER
+    """The second that ``advance`` was last called in: the window ends with it."""
+    _amounts: list[int] = field(factory=list)
+    """Of the seconds of the window, each at its number modulo ``_SLOTS``; empty until charged."""
     _last: int = _NEVER
     """The last second in which something was charged, even if all of it was taken back."""
     _changed_s: float = math.inf
     """The earliest second that changed since ``changes`` was called."""
 
-    def slots(self, held: int, now_s: float) -> list[tuple[int, int]]:
-        """(second, amount) of each second in which something was charged.
+    def charged(self, since: int = 0) -> list[tuple[int, int]]:
+        """(second, amount) of each second, ``since`` or later, of which something is charged."""
+        amounts = self._amounts
+        if not amounts:
+            return []
+        seconds = range(max(since, self._now - WINDOW_S), self._now + 1)
+        return [(one, amount) for one in seconds if (amount := amounts[one % _SLOTS])]
 
-        ``held`` may be charged up to now, and is in the last of them.
-        """
-        slots = [*self._slots.items()]
+    def slots(self, held: int) -> list[tuple[int, int]]:
+        """As ``charged``; ``held`` may be charged up to now, and is in the last of them."""
+        slots = self.charged()
         self._changed_s = math.inf
-        return self._with_held(slots, held, int(now_s))
+        return self._with_held(slots, held)
 
-    def changes(self, held: int, now_s: float) -> list[tuple[int, int]]:
+    def changes(self, held: int) -> list[tuple[int, int]]:
         """The slots from the first one on that changed since the last call of this or ``slots``."""
         slots: list[tuple[int, int]] = []
-        if self._changed_s == math.inf:
-            return self._with_held(slots, held, int(now_s))
-        for second, amount in reversed(self._slots.items()):
-            if second < self._changed_s:
-                break
-            slots.append((second, amount))
-        if not slots or slots[-1][0] > self._changed_s:
-            slots.append((int(self._changed_s), 0))  # which has nothing any more
-        slots.reverse()
-        self._changed_s = math.inf
-        return self._with_held(slots, held, int(now_s))
+        if self._changed_s < math.inf:
+            first = int(self._changed_s)
+            slots = self.charged(first)
+            if not slots or slots[0][0] > first:
+                slots.insert(0, (first, 0))  # of which nothing is charged any more
+            self._changed_s = math.inf
+        return self._with_held(slots, held)
 
-    def _with_held(
-        self, slots: list[tuple[int, int]], held: int, now: int
-    ) -> list[tuple[int, int]]:
+    def _with_held(self, slots: list[tuple[int, int]], held: int) -> list[tuple[int, int]]:
         if held:
+            now = self._now
             self._changed_s = now  # it is there only until the next call
             if slots and slots[-1][0] == now:
                 slots.pop()
-            slots.append((now, held + self._slots.get(now, 0)))
+            slots.append((now, held + (self._amounts[now % _SLOTS] if self._amounts else 0)))
         return slots
 
     def replace(self, slots: Sequence[tuple[int, int]]) -> None:
         """``slots`` stand for all from the first of them on, as another window's ``changes``."""
         if not slots:
             return
-        for second in [known for known in self._slots if known >= slots[0][0]]:
-            self.total -= self._slots.pop(second)
+        for second, amount in self.charged(slots[0][0]):
+            self.add(second, -amount)
         for second, amount in slots:
-            self._slots[second] = self._slots.get(second, 0) + amount
-            self.total += amount
-        self._last = max(self._last, slots[-1][0])
+            if self._now - WINDOW_S <= second <= self._now:
+                self.add(second, amount)
 
     def advance(self, now_s: float) -> None:
         """Forget what left the window."""
-        slots, last = self._slots, int(now_s) - WINDOW_S - 1
-        while slots and (first := next(iter(slots))) <= last:
-            self.total -= slots.pop(first)
+        now, amounts = int(now_s), self._amounts
+        if amounts:
+            for second in range(self._now + 1, min(now, self._now + _SLOTS) + 1):
+                self.total -= amounts[second % _SLOTS]
+                amounts[second % _SLOTS] = 0
+        self._now = max(self._now, now)
 
     def add(self, second: int, amount: int) -> None:
-        """Charge in ``second``: the present one, or one that was charged before."""
-        slots = self._slots
-        try:
-            slots[second] += amount
-        except KeyError:
-            slots[second] = amount
+        """Charge in ``second``, of the window."""
+        if not self._amounts:
+            self._amounts = [0] * _SLOTS
+        self._amounts[second % _SLOTS] += amount
         self.total += amount
         self._last = max(self._last, second)
         self._changed_s = min(self._changed_s, second)
 
     def take_back(self, second: int, amount: int) -> None:
         """Undo a part of what was charged in ``second``; nothing if that left the window."""
-        if second in self._slots:
+        if max(0, self._now - WINDOW_S) <= second:
             self.add(second, -amount)
 
     def wait_s(self, now_s: float, excess: int) -> float:
@@ -205,7 +209,7 @@ class SlidingWindow:
         if excess > self.total:
             return _BUSY_RETRY_S
         leaves_s = now_s
-        for second, amount in self._slots.items():
+        for second, amount in self.charged():
             if excess <= 0:
                 break
             excess -= amount
@@ -214,12 +218,12 @@ class SlidingWindow:
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until everything has left the window."""
-        if self._slots.get(self._last):
-            return self._last + WINDOW_S + 1 - now_s
-        for second, amount in reversed(self._slots.items()):
-            if amount:
-                return second + WINDOW_S + 1 - now_s
-        return 0.0
+        if not self.total:
+            return 0.0
+        last = self._last
+        if last < self._now - WINDOW_S or not self._amounts[last % _SLOTS]:
+            last = self.charged()[-1][0]
+        return last + WINDOW_S + 1 - now_s
 
 
 @define
@@ -497,8 +501,8 @@ class Ledger:
             held, held_tokens, held_today = account.held()
             used = self._day_tokens.get(name, 0) + held_today
             if used or held or account.requests.total or held_tokens or account.tokens.total:
-                requests = account.requests.slots(held, now.monotonic_s)
-                tokens = account.tokens.slots(held_tokens, now.monotonic_s)
+                requests = account.requests.slots(held)
+                tokens = account.tokens.slots(held_tokens)
                 found.append(Account(name, requests, tokens, used))
         return self._day, found
 
@@ -511,10 +515,11 @@ class Ledger:
         found = []
         for name in principals:
             account = self._accounts.get(name) or _Usage()
+            account.advance(now.monotonic_s)
             held, held_tokens, held_today = account.held()
             used = self._day_tokens.get(name, 0) + held_today
-            requests = account.requests.changes(held, now.monotonic_s)
-            tokens = account.tokens.changes(held_tokens, now.monotonic_s)
+            requests = account.requests.changes(held)
+            tokens = account.tokens.changes(held_tokens)
             found.append(Account(name, requests, tokens, used))
         return self._day, found
 

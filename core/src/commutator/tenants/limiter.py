@@ -5,9 +5,9 @@ It asks a ledger: its own if it is alone, otherwise that at the hub.
 A front door that is alone decides without asking anybody, and copies what changed in its accounts
 to the ledger at the hub twice a second. Several ask that ledger about requests of principals with
 limits. In both, a door has an allowance for each principal that is far from its limits: what that
-allows is admitted without asking, and reported later, for many requests at once. While the ledger cannot be
-reached nothing is admitted, so that limits are never exceeded; requests of principals without
-limits are not affected.
+allows is admitted without asking, and reported later, for many requests at once. While the ledger
+cannot be reached nothing is admitted, so that limits are never exceeded; requests of principals
+without limits are not affected.
 """
 
 from __future__ import annotations

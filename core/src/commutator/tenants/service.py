@@ -17,9 +17,10 @@ door -> ledger                                             ledger -> door
 A door opens first on each connection. Several doors ask for a request (``admit``), and in the same
 breath for an allowance, of so many further requests and tokens. They report some time later what
 they used of it, the requests of one principal together, and which requests ended, and ask for more.
-A ticket stands for those that have not ended. They return what they do not use. Before a principal is refused, the allowances of
-all doors are recalled. One door alone decides by itself, and copies here what changed in its
-accounts (``changes``), so that a door that takes its place begins where it ended.
+A ticket stands for those that have not ended. They return what they do not use. Before a principal
+is refused, the allowances of all doors are recalled. One door alone decides by itself, and copies
+here what changed in its accounts (``changes``), so that a door that takes its place begins where it
+ended.
 """
 
 from __future__ import annotations
