@@ -140,7 +140,7 @@ async def test_a_worker_that_cannot_is_no_harm(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_only_those_whose_turn_comes_soon_are_looked_ahead_for() -> None:
-    """32 of them, each once; when some have gone, those behind them come near."""
+    """32 of them, each once; when eight have gone, those behind them come near."""
     free: list[str] = []
     near: list[int] = []
 
@@ -160,17 +160,17 @@ async def test_only_those_whose_turn_comes_soon_are_looked_ahead_for() -> None:
             place, now_s, attempt, again=False, on_near=lambda: near.append(number)
         )
 
-    tasks = [asyncio.create_task(admitted(number)) for number in range(40)]
+    tasks = [asyncio.create_task(admitted(number)) for number in range(60)]
     async with asyncio.timeout(30):
-        while admission.waiting < 40:
+        while admission.waiting < 60:
             await asyncio.sleep(0)
-        assert near == list(range(32))
-        free += ["a", "b", "c"]
-        admission.wake()
-        while admission.waiting > 37:
-            await asyncio.sleep(0)
-        assert near == list(range(35))
-        free += ["x"] * 37
+        for gone, looked_ahead_for in ((0, 32), (7, 32), (8, 40), (15, 40), (16, 48)):
+            free += ["x"] * (gone - (60 - admission.waiting))
+            admission.wake()
+            while admission.waiting > 60 - gone:
+                await asyncio.sleep(0)
+            assert near == list(range(looked_ahead_for))
+        free += ["x"] * 44
         admission.wake()
         await asyncio.gather(*tasks)
-    assert near == list(range(35)), "the others did not have to wait any more"
+    assert near == list(range(48)), "the others did not have to wait any more"

@@ -41,6 +41,8 @@ after which to try again."""
 
 _NEAR = 32
 """The number of requests at the head of the queue whose turn counts as near."""
+_ENOUGH_NEAR = 24
+"""As long as more of those wait that were near once, no others are looked for."""
 
 _MOST_VOID = 64
 """Void entries that the heap of flows may have, beside one for each flow."""
@@ -209,8 +211,12 @@ class RouterQueue(Generic[ResultT]):
     def _notify_near(self) -> None:
         if not self._far:
             return
-        # In a short queue all are near, whatever their order.
-        near = self._queue.nearest(_NEAR) if len(self._queue) > _NEAR else list(self._far)
+        if len(self._queue) <= _NEAR:
+            near = list(self._far)  # all, whatever their order
+        elif len(self._queue) - len(self._far) <= _ENOUGH_NEAR:
+            near = self._queue.nearest(_NEAR)
+        else:
+            return
         for place in near:
             if (on_near := self._far.pop(place, None)) is not None:
                 on_near()
