@@ -16,7 +16,7 @@ A day is one of UTC. Day totals and windows live in the ledger's process, not on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from attrs import define, field, frozen
@@ -145,7 +145,8 @@ class SlidingWindow:
     def slots(self, held: int) -> list[tuple[int, int]]:
         """As ``charged``; ``held`` may be charged up to now, and is in the last of them."""
         slots = self.charged()
-        self._changed_s = math.inf
+        if slots:  # else what was there and is not any more remains to be told
+            self._changed_s = math.inf
         return self._with_held(slots, held)
 
     def changes(self, held: int) -> list[tuple[int, int]]:
@@ -351,8 +352,8 @@ class Ledger:
         left = left or {}
         former = self._doors.get(door) or _Door(incarnation)
         known = former.allowances
-        for principal in [*known]:
-            self._charge_allowed(known[principal], principal, now)
+        for principal, allowance in known.items():
+            self._charge_allowed(allowance, principal, now)
         kept: dict[int, _Ticket] = {}
         for running in former.tickets.values():
             self._accounts[running.principal].running -= running.left  # kept while requests run
@@ -494,17 +495,8 @@ class Ledger:
         """
         self._turn_day(now)
         names = {**dict.fromkeys(self._day_tokens), **dict.fromkeys(self._accounts)}
-        found = []
-        for name in names:
-            account = self._accounts.get(name) or _Usage()
-            account.advance(now.monotonic_s)
-            held, held_tokens, held_today = account.held()
-            used = self._day_tokens.get(name, 0) + held_today
-            if used or held or account.requests.total or held_tokens or account.tokens.total:
-                requests = account.requests.slots(held)
-                tokens = account.tokens.slots(held_tokens)
-                found.append(Account(name, requests, tokens, used))
-        return self._day, found
+        found = [self._account(name, SlidingWindow.slots, now) for name in names]
+        return self._day, [one for one in found if one.requests or one.tokens or one.day_tokens]
 
     def changes(self, principals: Iterable[str], now: Moment) -> tuple[int, list[Account]]:
         """As ``accounts``, of ``principals``, and of this minute only what changed.
@@ -512,16 +504,20 @@ class Ledger:
         That is since the last call of this or of ``accounts``.
         """
         self._turn_day(now)
-        found = []
-        for name in principals:
-            account = self._accounts.get(name) or _Usage()
-            account.advance(now.monotonic_s)
-            held, held_tokens, held_today = account.held()
-            used = self._day_tokens.get(name, 0) + held_today
-            requests = account.requests.changes(held)
-            tokens = account.tokens.changes(held_tokens)
-            found.append(Account(name, requests, tokens, used))
-        return self._day, found
+        return self._day, [self._account(one, SlidingWindow.changes, now) for one in principals]
+
+    def _account(
+        self,
+        principal: str,
+        slots: Callable[[SlidingWindow, int], list[tuple[int, int]]],
+        now: Moment,
+    ) -> Account:
+        account = self._accounts.get(principal) or _Usage()
+        account.advance(now.monotonic_s)
+        held, held_tokens, held_today = account.held()
+        used = self._day_tokens.get(principal, 0) + held_today
+        requests, tokens = slots(account.requests, held), slots(account.tokens, held_tokens)
+        return Account(principal, requests, tokens, used)
 
     def restore(self, day: int, accounts: Iterable[Account], now: Moment) -> None:
         """Continue with ``accounts`` or ``changes`` of another ledger on this machine."""

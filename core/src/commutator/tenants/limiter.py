@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any
 from uuid import uuid4
 
-from attrs import astuple, define, field
+from attrs import define, field
 
 from commutator.backoff import Backoff
 from commutator.contract.principal import Limits, Principal
@@ -43,6 +43,8 @@ from commutator.tenants.service import (
     now,
     pack_account,
     pack_limits,
+    pack_settlement,
+    pack_use,
     unpack_accounts,
     unpack_allowed,
     unpack_answer,
@@ -96,7 +98,7 @@ class _Batch:
     standing: Standing
     """How far the principal is from its limits once all that the door is allowed is used."""
     number: int = 0
-    """Of the ticket; 0 until the ledger is told of it."""
+    """The ticket's number; 0 until the ledger knows the ticket."""
     requests: int = 0
     tokens: int = 0
     """That they were charged together."""
@@ -364,7 +366,8 @@ class RequestLimiter(ABC):
         sender = self._senders.get(principal)
         if sender is not None and sender.limits != limits:
             self._forget(sender)
-        if sender is None or sender.limits != limits:
+            sender = None
+        if sender is None:
             sender = self._senders[principal] = _Sender(principal, limits, self._now_s())
         sender.lately += 1
         sender.most_tokens = max(sender.most_tokens, tokens)
@@ -624,9 +627,8 @@ class SharedLimiter(RequestLimiter):
             sender.is_asking = True
             limits = pack_limits(sender.limits)
             asked.append((number, sender.principal, limits, *more))
-        self._link.connection.send(
-            [SERVICE, "report", [*map(astuple, used)], [*map(astuple, ended)], asked]
-        )
+        reported = [pack_use(one) for one in used], [pack_settlement(one) for one in ended]
+        self._link.connection.send([SERVICE, "report", *reported, asked])
 
     def _return(self, principal: str) -> None:
         if self._link.connection is not None:
@@ -645,8 +647,7 @@ class SharedLimiter(RequestLimiter):
                 self._answered(number, answer, requests, tokens)
             case [_, "allowed", list(answers)]:
                 for number, standing, requests, tokens in unpack_allowed(answers):
-                    if (question := self._questions.get(number)) is not None:
-                        del self._questions[number]
+                    if (question := self._questions.pop(number, None)) is not None:
                         self._answered_for(question)
                         self._take(question, standing, requests, tokens)
             case [_, "recall", str(principal)]:

@@ -51,6 +51,8 @@ __all__ = [
     "now",
     "pack_account",
     "pack_limits",
+    "pack_settlement",
+    "pack_use",
     "unpack_accounts",
     "unpack_allowed",
     "unpack_answer",
@@ -74,8 +76,9 @@ _Answer = tuple[_Facts, LimitName | None, float | None]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Allowed = list[tuple[int, _Facts, _Natural, _Natural]]
 _Settled = tuple[int, _Natural, _Natural, _Natural, _Natural]
+_Used = tuple[str, _Natural, _Natural, _Settled]
 _Report = tuple[
-    list[tuple[str, _Natural, _Natural, _Settled]],
+    list[_Used],
     list[_Settled],
     list[tuple[int, str, _Packed, _Natural, _Natural]],
 ]
@@ -113,6 +116,16 @@ def _unpack_limits(packed: Sequence[int | None]) -> Limits:
 def pack_account(account: Account) -> list[Any]:
     """For a frame."""
     return [account.principal, account.requests, account.tokens, account.day_tokens]
+
+
+def pack_settlement(one: Settlement) -> _Settled:
+    """For a frame."""
+    return one.ticket, one.count, one.unreached, one.below, one.beyond
+
+
+def pack_use(use: Use) -> _Used:
+    """For a frame."""
+    return use.principal, use.requests, use.tokens, pack_settlement(use.ended)
 
 
 def unpack_accounts(packed: list[Any]) -> list[Account]:
@@ -279,7 +292,7 @@ class _Connection:
     def _reported(
         self,
         door: str,
-        used: list[tuple[str, int, int, _Settled]],
+        used: list[_Used],
         ended: list[_Settled],
         asked: list[tuple[int, str, _Packed, int, int]],
     ) -> None:
