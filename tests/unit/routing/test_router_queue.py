@@ -1,4 +1,4 @@
-"""How long the longest-waiting request of a ``RouterQueue`` has waited."""
+"""A ``RouterQueue``: who tries for a worker on arrival, and how long the oldest has waited."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 
 from commutator.contract.routing import BusyConfig
 from commutator.errors import OverloadedError
+from commutator.fairness.policies import Weighted
 from commutator.routing.queue import Place, RouterQueue
 
 
@@ -15,10 +16,14 @@ class Requests:
 
     def __init__(self) -> None:
         self.free = False
+        self.attempts = 0
+        self.policy = Weighted()
         self.queue = RouterQueue[str](
             BusyConfig(max_active_requests=1),
             undo=lambda _: None,
             refusal=lambda reason, problem, after_s: OverloadedError(problem, after_s, reason),
+            fairness=self.policy,
+            prompt_tokens=lambda _: 100,
         )
 
     async def waits(
@@ -32,6 +37,7 @@ class Requests:
         return task
 
     def _attempt(self) -> str | None:
+        self.attempts += 1
         return "worker" if self.free else None
 
 
@@ -39,6 +45,27 @@ async def cancel(task: asyncio.Task[tuple[str, float]]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def test_who_comes_while_others_wait_tries_no_worker_and_overtakes_nobody() -> None:
+    requests = Requests()
+    queue = requests.queue
+    first = await requests.waits(queue.place(0, "flood"), 0.0)
+    assert requests.attempts == 1
+    requests.free = True
+    urgent = await requests.waits(queue.place(-1, "other"), 0.0)
+    assert requests.attempts == 1, "where a request waits, every worker is busy"
+    queue.wake()
+    late = await requests.waits(queue.place(0, "third"), 0.0)
+    assert [await task for task in (first, urgent, late)]
+
+
+async def test_who_need_not_wait_gets_no_credit_for_the_time_before() -> None:
+    requests = Requests()
+    queue, requests.free = requests.queue, True
+    for name in ["idle", *["busy"] * 50, "idle"]:
+        await (await requests.waits(queue.place(0, name), 0.0))
+    assert requests.policy.rank("idle") == requests.policy.rank("busy")
 
 
 async def test_the_age_is_that_of_the_earliest_arrival_whatever_its_place() -> None:

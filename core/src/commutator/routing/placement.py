@@ -134,7 +134,8 @@ class Placer:
         place = queue.place(summary.priority, summary.principal, summary.weight)
         attempt = partial(self._take_free, summary, hashes, usable)
         prefetch = None
-        if request is not None and self.router.indexer is not None:
+        indexer = self.router.indexer
+        if request is not None and indexer is not None and indexer.index.has_lower:
             prefetch = partial(self._prefetch, summary, hashes, usable, request)
         again = False
         while True:

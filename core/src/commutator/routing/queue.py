@@ -144,8 +144,9 @@ class RouterQueue(Generic[ResultT]):
         ``attempt``.
         """
         loop = asyncio.get_running_loop()
-        # A request must not overtake one before it while a wake-up is scheduled.
-        if self._queue.is_next(place) and (result := attempt()) is not None:
+        # Where a request waits, every worker is busy or a wake-up is scheduled.
+        if not self.waiting and (result := attempt()) is not None:
+            self._queue.arrived(place)
             self._begin(place, result)
             return result, 0.0
         if not self._queue.enter(place, again=again):
@@ -285,18 +286,9 @@ class RequestQueue:
         """The position of a request that arrives now; it does not wait yet."""
         return Place(priority, next(self._numbers), self._policy.flow(principal), weight)
 
-    def is_next(self, place: Place) -> bool:
-        """Whether a request that does not wait yet would be served before all that do."""
-        own = self._flows.get(place.flow)
-        if own is None:
-            self._policy.arrived(place.flow, place.weight)
-        elif own[0] < place:
-            return False
-        first = self._first_entry()
-        if first is None:
-            return True
-        rank = self._policy.rank(place.flow)
-        return rank < first[0] or (rank == first[0] and place < first[1])
+    def arrived(self, place: Place) -> None:
+        """A request need not wait, and is admitted next; see ``FairnessPolicy.arrived``."""
+        self._policy.arrived(place.flow, place.weight)
 
     def enter(self, place: Place, *, again: bool = False) -> bool:
         """Begin to wait. False if the queue is full; ``again`` ignores the limit."""

@@ -421,6 +421,11 @@ class PrefixIndex:
         self.layout = 0
         """Changes whenever a slot is taken from its rank."""
 
+    @property
+    def has_lower(self) -> bool:
+        """Whether any block has ever been in a tier below the device."""
+        return self._map.has_lower
+
     def apply(self, worker_id: str, event: KvEvent, rank: int = 0) -> None:
         """Apply one event of a worker."""
         blocks = self._rank(WorkerRank(worker_id, rank))

@@ -136,7 +136,7 @@ class PrefixMap:
     def __init__(self) -> None:
         self._holders: dict[int, Holders] = {}
         self._sets = HolderSets()
-        self._has_lower = False
+        self.has_lower = False
         """Whether any block has ever been in a tier below the device."""
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class PrefixMap:
     def add(self, slot: int, tier: CacheLevel, hashes: Iterable[int]) -> list[int]:
         """``slot`` holds these blocks in ``tier``; returns those that it held there before."""
         bit = 1 << slot
-        self._has_lower |= tier is not CacheLevel.DEVICE
+        self.has_lower |= tier is not CacheLevel.DEVICE
         known = self._holders
         repeated: list[int] = []
         before: object = self  # a marker for "no block yet", because None is a valid value
@@ -192,7 +192,7 @@ class PrefixMap:
         if not found:
             return NOTHING_HELD
         first, last = found[0], found[-1]
-        lower = self._has_lower and any(map(_lower_of, found))
+        lower = self.has_lower and any(map(_lower_of, found))
         reach: list[int]
         depths: Sequence[int]
         # ``count`` is slow where sets differ; comparing the last one first avoids it.
