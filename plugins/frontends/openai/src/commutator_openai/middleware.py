@@ -9,7 +9,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,18 +123,30 @@ async def exchange(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 @web.middleware
-async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+def authenticate(request: web.Request, handler: Handler) -> Awaitable[web.StreamResponse]:
     """Finds the principal, asks for its permissions and begins to count the request.
 
-    Probes and the page's files need no key.
+    Probes and the page's files need no key. No coroutine of its own: every request comes here.
     """
     known = request[EXCHANGE]
-    path, services = known.path, known.services
-    if path in _WITHOUT_KEY:
-        return await handler(request)
-    principal = services.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
+    if known.path in _WITHOUT_KEY:
+        return handler(request)
+    principal = known.services.gate.known.get(request.headers.get(hdrs.AUTHORIZATION, ""))
     if principal is None:  # not by its key alone
-        principal = await _asked(request, known)
+        return _authenticated(request, known, handler)
+    _begin(request, known, principal)
+    return handler(request)
+
+
+async def _authenticated(
+    request: web.Request, known: Exchange, handler: Handler
+) -> web.StreamResponse:
+    _begin(request, known, await _asked(request, known))
+    return await handler(request)
+
+
+def _begin(request: web.Request, known: Exchange, principal: Principal) -> None:
+    path, services = known.path, known.services
     known.principal = principal
     WORKING_FOR.set(principal.name)
     if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
@@ -144,7 +156,6 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
             require(principal, "explain", _EXPLAIN_HEADER)
         if not path.startswith(ADMIN_PREFIX):
             known.counts = services.request_limiter.begin(principal)
-    return await handler(request)
 
 
 @web.middleware
