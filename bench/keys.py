@@ -13,11 +13,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Any, NamedTuple
 
 import attrs
 
-from bench.load import FRONT_DOORS, LOAD, config
+from bench.load import FRONT_DOORS, LOAD, config, until_idle
 from bench.needs import needs_command
 from bench.result import Figure
 from bench.wrk import WRK
@@ -25,7 +26,8 @@ from commutator.auth.keys import hash_of, new_key
 from commutator.supervisor.local_cluster import LocalCluster
 
 WORDS = (20, 400, 3000)
-PAIRS = 20
+CONNECTIONS = (32, 512)
+PAIRS = 12
 TURN_S = 3
 """As `bench load`."""
 WARM_UP_S = 1
@@ -59,20 +61,21 @@ def run() -> list[Figure]:
     every: list[Pair] = []
     for front_doors in FRONT_DOORS:
         doors = f"{front_doors} front door{'s' if front_doors > 1 else ''}"
-        for words, pairs in compare(front_doors).items():
-            figures.append(figure(f"{words:,} words, {doors}", pairs))
+        for (words, connections), pairs in compare(front_doors).items():
+            what = f"{words:,} words, {connections} connections, {doors}"
+            figures.append(figure(what, pairs))
             every += pairs
     return [*figures, figure("all of these", every)]
 
 
-def compare(front_doors: int) -> dict[int, list[Pair]]:
-    """Pairs by the words of a prompt."""
+def compare(front_doors: int) -> dict[tuple[int, int], list[Pair]]:
+    """Pairs by the words of a prompt and the number of connections."""
     plain, keyed = busy(config(front_doors), "fifo"), busy(config(front_doors), "weighted")
     deployments = {
         "plain": (plain, LOAD),
         "keyed": (with_keys(keyed), attrs.evolve(LOAD, keys=KEYS)),
     }
-    pairs: dict[int, list[Pair]] = {words: [] for words in WORDS}
+    pairs: dict[tuple[int, int], list[Pair]] = {case: [] for case in product(WORDS, CONNECTIONS)}
     for number in range(PAIRS):
         # Each is started, and measured, as often before the other as after it.
         names = sorted(deployments, reverse=bool(number % 2))
@@ -80,12 +83,17 @@ def compare(front_doors: int) -> dict[int, list[Pair]]:
             urls = {
                 name: open_.enter_context(LocalCluster(deployments[name][0])).url for name in names
             }
-            for words in WORDS:
-                loads = {name: attrs.evolve(deployments[name][1], words=words) for name in names}
-                for name in names:
-                    loads[name].run(urls[name], WARM_UP_S)
-                rates = {name: loads[name].run(urls[name], TURN_S).rate for name in names}
-                pairs[words].append(Pair(**rates))
+            for (words, connections), found in pairs.items():
+                loads = {
+                    name: attrs.evolve(load, words=words, concurrency=connections)
+                    for name, (_, load) in deployments.items()
+                }
+                rates = {}
+                for duration_s in (WARM_UP_S, TURN_S):
+                    for name in names:
+                        rates[name] = loads[name].run(urls[name], duration_s).rate
+                        until_idle()
+                found.append(Pair(**rates))
     return pairs
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import pytest
-from tests.support.front_door import FakeDispatcher, answer, front_door
+from tests.support.front_door import MODEL, FakeDispatcher, answer, front_door
 
 from commutator.contract.request import UNKNOWN_CALLER
 from commutator.launcher.child import raise_descriptor_limit
@@ -211,3 +211,79 @@ def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> Non
     assert reasons == ["full"] * 3
     assert table.drop_oldest()
     assert reasons[3:] == ["no_descriptors"]
+
+
+LONG = answer("An answer. " * 800)
+"""One token at a time: 2,400 of them."""
+
+
+async def begin_chat(writer: asyncio.StreamWriter, **more: object) -> None:
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **more})
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body.encode())
+    )
+    await writer.drain()
+
+
+async def settled(number: Callable[[], int]) -> int:
+    """What ``number`` returns once it does not change any more."""
+    last, same = -1, 0
+    while same < 20:
+        await asyncio.sleep(0.01)
+        now = number()
+        last, same = now, same + 1 if now == last else 0
+    return last
+
+
+@pytest.mark.security
+async def test_logprobs_that_nobody_reads_are_bounded() -> None:
+    dispatcher = FakeDispatcher(LONG)
+    wanted = {"logprobs": True, "top_logprobs": 20}
+    async with (
+        front_door(dispatcher, max_logprobs=100_000, max_concurrent_requests=4) as door,
+        connected(door.port) as (reader, writer),
+    ):
+        budget = door.services.logprobs
+        await begin_chat(writer, n=16, stream=True, **wanted)
+        assert await settled(lambda: dispatcher.open) == 0, "no engine goes on for nobody"
+        assert budget.held < budget.most / 2
+        status, _ = await door.chat(max_tokens=20, **wanted)
+        assert status == 200, "others are answered meanwhile"
+        answered = await asyncio.wait_for(reader.read(), 30)
+        assert b"too_many_logprobs" in answered
+        assert b"[DONE]" not in answered
+        assert await settled(lambda: budget.held) == 0
+
+
+@pytest.mark.security
+async def test_logprobs_of_whole_answers_are_bounded() -> None:
+    dispatcher = FakeDispatcher(LONG)
+    wanted = {"logprobs": True, "top_logprobs": 20}
+    async with front_door(dispatcher, max_logprobs=100_000, max_concurrent_requests=4) as door:
+        status, refused = await door.chat(n=16, **wanted)
+        assert (status, refused["error"]["code"]) == (429, "too_many_logprobs")
+        assert "frontend.max_logprobs" in refused["error"]["message"]
+        assert (door.services.logprobs.held, dispatcher.open) == (0, 0)
+        status, answered = await door.chat(n=2, max_tokens=600, **wanted)
+        assert status == 200
+        assert [len(one["logprobs"]["content"]) for one in answered["choices"]] == [600, 600]
+        assert door.services.logprobs.held == 0
+
+
+@pytest.mark.security
+async def test_answers_that_nobody_reads_are_not_made() -> None:
+    """Their tokens wait in the streams, which merge them."""
+    dispatcher = FakeDispatcher(answer("An answer. " * 3_000))
+    async with (
+        front_door(dispatcher) as door,
+        connected(door.port) as (reader, writer),
+    ):
+        await begin_chat(writer, n=8, stream=True)
+        taken = await settled(lambda: dispatcher.taken)
+        every = sum(1 for _ in dispatcher.script(dispatcher.requests[0])) * 8
+        assert 0 < taken < every / 2
+        answered = await asyncio.wait_for(reader.read(), 60)
+        assert answered.count(b'"finish_reason":"length"') == 8
+        assert dispatcher.taken == every

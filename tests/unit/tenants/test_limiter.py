@@ -153,3 +153,16 @@ async def test_requests_within_the_allowance_ask_nobody_and_are_told_what_is_lef
         # What is allowed does not remain: at most one part in 16.
         assert 1_000 - number - 1_000 // 16 <= requests <= 1_000 - number
         assert 10_000 - 10 * number - 10_000 // 16 <= tokens <= 10_000 - 10 * number
+
+
+async def test_a_report_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    limiter = LocalLimiter("door", clock=clock)
+    for _ in range(2):
+        await ask(limiter, "ada", Limits(requests_per_minute=1_000), 1)
+    clock.now_s += 5.0
+    reporting = limiter._reporting
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(limiter, "_report", lambda _: 1 / 0)
+        limiter._report_and_ask()
+    assert limiter._reporting not in (None, reporting)

@@ -81,6 +81,12 @@ class FrontendConfig:
         "A request that takes longer is answered 504; the header X-Request-Timeout-S lowers it.",
         600.0,
     )
+    max_logprobs: PositiveInt = setting(
+        "Log probabilities, alternatives included, that one front-door process keeps for clients "
+        "that have not read them, or want their answers whole; each takes some hundred bytes. "
+        "Requests that need more end with an error.",
+        8_000_000,
+    )
     prompt_cache_bytes: NonNegativeInt = setting(
         "Bytes of a tokenizer cache in each front-door process, for each model: tokens of prompt "
         "prefixes, so that a shared prefix is tokenized once; 0 turns the cache off.",

@@ -65,6 +65,9 @@ KvQuestion = Literal[
 """The last part of the names of ``EngineClient``'s methods about storage tiers."""
 
 
+_MOST_UNREAD = 64
+"""Deltas of one request that are kept apart for its reader."""
+
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
@@ -153,8 +156,15 @@ class DeltaStream:
         """The engine finished or failed the request; nothing more comes."""
         self._exhausted = False
 
+    @property
+    def unread(self) -> int:
+        """The number of deltas that wait for the reader."""
+        return len(self._ready)
+
     def feed(self, delta: TokenDelta) -> None:
         self._ready.append(delta)
+        if len(self._ready) > _MOST_UNREAD:
+            self._ready = deque([merge(self._ready)])
         if delta.finish_reason is not None:
             self._ended = True
         self._wake()

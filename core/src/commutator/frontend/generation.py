@@ -18,7 +18,8 @@ from commutator.contract.request import (
     TokenDelta,
     TokenLogprob,
 )
-from commutator.errors import EngineError, RequestError
+from commutator.errors import EngineError, OverloadedError, RequestError
+from commutator.frontend.limits import HeldLogprobs, LogprobBudget
 from commutator.metrics.frontend import FrontendMetrics, TokenTimes
 from commutator.routing.dispatch import Dispatch
 from commutator.routing.dispatcher import Dispatcher
@@ -53,6 +54,11 @@ class Piece:
 
 Batch = list[tuple[int, Piece]]
 """(number of the answer, what is new)"""
+
+
+def _logprobs_in(batch: Batch) -> int:
+    """Alternatives included."""
+    return sum(1 + len(entry.top) for _, piece in batch for _, entry in piece.logprobs)
 
 
 @define  # as above
@@ -244,6 +250,7 @@ class Generation:
         dispatcher: Dispatcher,
         metrics: FrontendMetrics,
         plan: Plan,
+        logprobs: LogprobBudget,
         arrived_s: float,
         deadline_s: float | None = None,
     ) -> None:
@@ -252,13 +259,11 @@ class Generation:
         self._deadline_s = deadline_s
         self._plan = plan
         self._metrics = metrics
+        self._held = HeldLogprobs(logprobs)
+        self._wants_logprobs = plan.requests[0].sampling.top_logprobs is not None
         self.choices = [
-            Choice(
-                plan.text,
-                plan.rules,
-                wants_logprobs=request.sampling.top_logprobs is not None,
-            )
-            for request in plan.requests
+            Choice(plan.text, plan.rules, wants_logprobs=self._wants_logprobs)
+            for _ in plan.requests
         ]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatch] = []
@@ -306,11 +311,22 @@ class Generation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._held.give_back(self._held.count)
         await self._close()
 
     def batches(self) -> _Answer | AsyncGenerator[Batch, None]:
-        """New pieces until every answer is finished. Close the iterator if you leave early."""
-        return self._answer(0) if len(self._dispatched) == 1 else self._merged()
+        """New pieces until every answer is finished. Close the iterator if you leave early.
+
+        Log probabilities are kept for a slow reader within their budget, beyond which the answers
+        end with OverloadedError. Other pieces are not made before it is ready for them.
+        """
+        if len(self._dispatched) == 1 and not self._wants_logprobs:
+            return self._answer(0)
+        return self._merged()
+
+    def keep(self, batch: Batch) -> None:
+        """The reader keeps these log probabilities to the end. Raises OverloadedError."""
+        self._held.add(_logprobs_in(batch))
 
     def usage(self) -> TokenUsage:
         """Tokens so far. Cached tokens are those of each prompt's first answer."""
@@ -332,7 +348,9 @@ class Generation:
         return _Answer(number, self._dispatched[number], self.choices[number], self.times[number])
 
     async def _merged(self) -> AsyncGenerator[Batch, None]:
-        ready: asyncio.Queue[Batch | BaseException] = asyncio.Queue()
+        # Streams merge the tokens that wait in them, which take little.
+        most = 0 if self._wants_logprobs else _MERGED_PIECES
+        ready: asyncio.Queue[Batch | BaseException] = asyncio.Queue(most)
         pumps = [
             asyncio.create_task(self._pump(number, ready)) for number in range(len(self.choices))
         ]
@@ -349,6 +367,7 @@ class Generation:
                     batch += item
                     running -= item[-1][1].finish_reason is not None
                 yield batch
+                self._held.give_back(_logprobs_in(batch))
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -357,9 +376,22 @@ class Generation:
     async def _pump(self, number: int, ready: asyncio.Queue[Batch | BaseException]) -> None:
         try:
             async for batch in self._answer(number):
-                ready.put_nowait(batch)
+                self._hold(batch, ready)
+                await ready.put(batch)
         except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
-            ready.put_nowait(error)
+            await ready.put(error)
+            await self._dispatched[number].aclose()  # nobody takes what still comes
+
+    def _hold(self, batch: Batch, ready: asyncio.Queue[Batch | BaseException]) -> None:
+        """Hold log probabilities until they are read. Drops those that are not if it raises."""
+        try:
+            self._held.add(_logprobs_in(batch))
+        except OverloadedError:
+            while not ready.empty():
+                dropped = ready.get_nowait()
+                if not isinstance(dropped, BaseException):
+                    self._held.give_back(_logprobs_in(dropped))
+            raise
 
     async def _close(self) -> None:
         for dispatched in self._dispatched:

@@ -26,7 +26,9 @@ from commutator.routing.queue import Place, RequestQueue
 __all__ = [
     "ByteBudget",
     "ConcurrencyLimiter",
+    "HeldLogprobs",
     "HeldPlace",
+    "LogprobBudget",
     "TimeLimit",
     "TimeLimits",
 ]
@@ -233,6 +235,50 @@ class ByteBudget:
             self.used_bytes += size
             if not turn.done():  # a cancelled one gives back as soon as it resumes
                 turn.set_result(None)
+
+
+@define
+class LogprobBudget:
+    """Log probabilities that one process keeps for its clients, alternatives included.
+
+    A small request can have millions of them, of some hundred bytes each, if its client does not
+    read them or wants its answers whole.
+    """
+
+    most: int
+    """Of all requests together."""
+    requests: int
+    """The most requests at the same time: each may always keep its share."""
+    held: int = 0
+
+    @property
+    def share(self) -> int:
+        return self.most // self.requests
+
+
+@define
+class HeldLogprobs:
+    """Those of one request."""
+
+    _budget: LogprobBudget
+    count: int = 0
+
+    def add(self, count: int) -> None:
+        """Raises OverloadedError, and adds nothing, where there is no room."""
+        budget, held = self._budget, self.count + count
+        if held > budget.share and budget.held + count > budget.most:
+            raise OverloadedError(
+                f"{budget.held} log probabilities wait for clients to read them, of at most "
+                f"{budget.most} (frontend.max_logprobs): read faster, or lower n, max_tokens or "
+                "the number of alternatives",
+                reason="too_many_logprobs",
+            )
+        self.count = held
+        budget.held += count
+
+    def give_back(self, count: int) -> None:
+        self.count -= count
+        self._budget.held -= count
 
 
 _LAST_WORDS_S = 1.0

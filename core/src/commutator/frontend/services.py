@@ -17,7 +17,7 @@ from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
 from commutator.errors import RequestError
 from commutator.frontend.demand import PlannerLink
-from commutator.frontend.limits import ConcurrencyLimiter, TimeLimits
+from commutator.frontend.limits import ConcurrencyLimiter, LogprobBudget, TimeLimits
 from commutator.frontend.preprocessor import Preprocessor
 from commutator.frontend.snapshot import problems
 from commutator.frontend.work import WorkPool
@@ -43,6 +43,8 @@ class FrontendServices:
     metrics: FrontendMetrics = field(init=False)
     """An observer, still to be added to the plugin host."""
     time_limits: TimeLimits = field(factory=TimeLimits)
+    logprobs: LogprobBudget = field(init=False)
+    """Of the answers that are being made."""
     work: WorkPool = field(factory=WorkPool)
     """Threads for what takes long."""
     preprocessors: Mapping[str, Preprocessor] = field(init=False)
@@ -68,7 +70,8 @@ class FrontendServices:
     """Set when the process is about to end: ``/ready`` answers 503 from then on."""
 
     def __attrs_post_init__(self) -> None:
-        limiter, dispatcher = self.limiter, self.dispatcher
+        limiter, dispatcher, config = self.limiter, self.dispatcher, self.config
+        self.logprobs = LogprobBudget(config.max_logprobs, config.max_concurrent_requests)
         self.metrics = FrontendMetrics(
             Readings(
                 running=lambda: limiter.running,

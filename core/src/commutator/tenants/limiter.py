@@ -397,6 +397,14 @@ class RequestLimiter(ABC):
             self._reporting = loop.call_later(_REPORT_INTERVAL_S, self._report_and_ask)
 
     def _report_and_ask(self) -> None:
+        self._reporting = None
+        try:
+            self._report_due()
+        finally:
+            if self._senders:
+                self._report_later()
+
+    def _report_due(self) -> None:
         """Report, ask for what will be used next, and return what is not used."""
         senders, now_s = self._senders, self._now_s()
         due, asking = self._due(now_s), []
@@ -415,9 +423,6 @@ class RequestLimiter(ABC):
             if now_s - oldest.reported_s < _IDLE_S and len(senders) <= _MOST_SENDERS:
                 break
             self._forget(oldest)
-        self._reporting = None
-        if senders:
-            self._report_later()
 
     def _due(self, now_s: float) -> list[_Sender]:
         due = []

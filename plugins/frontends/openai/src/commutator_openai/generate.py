@@ -125,6 +125,7 @@ async def _serve(
                 services.dispatcher,
                 services.metrics,
                 plan,
+                services.logprobs,
                 exchange.arrived_s,
                 limit.deadline_s,
             ) as generation:
@@ -175,6 +176,7 @@ async def _collect(generation: Generation, shape: Shape, work: WorkPool) -> list
 
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
+            generation.keep(batch)
             if _takes_long(shape, batch):
                 await work.run(partial(add, batch), refusable=False)
             else:
