@@ -10,13 +10,14 @@ from attrs import evolve
 from tests.support.virtual_time import in_virtual_time
 from tests.unit.routing.test_dispatcher import FakeClient, Setup, request
 
-from commutator.contract.request import RequestOutcome
+from commutator.contract.request import RequestOutcome, RequestSummary
 from commutator.contract.routing import BusyConfig, WorkerLoad
 from commutator.contract.worker import EngineInfo
 from commutator.errors import OverloadedError, RoutingError
 from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed
 from commutator.routing.dispatch import Dispatch
+from commutator.routing.placement import Placement
 
 
 def setup_with(**busy: Any) -> Setup:
@@ -103,6 +104,31 @@ async def test_a_worker_that_comes_up_takes_a_waiting_request() -> None:
     assert dispatch.worker_id == "w-1"
     await first.aclose()
     await dispatch.aclose()
+
+
+async def test_who_may_go_only_to_some_workers_gets_a_free_one_while_others_wait_for_theirs() -> (
+    None
+):
+    setup = setup_with(max_active_requests=1)
+    await setup.up("w-0", "w-1")
+    placer = setup.dispatcher._models["m"].placer
+
+    async def placed(name: str, priority: int, worker_id: str) -> Placement:
+        about = RequestSummary(
+            request_id=name, model="m", prompt_tokens=1, max_tokens=1, priority=priority
+        )
+        return await placer.place(
+            about, (), may_wait=True, usable=lambda worker: worker.record.worker_id == worker_id
+        )
+
+    first = await placed("a", 0, "w-0")
+    waiting = asyncio.create_task(placed("b", 0, "w-0"))
+    await until_waiting(setup, 1)
+    urgent = await asyncio.wait_for(placed("c", -1, "w-1"), 3)
+    assert not waiting.done()
+    for placement in (first, urgent):
+        placer.load.release(placement.ticket)
+    placer.load.release((await waiting).ticket)
 
 
 async def test_urgent_requests_go_first() -> None:

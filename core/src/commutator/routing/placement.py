@@ -141,6 +141,8 @@ class Placer:
         while True:
             if not self._waits_for_first and not self.candidates(usable):
                 raise self._none_ready()
+            if usable is not None:
+                queue.wake()  # the workers that others wait for need not be those of this request
             placement, waited_s = await queue.admit(
                 place, arrived_s, attempt, again=again, on_near=prefetch
             )
