@@ -268,9 +268,9 @@ class HeldLogprobs:
         budget, held = self._budget, self.count + count
         if held > budget.share and budget.held + count > budget.most:
             raise OverloadedError(
-                f"{budget.held} log probabilities wait for clients to read them, of at most "
-                f"{budget.most} (frontend.max_logprobs): read faster, or lower n, max_tokens or "
-                "the number of alternatives",
+                f"{budget.held} log probabilities are kept for clients, of at most {budget.most} "
+                "(frontend.max_logprobs): lower n, max_tokens or the number of alternatives, or "
+                "read a stream faster",
                 reason="too_many_logprobs",
             )
         self.count = held
