@@ -20,7 +20,7 @@ from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
 from commutator.engine.protocol import PROTOCOL
 from commutator.engine.protocol import SERVICE as TOKEN_API
 from commutator.engine.server import TokenApiServer
-from commutator.frames import pack
+from commutator.frames import FrameProtocol, pack
 from commutator.kv.transfer.exporter import BlockExporter
 from commutator.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator.registry.memory import MemoryRegistry
@@ -179,16 +179,19 @@ def knock(port: int, context: ssl.SSLContext | None) -> None:
 async def test_a_refused_connection_leaves_no_memory(
     wire: str, host: None, authorities: Authorities
 ) -> None:
-    """Its 256 KiB are freed by themselves: the garbage collector, which is slow, is not needed."""
+    """Its 256 KiB are freed by themselves: the garbage collector, which is slow, is not needed.
+
+    Nor does a server keep what it made for the connection.
+    """
     contexts: dict[str, ssl.SSLContext | None] = dict(stranger_contexts(authorities))
     contexts["no secret"] = authorities.context(authorities.files("h2"))
 
-    def held() -> int:
-        return sum(type(one) is SSLProtocol for one in gc.get_objects())
+    def held(kind: type = SSLProtocol) -> int:
+        return sum(type(one) is kind for one in gc.get_objects())
 
     async with listening(wire) as port:
         gc.collect()
-        before, seen = held(), refused(SERVICES[wire])
+        before, frames, seen = held(), held(FrameProtocol), refused(SERVICES[wire])
         gc.disable()
         try:
             for number, context in enumerate(contexts.values(), 1):
@@ -197,3 +200,5 @@ async def test_a_refused_connection_leaves_no_memory(
                 await until(lambda: held() == before)
         finally:
             gc.enable()
+        gc.collect()
+        assert held(FrameProtocol) == frames

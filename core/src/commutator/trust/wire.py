@@ -172,7 +172,10 @@ async def _admit(
 ) -> None:
     try:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-            protocol, sock, ssl=certificates.server, ssl_handshake_timeout=_HANDSHAKE_S
+            lambda: _AfterTls(protocol),
+            sock,
+            ssl=certificates.server,
+            ssl_handshake_timeout=_HANDSHAKE_S,
         )
     except OSError as error:
         sock.close()
@@ -181,6 +184,22 @@ async def _admit(
         error.__traceback__ = None
     else:
         notice_loss(transport, "")
+
+
+class _AfterTls(asyncio.Protocol):
+    """Makes the connection's protocol once TLS is complete.
+
+    A server that keeps its protocols until they are lost would keep those of refused connections:
+    asyncio makes them before TLS, and of what never began, no loss is told.
+    """
+
+    def __init__(self, make: Callable[[], asyncio.Protocol]) -> None:
+        self._make = make
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
 
 def _reason(error: OSError) -> str:
