@@ -367,7 +367,8 @@ class Generation:
                     batch += item
                     running -= item[-1][1].finish_reason is not None
                 yield batch
-                self._held.give_back(_logprobs_in(batch))
+                if self._wants_logprobs:
+                    self._held.give_back(_logprobs_in(batch))
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -376,7 +377,8 @@ class Generation:
     async def _pump(self, number: int, ready: asyncio.Queue[Batch | BaseException]) -> None:
         try:
             async for batch in self._answer(number):
-                self._hold(batch, ready)
+                if self._wants_logprobs:
+                    self._hold(batch, ready)
                 await ready.put(batch)
         except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
             await ready.put(error)
