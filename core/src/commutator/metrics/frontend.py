@@ -89,7 +89,7 @@ class Readings:
 
 _DROP_REASONS = (
     *("full", "full_for_probes", "no_descriptors", "full_for_address", "not_accepted"),
-    *("headers_too_slow", "headers_too_long"),
+    *("headers_too_slow", "headers_too_long", "unread_answer"),
 )
 
 
@@ -143,7 +143,8 @@ class FrontendMetrics(Observer):
             "Connections of clients that the front door closed or did not accept: one that waited "
             "longest for its client, because the door or its places for probes were full or files "
             "ran out (full, full_for_probes, no_descriptors); a new one (full_for_address, "
-            "not_accepted); one with slow or long headers (headers_too_slow, headers_too_long).",
+            "not_accepted); one with slow or long headers (headers_too_slow, headers_too_long); "
+            "one that did not read its answer (unread_answer).",
             labels=("reason",),
         )
         for reason in _DROP_REASONS:

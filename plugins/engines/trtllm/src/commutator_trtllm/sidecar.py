@@ -64,7 +64,7 @@ class Sidecar:
         app = web.Application()
         app.router.add_get(INFO, self._answer_info)
         app.router.add_get(LOAD, self._answer_load)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await runner.setup()
         await web.TCPSite(runner, self._options.host, self._options.port).start()
         following = asyncio.create_task(self._follow())

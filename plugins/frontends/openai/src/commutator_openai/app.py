@@ -26,6 +26,7 @@ from commutator_openai.middleware import (
     EXCHANGE,
     FORWARD_HEADERS,
     SERVICES,
+    STRANGERS,
     add_headers,
     administrator,
     authenticate,
@@ -37,6 +38,7 @@ from commutator_openai.middleware import (
 from commutator_openai.pass_through import ENDPOINTS, MEDIA_HOSTS, engine_only
 from commutator_openai.protocol.openapi import openapi_document
 from commutator_openai.protocol.rate_limits import RATE_LIMIT_HEADERS
+from commutator_openai.strangers import Strangers
 
 __all__ = [
     "Cors",
@@ -117,6 +119,7 @@ def build_local_app(
 def _configure(app: web.Application, config: OpenAiConfig, services: FrontendServices) -> None:
     app[FORWARD_HEADERS] = config.forward_headers
     app[SERVICES] = services
+    app[STRANGERS] = Strangers()
     app[generate.STRICT] = config.strict
     app[MEDIA_HOSTS] = frozenset(config.media_hosts)
     app[BODY_LIMITS] = BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
@@ -153,6 +156,7 @@ def _operations(services: FrontendServices, local_socket: str | None) -> web.App
     app = web.Application(middlewares=[exchange])
     app.on_response_prepare.append(add_headers)
     app[SERVICES] = services
+    app[STRANGERS] = Strangers()
     app.add_routes(health_routes(services, local_socket))
     return app
 

@@ -20,7 +20,8 @@ from attrs import field, frozen
 from commutator.errors import RequestError
 from commutator.frontend import ByteBudget
 from commutator.schema import StructureError, structure
-from commutator_openai.middleware import EXCHANGE, SERVICES, caller
+from commutator_openai.inflate import CODINGS, InflateError, Inflater
+from commutator_openai.middleware import EXCHANGE, SERVICES, ClientConnection, caller
 from commutator_openai.protocol.bounds import check_json
 from commutator_openai.protocol.errors import HttpError, error_response
 from commutator_openai.protocol.fields import build_request_converter
@@ -29,7 +30,6 @@ __all__ = [
     "BODY_LIMITS",
     "NOT_SERVED",
     "BodyLimits",
-    "ClientConnection",
     "expect",
     "off_loop",
     "parse_body",
@@ -57,18 +57,6 @@ async def expect(request: web.Request) -> web.Response | None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # the response itself has not begun
     return None
-
-
-class ClientConnection:
-    """A connection that is told when it waits for its client; see ``commutator_openai.server``."""
-
-    __slots__ = ()
-
-    def waits_for_client(self) -> None:
-        """A part of the request is still to come. The connection may be closed for another one."""
-
-    def works_for_client(self) -> None:
-        """The request is complete."""
 
 
 @frozen(kw_only=True)
@@ -126,13 +114,14 @@ def _room_for_body(request: web.Request) -> AbstractAsyncContextManager[None]:
             f"expected Content-Type: application/json, got {given}",
             "unsupported_media_type",
         )
+    coding = _coding(request)
     limits, length = request.app[BODY_LIMITS], request.content_length
     if length is not None and length > limits.max_bytes:
         raise web.HTTPRequestEntityTooLarge(max_size=limits.max_bytes, actual_size=length)
     limiter = request[EXCHANGE].services.limiter
     if limiter.is_full:
         limiter.check(caller(request, user=None, session_id=None))
-    if length is None or "Content-Encoding" in request.headers:
+    if length is None or coding is not None:
         length = limits.max_bytes
     return _SMALL if length <= _INLINE_BYTES else limits.budget.hold(length)
 
@@ -169,26 +158,45 @@ async def _read_in_time(request: web.Request) -> bytes:
 
 async def _read_to_end(request: web.Request) -> bytes:
     try:
-        if "Content-Encoding" not in request.headers:
-            return await request.read()
-        return await _read_compressed(request)
-    except (HttpProcessingError, web.RequestPayloadError) as error:
+        coding = _coding(request)
+        return await (request.read() if coding is None else _read_compressed(request, coding))
+    except (HttpProcessingError, web.RequestPayloadError, InflateError) as error:
         text = f"the body cannot be read: {_reason(error)}"
         raise RequestError(text, code="invalid_body") from error
 
 
-async def _read_compressed(request: web.Request) -> bytes:
-    """As ``request.read``, in small steps: a few kilobytes may become as much as anybody wants."""
-    most, body = request.app[BODY_LIMITS].max_bytes, bytearray()
+def _coding(request: web.Request) -> str | None:
+    """How the body is compressed; None if it is not. Raises HttpError for what is unknown here.
+
+    The connection's parser unpacks nothing: a few kilobytes may become as much as anybody wants,
+    and a body that is refused for another reason is never looked at.
+    """
+    given = ",".join(request.headers.getall("Content-Encoding", ())).strip().lower()
+    if given in {"", "identity"}:
+        return None
+    if given not in CODINGS:
+        raise HttpError(
+            web.HTTPUnsupportedMediaType.status_code,
+            f"expected Content-Encoding: {', '.join(CODINGS)} or none, got {given[:100]}",
+            "unsupported_content_encoding",
+            headers={"Accept-Encoding": ", ".join(CODINGS)},
+        )
+    return given
+
+
+async def _read_compressed(request: web.Request, coding: str) -> bytes:
+    """As ``request.read``, unpacked in small steps with other requests between them."""
     if request._read_bytes is None:  # noqa: SLF001 - filled here, and read by ``request.read``
-        while chunk := await request.content.readany():
-            body += chunk
-            if len(body) > most:
-                # The rest is not read either.
-                request.content.set_exception(web.RequestPayloadError("too large"))
-                raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-            await asyncio.sleep(0)
-        request._read_bytes = bytes(body)  # noqa: SLF001
+        inflater = Inflater(coding, request.app[BODY_LIMITS].max_bytes)
+        try:
+            while data := await request.content.readany():
+                for _ in inflater.pieces(data):
+                    await asyncio.sleep(0)
+            request._read_bytes = inflater.end()  # noqa: SLF001
+        except (InflateError, web.HTTPRequestEntityTooLarge):
+            # The rest is not read either.
+            request.content.set_exception(web.RequestPayloadError("refused"))
+            raise
     return await request.read()
 
 

@@ -92,9 +92,15 @@ class OpenAiConfig(FrontendConfig):
     keep_alive_timeout_s: PositiveSeconds = setting(
         "Seconds from an answer until a connection without another request is closed.", 75.0
     )
+    write_timeout_s: PositiveSeconds = setting(
+        "Seconds in which a client has to read some of an answer that waits for it; then the "
+        "connection is closed. An answer that is still being generated has the deadline of its "
+        "request, too, and no other.",
+        60.0,
+    )
     max_connections: PositiveInt = setting(
         "Connections of clients to one front-door process. When there are more, the one that has "
-        "waited longest for its client is closed.",
+        "waited longest for its client is closed, those without a known key first.",
         4096,
     )
     max_connections_per_address: NonNegativeInt = setting(

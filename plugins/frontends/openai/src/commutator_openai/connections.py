@@ -1,9 +1,10 @@
 """Accepts connections, bounds how many there are, and closes those whose clients keep it waiting.
 
 A connection *waits for its client* while no request has arrived completely: a new one, one that is
-kept alive, one with half a header or half a body. When the door is full, the connection that has
-waited longest makes room for a new one. If none waits, a few more connections are accepted, on
-which only probes are answered.
+kept alive, one with half a header or half a body, one that does not read its answer. When the door
+is full, the connection that has waited longest makes room for a new one; connections that never
+sent a key that is known here go first. If none waits, a few more connections are accepted, on which
+only probes are answered.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Connection:
     """Closes it at once, whatever it does."""
     over: bool = False
     """Closed, or about to be."""
+    is_known: bool = False
+    """A request on it had a key that is known here. Set by ``ConnectionTable.knows``."""
     probes_only: bool = False
     """Accepted beyond the limits: only ``/live`` and its like are answered."""
 
@@ -76,12 +79,12 @@ class ConnectionTable:
         most: int,
         most_per_address: int = 0,
         for_probes: int = _FOR_PROBES,
-        on_drop: Callable[[str], None] = lambda _: None,
+        on_drop: Callable[[str, str], None] = lambda _reason, _address: None,
     ) -> None:
         """``most_per_address`` 0 means no limit. ``for_probes`` come on top of ``most``.
 
-        ``on_drop`` is given the reason of each connection that is closed to make room, or not
-        accepted, or closed for what its client does.
+        ``on_drop`` is given the reason and the address of each connection that is closed to make
+        room, or not accepted, or closed for what its client does.
         """
         self.on_drop = on_drop
         self._most = most
@@ -90,6 +93,7 @@ class ConnectionTable:
         self._by_address: Counter[str] = Counter()
         # Ordered by when they began to wait for their clients.
         self._waiting: dict[Connection, None] = {}
+        self._waiting_known: dict[Connection, None] = {}
         self._waiting_probes: dict[Connection, None] = {}
         self.open = 0
         """Connections that hold one of the ``most`` places."""
@@ -103,9 +107,7 @@ class ConnectionTable:
         May close another one.
         """
         full_for_address = 0 < self._most_per_address <= self._by_address[address]
-        if not full_for_address and (
-            self.open < self._most or self._drop_oldest(self._waiting, "full")
-        ):
+        if not full_for_address and (self.open < self._most or self._make_room("full")):
             connection = Connection(address)
             self.open += 1
             self._by_address[address] += 1
@@ -116,19 +118,28 @@ class ConnectionTable:
             self.probes += 1
         else:
             self.dropped += 1
-            self.on_drop("full_for_address" if full_for_address else "not_accepted")
+            self.on_drop("full_for_address" if full_for_address else "not_accepted", address)
             return None
         self.waits(connection)
         return connection
 
     def waits(self, connection: Connection) -> None:
         """``connection`` waits for its client from now on."""
-        waiting = self._waiting_probes if connection.probes_only else self._waiting
-        waiting[connection] = None
+        if connection.probes_only:
+            self._waiting_probes[connection] = None
+        elif connection.is_known:
+            self._waiting_known[connection] = None
+        else:
+            self._waiting[connection] = None
+
+    def knows(self, connection: Connection) -> None:
+        """A request of ``connection`` is being answered, and had a key that is known here."""
+        connection.is_known = True
 
     def works(self, connection: Connection) -> None:
         """``connection`` has sent what it had to; it is not closed for another one."""
         self._waiting.pop(connection, None)
+        self._waiting_known.pop(connection, None)
         self._waiting_probes.pop(connection, None)
 
     def closed(self, connection: Connection) -> None:
@@ -147,14 +158,19 @@ class ConnectionTable:
 
     def drop_oldest(self) -> bool:
         """Close the connection that has waited longest for its client; False if none waits."""
-        return self._drop_oldest(self._waiting, "no_descriptors")
+        return self._make_room("no_descriptors")
+
+    def _make_room(self, reason: str) -> bool:
+        return self._drop_oldest(self._waiting, reason) or self._drop_oldest(
+            self._waiting_known, reason
+        )
 
     def _drop_oldest(self, waiting: dict[Connection, None], reason: str) -> bool:
         oldest = next(iter(waiting), None)
         if oldest is None:
             return False
         self.dropped += 1
-        self.on_drop(reason)
+        self.on_drop(reason, oldest.address)
         self.closed(oldest)
         oldest.close()
         return True

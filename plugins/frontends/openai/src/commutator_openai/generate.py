@@ -132,10 +132,12 @@ async def _serve(
                 try:
                     if body.stream:
                         note = partial(_note_routing, request, exchange, generation)
+                        exchange.generating = True
                         await _stream(generation, shape, stream, note, services.work)
                         return stream.response
                     parts = await _collect(generation, shape, services.work)
                 finally:
+                    exchange.generating = False
                     if not stream.started:
                         _note_routing(request, exchange, generation)
                     _account(services, exchange, generation)

@@ -38,12 +38,15 @@ from commutator_openai.protocol.chunks import event
 from commutator_openai.protocol.errors import HttpError, error_response, log_failure, to_http_error
 from commutator_openai.protocol.rate_limits import rate_limits
 from commutator_openai.protocol.requests import TIMEOUT_HEADER
+from commutator_openai.strangers import Strangers
 from commutator_openai.ui import PAGE_PATHS
 
 __all__ = [
     "EXCHANGE",
     "FORWARD_HEADERS",
     "SERVICES",
+    "STRANGERS",
+    "ClientConnection",
     "Exchange",
     "add_headers",
     "administrator",
@@ -53,6 +56,7 @@ __all__ = [
     "end_failed",
     "exchange",
     "explain_routing",
+    "is_generating",
     "live_reader",
     "name_workers",
     "own_user",
@@ -64,8 +68,29 @@ log = logging.getLogger(__name__)
 
 SERVICES: web.AppKey[FrontendServices] = web.AppKey("services", FrontendServices)
 
+STRANGERS: web.AppKey[Strangers] = web.AppKey("strangers", Strangers)
+
 FORWARD_HEADERS: web.AppKey[tuple[str, ...]] = web.AppKey("forward_headers", tuple)
 """The headers that routing policies and observers see, in lower case."""
+
+
+class ClientConnection:
+    """A connection that is told when it waits for its client; see ``commutator_openai.server``."""
+
+    __slots__ = ()
+
+    def knows_client(self) -> None:
+        """A request on it had a key that is known here."""
+
+    def waits_for_client(self) -> None:
+        """A part of the request is still to come, or the answer is not read.
+
+        The connection may be closed for another one.
+        """
+
+    def works_for_client(self) -> None:
+        """The request is complete, and what there is of an answer is read."""
+
 
 _CLIENT_GONE = 499
 _REFUSED = frozenset({403, 429})
@@ -148,6 +173,8 @@ async def _authenticated(
 def _begin(request: web.Request, known: Exchange, principal: Principal) -> None:
     path, services = known.path, known.services
     known.principal = principal
+    if principal is not ANONYMOUS and isinstance(request.protocol, ClientConnection):
+        request.protocol.knows_client()
     WORKING_FOR.set(principal.name)
     if path in OPERATIONS_PATHS and request.match_info.http_exception is None:
         require(principal, "metrics")
@@ -320,6 +347,10 @@ def _record(request: web.Request, known: Exchange, code: int) -> None:
             )
         )
     level = logging.DEBUG if is_quiet else logging.INFO
+    if code == web.HTTPUnauthorized.status_code and not request.app[STRANGERS].add(
+        "requests without a valid key", request.remote or ""
+    ):
+        level = logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s", known.log_line(code, duration_s))
 
@@ -360,6 +391,8 @@ class Exchange:
     """Its last bytes are the network's: a client that leaves from then on may have read it all."""
     served: bool = False
     """Whether it came to a worker; else it is not charged."""
+    generating: bool = False
+    """A worker may still be generating the answer."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -405,6 +438,12 @@ class Exchange:
 
 
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
+
+
+def is_generating(request: web.BaseRequest | None) -> bool:
+    """Whether the answer of ``request`` is a stream that has not ended."""
+    known = None if request is None else request.get(EXCHANGE)
+    return known is not None and known.generating
 
 
 def request_id_of(request: web.BaseRequest) -> str:

@@ -196,12 +196,14 @@ async def _relay(
     )
     refused = answer.status >= web.HTTPBadRequest.status_code
     usage = AnswerUsage(0 if refused else prompt_tokens, answer.content_type)
+    exchange.generating = True
     try:
         await response.prepare(request)
         async for part in _without_internals(request, forward.chunks(), answer.content_type):
             await off_loop(request, len(part), partial(usage.take, part))
             await write_in_parts(response, part)
     finally:
+        exchange.generating = False
         exchange.used(usage.prompt_tokens, usage.cached_tokens, usage.generated_tokens)
     await exchange.end(response)
     return response

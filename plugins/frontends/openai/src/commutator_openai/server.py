@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import logging
 import socket
 import struct
@@ -19,7 +20,6 @@ from commutator import OpenFrontend
 from commutator.errors import ConfigError
 from commutator.frontend import PROBE_PATHS, FrontendServices, LiveFeed
 from commutator_openai.app import build_app, build_local_app, build_operations_app
-from commutator_openai.body import ClientConnection
 from commutator_openai.config import OpenAiConfig, tls_context
 from commutator_openai.connections import (
     Connection,
@@ -27,7 +27,9 @@ from commutator_openai.connections import (
     Listener,
     most_connections,
 )
+from commutator_openai.middleware import ClientConnection, is_generating
 from commutator_openai.protocol.errors import HttpError, error_response
+from commutator_openai.strangers import Strangers
 
 __all__ = [
     "Runner",
@@ -46,7 +48,14 @@ _MAX_HEADERS = 100
 _MAX_HEADER_LINE = 8190
 _MAX_HEADER_BYTES = 64 << 10
 _ACCEPT_S = 0.1
+_UNSENT_BYTES = 64 << 10
+"""Of an answer; with more, the handler waits until the client has read."""
+_KERNEL_BYTES = 128 << 10
+"""Of one connection's requests, and of its answers, in the kernel, which takes twice as much. It
+would take 6 MiB and 4 MiB of one that is not read. 2 MB/s remain on a line of 100 ms."""
+_SIOCOUTQ = 0x5411
 _SO_ATTACH_FILTER = 26
+_INT = struct.Struct("i")
 _INSTRUCTION = struct.Struct("=HBBI")
 # Classic BPF over the TCP header: drop what has SYN but not ACK in its flags, pass all else.
 _DROP_SYN = (
@@ -73,7 +82,13 @@ async def open_server(
     most = most_connections(config.max_connections)
     if most < config.max_connections:
         log.warning("at most %d connections, as the limit of open files leaves no more", most)
-    dropped = services.metrics.connection_dropped
+    strangers = Strangers()
+
+    def dropped(reason: str, address: str) -> None:
+        services.metrics.connection_dropped(reason)
+        if strangers.add(f"connections closed ({reason})", address):
+            log.info("a connection of %s was closed: %s", address or "an operator", reason)
+
     table = ConnectionTable(most, config.max_connections_per_address, on_drop=dropped)
     deadlines = Deadlines.of(config)
     feed = LiveFeed(services, local_socket)
@@ -139,10 +154,16 @@ class Deadlines:
     """For the line and the headers of a request."""
     keep_alive_s: float
     """From an answer to the next request."""
+    write_s: float
+    """In which a client that has something to read has to read some of it."""
 
     @classmethod
     def of(cls, config: OpenAiConfig) -> Deadlines:
-        return cls(header_s=config.header_timeout_s, keep_alive_s=config.keep_alive_timeout_s)
+        return cls(
+            header_s=config.header_timeout_s,
+            keep_alive_s=config.keep_alive_timeout_s,
+            write_s=config.write_timeout_s,
+        )
 
 
 class Runner(web.AppRunner):
@@ -159,6 +180,7 @@ class Runner(web.AppRunner):
             max_line_size=_MAX_HEADER_LINE,
             max_headers=_MAX_HEADERS,
             lingering_time=_LINGERING_S,
+            auto_decompress=False,  # ``commutator_openai.body`` does, what it wants
         )
         self._table = table
         self._deadlines = deadlines
@@ -199,7 +221,8 @@ class _Protocol(ClientConnection, web.RequestHandler):
     """One connection: its deadlines, and its place in the table."""
 
     __slots__ = (
-        "_body", "_connection", "_deadlines", "_header_bytes", "_header_timer", "_table"
+        "_accepted", "_body", "_connection", "_deadlines", "_header_bytes", "_header_timer",
+        "_table", "_write_timer",
     )  # fmt: skip
 
     def __init__(self, server: _Server, connection: Connection | None, **options: Any) -> None:
@@ -212,15 +235,23 @@ class _Protocol(ClientConnection, web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         """Of a request whose headers are not complete."""
+        self._accepted: asyncio.Transport | None = None
+        """Also once it is being closed, when ``transport`` may be None."""
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        # uvloop's transports do not subclass asyncio's, so isinstance cannot be used.
+        self._accepted = cast("asyncio.Transport", transport)
+        self._accepted.set_write_buffer_limits(high=_UNSENT_BYTES)
         if self._connection is not None:
-            self._connection.close = cast("asyncio.Transport", transport).abort
+            self._connection.close = self._accepted.abort
         self._expect_headers()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._headers_came()
+        self._was_read()
+        self._accepted = None
         if self._connection is not None:
             self._table.closed(self._connection)
         super().connection_lost(exc)
@@ -257,6 +288,73 @@ class _Protocol(ClientConnection, web.RequestHandler):
         finally:
             self.waits_for_client()
 
+    async def start(self) -> None:
+        try:
+            await super().start()
+        finally:
+            # Closing waits until everything is sent.
+            if self._write_timer is None and self._unsent_bytes():
+                self._expect_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.waits_for_client()
+        if self._write_timer is None:
+            self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._was_read()
+        if self._current_request is not None:
+            self.works_for_client()
+
+    def _expect_reading(self) -> None:
+        self._write_timer = self._loop.call_later(
+            self._deadlines.write_s, self._read_some, self._unsent_bytes()
+        )
+
+    def _was_read(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _read_some(self, unsent_bytes: int) -> None:
+        """Whether the client has read since there were ``unsent_bytes``; else it is dropped.
+
+        An answer that is still being generated has the deadline of its request.
+        """
+        self._write_timer = None
+        now_unsent = self._unsent_bytes()
+        if not now_unsent:
+            return
+        if now_unsent < unsent_bytes or is_generating(self._current_request):
+            self._expect_reading()
+            return
+        self._table.on_drop("unread_answer", self._address)
+        if self._accepted is not None:
+            self._accepted.abort()
+
+    def _unsent_bytes(self) -> int:
+        """What the client's machine has not taken yet, here and in the kernel."""
+        transport = self._accepted
+        if transport is None:
+            return 0
+        count = transport.get_write_buffer_size()
+        sent_by = transport.get_extra_info("socket")
+        if sent_by is not None and sys.platform == "linux":
+            with suppress(OSError, ValueError):  # it may have been closed
+                (in_kernel,) = _INT.unpack(fcntl.ioctl(sent_by.fileno(), _SIOCOUTQ, bytes(4)))
+                count += in_kernel
+        return count
+
+    @property
+    def _address(self) -> str:
+        return "" if self._connection is None else self._connection.address
+
+    def knows_client(self) -> None:
+        if self._connection is not None:
+            self._table.knows(self._connection)
+
     def waits_for_client(self) -> None:
         if self._connection is not None and not self._connection.over:
             self._table.waits(self._connection)
@@ -281,7 +379,7 @@ class _Protocol(ClientConnection, web.RequestHandler):
     def _refuse(self, answer: bytes, reason: str) -> None:
         """Answer a client that has sent no complete request, and close."""
         self._headers_came()
-        self._table.on_drop(reason)
+        self._table.on_drop(reason, self._address)
         if self.transport is not None:
             self.transport.write(answer)
         # Closing with something unread would reset the connection, and the client never see why.
@@ -353,6 +451,8 @@ def _listen(host: str, port: int, section: str) -> list[socket.socket]:
                 (address[0], port), family=family, backlog=_BACKLOG, reuse_port=True
             )
             sockets.append(made)
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):  # accepted ones have the same
+                made.setsockopt(socket.SOL_SOCKET, option, _KERNEL_BYTES)
             port = made.getsockname()[1]
     except OSError as error:
         for made in sockets:
