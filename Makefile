@@ -29,7 +29,7 @@ PROJECTS := $(wildcard $(PACKAGES:%=%/pyproject.toml))
 # For plugin authors and for planning: nothing that serves needs them.
 TOOLS := $(filter plugins/tools/%,$(PROJECTS))
 # These move KV by NIXL, some 250 MB to download, which the quickstart does not need.
-TIERS := $(shell grep -ls 'commutator.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
+TIERS := $(shell grep -ls 'engine-kit.nixl' $(filter-out $(TOOLS),$(PROJECTS)))
 # For deployments on several hosts: a laptop needs neither gRPC, NATS nor Ray.
 SHARED := $(filter plugins/registries/% plugins/buses/% plugins/launchers/%,$(PROJECTS))
 SERVED := $(filter-out $(TIERS) $(TOOLS) $(SHARED),$(PROJECTS))

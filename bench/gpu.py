@@ -37,16 +37,16 @@ from commutator.contract.request import GenerateRequest
 from commutator.contract.tier import Direction, Memory
 from commutator.engine.client import TokenApiClient
 from commutator.errors import CommutatorError, TransferError
-from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND
-from commutator.kv.tiers.setup import TierSetup, read_tiers
-from commutator.kv.tiers.staged_io import PAGE_BYTES, Staging
-from commutator.kv.transfer.protocol import PullHandover
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.library import load_nixl
-from commutator.nixl.moves import BlockMove, move_blocks
 from commutator.tokenizer.load import load_text_model, locate_model
+from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena, bytes_at
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.mover import GPU_COPIES, LOCAL_BACKEND
+from commutator_engine_kit.kv.tiers.setup import TierSetup, read_tiers
+from commutator_engine_kit.kv.tiers.staged_io import PAGE_BYTES, Staging
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.library import load_nixl
+from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import load_model

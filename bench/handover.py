@@ -24,15 +24,15 @@ from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.tier import Direction
 from commutator.contract.worker import PullStatistics, WorkerRecord
 from commutator.engine.client import TokenApiClient
-from commutator.engine.process import EngineStart
-from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineUnavailableError
-from commutator.kv.transfer.protocol import ExportedMemory, PullHandover
-from commutator.kv.transfer.reader import ReadPlan, plan_reads
-from commutator.kv.transfer.sources import Sources
-from commutator.nixl.library import make_agent
-from commutator.nixl.moves import BlockMove, plan_batches
 from commutator.tokenizer.load import load_text_model
+from commutator_engine_kit.kv.transfer.protocol import ExportedMemory, PullHandover
+from commutator_engine_kit.kv.transfer.reader import ReadPlan, plan_reads
+from commutator_engine_kit.kv.transfer.sources import Sources
+from commutator_engine_kit.nixl.library import make_agent
+from commutator_engine_kit.nixl.moves import BlockMove, plan_batches
+from commutator_engine_kit.process import EngineStart
+from commutator_engine_kit.server import TokenApiServer
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.plugin import ReferenceConnector
 from commutator_reference.server import ReferenceServer
@@ -99,7 +99,7 @@ async def bandwidths(pair: Pair, prompt: Sequence[int]) -> tuple[float, float]:
     await first_token(pair.prefill, asked)  # from now on it is cached there
     raw = await RawNixl.connected(pair)
     ours_s, raw_s, size_bytes = list[float](), list[float](), 0
-    with patch("commutator.kv.transfer.reader.plan_reads", plan_and_record):
+    with patch("commutator_engine_kit.kv.transfer.reader.plan_reads", plan_and_record):
         for number in range(ROUNDS + 1):
             await forget(pair.decode)
             recorded.clear()

@@ -17,9 +17,9 @@ from bench.result import Figure
 from commutator.contract.block import BlockDescriptor, BlockKey, RetentionHints
 from commutator.contract.eviction import EvictionPolicy
 from commutator.contract.tier import StoredBlock
-from commutator.kv.block_manager.actions import StoreBlocks
-from commutator.kv.block_manager.block_pool import TierSpec
-from commutator.kv.block_manager.manager import BlockManager
+from commutator_engine_kit.kv.block_manager.actions import StoreBlocks
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.manager import BlockManager
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru

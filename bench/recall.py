@@ -18,11 +18,11 @@ from bench.result import Figure
 from commutator.config.kinds import config_converter
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.tier import TierConfig
-from commutator.kv.connector import KvConnector
-from commutator.kv.tiers.setup import make_tiers
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema.structure import structure
 from commutator.tokenizer.load import load_text_model, locate_model
+from commutator_engine_kit.kv.connector import KvConnector
+from commutator_engine_kit.kv.tiers.setup import make_tiers
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import LlamaModel, load_model
 from commutator_reference.weights import cache_identity

@@ -13,8 +13,8 @@ from typing import Any
 
 from commutator.contract.tier import Direction, Memory, Region, Slot, Span, StorageTier
 from commutator.errors import CommutatorError, TransferError
-from commutator.kv.arena import BlockArena, bytes_at
-from commutator.nixl.library import make_agent, nixl_errors
+from commutator_engine_kit.kv.arena import BlockArena, bytes_at
+from commutator_engine_kit.nixl.library import make_agent, nixl_errors
 
 __all__ = [
     "BareNixl",

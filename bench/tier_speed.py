@@ -35,11 +35,11 @@ from bench.tier_medium import RawMove, raw_ways, way_name
 from commutator.config.load import load_config
 from commutator.contract.tier import Direction, Memory, TierConfig
 from commutator.errors import CommutatorError, ConfigError, TierError
-from commutator.kv.arena import BlockArena
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.jobs import part_blocks
-from commutator.kv.tiers.setup import TierSetup, make_tiers
-from commutator.kv.tiers.staged_io import PAGE_BYTES
+from commutator_engine_kit.kv.arena import BlockArena
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.jobs import part_blocks
+from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
+from commutator_engine_kit.kv.tiers.staged_io import PAGE_BYTES
 
 __all__ = [
     "Line",

@@ -18,10 +18,10 @@ from attrs import frozen
 
 from bench.result import Figure
 from commutator.contract.tier import Direction, Memory, Region, Span
-from commutator.kv.arena import BlockArena, bytes_at, checksum
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.library import make_agent
-from commutator.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.library import make_agent
+from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64

@@ -25,9 +25,9 @@ from attrs import frozen
 
 from bench.needs import needs
 from bench.result import Figure
-from commutator.engine.launching import api_key_at
 from commutator.launcher.ports import free_ports
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator_engine_kit.launching import api_key_at
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUTERS = {

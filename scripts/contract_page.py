@@ -16,13 +16,11 @@ SOURCE = ROOT / "core" / "src" / "commutator"
 HEAD = """# Contract
 
 The classes and values that plugins implement and exchange with core, generated from their docstrings
-(`make docs`). Plugins import the names from `commutator`; where another module exports a name, its section says
-so. See [the hooks](hooks.md) for when core calls a plugin, and the
+(`make docs`). Plugins import the names from `commutator`; what only plugins of one seam need, from that seam's module,
+as its section says. See [the hooks](hooks.md) for when core calls a plugin, and the
 [configuration](configuration.md) for the options of each kind.
 """
 MODULES = [*sorted((SOURCE / "contract").glob("*.py")), SOURCE / "hookspecs.py"]
-FACES = ("auth", "fairness", "planner", "registry", "launcher", "kv", "kv_events", "nixl", "schema")
-"""The modules that export names of the contract which ``commutator`` itself does not."""
 VALUES = ast.Assign | ast.AnnAssign
 
 
@@ -40,9 +38,7 @@ def page() -> str:
         parts.append(f"## `{title}`\n\n{prose(ast.get_docstring(tree))}\n")
         shown = [(name, *find(tree, name)) for name in names]
         parts += [
-            f"### `{name}`\n\n{where(name)}{section(node, doc)}"
-            for name, node, doc in shown
-            if is_public(name) or isinstance(node, ast.ClassDef)
+            f"### `{name}`\n\n{where(name, title)}{section(node, doc)}" for name, node, doc in shown
         ]
     return "\n".join(parts)
 
@@ -170,20 +166,9 @@ def prose(doc: str | None) -> str:
     return joined.join(blocks)
 
 
-def faces(name: str) -> list[str]:
-    """The modules that export ``name``, beside ``commutator`` itself."""
-    return [face for face in FACES if f'"{name}"' in (SOURCE / face / "__init__.py").read_text()]
-
-
-def is_public(name: str) -> bool:
-    """Whether plugins can import ``name``; classes that they only receive need not be public."""
-    return name in commutator.__all__ or bool(faces(name))
-
-
-def where(name: str) -> str:
+def where(name: str, module: str) -> str:
     """Where plugins import ``name`` from, unless it is ``commutator``."""
-    others = [] if name in commutator.__all__ else faces(name)
-    return f"From `commutator.{others[0]}`. " if others else ""
+    return "" if name in commutator.__all__ else f"From `commutator.{module}`. "
 
 
 def write() -> None:

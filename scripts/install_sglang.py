@@ -22,7 +22,7 @@ NIXL = "1.5.1"
 # These convert GGUF models.
 BESIDE = ("accelerate", "gguf>=0.17")
 # Storage tiers run in SGLang's own processes. Editable, so that they are those of this checkout.
-OURS = ("core", "plugins/storage/*", "plugins/engines/sglang")
+OURS = ("core", "plugins/engines/kit", "plugins/storage/*", "plugins/engines/sglang")
 CHECK = (
     "import sglang.version, nixl, gguf, accelerate; from sglang.srt.entrypoints import http_server;"
     "import commutator_sglang.hicache; from commutator.plugins import load_plugins; "

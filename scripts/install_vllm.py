@@ -24,7 +24,7 @@ UNUSED = {"torch", "torchaudio", "torchvision", "torchcodec"}
 # The first two convert GGUF models; NIXL moves KV between two servers; pandas is for its benchmark.
 BESIDE = ("accelerate", "gguf>=0.17", "nixl[cu12]>=1.5", "pandas")
 # Storage tiers run in vLLM's own processes. Editable, so that they are those of this checkout.
-OURS = ("core", "plugins/storage/*", "plugins/engines/vllm")
+OURS = ("core", "plugins/engines/kit", "plugins/storage/*", "plugins/engines/vllm")
 CHECK = (
     "import vllm, gguf, nixl, pandas; from vllm.entrypoints.openai import api_server; "
     "import commutator_vllm.kv_connector; from commutator.plugins import load_plugins; "

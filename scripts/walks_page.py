@@ -126,7 +126,7 @@ WALKS = {
         "In the engine's process: blocks leave the engine's memory for `dram`, from there for "
         "`nvme`, and are onboarded when their prompt is asked again.",
         TIERS,
-        r"core/src/commutator/(kv/(?!transfer)|nixl/)|plugins/(storage|engines)/",
+        r"plugins/(storage|engines)/(?!kit/src/commutator_engine_kit/kv/transfer)",
         (30, 31, 32, 33, 30),
         r"commutator_reference",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.hosted_agents import HostedAgents
 
-from commutator.launcher import AgentLauncher
+from commutator.contract.launcher import AgentLauncher
 from commutator_testing.launchers import AgentLauncherContract
 
 pytestmark = pytest.mark.slow

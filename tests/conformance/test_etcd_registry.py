@@ -11,9 +11,8 @@ import pytest
 from aetcd import rpc
 from tests.support.etcd import EtcdServer, fresh_cluster
 
-from commutator.contract.registry import WorkerDown, WorkerUp
+from commutator.contract.registry import Registry, WorkerDown, WorkerUp
 from commutator.errors import NameTakenError, RegistryError
-from commutator.registry import Registry
 from commutator.trust import RunSecret, adopt
 from commutator_etcd.config import EtcdConfig, EtcdTls
 from commutator_etcd.registry import EtcdRegistry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commutator.fairness import FairnessPolicy
+from commutator.contract.fairness import FairnessPolicy
 from commutator.fairness.guarded import Guarded
 from commutator.fairness.policies import Fifo, Weighted
 from commutator_testing.fairness import FairnessContract

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from commutator.planner import Forecaster, Limit, PlanConstraint, PlannerPolicy, Role, Situation
+from commutator.contract.planner import Forecaster, Limit, PlanConstraint, PlannerPolicy, Situation
+from commutator.contract.worker import Role
 from commutator.planner.pipeline import no_growth
 from commutator_slo import Growth, GrowthConfig, Ratio, RatioConfig, Slo, SloConfig
 from commutator_testing.planners import (

@@ -14,10 +14,10 @@ from tests.support.oracle import SOURCE, greedy
 from commutator.contract.disagg import HandoverStyle
 from commutator.contract.engine import EngineClient, ModelConfig
 from commutator.engine.client import TokenApiClient
-from commutator.engine.process import EngineStart
-from commutator.engine.server import TokenApiServer
-from commutator.kv.transfer.protocol import PullHandover
 from commutator.tokenizer.load import load_text_model
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.process import EngineStart
+from commutator_engine_kit.server import TokenApiServer
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.model import load_model
 from commutator_reference.server import ReferenceServer

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from commutator.contract.disagg import HandoverStyle
 from commutator.contract.engine import EngineClient
 from commutator.engine.client import TokenApiClient
-from commutator.engine.server import TokenApiServer
-from commutator.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.server import TokenApiServer
 from commutator_sim.config import SimConfig, SimTier
 from commutator_sim.engine import SimEngine
 from commutator_testing.engines import EngineContract

@@ -11,7 +11,7 @@ from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
 from commutator.contract.settings import Secret
 from commutator.contract.tier import StorageTier
-from commutator.kv.tiers.codecs import HEADER_BYTES
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
 from commutator_s3.config import S3TierConfig
 from commutator_s3.tier import S3Tier
 from commutator_testing.tiers import TierContract

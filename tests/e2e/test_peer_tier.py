@@ -17,10 +17,10 @@ from tests.support.tier_mover import block_of, random_keys
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import Direction, Memory
-from commutator.kv.arena import BlockArena, bytes_at, checksum
-from commutator.kv.tiers.block_io import IoContext
-from commutator.kv.tiers.mover import TierMover
-from commutator.nixl.agent import TransferAgent
+from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
+from commutator_engine_kit.kv.tiers.block_io import IoContext
+from commutator_engine_kit.kv.tiers.mover import TierMover
+from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_peer.config import PeerTierConfig
 from commutator_peer.tier import PeerTier
 

@@ -9,9 +9,9 @@ from tests.support.kv_tiers import DRAM
 from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import SeaweedServer
 
-from commutator.kv.tiers import executor
-from commutator.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers import executor
+from commutator_engine_kit.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

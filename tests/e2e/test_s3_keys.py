@@ -12,9 +12,9 @@ from tests.support.kv_tiers import DRAM
 from tests.support.s3_tiers import MakeTier, tier_maker
 from tests.support.seaweed import SeaweedServer
 
-from commutator.kv.arena import checksum
-from commutator.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, FrameHeader, Gmac
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.arena import checksum
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, AesGcm, Codec, FrameHeader, Gmac
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -9,7 +9,7 @@ from tests.support.tier_mover import TierMover, block_of, geometry_of, random_ke
 
 from commutator.contract.settings import Secret
 from commutator.contract.tier import UNBOUNDED, Direction
-from commutator.kv.tiers.codecs import HEADER_BYTES
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -19,14 +19,15 @@ from typing import Any
 import psutil
 import pytest
 
+from commutator.contract.registry import WorkerUp
+from commutator.contract.worker import WorkerRecord
 from commutator.engine.client import TokenApiClient
 from commutator.frames import FrameProtocol
-from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
-from commutator.kv.transfer.sources import Sources
-from commutator.registry import WorkerRecord, WorkerUp
 from commutator.registry.client import RegistryClient
 from commutator.supervisor.local_cluster import LocalCluster
 from commutator.trust import SECRET_FILE
+from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
+from commutator_engine_kit.kv.transfer.sources import Sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.security]
 

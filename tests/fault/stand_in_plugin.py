@@ -14,7 +14,8 @@ SOURCE = """
 import os, pathlib, signal, subprocess, sys, threading, time
 from attrs import frozen
 from commutator import EngineClient, EngineConfig, EngineConnector, LaunchPlan, hookimpl, setting
-from commutator.engine import TokenApiClient, TokenEngine, engine_command, run_engine_process
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import TokenEngine, engine_command, run_engine_process
 from commutator.contract.request import FinishReason, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad
 

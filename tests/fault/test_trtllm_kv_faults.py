@@ -14,8 +14,8 @@ from attrs import evolve
 from tests.support.trtllm.kv_executor import KvExecutor
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS
 
-from commutator.kv.tiers.block_io import BlockIo
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers.block_io import BlockIo
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_testing.faults import FaultyIo, IoFaults
 from commutator_trtllm.kv_staging import Ranks, Stage, Staged, StageServer
 

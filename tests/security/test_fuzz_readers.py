@@ -34,14 +34,14 @@ from tests.support.fuzz_readers import BLOCK, OWN, PROMPT, worker
 from commutator.contract.block import BlockStored, EventBatch
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import EventSource
-from commutator.kv.transfer.protocol import (
+from commutator.kv_events.codec import encode_batch
+from commutator_engine_kit.kv.transfer.protocol import (
     ExportedMemory,
     ExportState,
     ExportUpdate,
     ReadyBlock,
     handover_keys,
 )
-from commutator.kv_events.codec import encode_batch
 
 pytestmark = pytest.mark.security
 

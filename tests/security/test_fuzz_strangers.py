@@ -26,10 +26,10 @@ from zmq.utils import z85
 
 from commutator.engine.protocol import PROTOCOL
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator.kv_events.curve import reader_keys
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.trust.handshake import MAC_BYTES, MAGIC, NONCE_BYTES, ClientHandshake
+from commutator_engine_kit.kv.transfer.protocol import SERVICE as EXPORTER
 
 pytestmark = pytest.mark.security
 

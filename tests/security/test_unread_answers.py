@@ -28,9 +28,7 @@ ASKED = {
 
 
 @asynccontextmanager
-async def keyed_door(
-    monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> AsyncIterator[FrontDoor]:
+async def keyed_door(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[FrontDoor]:
     monkeypatch.setenv("COMMUTATOR_TEST_KEY", KEY)
     keys = (Secret(env="COMMUTATOR_TEST_KEY"),)
     async with front_door(

@@ -21,10 +21,10 @@ from tests.support.tier_mover import block_of, random_keys
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import ExportOptions, SlotGeometry, StorageTier, StoredBlock
-from commutator.kv.arena import bytes_at, checksum
-from commutator.kv.lending import TierExporter
-from commutator.nixl.agent import TransferAgent
 from commutator_dram.tier import DramConfig, DramTier
+from commutator_engine_kit.kv.arena import bytes_at, checksum
+from commutator_engine_kit.kv.lending import TierExporter
+from commutator_engine_kit.nixl.agent import TransferAgent
 
 __all__ = ["Exporter", "exporter", "plain_geometry"]
 

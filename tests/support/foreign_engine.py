@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from commutator.contract.block import BlockKey, CacheIdentity, KvEvent
 from commutator.contract.tier import Memory
-from commutator.kv.arena import BlockPart, ScatteredArena
-from commutator.kv.connector import KvConnector, OnboardTicket
+from commutator_engine_kit.kv.arena import BlockPart, ScatteredArena
+from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
 
 __all__ = ["IDENTITY", "LAYERS", "PART_BYTES", "TIMEOUT_S", "ForeignEngine", "dram", "prompt"]
 

@@ -22,9 +22,6 @@ from commutator.contract.routing import RouterConfig
 from commutator.contract.tier import SlotGeometry
 from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, WorkerRecord
 from commutator.errors import RegistryError
-from commutator.kv.transfer.protocol import DecodeTransferParams, ExportedMemory
-from commutator.kv.transfer.puller import Puller, PullTimes
-from commutator.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator.kv_events.subscriber import SourceTimes
 from commutator.launcher.child import calm_garbage_collector
 from commutator.registry import client as client_module
@@ -34,6 +31,9 @@ from commutator.routing import replica_sync as sync_module
 from commutator.routing.load import InFlightLoad
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.replica_sync import ReplicaSync
+from commutator_engine_kit.kv.transfer.protocol import DecodeTransferParams, ExportedMemory
+from commutator_engine_kit.kv.transfer.puller import Puller, PullTimes
+from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator_peer.config import PeerTierConfig
 from commutator_peer.tier import PeerTier
 

@@ -32,10 +32,7 @@ from commutator.contract.planner import PlannerConfig, PlannerTargets
 from commutator.contract.principal import Principal
 from commutator.contract.tier import RemoteAgent
 from commutator.contract.worker import Role
-from commutator.engine.server import TokenApiServer
 from commutator.frontend.demand import DemandCounter, PlannerLink
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator.kv_events import EventPublisher
 from commutator.launcher.child import calm_garbage_collector
 from commutator.launcher.ports import reserved_port
@@ -49,6 +46,9 @@ from commutator.routing.load import InFlightLoad
 from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
 from commutator.tenants.service import SERVICE as LIMITS
 from commutator.tenants.service import LedgerService
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
+from commutator_engine_kit.server import TokenApiServer
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 

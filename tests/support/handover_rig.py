@@ -26,9 +26,9 @@ from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics, WorkerRecord
 from commutator.engine.client import TokenApiClient
-from commutator.engine.server import Emit, TokenApiServer, TokenEngine
-from commutator.kv.transfer.protocol import PullHandover
-from commutator.kv.transfer.puller import PullTimes
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.kv.transfer.puller import PullTimes
+from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.handover import Handover
 

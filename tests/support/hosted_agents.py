@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define
 
-from commutator.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
+from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator.launcher.hosted import HostedAgent
 
 __all__ = ["HostedAgents"]

@@ -21,13 +21,13 @@ from commutator.config.kinds import config_converter
 from commutator.contract.block import BlockDescriptor, CacheIdentity, KvEvent, RetentionHints
 from commutator.contract.tier import Memory, TierConfig
 from commutator.contract.worker import TierState
-from commutator.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
-from commutator.kv.block_manager.break_even import PrefillSpeed
-from commutator.kv.connector import KvConnector, OnboardTicket
-from commutator.kv.tiers.codecs import HEADER_BYTES
-from commutator.kv.tiers.setup import TierSetup, make_tiers
 from commutator.plugins import PluginHost, load_plugins
 from commutator.schema.structure import structure
+from commutator_engine_kit.kv.arena import Arena, BlockArena, BlockPart, ScatteredArena
+from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.connector import KvConnector, OnboardTicket
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES
+from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
 
 __all__ = [
     "BLOCK_BYTES",

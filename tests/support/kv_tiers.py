@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve
 from tests.support.kv_rig import BLOCK_BYTES
 
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 __all__ = ["DRAM", "ON_EVICT", "faults_of", "faulty", "hanging", "nvme"]

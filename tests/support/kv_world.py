@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import StoredBlock
-from commutator.kv.block_manager.actions import (
+from commutator_engine_kit.kv.block_manager.actions import (
     DEVICE,
     Action,
     Announce,
@@ -15,9 +15,9 @@ from commutator.kv.block_manager.actions import (
     ReleaseSource,
     StoreBlocks,
 )
-from commutator.kv.block_manager.block_pool import TierSpec
-from commutator.kv.block_manager.manager import BlockManager
-from commutator.kv.block_manager.onboard import OnboardPlan
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.manager import BlockManager
+from commutator_engine_kit.kv.block_manager.onboard import OnboardPlan
 
 __all__ = ["KvWorld", "stored"]
 

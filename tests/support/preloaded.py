@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.kv_rig import host
 
-from commutator.nixl.library import load_nixl
+from commutator_engine_kit.nixl.library import load_nixl
 
 host()
 load_nixl()

@@ -25,8 +25,9 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine import TokenApiClient, engine_command, run_engine_process
-from commutator.engine.launching import NodeGroup
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import engine_command, run_engine_process
+from commutator_engine_kit.launching import NodeGroup
 from commutator_sim.__main__ import build
 from commutator_sim.config import SimConfig
 

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from commutator.launcher import AgentLauncher
+from commutator.contract.launcher import AgentLauncher
 from commutator_ray.config import RayConfig, Resources
 from commutator_ray.launcher import RayLauncher
 from commutator_testing.launchers import AgentLauncherContract

@@ -17,9 +17,9 @@ from attrs import evolve
 
 from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.contract.tier import TierConfig
-from commutator.engine.launching import api_key_at
 from commutator.launcher.ports import free_ports
 from commutator.trust import adopt
+from commutator_engine_kit.launching import api_key_at
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.plugin import SglangConnector
 

@@ -16,9 +16,9 @@ from typing import Protocol
 from attrs import define, evolve
 
 from commutator import EngineInfo, WorkerRecord
+from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
+from commutator.contract.registry import RETIRED, Registry
 from commutator.errors import LauncherError, RegistryError
-from commutator.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
-from commutator.registry import RETIRED, Registry
 from commutator.supervisor.agent_process import CutOff
 
 __all__ = ["CUT_OFF_S", "DEAD_S", "Actor", "Node", "RayClient", "SimulatedRay"]

@@ -20,7 +20,9 @@ import zmq
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import EngineInfo, Role, WorkerRecord
 from commutator.engine.client import TokenApiClient
-from commutator.kv.transfer.protocol import (
+from commutator.kv_events.zmq_bus import replay_messages
+from commutator.registry.client import RegistryClient
+from commutator_engine_kit.kv.transfer.protocol import (
     ExportedMemory,
     ExportState,
     ExportUpdate,
@@ -28,9 +30,7 @@ from commutator.kv.transfer.protocol import (
     LookupRequest,
     WatchRequest,
 )
-from commutator.kv.transfer.sources import Sources
-from commutator.kv_events.zmq_bus import replay_messages
-from commutator.registry.client import RegistryClient
+from commutator_engine_kit.kv.transfer.sources import Sources
 
 NOBODY = 65534
 WAIT_S = 20.0

@@ -13,10 +13,10 @@ from typing import Self
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import Direction, Memory, SlotGeometry, Span, StorageTier, StoredBlock
 from commutator.errors import TransferError, TransferTimeoutError
-from commutator.kv.arena import BlockArena, bytes_at, checksum
-from commutator.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
 
 __all__ = ["TierMover", "block_of", "geometry_of", "random_keys"]
 

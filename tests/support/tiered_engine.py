@@ -10,8 +10,8 @@ from attrs import evolve
 
 from commutator.contract.block import CacheIdentity, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
-from commutator.kv.connector import KvConnector
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.connector import KvConnector
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import LlamaModel
 

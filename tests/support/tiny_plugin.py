@@ -23,9 +23,9 @@ from commutator import (
     setting,
 )
 from commutator.engine.client import TokenApiClient
-from commutator.engine.process import EngineStart, engine_command, run_engine_process
-from commutator.engine.server import Emit
-from commutator.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.process import EngineStart, engine_command, run_engine_process
+from commutator_engine_kit.server import Emit
 
 __all__ = ["TinyConfig", "TinyConnector", "engine_register", "install"]
 

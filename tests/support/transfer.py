@@ -17,7 +17,7 @@ from pathlib import Path
 from attrs import frozen
 
 from commutator.contract.tier import Memory, Region, Span
-from commutator.nixl.moves import BlockMove
+from commutator_engine_kit.nixl.moves import BlockMove
 
 PEER_PROGRAM = Path(__file__).with_name("transfer_peer.py")
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.transfer import Buffer
 
-from commutator.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent
 
 if __name__ == "__main__":
     name, size_bytes, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

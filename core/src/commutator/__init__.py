@@ -1,11 +1,9 @@
 """Commutator: a plugin framework for distributed LLM inference.
 
-All names that most plugins need are here: the contract. Those of rarer kinds are in
-``commutator.auth``, ``commutator.fairness``, ``commutator.launcher``, ``commutator.planner`` and
-``commutator.registry``. A plugin may also import ``commutator.errors``, and what the faces of
-``commutator.engine``, ``commutator.kv``, ``commutator.kv_events``, ``commutator.nixl``,
-``commutator.tokenizer``, ``commutator.frontend`` and ``commutator.schema`` export; its tests also
-``commutator_testing``. Each module is imported when one of its names is first used.
+The names that most plugins need are here; those of one seam are in its module of
+``commutator.contract``. What else a plugin may import depends on its family: the table in
+docs/explanation/architecture.md says it. Each module is imported when one of its names is first
+used.
 """
 
 from __future__ import annotations

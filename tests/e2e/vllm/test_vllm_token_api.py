@@ -18,14 +18,14 @@ import zmq.asyncio
 from attrs import evolve, frozen
 from tests.e2e.vllm.cluster import CONNECTION, engine_client, metric, server_urls, wait_for_workers
 
+from commutator.contract.block import BlockStored
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
-from commutator.engine.launching import api_key_at
 from commutator.errors import RequestError
-from commutator.kv_events import BlockStored
 from commutator.kv_events.codec import decode_batch
 from commutator.supervisor.local_cluster import LocalCluster
 from commutator.tokenizer.load import load_text_model
+from commutator_engine_kit.launching import api_key_at
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.client import VllmClient
 

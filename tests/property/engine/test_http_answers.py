@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.fake_transport import FakeTransport
 
 from commutator.errors import EngineUnavailableError
-from commutator.http_connections import HttpConnections
+from commutator_engine_kit.http_connections import HttpConnections
 
 Framing = Literal["chunked", "length", "end"]
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

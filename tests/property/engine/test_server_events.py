@@ -10,9 +10,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.engine.completions import JsonEvents, decoded
-from commutator.engine.http import ServerEvents
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import JsonEvents, decoded
+from commutator_engine_kit.http import ServerEvents
 
 DONE = b"[DONE]"
 payloads = st.lists(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support.kv_world import KvWorld
 
 from commutator.contract.block import BlockDescriptor, RetentionHints, strongest
-from commutator.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_eviction.lru import Lru
 
 KEY = b"k" * 32

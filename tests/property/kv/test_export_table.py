@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from commutator.kv.transfer.leases import LeaseTable
-from commutator.kv.transfer.protocol import ExportState, ReadyBlock
+from commutator_engine_kit.kv.transfer.leases import LeaseTable
+from commutator_engine_kit.kv.transfer.protocol import ExportState, ReadyBlock
 
 LEASE_S = 10.0
 ids = st.sampled_from("abcde")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.kv_rig import setups
 
 from commutator.errors import TierError
-from commutator.kv.arena import checksum
-from commutator.kv.tiers.codecs import (
+from commutator_engine_kit.kv.arena import checksum
+from commutator_engine_kit.kv.tiers.codecs import (
     HEADER_BYTES,
     AesGcm,
     Codec,

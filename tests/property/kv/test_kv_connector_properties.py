@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups, wait_for
 
-from commutator.kv.tiers.block_io import BlockIo
-from commutator.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
-from commutator.kv.tiers.guards import Breaker
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers.block_io import BlockIo
+from commutator_engine_kit.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd
+from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
 
 pytestmark = pytest.mark.slow

@@ -11,15 +11,15 @@ from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import BlockDescriptor, RetentionHints
 from commutator.contract.eviction import EvictionPolicy
-from commutator.kv.block_manager.actions import Announce, FreeBlocks, LoadResult
-from commutator.kv.block_manager.admission import (
+from commutator_engine_kit.kv.block_manager.actions import Announce, FreeBlocks, LoadResult
+from commutator_engine_kit.kv.block_manager.admission import (
     AdmissionRule,
     MinimumHits,
     NotLongerThan,
     PromptOnly,
 )
-from commutator.kv.block_manager.block_pool import TierSpec
-from commutator.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.break_even import LoadCost, PrefillSpeed
 from commutator_eviction.arc import Arc
 from commutator_eviction.leaf_first import LeafFirst
 from commutator_eviction.lru import Lru

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.tier import Span
-from commutator.kv.transfer.leases import LeaseTable
-from commutator.kv.transfer.protocol import ExportState, ReadyBlock
+from commutator_engine_kit.kv.transfer.leases import LeaseTable
+from commutator_engine_kit.kv.transfer.protocol import ExportState, ReadyBlock
 
 LEASE_S = 10.0
 MOST = 6

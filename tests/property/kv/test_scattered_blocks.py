@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 from tests.support.foreign_engine import TIMEOUT_S, ForeignEngine, dram, prompt
 
 from commutator.contract.tier import Memory, Span
-from commutator.kv.arena import BlockPart, ScatteredArena
+from commutator_engine_kit.kv.arena import BlockPart, ScatteredArena
 
 
 @st.composite

@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.nixl.moves import lane_names, lanes_worth, shares
+from commutator_engine_kit.nixl.moves import lane_names, lanes_worth, shares
 
 MIB = 1 << 20
 

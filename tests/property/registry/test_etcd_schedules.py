@@ -28,8 +28,8 @@ from tests.support.simulated_etcd import (
 )
 
 from commutator import WorkerRecord
+from commutator.contract.registry import LAPSED, Change, WorkerUp
 from commutator.errors import RegistryError
-from commutator.registry import LAPSED, Change, WorkerUp
 from commutator_etcd import client
 from commutator_etcd.config import EtcdConfig
 from commutator_etcd.registry import EtcdRegistry

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.kv.arena import Arena, BlockArena, ScatteredArena
+from commutator_engine_kit.kv.arena import Arena, BlockArena, ScatteredArena
 from commutator_sglang.hicache_pages import page_arena
 
 _ITEM = 4

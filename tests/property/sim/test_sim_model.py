@@ -12,7 +12,7 @@ from tests.support.step_by_step import StepByStep, told
 
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.request import KvRetention
-from commutator.kv.block_manager.admission import MinimumHits, PromptOnly
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits, PromptOnly
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import (
     DEVICE,

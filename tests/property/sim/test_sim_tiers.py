@@ -14,9 +14,9 @@ from commutator.config.kinds import config_converter
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.request import KvRetention
 from commutator.errors import ConfigError
-from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator.plugins import installed_plugins
 from commutator.schema.structure import structure
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import Offloaded, Removed
 from commutator_sim.request import SimRequest

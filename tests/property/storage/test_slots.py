@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commutator.contract.tier import StoredBlock
-from commutator.kv.tiers.slot_tier import SlotTable
+from commutator_engine_kit.kv.tiers.slot_tier import SlotTable
 
 CAPACITY = 6
 KEYS = [bytes([number]) * 32 for number in range(10)]

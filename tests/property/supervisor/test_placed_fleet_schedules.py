@@ -24,8 +24,8 @@ from tests.support.simulated_etcd import (
 )
 from tests.support.simulated_ray import CUT_OFF_S, LEASE_S, Node, RayClient, SimulatedRay
 
+from commutator.contract.launcher import AgentPlan, AgentState
 from commutator.errors import ConfigError
-from commutator.launcher import AgentPlan, AgentState
 from commutator.registry.claims import LAUNCHER, Claim
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker
 from commutator_etcd import client

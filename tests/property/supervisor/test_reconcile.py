@@ -6,7 +6,7 @@ from attrs import define, evolve, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commutator.launcher import AgentPlan, AgentState, PlacedAgent
+from commutator.contract.launcher import AgentPlan, AgentState, PlacedAgent
 from commutator.supervisor.agent_process import CutOff
 from commutator.supervisor.placed_fleet import Action, Failed, Place, Remove, reconcile
 

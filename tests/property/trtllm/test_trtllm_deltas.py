@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.request import FinishReason, TokenDelta
-from commutator.engine.http import FailedAnswerError
 from commutator.errors import EngineError
+from commutator_engine_kit.http import FailedAnswerError
 from commutator_trtllm.deltas import DeltaReader
 
 ids = st.lists(st.integers(0, 1 << 20), max_size=4)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator.contract.request import FinishReason, TokenDelta
-from commutator.engine.http import FailedAnswerError
 from commutator.errors import EngineError
+from commutator_engine_kit.http import FailedAnswerError
 from commutator_vllm.deltas import DeltaReader
 
 

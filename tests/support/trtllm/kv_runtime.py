@@ -17,8 +17,8 @@ from unittest.mock import patch
 from tests.support.trtllm import published
 from tests.support.trtllm.kv_pool import BLOCK_TOKENS, KvPool
 
-from commutator.kv.connector import KvConnector
-from commutator.kv.tiers.setup import TierSetup, read_tiers
+from commutator_engine_kit.kv.connector import KvConnector
+from commutator_engine_kit.kv.tiers.setup import TierSetup, read_tiers
 
 __all__ = ["CONNECTOR", "Connector", "llm_args"]
 

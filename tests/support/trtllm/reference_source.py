@@ -18,12 +18,12 @@ from commutator.contract.engine import ModelConfig, TokenStream
 from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
 from commutator.contract.worker import EngineLoad
 from commutator.engine.client import TokenApiClient
-from commutator.engine.process import EngineStart
-from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineError, EngineHandoverError
-from commutator.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
+from commutator_engine_kit.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
+from commutator_engine_kit.process import EngineStart
+from commutator_engine_kit.server import TokenApiServer
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.model import LlamaModel, load_model
 from commutator_reference.server import ReferenceServer

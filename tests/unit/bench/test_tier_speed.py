@@ -11,7 +11,7 @@ from bench.tier_speed import Line, _random_memory, main, measure_file
 from click.testing import CliRunner
 
 from commutator.errors import TierError
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 SIZES = (64 << 10, 1 << 20, 1)
 """Of a block, of all blocks, and rounds."""

@@ -24,8 +24,8 @@ from commutator.config.secrets import (
 from commutator.config.show import show_config
 from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.contract.settings import Secret
-from commutator.engine.launching import ServerConfig, log_command, server_environment
 from commutator.errors import ConfigError
+from commutator_engine_kit.launching import ServerConfig, log_command, server_environment
 
 SECRET = "sesame-42"
 

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from commutator.contract.engine import EngineClient
-from commutator.engine.http import connection_error
 from commutator.errors import EngineUnavailableError
+from commutator_engine_kit.http import connection_error
 from commutator_sglang.client import SglangClient
 from commutator_trtllm.client import TrtllmClient
 from commutator_vllm.client import VllmClient

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
-from commutator.engine.process import EngineStart, engine_command, run_engine_process
-from commutator.engine.server import TokenEngine
 from commutator.errors import ConfigError, TierError
 from commutator.launcher.child import StartFailure, take_start_failure
+from commutator_engine_kit.process import EngineStart, engine_command, run_engine_process
+from commutator_engine_kit.server import TokenEngine
 
 
 def run(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -14,9 +14,9 @@ from attrs import define, field
 from tests.support.certificates import Authorities
 from tests.support.fake_transport import FakeTransport
 
-from commutator.engine.http import FailedAnswerError, HttpServer
 from commutator.errors import EngineError, EngineUnavailableError
-from commutator.http_connections import MAX_HEAD_BYTES, HttpConnections
+from commutator_engine_kit.http import FailedAnswerError, HttpServer
+from commutator_engine_kit.http_connections import MAX_HEAD_BYTES, HttpConnections
 
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
@@ -286,8 +286,8 @@ async def test_a_connection_that_takes_too_long(monkeypatch: pytest.MonkeyPatch)
     async def hang(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("commutator.engine.http.start_connection", hang)
-    monkeypatch.setattr("commutator.engine.http._CONNECT_S", 0.01)
+    monkeypatch.setattr("commutator_engine_kit.http.start_connection", hang)
+    monkeypatch.setattr("commutator_engine_kit.http._CONNECT_S", 0.01)
     async with client_of("http://127.0.0.1:9") as client:
         for asking in (ask(client), client.ask("/health")):
             with pytest.raises(EngineUnavailableError, match=r"no answer$"):
@@ -307,6 +307,6 @@ async def test_tls_to_a_server_of_ones_own(tmp_path: Path, monkeypatch: pytest.M
             assert "certificate" in str(no.value)
         assert not server.requests
         monkeypatch.setattr(
-            "commutator.engine.http._system_trust", lambda: authorities.context(None)
+            "commutator_engine_kit.http._system_trust", lambda: authorities.context(None)
         )
         assert await ask(client) == b""

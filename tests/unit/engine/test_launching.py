@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from commutator.engine.launching import gpus_of, python_at
 from commutator.errors import ConfigError
 from commutator.launcher import ports
 from commutator.launcher.ports import free_ports
+from commutator_engine_kit.launching import gpus_of, python_at
 
 
 def test_gpus_are_shared_in_order() -> None:

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import commutator.engine
+import commutator_engine_kit
 
-SCRIPT = Path(commutator.engine.__path__[0]) / "convert_gguf.py"
+SCRIPT = Path(commutator_engine_kit.__path__[0]) / "convert_gguf.py"
 
 
 def test_modules_beside_the_script_do_not_stand_for_pythons_own(tmp_path: Path) -> None:

@@ -20,13 +20,15 @@ from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
 from tests.unit.vllm.test_vllm_client import REQUEST, FakeVllm, events
 from yarl import URL
 
+from commutator.contract.engine import RelayStart
 from commutator.contract.worker import EngineInfo, WorkerRecord
-from commutator.engine.http import INSTANCE_HEADER, REFUSED_PATH
-from commutator.engine.launching import api_key_at
-from commutator.engine.relay import SERVICE, RelayServer, RelayStart, relayed_address
 from commutator.errors import EngineError, EngineUnavailableError
+from commutator.supervisor.relays import relayed_address
 from commutator.trust import Network, RunSecret, TlsFiles, adopt
 from commutator.trust.identity import Kind
+from commutator_engine_kit.http import INSTANCE_HEADER, REFUSED_PATH
+from commutator_engine_kit.launching import api_key_at
+from commutator_engine_kit.relay import SERVICE, RelayServer
 from commutator_vllm.bodies import GENERATE
 from commutator_vllm.client import PATHS, VllmClient
 
@@ -55,7 +57,7 @@ def authorities(tmp_path: Path) -> Authorities:
 def host(authorities: Authorities, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is host h1, of the run of OURS, and logs each refusal."""
     monkeypatch.setattr("commutator.trust.refusals._refusals._quiet_until_s", {})
-    monkeypatch.setattr("commutator.engine.http.is_loopback", lambda _: False)
+    monkeypatch.setattr("commutator_engine_kit.http.is_loopback", lambda _: False)
     with adopt(OURS), on_a_network(monkeypatch, authorities.network("h1")):
         yield
 
@@ -426,7 +428,7 @@ async def test_without_tls_the_secret_is_asked_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = Network("test", "h1", "10.0.0.1", "10.0.0.1")
-    monkeypatch.setattr("commutator.engine.http.is_loopback", lambda _: False)
+    monkeypatch.setattr("commutator_engine_kit.http.is_loopback", lambda _: False)
     with adopt(OURS), on_a_network(monkeypatch, network):
         async with relaying(engine.url, tls=False) as address:
             assert address.startswith("http://")

@@ -11,9 +11,9 @@ import pytest
 from attrs import evolve, frozen
 
 from commutator.contract.engine import ModelConfig
-from commutator.engine import preflight
-from commutator.engine.launching import ServerConfig
-from commutator.engine.preflight import (
+from commutator_engine_kit import preflight
+from commutator_engine_kit.launching import ServerConfig
+from commutator_engine_kit.preflight import (
     ServerNeeds,
     argument_value,
     server_problems,

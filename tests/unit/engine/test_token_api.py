@@ -30,7 +30,6 @@ from commutator.contract.worker import (
     TierContents,
 )
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S, TokenApiClient
-from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
@@ -39,7 +38,8 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.frames import FrameProtocol
-from commutator.kv.admin import KvAdmin
+from commutator_engine_kit.kv.admin import KvAdmin
+from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
 
 INFO = EngineInfo(
     kind="fake",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commutator.engine.model_identity import weights_revision
+from commutator_engine_kit.model_identity import weights_revision
 
 
 def model(folder: Path, weights: bytes = b"weights") -> Path:

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator.kv.block_manager.break_even import LoadCost, LoadSpeed, PrefillSpeed, best_prefix
+from commutator_engine_kit.kv.block_manager.break_even import (
+    LoadCost,
+    LoadSpeed,
+    PrefillSpeed,
+    best_prefix,
+)
 
 SECONDS = st.floats(0, 10)
 COSTS = st.builds(LoadCost, latency_s=SECONDS, block_s=SECONDS)

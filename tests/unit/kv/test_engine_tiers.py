@@ -10,11 +10,11 @@ import pytest
 from tests.support.kv_rig import setups
 
 from commutator.errors import ConfigError, TierError
-from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
-from commutator.kv.tiers.codecs import chain_name
-from commutator.kv.tiers.setup import read_tiers
 from commutator.schema.structure import StructureError
 from commutator_dram.tier import DramTier
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
+from commutator_engine_kit.kv.tiers.codecs import chain_name
+from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_nvme.tier import NvmeTier
 
 DRAM = {"kind": "dram", "capacity": "1MB"}

@@ -7,7 +7,7 @@ from typing import Literal
 from tests.support.kv_rig import chain
 
 from commutator.contract.block import BlockDescriptor, BlockRemoved, BlockStored, RetentionHints
-from commutator.kv.block_manager.actions import Announce, announced, event_hash
+from commutator_engine_kit.kv.block_manager.actions import Announce, announced, event_hash
 
 KEYS = chain(1, 4)
 

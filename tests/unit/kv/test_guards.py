@@ -9,9 +9,15 @@ import pytest
 
 from commutator.contract.block import BlockDescriptor
 from commutator.contract.tier import Span, StoredBlock
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.tiers.guards import (
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    IoContext,
+    LoadBlock,
+    StoreBlock,
+    Unstored,
+)
+from commutator_engine_kit.kv.tiers.guards import (
     Bandwidth,
     BandwidthLimit,
     Breaker,

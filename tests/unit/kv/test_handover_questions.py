@@ -10,10 +10,10 @@ from tests.support.handover_rig import request, tiny_worker
 from commutator.contract.request import GenerateRequest
 from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics
 from commutator.engine.client import TokenApiClient
-from commutator.engine.server import Emit, TokenApiServer, TokenEngine
 from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
-from commutator.kv.transfer.protocol import ExportState, ExportUpdate, WatchRequest
-from commutator.kv.transfer.sources import Connection, Sources
+from commutator_engine_kit.kv.transfer.protocol import ExportState, ExportUpdate, WatchRequest
+from commutator_engine_kit.kv.transfer.sources import Connection, Sources
+from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
 
 
 class Plain(TokenEngine):

@@ -12,10 +12,10 @@ import pytest
 
 from commutator.contract.worker import KvTransferInfo
 from commutator.errors import EngineUnavailableError
-from commutator.kv.transfer import sources as sources_module
-from commutator.kv.transfer.protocol import ExportedMemory
-from commutator.kv.transfer.sources import Connection, Sources
 from commutator.trust import RunSecret, wire
+from commutator_engine_kit.kv.transfer import sources as sources_module
+from commutator_engine_kit.kv.transfer.protocol import ExportedMemory
+from commutator_engine_kit.kv.transfer.sources import Connection, Sources
 
 
 class Worker(Connection):

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from tests.support.exporter import exporter
 
-from commutator.kv.transfer.event_loop import EventLoopThread
-from commutator.kv.transfer.protocol import LentBlocks, LookupRequest
-from commutator.kv.transfer.sources import Sources
+from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
+from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
+from commutator_engine_kit.kv.transfer.sources import Sources
 
 pytestmark = pytest.mark.security
 

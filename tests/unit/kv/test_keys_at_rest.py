@@ -13,9 +13,9 @@ from tests.support.at_rest import Prompt, shown, told
 from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, content, setups
 
 from commutator.contract.tier import TierConfig
-from commutator.kv.arena import checksum
-from commutator.kv.tiers.codecs import HEADER_BYTES, FrameHeader
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.arena import checksum
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameHeader
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_nvme.layout import HEADER_BYTES as INDEX_HEADER_BYTES
 from commutator_nvme.layout import parse_header
 

@@ -20,7 +20,7 @@ from tests.support.kv_rig import (
 
 from commutator.contract.worker import KvPrompt, TierContents
 from commutator.errors import EngineError
-from commutator.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
+from commutator_engine_kit.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
 
 KEYS = chain(1, 6)
 DRAM = {"kind": "dram", "capacity": 4 * BLOCK_BYTES, "huge_pages": "off"}

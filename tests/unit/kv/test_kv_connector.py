@@ -15,9 +15,9 @@ from tests.support.kv_rig import BLOCK_BYTES, KvRig, chain, folder_setup, setups
 from tests.support.kv_tiers import DRAM, ON_EVICT, nvme
 
 from commutator.contract.block import BlockStored
-from commutator.kv.block_manager.actions import JobUrgency
-from commutator.kv.tiers.codecs import AesGcm, Lz4, Zstd
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.block_manager.actions import JobUrgency
+from commutator_engine_kit.kv.tiers.codecs import AesGcm, Lz4, Zstd
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_testing.faults import damage
 
 KINDS: dict[str, Callable[[Path], TierSetup]] = {

@@ -14,9 +14,9 @@ from tests.support.kv_tiers import DRAM, ON_EVICT, faults_of, faulty, hanging, n
 from commutator.contract.block import BlockRemoved
 from commutator.contract.tier import StorageTier
 from commutator.errors import TierError
-from commutator.kv.tiers.guards import Breaker
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.transfer import Transfer
+from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.transfer import Transfer
 from commutator_testing.faults import TierFaults
 
 

@@ -8,7 +8,7 @@ from tests.support.kv_world import KvWorld, stored
 from commutator.auth.rights import salted
 from commutator.contract.block import PLAIN, BlockDescriptor, BlockKey, RetentionHints
 from commutator.contract.principal import PrincipalConfig
-from commutator.kv.block_manager.actions import (
+from commutator_engine_kit.kv.block_manager.actions import (
     DEVICE,
     FreeBlocks,
     JobUrgency,
@@ -16,9 +16,9 @@ from commutator.kv.block_manager.actions import (
     ReleaseSource,
     StoreBlocks,
 )
-from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
-from commutator.kv.block_manager.block_pool import TierSpec
-from commutator.kv.block_manager.break_even import LoadCost, PrefillSpeed
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.break_even import LoadCost, PrefillSpeed
 from commutator_eviction.lru import Lru
 
 ALICE, BOB = (PrincipalConfig().principal(name) for name in ("alice", "bob"))

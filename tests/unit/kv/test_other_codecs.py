@@ -10,9 +10,9 @@ from attrs import evolve
 from tests.support.kv_rig import IDENTITY, KvRig, chain, folder_setup, setups
 from tests.support.kv_tiers import nvme
 
-from commutator.kv.tiers import executor
-from commutator.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd, identity_with
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.tiers import executor
+from commutator_engine_kit.kv.tiers.codecs import AesGcm, Codec, Lz4, Zstd, identity_with
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 KEYS = chain(1, 4)

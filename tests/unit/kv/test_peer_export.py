@@ -12,11 +12,11 @@ from tests.support.kv_rig import wait_for
 
 from commutator.contract.tier import ExportOptions
 from commutator.errors import EngineHandoverError
-from commutator.kv.lending import TierExporter
-from commutator.kv.transfer.event_loop import EventLoopThread
-from commutator.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
-from commutator.kv.transfer.sources import Sources
 from commutator_dram.tier import DramConfig, DramTier
+from commutator_engine_kit.kv.lending import TierExporter
+from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
+from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
+from commutator_engine_kit.kv.transfer.sources import Sources
 
 BLOCK_BYTES = 4096
 KEYS = [bytes([number]) * 32 for number in range(4)]

@@ -13,7 +13,7 @@ from attrs import define, field
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import KvTransferInfo
 from commutator.errors import EngineUnavailableError
-from commutator.kv.transfer.protocol import (
+from commutator_engine_kit.kv.transfer.protocol import (
     DecodeTransferParams,
     ExportedMemory,
     ExportState,
@@ -21,9 +21,9 @@ from commutator.kv.transfer.protocol import (
     ReadyBlock,
     handover_keys,
 )
-from commutator.kv.transfer.puller import Pull, PullTimes
-from commutator.kv.transfer.reader import PromptBlock, ReadTarget
-from commutator.kv.transfer.sources import Connection, Sources
+from commutator_engine_kit.kv.transfer.puller import Pull, PullTimes
+from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
+from commutator_engine_kit.kv.transfer.sources import Connection, Sources
 
 INFO = KvTransferInfo(protocol="pull-1", identity="weights", block_size=4, token_bytes=8)
 REQUEST = GenerateRequest(request_id="r", token_ids=list(range(30)), sampling=SamplingParams())

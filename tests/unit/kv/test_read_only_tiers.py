@@ -7,8 +7,8 @@ from typing import Any
 from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import BlockDescriptor
-from commutator.kv.block_manager.actions import StoreBlocks
-from commutator.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.actions import StoreBlocks
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_eviction.lru import Lru
 
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from attrs import evolve
 
-from commutator.kv_events import BlocksCleared, EventPublisher
+from commutator.contract.block import BlocksCleared
+from commutator.kv_events import EventPublisher
 from commutator.kv_events.zmq_bus import ZmqEventBus
 
 IN_TIME_S = 8.0

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from commutator.errors import TierError
-from commutator.kv.block_manager.actions import JobUrgency
-from commutator.kv.lending import on_tier
-from commutator.kv.tiers.thread import Job, TierThread
+from commutator_engine_kit.kv.block_manager.actions import JobUrgency
+from commutator_engine_kit.kv.lending import on_tier
+from commutator_engine_kit.kv.tiers.thread import Job, TierThread
 
 
 class Queue:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.support.kv_rig import KvRig, chain, setups
 
-from commutator.nixl.moves import move_blocks
+from commutator_engine_kit.nixl.moves import move_blocks
 from commutator_testing.faults import damage
 
 LARGE = 256 << 10
@@ -31,7 +31,7 @@ def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int, pi
         moved.append((name, len(blocks)))
         return move_blocks(agent, direction, blocks, **options)
 
-    monkeypatch.setattr("commutator.kv.tiers.mover.move_blocks", noted)
+    monkeypatch.setattr("commutator_engine_kit.kv.tiers.mover.move_blocks", noted)
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})
     keys = chain(1, BLOCKS)
     with KvRig([setup], blocks=BLOCKS, block_bytes=LARGE, pieces=pieces) as rig:

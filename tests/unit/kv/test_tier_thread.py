@@ -11,10 +11,10 @@ import pytest
 from tests.support.kv_rig import wait_for
 
 from commutator.errors import TierError
-from commutator.kv.block_manager.actions import JobUrgency
-from commutator.kv.tiers.executor import TierExecutor
-from commutator.kv.tiers.guards import Breaker
-from commutator.kv.tiers.thread import Job, TierThread
+from commutator_engine_kit.kv.block_manager.actions import JobUrgency
+from commutator_engine_kit.kv.tiers.executor import TierExecutor
+from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.kv.tiers.thread import Job, TierThread
 
 
 class Setup:

@@ -12,11 +12,17 @@ from tests.support.kv_rig import KvRig, chain, setups, wait_for
 from tests.support.kv_tiers import DRAM, nvme
 
 from commutator.contract.tier import UNBOUNDED, StoredBlock
-from commutator.kv.admin import KvAdmin, LocatedPrompt
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
-from commutator.kv.tiers.guards import Breaker
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.admin import KvAdmin, LocatedPrompt
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    IoContext,
+    LoadBlock,
+    StoreBlock,
+    Unstored,
+)
+from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 
 KEYS = chain(1, 3)
 PEER: dict[str, Any] = {"kind": "peer", "ask_timeout_s": 5.0}

@@ -12,11 +12,11 @@ from tests.support.kv_world import KvWorld, stored
 
 from commutator.contract.block import PLAIN, BlockDescriptor, RetentionHints
 from commutator.contract.tier import StoredBlock
-from commutator.kv.arena import checksum
-from commutator.kv.block_manager.actions import FreeBlocks, JobUrgency, LoadResult
-from commutator.kv.block_manager.admission import MinimumHits
-from commutator.kv.block_manager.block_pool import TierSpec
 from commutator_dram.tier import DramTier
+from commutator_engine_kit.kv.arena import checksum
+from commutator_engine_kit.kv.block_manager.actions import FreeBlocks, JobUrgency, LoadResult
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
 from commutator_eviction.lru import Lru
 
 KEPT = RetentionHints(pinned=True, ttl_s=60.0, priority=5)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.support.kv_world import KvWorld, stored
 
-from commutator.kv.block_manager.actions import FreeBlocks, LoadResult
-from commutator.kv.block_manager.block_pool import TierSpec
-from commutator.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.block_manager.actions import FreeBlocks, LoadResult
+from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
+from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
 from commutator_eviction.lru import Lru
 
 KEYS = [number.to_bytes(32, "little") for number in range(3)]

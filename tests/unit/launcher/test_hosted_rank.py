@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commutator.launcher import AgentPlan, AgentState
+from commutator.contract.launcher import AgentPlan, AgentState
 from commutator.launcher.epochs import Beat, Epoch, Epochs, Member
 from commutator.launcher.hosted_rank import HostedRank
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.transfer import Buffer
 
-from commutator.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from tests.support.transfer import Buffer, open_file
 
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferError
-from commutator.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.agent import TransferAgent
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ def test_without_nixl_it_says_what_to_install() -> None:
         "for name in ('nixl', 'nixl_meta_utils', 'nixl_cu12', 'nixl_cu13'):\n"
         "    sys.modules[name] = None\n"
         "from commutator.errors import TransferError\n"
-        "from commutator.nixl import TransferAgent\n"
+        "from commutator_engine_kit.nixl import TransferAgent\n"
         "try: TransferAgent('a', {'UCX': {}})\n"
         "except TransferError as error: print(error)"
     )
@@ -33,7 +33,10 @@ def test_without_nixl_it_says_what_to_install() -> None:
 
 
 def test_importing_the_package_brings_in_neither_nixl_nor_numpy() -> None:
-    code = "import sys, commutator.nixl; print('nixl' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys, commutator_engine_kit.nixl; "
+        "print('nixl' in sys.modules, 'numpy' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -43,7 +46,7 @@ def test_nixl_is_quiet_unless_asked_otherwise(asked: str | None, expected: str) 
     env = {name: value for name, value in os.environ.items() if name != "NIXL_LOG_LEVEL"}
     code = (
         "import os, logging\n"
-        "from commutator.nixl import TransferAgent\n"
+        "from commutator_engine_kit.nixl import TransferAgent\n"
         "TransferAgent('a', {'POSIX': {}}).close()\n"
         "print('level', os.environ['NIXL_LOG_LEVEL'], logging.raiseExceptions)"
     )

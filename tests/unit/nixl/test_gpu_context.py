@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from commutator.contract.tier import Memory, Region, Span
-from commutator.nixl import agent as agents
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.library import make_gpu_current
+from commutator_engine_kit.nixl import agent as agents
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.library import make_gpu_current
 
 CONTEXT = 4711
 

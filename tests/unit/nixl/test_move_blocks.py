@@ -12,9 +12,9 @@ from tests.support.transfer import Buffer, blocks_of, moves_between, open_file
 
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.moves import BlockMove, move_blocks
-from commutator.nixl.transfer import Transfer
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.nixl.transfer import Transfer
 
 MIB = 1 << 20
 BLOCK = MIB // 2

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-OURS = "from commutator.nixl.library import load_nixl, make_agent; ours = load_nixl()"
+OURS = "from commutator_engine_kit.nixl.library import load_nixl, make_agent; ours = load_nixl()"
 THEIRS = "import nixl._api as theirs"
 SAME = "assert ours is theirs; make_agent('one')"
 

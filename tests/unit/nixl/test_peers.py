@@ -14,9 +14,9 @@ from tests.support.transfer import Buffer, PeerProcess, blocks_of, moves_between
 
 from commutator.contract.tier import Direction, Memory
 from commutator.errors import TransferError, TransferTimeoutError
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.moves import move_blocks
-from commutator.nixl.transfer import Transfer
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.moves import move_blocks
+from commutator_engine_kit.nixl.transfer import Transfer
 
 MIB = 1 << 20
 SIZE = 64 * MIB

@@ -11,8 +11,8 @@ from tests.support.transfer import Buffer
 
 from commutator.contract.tier import Direction, Memory, Span
 from commutator.errors import TransferError
-from commutator.nixl.agent import TransferAgent
-from commutator.nixl.transfer import Request, Transfer
+from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.transfer import Request, Transfer
 
 
 @define

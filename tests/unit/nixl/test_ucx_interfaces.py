@@ -7,7 +7,7 @@ import os
 import psutil
 import pytest
 
-from commutator.nixl.library import create_backend, make_agent
+from commutator_engine_kit.nixl.library import create_backend, make_agent
 
 pytestmark = pytest.mark.security
 

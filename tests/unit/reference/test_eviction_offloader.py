@@ -13,8 +13,8 @@ from tests.support.kv_rig import setups, wait_for
 
 from commutator.contract.block import BlockDescriptor, CacheIdentity
 from commutator.contract.tier import Memory
-from commutator.kv.arena import BlockArena
-from commutator.kv.connector import KvConnector, Polled
+from commutator_engine_kit.kv.arena import BlockArena
+from commutator_engine_kit.kv.connector import KvConnector, Polled
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity, BlockPool
 from commutator_reference.tiering import EvictionOffloader, Tiering
 

@@ -14,8 +14,14 @@ from tests.support.tiny_llama import tiny_model
 from torch import Tensor
 
 from commutator.contract.tier import StoredBlock
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    IoContext,
+    LoadBlock,
+    StoreBlock,
+    Unstored,
+)
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import Batch
 from commutator_reference.engine import EngineOptions

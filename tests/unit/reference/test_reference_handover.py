@@ -15,8 +15,8 @@ from tests.support.handover_rig import Worker, hand_over, phases, request, tiny_
 from commutator.contract.engine import ModelConfig
 from commutator.contract.request import TokenDelta
 from commutator.contract.tier import Span
-from commutator.engine.process import EngineStart
 from commutator.errors import ConfigError, EngineHandoverError, RequestError
+from commutator_engine_kit.process import EngineStart
 from commutator_reference.arena import KVArena
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.server import ReferenceServer

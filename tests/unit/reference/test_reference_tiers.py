@@ -13,9 +13,9 @@ from tests.support.kv_rig import setups
 from tests.support.tiered_engine import TieredEngine
 from tests.support.tiny_llama import TINY, tiny_model
 
-from commutator.kv.block_manager.break_even import PrefillSpeed
-from commutator.kv.tiers.guards import Breaker
-from commutator.kv.tiers.setup import TierSetup
+from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.tiers.guards import Breaker
+from commutator_engine_kit.kv.tiers.setup import TierSetup
 from commutator_reference.arena import block_bytes
 from commutator_reference.engine import EngineOptions
 from commutator_testing.faults import FaultyIo, FaultyTier, IoFaults, TierFaults
@@ -119,7 +119,7 @@ def load_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*, tokens_per_s: float | None, block_size: int) -> PrefillSpeed:
         return PrefillSpeed(tokens_per_s=None, block_size=block_size)
 
-    monkeypatch.setattr("commutator.kv.connector.PrefillSpeed", unknown)
+    monkeypatch.setattr("commutator_engine_kit.kv.connector.PrefillSpeed", unknown)
 
 
 def test_what_the_arena_forgets_is_stored_just_before(

@@ -9,7 +9,7 @@ from attrs import evolve
 from tests.support.foreign_engine import IDENTITY, ForeignEngine, dram
 
 from commutator.errors import TierError
-from commutator.kv.connector import OnboardTicket
+from commutator_engine_kit.kv.connector import OnboardTicket
 from commutator_sglang import hicache_pages
 from commutator_sglang.hicache_pages import TierPages
 from commutator_testing.faults import damage

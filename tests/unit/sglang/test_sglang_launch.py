@@ -14,8 +14,8 @@ from attrs import evolve
 from commutator.config.load import load_config
 from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
 from commutator.errors import ConfigError
-from commutator.kv.tiers.setup import read_tiers
 from commutator_dram.tier import DramConfig
+from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.launch import launch_plan, server_arguments
 from commutator_sglang.plugin import SglangConnector

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, WorkerRecord
-from commutator.engine.completions import ModelList
-from commutator.engine.http import FailedAnswerError, message_of
 from commutator.errors import EngineError, EngineHandoverError, RequestError
+from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.http import FailedAnswerError, message_of
 from commutator_sglang.api import KvEvents, Loads, ModelInfo, RankLoad, ServerInfo
 from commutator_sglang.bodies import request_body
 from commutator_sglang.deltas import DeltaReader

@@ -11,9 +11,9 @@ import pytest
 from commutator.config.kinds import config_converter
 from commutator.config.load import load_config
 from commutator.contract.eviction import EvictionConfig
-from commutator.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator.plugins import installed_plugins
 from commutator.schema.structure import StructureError, structure
+from commutator_engine_kit.kv.block_manager.admission import MinimumHits, NotLongerThan, PromptOnly
 from commutator_sim.config import SimConfig, SimParameters, TierParameters
 
 HOST = {"kind": "host", "capacity_blocks": 5, "bandwidth_bytes_per_s": 1e6}

@@ -13,11 +13,11 @@ from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import WorkerRecord
 from commutator.engine.client import TokenApiClient
-from commutator.engine.server import TokenApiServer
 from commutator.errors import EngineHandoverError, RequestError
-from commutator.kv.transfer.protocol import PullHandover, ReadyBlock, ReleaseRequest
-from commutator.kv.transfer.reader import ReadTarget
-from commutator.kv.transfer.sources import Connection
+from commutator_engine_kit.kv.transfer.protocol import PullHandover, ReadyBlock, ReleaseRequest
+from commutator_engine_kit.kv.transfer.reader import ReadTarget
+from commutator_engine_kit.kv.transfer.sources import Connection
+from commutator_engine_kit.server import TokenApiServer
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 from commutator_sim.handover import WaitingMover, handover_info, handover_source

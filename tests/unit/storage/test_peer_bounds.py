@@ -14,16 +14,16 @@ import pytest
 from commutator.contract.tier import RemoteAgent, SlotGeometry, Span
 from commutator.contract.worker import KvTransferInfo
 from commutator.errors import EngineHandoverError
-from commutator.kv.transfer.event_loop import EventLoopThread
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.protocol import (
+from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.protocol import (
     ExportedMemory,
     LentBlocks,
     LookupRequest,
     ReadyBlock,
     ReleaseRequest,
 )
-from commutator.kv.transfer.sources import Connection, Sources
+from commutator_engine_kit.kv.transfer.sources import Connection, Sources
 from commutator_peer.config import PeerTierConfig
 from commutator_peer.tier import PeerTier
 
@@ -205,7 +205,7 @@ async def test_a_question_beyond_all_bounds_is_refused(
 async def test_a_reader_with_endless_open_questions_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commutator.kv.transfer.exporter._MOST_QUESTIONS", 50)
+    monkeypatch.setattr("commutator_engine_kit.kv.transfer.exporter._MOST_QUESTIONS", 50)
     exporter = BlockExporter(lambda: None)
     address = exporter.start()
     connection = Connection(address)

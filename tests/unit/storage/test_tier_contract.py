@@ -9,8 +9,8 @@ import pytest
 
 from commutator.contract.block import BlockKey
 from commutator.contract.tier import Region, Slot, SlotGeometry, Span, StorageTier, StoredBlock
-from commutator.kv.tiers.slot_tier import OpenedSlots
 from commutator_dram.tier import DramConfig, DramTier
+from commutator_engine_kit.kv.tiers.slot_tier import OpenedSlots
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.tier import NvmeTier
 from commutator_testing.tiers import TierContract

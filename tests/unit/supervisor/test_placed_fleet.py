@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from commutator.cli.main import main
 from commutator.config.load import Loaded, load_config
+from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator.contract.registry import RETIRED
 from commutator.contract.worker import EngineInfo, EngineLoad, WorkerRecord
 from commutator.errors import ConfigError, LauncherError
-from commutator.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator.registry.memory import MemoryRegistry
 from commutator.supervisor import agent_process
 from commutator.supervisor.agent_process import CONFIG, ORDER, Order, at_address

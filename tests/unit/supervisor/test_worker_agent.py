@@ -401,7 +401,11 @@ class HttpEngine(FakeEngine):
         self.connected: list[str] = []
 
     def relay(self, config: EngineConfig) -> HttpRelay:
-        return HttpRelay(read_paths=("/health",), request_paths=("/generate",))
+        return HttpRelay(
+            module="commutator_engine_kit.relay",
+            read_paths=("/health",),
+            request_paths=("/generate",),
+        )
 
     def launch_plan(self, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
         plan = super().launch_plan(config, context)

@@ -9,8 +9,8 @@ from attrs import evolve
 from tests.support.trtllm.requests import read_request
 
 from commutator.contract.request import GenerateRequest, SamplingParams
-from commutator.engine.completions import request_headers
 from commutator.errors import RequestError
+from commutator_engine_kit.completions import request_headers
 from commutator_trtllm.bodies import check_forwarded, request_body
 
 EVERYTHING = SamplingParams(

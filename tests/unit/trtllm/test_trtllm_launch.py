@@ -14,8 +14,8 @@ from tests.support.trtllm.published import connector
 from commutator.config.load import load_config
 from commutator.contract.engine import LaunchContext, ModelConfig
 from commutator.errors import ConfigError
-from commutator.kv.tiers.setup import read_tiers
 from commutator_dram.tier import DramConfig
+from commutator_engine_kit.kv.tiers.setup import read_tiers
 from commutator_trtllm import launch
 from commutator_trtllm.__main__ import parse, sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig

@@ -20,12 +20,8 @@ from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.engine.client import TokenApiClient
 from commutator.engine.protocol import PROTOCOL, pack_request
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.engine.server import TokenApiServer, TokenEngine
 from commutator.errors import EngineUnavailableError
 from commutator.frames import FrameProtocol
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.protocol import SERVICE as EXPORTER
-from commutator.kv.transfer.sources import Connection
 from commutator.kv_events.curve import SERVICE as KV_EVENTS
 from commutator.kv_events.publisher import EventPublisher
 from commutator.kv_events.zmq_bus import replay_messages
@@ -34,6 +30,10 @@ from commutator.registry.server import SERVICE as REGISTRY
 from commutator.registry.server import RegistryServer
 from commutator.trust import ClientGate, RunSecret, adopt, refused_connections
 from commutator.trust.identity import Kind
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.protocol import SERVICE as EXPORTER
+from commutator_engine_kit.kv.transfer.sources import Connection
+from commutator_engine_kit.server import TokenApiServer, TokenEngine
 from commutator_testing.registries import make_worker
 
 OURS = RunSecret.from_text("ours")

@@ -19,10 +19,7 @@ from tests.unit.trust.test_tls_wire import KINDS, stranger_contexts
 
 from commutator.engine.protocol import PROTOCOL
 from commutator.engine.protocol import SERVICE as TOKEN_API
-from commutator.engine.server import TokenApiServer
 from commutator.frames import FrameProtocol, pack
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.registry.server import RegistryServer
@@ -30,6 +27,9 @@ from commutator.tenants.service import SERVICE as LIMITS
 from commutator.tenants.service import LedgerService
 from commutator.trust import RunSecret, adopt
 from commutator.trust.identity import Kind
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.protocol import SERVICE as EXPORTER
+from commutator_engine_kit.server import TokenApiServer
 
 pytestmark = pytest.mark.security
 

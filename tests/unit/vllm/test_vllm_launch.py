@@ -13,10 +13,10 @@ from attrs import evolve
 
 from commutator.config.load import load_config
 from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig, NodeGroup
-from commutator.engine.model_files import directory_for
 from commutator.errors import ConfigError
-from commutator.kv.tiers.setup import read_tiers
 from commutator_dram.tier import DramConfig
+from commutator_engine_kit.kv.tiers.setup import read_tiers
+from commutator_engine_kit.model_files import directory_for
 from commutator_vllm import launch
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.launch import launch_plan, server_arguments
@@ -204,7 +204,7 @@ def test_a_gguf_file_is_converted_first(
     plan = launch_plan(evolve(CONFIG, python=python), evolve(context, model=model))
     directory = directory_for(gguf)
     assert directory.is_relative_to(tmp_path / "cache")
-    module = "commutator.engine.model_files"
+    module = "commutator_engine_kit.model_files"
     assert plan.argv[1:6] == ("-m", module, str(gguf), str(directory), python)
     gguf.write_bytes(b"GGUF, another one")
     assert directory_for(gguf) != directory

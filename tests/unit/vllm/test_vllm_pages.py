@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from commutator.contract.worker import EventSource
-from commutator.engine.completions import ModelCard, ModelList
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import ModelCard, ModelList
 from commutator_vllm.discovery import (
     CacheFacts,
     KvEventSource,

@@ -14,7 +14,6 @@ from attrs import define, evolve, field
 
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad
-from commutator.engine.server import TokenApiServer
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -23,6 +22,7 @@ from commutator.errors import (
     RequestError,
 )
 from commutator.launcher.ports import free_ports
+from commutator_engine_kit.server import TokenApiServer
 from commutator_testing.engines import collect, make_request
 from commutator_vllm.token_api import LISTEN_AT, TokenApi
 from commutator_vllm.token_client import TokenApiAddress, VllmTokenClient

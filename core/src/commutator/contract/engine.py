@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from attrs import Attribute, Factory, frozen
 
@@ -38,6 +38,7 @@ __all__ = [
     "LaunchContext",
     "ModelConfig",
     "NodeGroup",
+    "RelayStart",
     "TokenStream",
 ]
 
@@ -149,8 +150,28 @@ class HttpRelay:
     """What front doors and operators may GET."""
     request_paths: tuple[str, ...]
     """What front doors may POST."""
+    module: str
+    """The relay: run by this Python with a ``RelayStart`` as JSON in ``RelayStart.VARIABLE``."""
     api_key: str | None = None
-    """What the server asks for; by default that of a launched server (``launching.api_key_at``)."""
+    """What the server asks for; by default that of a launched server."""
+
+
+@frozen
+class RelayStart:
+    """What the process of a relay is to do."""
+
+    VARIABLE: ClassVar[str] = "COMMUTATOR_RELAY"
+    """The environment variable by which the host's agent passes it."""
+    listen: str
+    """The IP address at which it listens."""
+    port: int
+    """The TCP port there."""
+    url: str
+    """Where others reach it, as in the worker's record."""
+    target: str
+    """The engine's server, http://HOST:PORT."""
+    rules: HttpRelay
+    """What may be asked of it."""
 
 
 class TokenStream(Protocol):

@@ -227,10 +227,10 @@ class Region:
 
 
 class StorageTier(ABC):
-    """One storage tier. ``commutator.kv.SlotTier`` implements all but the bytes' places."""
+    """One storage tier. ``SlotTier`` of the engine kit implements all but the bytes' places."""
 
     medium: str
-    """Its name in KV events: one that ``commutator.kv.cache_level`` knows, such as "CPU", "DISK",
+    """Its name in KV events: one that ``contract.block.cache_level`` knows, such as "CPU", "DISK",
     "NVME", "REMOTE" or "EXTERNAL". Routers count an unknown medium as external."""
     memory: Memory
     """The kind of memory that every span of this tier is in."""

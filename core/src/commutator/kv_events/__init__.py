@@ -1,4 +1,4 @@
-"""KV events on the wire, and the buses that carry them from engines to front doors."""
+"""KV events on the wire: their encoding, and their publisher at an engine."""
 
 from __future__ import annotations
 
@@ -6,36 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
-    from commutator.contract.event_bus import (
-        EventBus,
-        EventBusConfig,
-        EventChannel,
-        EventOutlet,
-        EventStream,
-        KeptMessages,
-        Message,
-    )
-    from commutator.contract.registration import EventBusRegister
     from commutator.kv_events.codec import decode_batch, encode_batch
     from commutator.kv_events.publisher import EventPublisher, bind_private
     from commutator.kv_events.sealed import SEAL_BYTES, seal_message, unseal_message
 
 __all__ = [
     "SEAL_BYTES",
-    "BlockRemoved",
-    "BlockStored",
-    "BlocksCleared",
-    "EventBus",
-    "EventBusConfig",
-    "EventBusRegister",
-    "EventChannel",
-    "EventOutlet",
     "EventPublisher",
-    "EventStream",
-    "KeptMessages",
-    "KvEvent",
-    "Message",
     "bind_private",
     "decode_batch",
     "encode_batch",
@@ -44,9 +21,6 @@ __all__ = [
 ]
 
 _HOMES = (
-    "commutator.contract.block",
-    "commutator.contract.event_bus",
-    "commutator.contract.registration",
     "commutator.kv_events.codec",
     "commutator.kv_events.publisher",
     "commutator.kv_events.sealed",

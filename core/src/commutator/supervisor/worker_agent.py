@@ -24,6 +24,7 @@ from commutator.contract.engine import (
     LaunchContext,
     ModelConfig,
     NodeGroup,
+    RelayStart,
 )
 from commutator.contract.event_bus import EventBus
 from commutator.contract.launcher import LaunchedProcess, Launcher
@@ -31,7 +32,6 @@ from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
 from commutator.engine.protocol import INSTANCE
-from commutator.engine.relay import RelayStart, relay_plan, relayed_address
 from commutator.errors import (
     CommutatorError,
     ConfigError,
@@ -43,6 +43,7 @@ from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.child import take_start_failure
 from commutator.registry.unready import StartLog, UnreadyWorker
+from commutator.supervisor.relays import relay_plan, relayed_address
 from commutator.supervisor.restart import Ended, ProcessEndedError, keep_running, while_alive
 from commutator.trust import network_of_this_process
 

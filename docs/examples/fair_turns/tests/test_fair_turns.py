@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commutator.fairness import FairnessPolicy
+from commutator.contract.fairness import FairnessPolicy
 from commutator_fair_turns import FairTurns
 from commutator_testing.fairness import FairnessContract
 

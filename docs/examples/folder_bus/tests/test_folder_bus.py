@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commutator.kv_events import EventBus
+from commutator.contract.event_bus import EventBus
 from commutator_folder_bus import FolderBus, FolderConfig
 from commutator_testing import EventBusContract
 

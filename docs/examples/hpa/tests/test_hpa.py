@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commutator.planner import Demand, PlannerPolicy, PlannerTargets, Role, Situation
+from commutator.contract.planner import Demand, PlannerPolicy, PlannerTargets, Situation
+from commutator.contract.worker import Role
 from commutator_hpa import Hpa, HpaConfig
 from commutator_testing.planners import PERFORMANCE, PlannerContract
 

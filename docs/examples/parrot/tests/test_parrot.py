@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from commutator import EngineClient, ModelConfig
-from commutator.engine import EngineStart, TokenApiClient, TokenApiServer
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import EngineStart, TokenApiServer
 from commutator_parrot import ParrotConfig
 from commutator_parrot.__main__ import ParrotEngine
 from commutator_testing.engines import EngineContract

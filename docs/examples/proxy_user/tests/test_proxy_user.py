@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commutator import Secret
-from commutator.auth import Authenticator, Credentials
+from commutator.contract.principal import Authenticator, Credentials
 from commutator.errors import AuthenticationError
 from commutator_proxy_user import ProxyUser, ProxyUserConfig
 from commutator_testing.authenticators import AuthenticatorContract

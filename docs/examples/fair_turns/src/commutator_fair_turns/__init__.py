@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from commutator import hookimpl
-from commutator.fairness import FairnessConfig, FairnessPolicy, FairnessRegister
+from commutator.contract.fairness import FairnessConfig, FairnessPolicy
+from commutator.contract.registration import FairnessRegister
 
 _MOST_TEAMS = 1000
 

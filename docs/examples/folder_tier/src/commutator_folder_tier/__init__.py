@@ -23,7 +23,7 @@ from commutator import (
     setting,
 )
 from commutator.errors import TierError
-from commutator.kv import OpenedSlots, SlotTier
+from commutator_engine_kit.kv import OpenedSlots, SlotTier
 
 
 @frozen(kw_only=True)

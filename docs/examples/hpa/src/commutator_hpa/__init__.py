@@ -8,14 +8,9 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from commutator import Fraction, PositiveInt, hookimpl, setting
-from commutator.planner import (
-    PlannerConfig,
-    PlannerPolicy,
-    PlannerRegister,
-    Proposal,
-    Role,
-    Situation,
-)
+from commutator.contract.planner import PlannerConfig, PlannerPolicy, Proposal, Situation
+from commutator.contract.registration import PlannerRegister
+from commutator.contract.worker import Role
 
 
 @frozen(kw_only=True)

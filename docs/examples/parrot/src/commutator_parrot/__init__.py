@@ -14,7 +14,8 @@ from commutator import (
     hookimpl,
     setting,
 )
-from commutator.engine import TokenApiClient, engine_command
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import engine_command
 
 
 @frozen(kw_only=True)

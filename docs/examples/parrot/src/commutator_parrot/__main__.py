@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
-from commutator.engine import Emit, EngineStart, TokenEngine, run_engine_process
 from commutator.errors import RequestError
+from commutator_engine_kit import Emit, EngineStart, TokenEngine, run_engine_process
 from commutator_parrot import ParrotConfig
 
 MAX_MODEL_LEN = 4096

@@ -8,13 +8,8 @@ import re
 from attrs import frozen
 
 from commutator import Secret, hookimpl, setting
-from commutator.auth import (
-    Authenticator,
-    AuthenticatorConfig,
-    AuthenticatorRegister,
-    Credentials,
-    Principal,
-)
+from commutator.contract.principal import Authenticator, AuthenticatorConfig, Credentials, Principal
+from commutator.contract.registration import AuthenticatorRegister
 from commutator.errors import AuthenticationError
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jwt
 
-from commutator.auth import Authenticator, Credentials, Principal
+from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError
 from commutator_jwt.config import JwtConfig
 from commutator_jwt.keys import KeySet, KeySource, keys_of_file

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from attrs import Attribute, frozen
 
 from commutator import PositiveSeconds, Seconds, setting
-from commutator.auth import AuthenticatorConfig, PrincipalConfig
+from commutator.contract.principal import AuthenticatorConfig, PrincipalConfig
 
 __all__ = ["Algorithm", "JwtConfig"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from commutator import hookimpl
-from commutator.auth import Authenticator, AuthenticatorRegister
+from commutator.contract.principal import Authenticator
+from commutator.contract.registration import AuthenticatorRegister
 from commutator_jwt.config import JwtConfig
 
 

@@ -14,17 +14,16 @@ import msgspec
 from nats.aio.msg import Msg
 
 from commutator import EventSource
-from commutator.errors import EngineUnavailableError
-from commutator.kv_events import (
+from commutator.contract.event_bus import (
     EventBus,
     EventChannel,
     EventOutlet,
     EventStream,
     KeptMessages,
     Message,
-    seal_message,
-    unseal_message,
 )
+from commutator.errors import EngineUnavailableError
+from commutator.kv_events import seal_message, unseal_message
 from commutator_nats.config import NatsConfig
 from commutator_nats.connection import Connection
 from commutator_nats.framing import Frame, Incoming, Page, Reassembly, Request, head, page, split

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from attrs import Attribute, frozen
 
 from commutator import PositiveInt, Secret, setting
-from commutator.kv_events import EventBusConfig
+from commutator.contract.event_bus import EventBusConfig
 
 __all__ = ["NatsConfig", "NatsTls"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from commutator.kv_events import KeptMessages, Message
+from commutator.contract.event_bus import KeptMessages, Message
 
 __all__ = ["Frame", "Incoming", "Page", "Piece", "Reassembly", "Request", "head", "page", "split"]
 

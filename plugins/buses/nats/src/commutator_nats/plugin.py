@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from commutator import hookimpl
-from commutator.kv_events import EventBus, EventBusRegister
+from commutator.contract.event_bus import EventBus
+from commutator.contract.registration import EventBusRegister
 from commutator_nats.config import NatsConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commutator.engine import run_engine_process
+from commutator_engine_kit import run_engine_process
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.server import ReferenceServer
 

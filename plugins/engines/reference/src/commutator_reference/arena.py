@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commutator import Memory, Span
 from commutator.errors import ConfigError
-from commutator.kv import BlockArena, bytes_at
+from commutator_engine_kit.kv import BlockArena, bytes_at
 from commutator_reference.weights import LlamaConfig
 
 __all__ = ["KVArena", "block_bytes"]

@@ -12,8 +12,18 @@ from itertools import islice
 from attrs import frozen
 
 from commutator import RetentionHints
-from commutator.kv import PLAIN, BlockDescriptor, CacheIdentity, event_hash, is_stronger, next_key
-from commutator.kv_events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.contract.block import (
+    PLAIN,
+    BlockDescriptor,
+    BlockRemoved,
+    BlocksCleared,
+    BlockStored,
+    CacheIdentity,
+    KvEvent,
+    is_stronger,
+    next_key,
+)
+from commutator_engine_kit.kv import event_hash
 
 __all__ = ["ANONYMOUS", "BlockIdentity", "BlockPool"]
 

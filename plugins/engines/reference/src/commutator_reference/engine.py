@@ -22,9 +22,9 @@ from commutator import (
     SamplingParams,
     TokenDelta,
 )
+from commutator.contract.block import KvEvent
 from commutator.errors import EngineOverloadedError, RequestError
-from commutator.kv import KvConnector, LocatedPrompt
-from commutator.kv_events import KvEvent
+from commutator_engine_kit.kv import KvConnector, LocatedPrompt
 from commutator_reference.arena import KVArena
 from commutator_reference.batch import build_batch
 from commutator_reference.block_pool import ANONYMOUS, BlockPool

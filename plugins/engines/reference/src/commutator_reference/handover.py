@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from attrs import define, evolve, field
 
 from commutator import GenerateRequest, KvTransferInfo, Span
-from commutator.kv import BlockArena, CacheIdentity, TransferStatistics, checksum
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.geometry import BlockShapes
-from commutator.kv.transfer.protocol import (
+from commutator.contract.block import CacheIdentity
+from commutator.contract.worker import TransferStatistics
+from commutator_engine_kit.kv import BlockArena, checksum
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.geometry import BlockShapes
+from commutator_engine_kit.kv.transfer.protocol import (
     PROTOCOL,
     DecodeTransferParams,
     ExportedMemory,
@@ -24,8 +26,8 @@ from commutator.kv.transfer.protocol import (
     handover_keys,
     parse_transfer_params,
 )
-from commutator.kv.transfer.puller import Puller, PullResult, PullTimes
-from commutator.kv.transfer.reader import BlockReader, ReadTarget
+from commutator_engine_kit.kv.transfer.puller import Puller, PullResult, PullTimes
+from commutator_engine_kit.kv.transfer.reader import BlockReader, ReadTarget
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.sequence import Sequence

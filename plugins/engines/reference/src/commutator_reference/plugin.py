@@ -15,8 +15,9 @@ from commutator import (
     TierConfig,
     hookimpl,
 )
-from commutator.engine import TokenApiClient, engine_command
-from commutator.kv.transfer.protocol import PullHandover
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import engine_command
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_reference.config import ReferenceConfig
 
 __all__ = ["ReferenceConnector"]

@@ -18,10 +18,10 @@ from typing import Any
 from attrs import frozen
 
 from commutator import ModelConfig, TierConfig
-from commutator.engine.preflight import machine_memory_bytes
-from commutator.engine.preflight import size_text as _size
 from commutator.errors import ConfigError
 from commutator.tokenizer import locate_model, read_gguf_metadata
+from commutator_engine_kit.preflight import machine_memory_bytes
+from commutator_engine_kit.preflight import size_text as _size
 from commutator_reference.config import ReferenceConfig
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections.abc import Sequence as Many
 from attrs import define, evolve, field, frozen
 
 from commutator import FinishReason, GenerateRequest, RetentionHints, SamplingParams
+from commutator.contract.block import CacheIdentity, retention_hints
 from commutator.errors import RequestError
-from commutator.kv import CacheIdentity, retention_hints
 from commutator_reference.block_pool import ANONYMOUS, BlockIdentity
 
 __all__ = ["Decode", "Sequence", "Stop", "find_stop", "stop_ids", "validate_request"]

@@ -12,11 +12,12 @@ import torch
 from attrs import evolve
 
 from commutator import EngineInfo, EngineLoad, GenerateRequest
-from commutator.engine import Emit, EngineStart, TokenEngine
+from commutator.contract.worker import TransferStatistics
 from commutator.errors import ConfigError
-from commutator.kv import DeviceBlocks, KvAdmin, KvConnector, TransferStatistics
 from commutator.kv_events import EventPublisher
 from commutator.tokenizer import load_text_model, locate_model
+from commutator_engine_kit import Emit, EngineStart, TokenEngine
+from commutator_engine_kit.kv import DeviceBlocks, KvAdmin, KvConnector
 from commutator_reference.arena import block_bytes
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine

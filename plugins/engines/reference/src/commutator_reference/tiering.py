@@ -16,8 +16,8 @@ from math import ceil
 from attrs import define, field
 
 from commutator import BlockKey
-from commutator.kv import BlockDescriptor, FinishedOnboard, KvConnector, OnboardTicket
-from commutator.kv_events import KvEvent
+from commutator.contract.block import BlockDescriptor, KvEvent
+from commutator_engine_kit.kv import FinishedOnboard, KvConnector, OnboardTicket
 from commutator_reference.block_pool import BlockIdentity, BlockPool
 from commutator_reference.sequence import Sequence
 

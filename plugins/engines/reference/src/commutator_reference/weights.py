@@ -13,8 +13,8 @@ import xxhash
 from attrs import frozen
 from torch import Tensor
 
+from commutator.contract.block import CacheIdentity
 from commutator.errors import ConfigError
-from commutator.kv import CacheIdentity
 
 __all__ = [
     "LayerWeights",

@@ -13,20 +13,21 @@ import aiohttp
 
 from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
-from commutator.engine.completions import ModelList
-from commutator.engine.http import (
-    FORWARDED_PATHS,
-    FailedAnswerError,
-    HttpEngineClient,
-    HttpServer,
-)
-from commutator.engine.launching import HttpRelay
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
     EngineIncompleteError,
     EngineNeedsPrefillError,
 )
+from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.http import (
+    FORWARDED_PATHS,
+    RELAY_MODULE,
+    FailedAnswerError,
+    HttpEngineClient,
+    HttpServer,
+)
+from commutator_engine_kit.launching import HttpRelay
 from commutator_sglang.api import Loads, ModelInfo, ServerInfo
 from commutator_sglang.bodies import ABORT, GENERATE, request_body
 from commutator_sglang.deltas import DeltaReader
@@ -43,6 +44,7 @@ __all__ = ["PATHS", "SglangClient"]
 log = logging.getLogger(__name__)
 
 PATHS = HttpRelay(
+    module=RELAY_MODULE,
     read_paths=("/health", "/model_info", "/server_info", "/v1/loads", "/v1/models"),
     request_paths=(ABORT, GENERATE, *FORWARDED_PATHS),
 )

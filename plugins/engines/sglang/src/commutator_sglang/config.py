@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from commutator import setting
-from commutator.engine.launching import KeyedServerConfig, only_to_attach, only_to_launch
+from commutator_engine_kit.launching import KeyedServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["SglangConfig"]
 

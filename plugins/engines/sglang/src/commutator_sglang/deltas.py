@@ -8,8 +8,8 @@ import msgspec
 from attrs import evolve
 
 from commutator import FinishReason, TokenDelta, TokenLogprob
-from commutator.engine.completions import JsonEvents, failure_of
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import JsonEvents, failure_of
 from commutator_sglang.api import Chunk, FinishedBecause, Logprob, MetaInfo
 
 __all__ = ["DeltaReader"]

@@ -6,9 +6,9 @@ import msgspec
 from attrs import evolve
 
 from commutator import EngineInfo, EngineLoad, EventSource
-from commutator.engine.completions import ModelList
-from commutator.engine.http import reachable_host
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.http import reachable_host
 from commutator_sglang.api import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
 from commutator_sglang.handover import handover_info
 

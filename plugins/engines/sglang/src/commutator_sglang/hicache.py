@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import (
 )
 
 from commutator.errors import ConfigError
-from commutator.kv import KvConnector
+from commutator_engine_kit.kv import KvConnector
 from commutator_sglang.hicache_pages import TierPages, page_arena
 from commutator_sglang.hicache_settings import cache_identity, problems, worker_of
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from commutator import Memory, RetentionHints
-from commutator.kv import (
+from commutator.contract.block import BlockDescriptor
+from commutator_engine_kit.kv import (
     Arena,
     BlockArena,
-    BlockDescriptor,
     BlockPart,
     KvConnector,
     OnboardTicket,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commutator.engine.model_identity import model_facts, served_identity, weights_revision
-from commutator.kv import CacheIdentity
+from commutator.contract.block import CacheIdentity
+from commutator_engine_kit.model_identity import model_facts, served_identity, weights_revision
 
 __all__ = ["cache_identity", "problems", "rank_of", "worker_of"]
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from attrs import evolve
 
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
-from commutator.engine import free_ports
-from commutator.engine.launching import (
+from commutator.errors import ConfigError
+from commutator.tokenizer import locate_model
+from commutator_engine_kit import free_ports
+from commutator_engine_kit.launching import (
     RANKS_ON_LOOPBACK,
     api_key_at,
     argument_names,
@@ -22,10 +24,8 @@ from commutator.engine.launching import (
     server_environment,
     write_tiers,
 )
-from commutator.engine.model_files import directory_for, start_command
-from commutator.engine.preflight import ServerNeeds, server_problems, server_warnings
-from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model
+from commutator_engine_kit.model_files import directory_for, start_command
+from commutator_engine_kit.preflight import ServerNeeds, server_problems, server_warnings
 from commutator_sglang.config import SglangConfig
 
 __all__ = ["launch_plan", "problems", "server_arguments", "warnings"]

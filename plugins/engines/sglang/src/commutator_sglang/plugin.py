@@ -15,7 +15,7 @@ from commutator import (
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import HttpRelay, ServerConnector
+from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_sglang.config import SglangConfig
 from commutator_sglang.handover import RoomHandover
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from commutator.engine import EngineStart, run_engine_process
 from commutator.tokenizer import load_text_model
+from commutator_engine_kit import EngineStart, run_engine_process
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 

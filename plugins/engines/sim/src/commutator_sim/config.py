@@ -17,9 +17,10 @@ from commutator import (
     Seconds,
     setting,
 )
-from commutator.kv import AdmissionRule, TierPolicyConfig
-from commutator.kv.block_manager.admission import admission_rules
-from commutator.planner import EnginePerformance
+from commutator.contract.planner import EnginePerformance
+from commutator.contract.tier import TierPolicyConfig
+from commutator_engine_kit.kv import AdmissionRule
+from commutator_engine_kit.kv.block_manager.admission import admission_rules
 
 __all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
 

@@ -14,12 +14,12 @@ from importlib.metadata import version
 from attrs import define, evolve
 
 from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
-from commutator.engine import Emit, TokenEngine
+from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError, EngineOverloadedError, RequestError
-from commutator.kv import TransferStatistics
-from commutator.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
 from commutator.kv_events import EventPublisher
 from commutator.tokenizer import TextModel
+from commutator_engine_kit import Emit, TokenEngine
+from commutator_engine_kit.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
 from commutator_sim.config import SimConfig
 from commutator_sim.events import (

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from attrs import define, evolve
 
 from commutator import GenerateRequest, KvTransferInfo
+from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError
-from commutator.kv import TransferStatistics
-from commutator.kv.transfer.exporter import BlockExporter
-from commutator.kv.transfer.geometry import BlockShapes
-from commutator.kv.transfer.protocol import (
+from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+from commutator_engine_kit.kv.transfer.geometry import BlockShapes
+from commutator_engine_kit.kv.transfer.protocol import (
     PROTOCOL,
     DecodeTransferParams,
     ExportedMemory,
@@ -25,8 +25,8 @@ from commutator.kv.transfer.protocol import (
     handover_keys,
     parse_transfer_params,
 )
-from commutator.kv.transfer.puller import Puller
-from commutator.kv.transfer.reader import PromptBlock, ReadTarget
+from commutator_engine_kit.kv.transfer.puller import Puller
+from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator_sim.config import SimConfig
 from commutator_sim.events import Pulling, Ready
 from commutator_sim.model import SimModel

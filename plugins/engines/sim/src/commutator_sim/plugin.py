@@ -11,9 +11,10 @@ from commutator import (
     LaunchPlan,
     hookimpl,
 )
-from commutator.engine import TokenApiClient, engine_command
-from commutator.kv.transfer.protocol import PullHandover
-from commutator.planner import EnginePerformance
+from commutator.contract.planner import EnginePerformance
+from commutator.engine import TokenApiClient
+from commutator_engine_kit import engine_command
+from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_sim.config import SimConfig
 
 __all__ = ["SimConnector"]

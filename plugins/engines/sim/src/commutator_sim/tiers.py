@@ -14,19 +14,17 @@ from itertools import count
 from attrs import define, evolve, frozen
 
 from commutator import BlockKey, StoredBlock
-from commutator.kv import (
+from commutator.contract.block import BlockDescriptor, is_stronger, retention_hints
+from commutator_engine_kit.kv import (
     Action,
     Announce,
-    BlockDescriptor,
     BlockManager,
     LoadResult,
     PrefillSpeed,
     StoreBlocks,
     TierSpec,
-    is_stronger,
-    retention_hints,
 )
-from commutator.kv.tiers.setup import eviction_factory
+from commutator_engine_kit.kv.tiers.setup import eviction_factory
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import DEVICE, Offloaded, Removed
 from commutator_sim.request import SimRequest

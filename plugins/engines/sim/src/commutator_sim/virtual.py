@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commutator.kv import CacheLevel
-from commutator.planner import EnginePerformance
+from commutator.contract.block import CacheLevel
+from commutator.contract.planner import EnginePerformance
 from commutator_replay.virtual import (
     BlocksGone,
     BlocksHeld,

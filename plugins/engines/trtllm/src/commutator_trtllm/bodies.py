@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from commutator import GenerateRequest
-from commutator.engine.completions import STREAMED, sampling_parameters
 from commutator.errors import RequestError
+from commutator_engine_kit.completions import STREAMED, sampling_parameters
 from commutator_trtllm.handover import CONTEXT_ONLY
 
 __all__ = ["COMPLETIONS", "check_forwarded", "hands_over", "request_body"]

@@ -12,14 +12,14 @@ from attrs import frozen
 
 from commutator import EngineInfo, EngineLoad, GenerateRequest
 from commutator.engine import DeltaStream
-from commutator.engine.completions import request_headers
-from commutator.engine.http import FailedAnswerError, HttpAnswer, HttpEngineClient, HttpServer
 from commutator.errors import (
     EngineHandoverError,
     EngineIncompleteError,
     EngineOverloadedError,
     EngineUnavailableError,
 )
+from commutator_engine_kit.completions import request_headers
+from commutator_engine_kit.http import FailedAnswerError, HttpAnswer, HttpEngineClient, HttpServer
 from commutator_trtllm.bodies import COMPLETIONS, check_forwarded, hands_over, request_body
 from commutator_trtllm.deltas import DeltaReader
 

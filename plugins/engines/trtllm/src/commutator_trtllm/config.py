@@ -8,7 +8,7 @@ from typing import Any
 from attrs import Attribute, frozen
 
 from commutator import setting
-from commutator.engine.launching import ServerConfig, only_to_attach, only_to_launch
+from commutator_engine_kit.launching import ServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["TrtllmConfig"]
 

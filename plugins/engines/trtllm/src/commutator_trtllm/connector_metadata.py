@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from attrs import define, field, frozen
 
-from commutator.engine.connector_worker import Chain
+from commutator_engine_kit.connector_worker import Chain
 
 __all__ = ["ConnectorMetadata", "Load", "Store"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from commutator import TokenLogprob
-from commutator.engine import completions
 from commutator.errors import EngineError
+from commutator_engine_kit import completions
 from commutator_trtllm.handover import WHOLE
 
 __all__ = ["DeltaReader"]

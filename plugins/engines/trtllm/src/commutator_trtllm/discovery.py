@@ -9,9 +9,9 @@ import msgspec
 from attrs import define, field
 
 from commutator import EngineInfo, EngineLoad
-from commutator.engine.completions import ModelList, Version
-from commutator.engine.http import HttpServer
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import ModelList, Version
+from commutator_engine_kit.http import HttpServer
 from commutator_trtllm.bodies import COMPLETIONS
 from commutator_trtllm.handover import handover_info
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from attrs import define, field
 
-from commutator.kv_events import BlockRemoved, BlocksCleared, BlockStored, KvEvent
+from commutator.contract.block import BlockRemoved, BlocksCleared, BlockStored, KvEvent
 
 __all__ = ["CacheEvent", "EventTranslator"]
 

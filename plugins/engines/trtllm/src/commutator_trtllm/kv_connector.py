@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from commutator.engine.model_identity import served_identity
-from commutator.kv import CacheIdentity, KvConnector
+from commutator.contract.block import CacheIdentity
+from commutator_engine_kit.kv import KvConnector
+from commutator_engine_kit.model_identity import served_identity
 from commutator_trtllm.connector_metadata import ConnectorMetadata
 from commutator_trtllm.kv_memory import EngineMemory, layout_regions, pool_region
 from commutator_trtllm.kv_scheduler import TierScheduler

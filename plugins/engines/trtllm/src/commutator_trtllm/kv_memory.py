@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from commutator import Memory
-from commutator.engine.connector_worker import Fence
 from commutator.errors import ConfigError
-from commutator.kv import BlockArena
+from commutator_engine_kit.connector_worker import Fence
+from commutator_engine_kit.kv import BlockArena
 
 __all__ = ["EngineMemory", "layout_regions", "pool_region"]
 

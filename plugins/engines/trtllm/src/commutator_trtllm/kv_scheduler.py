@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import define, field
 
-from commutator.engine.connector_worker import Chain
+from commutator_engine_kit.connector_worker import Chain
 from commutator_trtllm.connector_metadata import ConnectorMetadata, Load, Store
 from commutator_trtllm.kv_staging import Stage
 

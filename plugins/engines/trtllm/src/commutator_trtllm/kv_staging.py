@@ -19,8 +19,8 @@ import msgspec
 import zmq
 from attrs import frozen
 
-from commutator.kv import KvConnector, OnboardTicket
 from commutator.kv_events import bind_private
+from commutator_engine_kit.kv import KvConnector, OnboardTicket
 
 __all__ = ["Claims", "HostBlocks", "Ranks", "Stage", "StageServer", "Staged"]
 

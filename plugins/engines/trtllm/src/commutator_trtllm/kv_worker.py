@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from commutator.engine.connector_worker import Fence, FencedCalls, RequestChains
-from commutator.kv import KvConnector
+from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
+from commutator_engine_kit.kv import KvConnector
 from commutator_trtllm.connector_metadata import ConnectorMetadata, Load
 from commutator_trtllm.kv_staging import Claims, HostBlocks
 

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
-from commutator.engine import free_ports
-from commutator.engine.launching import (
+from commutator.errors import ConfigError
+from commutator.tokenizer import locate_model
+from commutator_engine_kit import free_ports
+from commutator_engine_kit.launching import (
     argument_names,
     log_command,
     revealed,
@@ -18,9 +20,7 @@ from commutator.engine.launching import (
     warn_of_unused_tiers,
     write_tiers,
 )
-from commutator.engine.preflight import gpu_memory_bytes
-from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model
+from commutator_engine_kit.preflight import gpu_memory_bytes
 from commutator_trtllm.__main__ import sidecar_arguments
 from commutator_trtllm.config import TrtllmConfig
 from commutator_trtllm.options import PREFIX, as_yaml, server_options

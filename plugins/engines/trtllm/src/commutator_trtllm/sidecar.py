@@ -15,9 +15,9 @@ from aiohttp import web
 from attrs import evolve, frozen
 from msgspec import json
 
-from commutator.engine.http import HttpServer
 from commutator.errors import EngineError, EngineUnavailableError
 from commutator.kv_events import EventPublisher
+from commutator_engine_kit.http import HttpServer
 from commutator_trtllm.client import INFO, LOAD, SidecarInfo
 from commutator_trtllm.discovery import LatestStatistics, discover, iteration_stats
 from commutator_trtllm.event_translator import CacheEvent, EventTranslator

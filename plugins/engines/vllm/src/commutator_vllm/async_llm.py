@@ -20,8 +20,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from commutator import EngineInfo, EngineLoad, GenerateRequest
-from commutator.engine.completions import ModelCard, ModelList
 from commutator.errors import EngineOverloadedError, EngineUnavailableError, RequestError
+from commutator_engine_kit.completions import ModelCard, ModelList
 from commutator_vllm.bodies import sampling_fields
 from commutator_vllm.discovery import CacheFacts, KvEventSource, engine_info, event_source
 from commutator_vllm.token_engine import AsyncEngine, Outputs

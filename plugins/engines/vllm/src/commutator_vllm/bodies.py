@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from commutator import GenerateRequest
-from commutator.engine import completions
-from commutator.engine.completions import STREAMED, sampling_parameters
+from commutator_engine_kit import completions
+from commutator_engine_kit.completions import STREAMED, sampling_parameters
 
 __all__ = [
     "COMPLETIONS",

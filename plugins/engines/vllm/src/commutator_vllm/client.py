@@ -6,15 +6,16 @@ from http import HTTPStatus
 
 from commutator import EngineInfo, EngineLoad, EventSource, GenerateRequest
 from commutator.engine import DeltaStream
-from commutator.engine.completions import ModelList, Version
-from commutator.engine.http import (
+from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
+from commutator_engine_kit.completions import ModelList, Version
+from commutator_engine_kit.http import (
     FORWARDED_PATHS,
+    RELAY_MODULE,
     FailedAnswerError,
     HttpEngineClient,
     HttpServer,
 )
-from commutator.engine.launching import HttpRelay
-from commutator.errors import EngineError, EngineHandoverError, EngineUnavailableError
+from commutator_engine_kit.launching import HttpRelay
 from commutator_vllm.bodies import (
     COMPLETIONS,
     GENERATE,
@@ -34,6 +35,7 @@ from commutator_vllm.discovery import (
 __all__ = ["PATHS", "VllmClient"]
 
 PATHS = HttpRelay(
+    module=RELAY_MODULE,
     read_paths=("/health", "/kv_event_sources", "/metrics", "/v1/models", "/version"),
     request_paths=(GENERATE, *FORWARDED_PATHS),
 )

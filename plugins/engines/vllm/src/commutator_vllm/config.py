@@ -7,7 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from commutator import setting
-from commutator.engine.launching import KeyedServerConfig, only_to_attach, only_to_launch
+from commutator_engine_kit.launching import KeyedServerConfig, only_to_attach, only_to_launch
 
 __all__ = ["KV_TRANSFER", "VllmConfig"]
 

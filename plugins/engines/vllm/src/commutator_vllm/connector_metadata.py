@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from attrs import define, field, frozen
 
-from commutator.engine.connector_worker import Chain
-from commutator.kv_events import KvEvent
+from commutator.contract.block import KvEvent
+from commutator_engine_kit.connector_worker import Chain
 
 __all__ = [
     "ConnectorMetadata",

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from commutator import TokenLogprob
-from commutator.engine import completions
+from commutator_engine_kit import completions
 
 __all__ = ["DeltaReader", "likeliest"]
 

@@ -9,9 +9,9 @@ from attrs import evolve, frozen
 from prometheus_client.parser import text_string_to_metric_families
 
 from commutator import EngineInfo, EngineLoad, EventSource
-from commutator.engine.completions import ModelList
-from commutator.engine.http import reachable_host
 from commutator.errors import EngineError
+from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.http import reachable_host
 from commutator_vllm.handover import handover_info
 
 __all__ = [

@@ -25,10 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from commutator import Memory
+from commutator.contract.block import BlockRemoved, BlockStored, CacheLevel, KvEvent, cache_level
 from commutator.errors import ConfigError, TransferError
-from commutator.kv import CacheLevel, KvConnector, cache_level
-from commutator.kv_events import BlockRemoved, BlockStored, KvEvent
-from commutator.nixl import load_nixl
+from commutator_engine_kit.kv import KvConnector
+from commutator_engine_kit.nixl import load_nixl
 from commutator_vllm.connector_metadata import ConnectorMetadata, WorkerReport, merged
 from commutator_vllm.kv_identity import cache_identity, is_first_rank, worker_of
 from commutator_vllm.kv_memory import arena_of, cuda_fence, no_fence

@@ -7,8 +7,8 @@ from typing import Any
 import vllm
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-from commutator.engine.model_identity import model_facts, served_identity
-from commutator.kv import CacheIdentity
+from commutator.contract.block import CacheIdentity
+from commutator_engine_kit.model_identity import model_facts, served_identity
 
 __all__ = ["cache_identity", "is_first_rank", "worker_of"]
 

@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 from commutator import Memory
-from commutator.engine.connector_worker import Fence
 from commutator.errors import ConfigError
-from commutator.kv import BlockPart, ScatteredArena
+from commutator_engine_kit.connector_worker import Fence
+from commutator_engine_kit.kv import BlockPart, ScatteredArena
 
 __all__ = ["arena_of", "block_parts", "cuda_fence", "dimensions", "no_fence"]
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from attrs import define, field
 
-from commutator.engine.connector_worker import Chain
-from commutator.kv_events import KvEvent
+from commutator.contract.block import KvEvent
+from commutator_engine_kit.connector_worker import Chain
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,

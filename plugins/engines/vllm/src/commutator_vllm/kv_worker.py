@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from attrs import define
 
-from commutator.engine.connector_worker import Fence, FencedCalls, RequestChains
-from commutator.kv import KvConnector, OnboardTicket
+from commutator_engine_kit.connector_worker import Fence, FencedCalls, RequestChains
+from commutator_engine_kit.kv import KvConnector, OnboardTicket
 from commutator_vllm.connector_metadata import (
     ConnectorMetadata,
     Load,

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from commutator import LaunchContext, LaunchPlan, ModelConfig, TierConfig
-from commutator.engine import free_ports
-from commutator.engine.launching import (
+from commutator.errors import ConfigError
+from commutator.tokenizer import locate_model
+from commutator_engine_kit import free_ports
+from commutator_engine_kit.launching import (
     RANKS_ON_LOOPBACK,
     NodeGroup,
     api_key_at,
@@ -23,15 +25,13 @@ from commutator.engine.launching import (
     server_environment,
     write_tiers,
 )
-from commutator.engine.model_files import directory_for, start_command
-from commutator.engine.preflight import (
+from commutator_engine_kit.model_files import directory_for, start_command
+from commutator_engine_kit.preflight import (
     ServerNeeds,
     argument_value,
     server_problems,
     server_warnings,
 )
-from commutator.errors import ConfigError
-from commutator.tokenizer import locate_model
 from commutator_vllm.config import KV_TRANSFER, VllmConfig
 from commutator_vllm.token_api import LISTEN_AT
 from commutator_vllm.token_client import TokenApiAddress

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from commutator import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
-from commutator.engine.completions import finish_reason_named
+from commutator_engine_kit.completions import finish_reason_named
 from commutator_vllm.bodies import hands_over
 from commutator_vllm.deltas import likeliest
 

@@ -15,7 +15,7 @@ from commutator import (
     TierConfig,
     hookimpl,
 )
-from commutator.engine.launching import HttpRelay, ServerConnector
+from commutator_engine_kit.launching import HttpRelay, ServerConnector
 from commutator_vllm.config import VllmConfig
 from commutator_vllm.handover import NixlHandover
 

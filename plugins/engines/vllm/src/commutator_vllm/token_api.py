@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from commutator.engine import TokenApiServer
+from commutator_engine_kit import TokenApiServer
 from commutator_vllm.token_engine import VllmTokenEngine
 
 __all__ = ["LISTEN_AT", "TokenApi"]

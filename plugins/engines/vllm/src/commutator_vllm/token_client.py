@@ -10,8 +10,8 @@ from attrs import evolve, frozen
 
 from commutator import EngineInfo, WorkerRecord
 from commutator.engine import TokenApiClient
-from commutator.engine.http import HttpAnswer, HttpServer
-from commutator.engine.launching import api_key_at
+from commutator_engine_kit.http import HttpAnswer, HttpServer
+from commutator_engine_kit.launching import api_key_at
 from commutator_vllm.handover import handover_info
 
 __all__ = ["TokenApiAddress", "VllmTokenClient"]

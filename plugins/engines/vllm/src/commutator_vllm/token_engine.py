@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from commutator import EngineInfo, EngineLoad, FinishReason, GenerateRequest, TokenDelta
-from commutator.engine import Emit, TokenEngine
 from commutator.errors import CommutatorError, EngineUnavailableError
+from commutator_engine_kit import Emit, TokenEngine
 from commutator_vllm.outputs import OutputReader, RequestOutput
 
 __all__ = ["AsyncEngine", "Outputs", "VllmTokenEngine"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-from commutator.auth import Authenticator, Credentials, Principal
+from commutator.contract.principal import Authenticator, Credentials, Principal
 
 __all__ = ["DEFAULT", "StaticKeys"]
 

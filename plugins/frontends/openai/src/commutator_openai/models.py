@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from commutator.auth import Principal
+from commutator.contract.principal import Principal
 from commutator.errors import RequestError
 from commutator.frontend import FrontendServices, salted
 from commutator_openai.answers import send_json

@@ -16,8 +16,7 @@ import msgspec
 from aiohttp import web
 
 from commutator import GenerateRequest, SamplingParams
-from commutator.auth import Principal
-from commutator.contract.principal import ANONYMOUS
+from commutator.contract.principal import ANONYMOUS, Principal
 from commutator.errors import RequestError
 from commutator.frontend import (
     Forward,

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define, evolve
 
 from commutator import GenerateRequest, SamplingParams
-from commutator.auth import Principal
+from commutator.contract.principal import Principal
 from commutator.contract.request import Caller
 from commutator.errors import RequestError
 from commutator.frontend import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from commutator.launcher import AgentPlan
+from commutator.contract.launcher import AgentPlan
 from commutator.launcher.epochs import Beat, Epoch, Epochs, Member
 from commutator.launcher.hosted import HostedAgent
 from commutator.launcher.hosted_rank import HostedRank

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from attrs import Attribute, frozen
 
 from commutator import Bounds, NonNegativeInt, setting
-from commutator.launcher import AgentLauncherConfig
+from commutator.contract.launcher import AgentLauncherConfig
 
 __all__ = ["RayConfig", "Resources"]
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from commutator.launcher import AgentState
+from commutator.contract.launcher import AgentState
 from commutator_ray.actor import AgentActor
 
 __all__ = ["Driver", "main"]

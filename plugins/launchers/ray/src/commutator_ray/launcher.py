@@ -13,8 +13,8 @@ from typing import Any
 
 from attrs import asdict
 
+from commutator.contract.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator.errors import LauncherError
-from commutator.launcher import AgentLauncher, AgentPlan, AgentState, PlacedAgent
 from commutator_ray.config import RayConfig, Resources
 
 __all__ = ["RayLauncher"]

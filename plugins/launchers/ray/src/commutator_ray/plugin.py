@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from commutator import hookimpl
-from commutator.launcher import AgentLauncher, LauncherContext, LauncherRegister
+from commutator.contract.launcher import AgentLauncher, LauncherContext
+from commutator.contract.registration import LauncherRegister
 from commutator_ray.config import RayConfig
 
 

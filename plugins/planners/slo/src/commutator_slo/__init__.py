@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commutator import hookimpl
-from commutator.planner import ConstraintRegister, ForecastRegister, PlannerRegister
+from commutator.contract.registration import ConstraintRegister, ForecastRegister, PlannerRegister
 from commutator_slo.growth import Growth, GrowthConfig
 from commutator_slo.policy import Slo, SloConfig
 from commutator_slo.ratio import Ratio, RatioConfig

@@ -9,7 +9,7 @@ from typing import Annotated
 from attrs import evolve, field, frozen
 
 from commutator import Bounds, NonNegativeInt, PositiveSeconds, setting
-from commutator.planner import Forecaster, ForecasterConfig
+from commutator.contract.planner import Forecaster, ForecasterConfig
 
 __all__ = ["Base", "Growth", "GrowthConfig", "GrowthState"]
 

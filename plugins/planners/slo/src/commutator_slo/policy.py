@@ -10,7 +10,7 @@ from typing import Annotated
 from attrs import frozen
 
 from commutator import Bounds, setting
-from commutator.planner import (
+from commutator.contract.planner import (
     Demand,
     EnginePerformance,
     ForecasterConfig,
@@ -18,9 +18,9 @@ from commutator.planner import (
     PlannerPolicy,
     PlannerTargets,
     Proposal,
-    Role,
     Situation,
 )
+from commutator.contract.worker import Role
 from commutator_slo.growth import GrowthConfig
 from commutator_slo.queueing import Queue, Stream, decode_rate, running_requests, smallest
 

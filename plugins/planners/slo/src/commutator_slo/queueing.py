@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from attrs import frozen
 
-from commutator.planner import EnginePerformance
+from commutator.contract.planner import EnginePerformance
 
 __all__ = [
     "Queue",

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from attrs import Attribute, frozen
 
 from commutator import Bounds, setting
-from commutator.planner import ConstraintConfig, Limit, PlanConstraint, Role, Situation
+from commutator.contract.planner import ConstraintConfig, Limit, PlanConstraint, Situation
+from commutator.contract.worker import Role
 
 __all__ = ["Ratio", "RatioConfig"]
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from attrs import Attribute, frozen
 
 from commutator import PositiveSeconds, setting
-from commutator.registry import RegistryConfig
+from commutator.contract.registry import RegistryConfig
 
 __all__ = ["EtcdConfig", "EtcdTls"]
 

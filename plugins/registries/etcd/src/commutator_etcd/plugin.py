@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from commutator import hookimpl
-from commutator.registry import Registry, RegistryRegister
+from commutator.contract.registration import RegistryRegister
+from commutator.contract.registry import Registry
 from commutator_etcd.config import EtcdConfig
 
 

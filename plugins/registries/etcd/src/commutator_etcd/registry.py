@@ -13,17 +13,10 @@ from typing import Any
 from attrs import evolve, frozen
 
 from commutator import WorkerRecord
+from commutator.contract.registry import CLAIM_TTLS, RETIRED, Change, Registry, WorkerUp
+from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
-from commutator.registry import (
-    CLAIM_TTLS,
-    RETIRED,
-    Change,
-    Registry,
-    Role,
-    Watchers,
-    WorkerUp,
-    description,
-)
+from commutator.registry import Watchers, description
 from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged, with_lease
 from commutator_etcd.config import EtcdConfig
 from commutator_etcd.follower import Follower, SessionEnd

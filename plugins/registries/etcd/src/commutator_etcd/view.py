@@ -11,15 +11,9 @@ import msgspec
 from attrs import evolve, frozen
 
 from commutator import WorkerRecord
-from commutator.registry import (
-    LAPSED,
-    Change,
-    Role,
-    WorkerDown,
-    seal,
-    succession,
-    unseal,
-)
+from commutator.contract.registry import LAPSED, Change, WorkerDown
+from commutator.contract.worker import Role
+from commutator.registry import seal, succession, unseal
 from commutator_etcd.follower import Delta
 
 __all__ = ["ClusterView", "Desired", "Gone", "Keys", "decoded", "encoded"]

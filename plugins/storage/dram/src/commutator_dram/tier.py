@@ -10,8 +10,8 @@ from attrs import frozen
 
 from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfig, setting
 from commutator.errors import TierError
-from commutator.kv import BlockArena, OpenedSlots, SlotTier
 from commutator_dram.memory import HugePages, allocate
+from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 
 __all__ = ["DramConfig", "DramTier"]
 

@@ -12,7 +12,7 @@ from attrs import Attribute, frozen
 
 from commutator import Memory, Region, Size, Slot, SlotGeometry, Span, TierConfig, setting
 from commutator.errors import TierError
-from commutator.kv import BlockArena, OpenedSlots, SlotTier
+from commutator_engine_kit.kv import BlockArena, OpenedSlots, SlotTier
 
 __all__ = ["HbmConfig", "HbmTier"]
 

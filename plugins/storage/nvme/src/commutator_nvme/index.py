@@ -13,8 +13,8 @@ from typing import Literal
 from attrs import evolve
 
 from commutator import Slot, StoredBlock
+from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
-from commutator.kv import BlockSeal
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
 from commutator_nvme.layout import HEADER_BYTES, Header, Layout, digest_of, parse_header
 from commutator_nvme.owners import Owner, Owners

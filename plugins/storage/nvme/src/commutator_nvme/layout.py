@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from commutator import SlotGeometry
 from commutator.errors import TierError
-from commutator.kv import checksum
+from commutator_engine_kit.kv import checksum
 from commutator_nvme.config import NvmeConfig
 
 __all__ = ["HEADER_BYTES", "PAGE_BYTES", "Header", "Layout", "digest_of", "parse_header"]

@@ -21,8 +21,8 @@ import xxhash
 from attrs import frozen
 
 from commutator import Slot, StoredBlock
+from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
-from commutator.kv import BlockSeal
 from commutator_nvme.files import Files, disk_errors, flush_folder, write_at
 
 __all__ = ["Owner", "Owners"]

@@ -14,8 +14,9 @@ from pathlib import Path
 from attrs import frozen
 
 from commutator import Memory, Region, Span
+from commutator.contract.tier import Direction
 from commutator.errors import TierError, TransferError
-from commutator.nixl import Direction, TransferAgent
+from commutator_engine_kit.nixl import TransferAgent
 from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
 from commutator_nvme.files import disk_errors
 from commutator_nvme.layout import PAGE_BYTES

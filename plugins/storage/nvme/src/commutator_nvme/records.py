@@ -18,7 +18,7 @@ import xxhash
 from attrs import define, field
 
 from commutator import KEY_BYTES, BlockKey, Slot, StoredBlock
-from commutator.kv import BlockSeal
+from commutator.contract.tier import BlockSeal
 from commutator_nvme.owners import Owner
 
 __all__ = ["RecordFormat", "Recovered"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commutator import Memory, Region, Slot, SlotGeometry, Span, StoredBlock
 from commutator.errors import TierError
-from commutator.kv import OpenedSlots, SlotTier
+from commutator_engine_kit.kv import OpenedSlots, SlotTier
 from commutator_nvme.config import NvmeConfig
 from commutator_nvme.files import Files, lock_folder, make_folder
 from commutator_nvme.index import Index

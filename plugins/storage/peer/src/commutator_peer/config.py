@@ -7,7 +7,7 @@ from typing import Any
 from attrs import Attribute, frozen
 
 from commutator import Memory, PositiveInt, PositiveSeconds, TierConfig, setting
-from commutator.kv import ExportOptions
+from commutator.contract.tier import ExportOptions
 
 __all__ = ["PeerTierConfig"]
 

@@ -20,11 +20,11 @@ from commutator import (
     StoredBlock,
     TierStatistics,
 )
+from commutator.contract.tier import ExportOptions, RemoteAgent
 from commutator.errors import TierError
-from commutator.kv import ExportOptions, RemoteAgent
-from commutator.kv.transfer.event_loop import EventLoopThread
-from commutator.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
-from commutator.kv.transfer.sources import Sources
+from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
+from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
+from commutator_engine_kit.kv.transfer.sources import Sources
 from commutator_peer.choice import PeerChoice
 from commutator_peer.config import PeerTierConfig
 

@@ -20,8 +20,9 @@ from commutator import (
     Span,
     StoredBlock,
 )
+from commutator.contract.tier import BlockSeal
 from commutator.errors import TierError
-from commutator.kv import BlockSeal, OpenedSlots, SlotTier
+from commutator_engine_kit.kv import OpenedSlots, SlotTier
 from commutator_s3.bucket import Bucket, Credentials
 from commutator_s3.config import S3TierConfig
 

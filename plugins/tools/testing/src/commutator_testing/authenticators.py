@@ -7,7 +7,7 @@ import re
 
 from attrs import evolve
 
-from commutator.auth import Authenticator, Credentials, Principal
+from commutator.contract.principal import Authenticator, Credentials, Principal
 from commutator.errors import AuthenticationError
 
 __all__ = ["AuthenticatorContract"]

@@ -36,8 +36,8 @@ from commutator import (
     TokenDelta,
     WorkerRecord,
 )
+from commutator.contract.block import BlockStored
 from commutator.errors import CommutatorError, EngineError, EngineHandoverError, RequestError
-from commutator.kv_events import BlockStored
 from commutator.kv_events.codec import decode_batch
 
 __all__ = ["EngineContract", "WorkerPair", "collect", "make_request"]

@@ -12,14 +12,9 @@ import pytest
 from attrs import frozen
 
 from commutator import EngineInfo, EventSource, WorkerRecord
-from commutator.kv_events import (
-    BlockStored,
-    EventBus,
-    EventChannel,
-    EventPublisher,
-    Message,
-    decode_batch,
-)
+from commutator.contract.block import BlockStored
+from commutator.contract.event_bus import EventBus, EventChannel, Message
+from commutator.kv_events import EventPublisher, decode_batch
 from commutator.kv_events.relay import EventRelay
 from commutator.kv_events.sequence import SequenceCounters
 from commutator.kv_events.subscriber import EventSubscriber, SourceTimes

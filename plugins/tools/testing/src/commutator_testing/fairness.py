@@ -9,7 +9,7 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commutator.fairness import FairnessPolicy
+from commutator.contract.fairness import FairnessPolicy
 from commutator_testing.profile import examples
 
 __all__ = [

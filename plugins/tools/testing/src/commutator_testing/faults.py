@@ -30,9 +30,15 @@ from commutator.errors import (
     EngineUnavailableError,
     TierError,
 )
-from commutator.kv.arena import bytes_at
-from commutator.kv.block_manager.actions import LoadResult
-from commutator.kv.tiers.block_io import BlockIo, IoContext, LoadBlock, StoreBlock, Unstored
+from commutator_engine_kit.kv.arena import bytes_at
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    IoContext,
+    LoadBlock,
+    StoreBlock,
+    Unstored,
+)
 
 __all__ = [
     "Faults",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from commutator.launcher import (
+from commutator.contract.launcher import (
     AgentLauncher,
     AgentPlan,
     AgentState,

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commutator.planner import (
+from commutator.contract.planner import (
     Arrivals,
     Demand,
     EnginePerformance,
@@ -21,11 +21,11 @@ from commutator.planner import (
     PlannerConfig,
     PlannerPolicy,
     PlannerTargets,
-    Role,
     Situation,
     WorkerPhase,
     length_bucket,
 )
+from commutator.contract.worker import Role
 from commutator.planner.pipeline import Planner, no_growth
 from commutator_testing.profile import examples
 

@@ -10,8 +10,9 @@ import pytest
 from attrs import evolve
 
 from commutator import EngineInfo, EventSource, WorkerRecord
+from commutator.contract.registry import LAPSED, RETIRED, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
-from commutator.registry import LAPSED, RETIRED, Change, Registry, Role, WorkerDown, WorkerUp
 
 __all__ = [
     "RegistryContract",

@@ -10,9 +10,9 @@ from typing import Self
 
 from commutator import BlockKey, Memory, Region, Slot, SlotGeometry, Span, StorageTier, StoredBlock
 from commutator.contract.tier import Direction
-from commutator.kv.arena import bytes_at, checksum
-from commutator.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
-from commutator.nixl.agent import TransferAgent
+from commutator_engine_kit.kv.arena import bytes_at, checksum
+from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+from commutator_engine_kit.nixl.agent import TransferAgent
 
 __all__ = [
     "TierAgents",

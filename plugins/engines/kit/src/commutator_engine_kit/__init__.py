@@ -1,0 +1,43 @@
+"""What runs in or beside an engine: serving the token API, KV blocks, starting processes.
+
+An engine written in Python serves the token API: implement ``TokenEngine``, start it with
+``run_engine_process`` in its ``__main__``, and return ``engine_command`` and
+``commutator.engine.TokenApiClient`` from its connector. Connectors to HTTP servers also use
+``.http``, ``.completions``, ``.launching``, ``.model_files``, ``.model_identity`` and
+``.preflight``; KV connectors whose workers are other processes than their scheduler use
+``.connector_worker``. ``.kv`` has the KV blocks, ``.nixl`` what moves them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commutator.launcher.ports import free_ports
+    from commutator_engine_kit.process import EngineStart, engine_command, run_engine_process
+    from commutator_engine_kit.server import Emit, TokenApiServer, TokenEngine
+
+__all__ = [
+    "Emit",
+    "EngineStart",
+    "TokenApiServer",
+    "TokenEngine",
+    "engine_command",
+    "free_ports",
+    "run_engine_process",
+]
+
+_HOMES = (
+    "commutator_engine_kit.server",
+    "commutator_engine_kit.process",
+    "commutator.launcher.ports",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in map(import_module, _HOMES):
+            if name in home.__all__:
+                return getattr(home, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,103 @@
+"""What KV connectors share that have a scheduler's side and workers' sides in other processes.
+
+The scheduler's side sends the tokens of its requests' full blocks as they grow; a worker's side
+keeps the chains, and reads or writes the engine's memory only after the device has passed a fence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from attrs import define, field, frozen
+
+from commutator.contract.block import BlockDescriptor, BlockKey
+from commutator_engine_kit.kv.connector import KvConnector
+
+__all__ = ["Chain", "Fence", "FencedCalls", "RequestChains"]
+
+RequestId = str | int
+
+Fence = Callable[[], bool]
+"""Returns whether the device has finished all work that was started before the fence was made."""
+
+
+@frozen(kw_only=True)
+class Chain:
+    """More full blocks of a request, after those sent before. Holds plain values only."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    prompt_blocks: int
+    lora: tuple[str, str] | None = None
+    """Name and path."""
+    cache_salt: str | None = None
+
+
+@define(eq=False)
+class _Request:
+    """The chain of one request, so far."""
+
+    begin: Chain
+    keys: list[BlockKey] = field(factory=list)
+    token_ids: list[int] = field(factory=list)
+
+
+class RequestChains:
+    """The full blocks of every request, as far as the scheduler has sent them."""
+
+    def __init__(self, connector: KvConnector) -> None:
+        self._connector = connector
+        self._requests: dict[RequestId, _Request] = {}
+
+    def grow(self, chain: Chain) -> None:
+        request = self._requests.setdefault(chain.request_id, _Request(chain))
+        request.token_ids += chain.token_ids
+        lora = request.begin.lora
+        request.keys = self._connector.keys(
+            request.token_ids,
+            # Name and path together: adapters with the same name may differ.
+            lora_name=None if lora is None else "\0".join(lora),
+            cache_salt=request.begin.cache_salt,
+            known=request.keys,
+        )
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended, or its chain will be sent again."""
+        self._requests.pop(request_id, None)
+
+    def keys(self, request_id: RequestId) -> Sequence[BlockKey]:
+        return self._requests[request_id].keys
+
+    def descriptors(self, request_id: RequestId, first: int, count: int) -> list[BlockDescriptor]:
+        """``count`` blocks of a request from ``first`` on, for ``KvConnector.offload``."""
+        request = self._requests[request_id]
+        begin = request.begin
+        return self._connector.descriptors(
+            request.keys[: first + count],
+            request.token_ids,
+            first=first,
+            prompt_blocks=begin.prompt_blocks,
+            lora_name=None if begin.lora is None else begin.lora[0],
+            cache_salt=begin.cache_salt,
+        )
+
+
+class FencedCalls:
+    """Calls to make once the device has passed a fence, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Fence, Callable[[], None]]] = deque()
+
+    def add(self, fence: Fence, call: Callable[[], None]) -> None:
+        """Make the call now if nothing has to be waited for."""
+        self._waiting.append((fence, call))
+        self.poll()
+
+    def poll(self) -> None:
+        """Make the calls whose fences the device has passed."""
+        while self._waiting and self._waiting[0][0]():
+            self._waiting.popleft()[1]()
+
+    def __len__(self) -> int:
+        return len(self._waiting)

@@ -1,0 +1,565 @@
+"""What connectors to HTTP engines share: the server and its session, its errors, and the client."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+from abc import abstractmethod
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import cache
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+from aiohappyeyeballs import start_connection
+from yarl import URL
+
+from commutator.contract.engine import EngineClient
+from commutator.contract.request import GenerateRequest
+from commutator.contract.worker import EngineInfo, WorkerRecord
+from commutator.engine.protocol import DeltaStream
+from commutator.errors import (
+    EngineError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    RequestError,
+)
+from commutator.trust import ClientGate, Right, TlsError, is_loopback
+from commutator.trust.wire import notice_loss, secured
+from commutator_engine_kit.http_connections import HttpConnections, StreamedAnswer
+
+__all__ = [
+    "CLOSES_IDLE_S",
+    "FORWARDED_PATHS",
+    "IDLE_AT_ENGINES_S",
+    "INSTANCE_HEADER",
+    "REFUSED_PATH",
+    "RELAY_MODULE",
+    "FailedAnswerError",
+    "HttpAnswer",
+    "HttpEngineClient",
+    "HttpServer",
+    "ServerEvents",
+    "connection_error",
+    "message_of",
+    "reachable_host",
+]
+
+T = TypeVar("T")
+P = TypeVar("P", bound=asyncio.Protocol)
+
+INSTANCE_HEADER = "Commutator-Instance"
+"""The header with which a client names the instance of a worker that it means."""
+REFUSED_PATH = "/commutator/refused_connections"
+"""The path at which a relay says how many it refused."""
+RELAY_MODULE = "commutator_engine_kit.relay"
+"""For ``HttpRelay.module``: the relay of engines' HTTP servers."""
+FORWARDED_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+)
+"""Paths of OpenAI-compatible servers to which front doors forward clients' own requests."""
+
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5)
+# These servers close connections that were idle for 5 s. Closing ours earlier avoids sending a
+# request just as the server closes its end.
+IDLE_AT_ENGINES_S = 3.0
+"""How long a connection to an engine's server may be idle before its client closes it."""
+CLOSES_IDLE_S = 75.0
+"""How long one to a relay may be, before the relay closes it."""
+_IDLE_AT_RELAYS_S = 30.0
+"""A new one costs a TLS handshake."""
+_CONNECT_S = 5.0
+_NEXT_ADDRESS_S = 0.25
+"""After which the next address of a host is tried, too."""
+# Routing handles these two; every other answer goes to the client.
+_FOR_ROUTING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_WILDCARDS = ("*", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared with, not bound
+_DATA = b"data:"
+_EVENT_END = b"\n\n"
+
+
+class FailedAnswerError(EngineError):
+    """A server answered an error, or reported one in the middle of a stream.
+
+    ``HttpServer.error_for`` makes the error to raise of its HTTP ``status`` and message.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class HttpAnswer:
+    """A server's answer to a forwarded request: a ``ForwardedAnswer``.
+
+    ``where`` names the server in errors, such as "vLLM at http://10.0.0.7:8000".
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, where: str) -> None:
+        self._response = response
+        self._where = where
+        self.status = response.status
+        self.content_type = response.headers.get("Content-Type", "application/json")
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body, in the pieces in which it arrives. Raises EngineUnavailableError."""
+        content = self._response.content
+        while True:
+            with _connection_errors(self._where):  # not those of the code that reads the chunks
+                data = await content.readany()
+            if not data:
+                return
+            yield data
+
+
+class _Asking(Protocol):
+    """A request; its answer is closed at the end of the context, or by who awaits it."""
+
+    def __await__(self) -> Generator[Any, None, aiohttp.ClientResponse]: ...
+
+    async def __aenter__(self) -> aiohttp.ClientResponse: ...
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...
+
+
+class _Connector(aiohttp.BaseConnector):
+    """Makes a session's connections as ``server`` makes its others."""
+
+    def __init__(self, server: HttpServer, keepalive_timeout_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_timeout_s)
+        self._server = server
+
+    async def _create_connection(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[Any],
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 - aiohttp's name
+    ) -> Any:
+        try:
+            return await self._server.connect(req.url, self._factory)
+        except TimeoutError:
+            raise  # aiohttp has an error of its own for it
+        except OSError as error:
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+
+
+class HttpServer:
+    """One server of ``engine``, such as "vLLM", at ``url``, http://HOST:PORT.
+
+    A live server answers ``alive_path`` at once. The session is opened at its first use. One
+    ``of_cluster``, and not on this machine, is behind the relay of its host: with https, reached by
+    mutual TLS with the certificates of this process's network.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        *,
+        api_key: str | None = None,
+        alive_path: str = "/health",
+        answer_timeout_s: float = 10.0,
+        of_cluster: bool = False,
+    ) -> None:
+        """Raises TlsError when this process's certificates cannot be used."""
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        self._relayed = of_cluster and not is_loopback(host)
+        self._certificates = secured(host) if self._relayed and parts.scheme == "https" else None
+        self.host = ""
+        """The host of the cluster whose relay must answer; empty: any."""
+        self.where = f"{engine} at {self.url}"
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._alive_path = alive_path
+        self._answer_timeout_s = answer_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._heads: dict[str, str] = {}
+        self._max_idle_s = IDLE_AT_ENGINES_S if self._certificates is None else _IDLE_AT_RELAYS_S
+        self._connections = HttpConnections(self.where, self._connect, self._max_idle_s)
+
+    def expect(self, record: WorkerRecord) -> None:
+        """Let only the relay of this worker answer. Called before the first request."""
+        if self._relayed:
+            self.host = record.host
+            if record.instance:
+                self._headers[INSTANCE_HEADER] = record.instance
+                self._heads.clear()
+
+    def request(self, method: str, path: str, **options: Any) -> _Asking:
+        """Send a request, as ``aiohttp.ClientSession.request`` does."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=_Connector(self, self._max_idle_s),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+                json_serialize=lambda value: msgspec.json.encode(value).decode(),
+            )
+        return self._session.request(method, self.url + path, **options)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await self._connections.close()
+
+    async def read(
+        self,
+        path: str,
+        kind: type[T],
+        *,
+        method: str = "GET",
+        body: object = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """The JSON answer of ``path``. Raises as ``ask`` does, and EngineError for other JSON."""
+        answer = await self.ask(path, method=method, body=body, timeout_s=timeout_s)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"{self.url}{path} sent an answer that cannot be parsed: {error}"
+            ) from error
+
+    async def ask(
+        self, path: str, *, method: str = "GET", body: object = None, timeout_s: float | None = None
+    ) -> bytes:
+        """The answer of ``path``.
+
+        Raises EngineUnavailableError when there is none or the server failed, EngineError when it
+        refused the request.
+        """
+        try:
+            async with asyncio.timeout(timeout_s or self._answer_timeout_s):
+                async with self.request(method, path, json=body) as response:
+                    status, answer = response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise connection_error(self.where, error) from error
+        if status == HTTPStatus.OK:
+            return answer
+        failed = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = EngineUnavailableError if failed else EngineError
+        raise kind(f"{self.url}{path} answered {status}: {message_of(answer)}")
+
+    async def post(
+        self, path: str, body: object, headers: Mapping[str, str] | None = None
+    ) -> StreamedAnswer:
+        """Send a request; enter the context of its answer. Raises FailedAnswerError.
+
+        EngineUnavailableError is raised for connection errors, also while the answer is read.
+        """
+        request = self._packed(path, msgspec.json.encode(body), headers or {})
+        answer = await self._connections.ask(request)
+        if answer.status != HTTPStatus.OK:
+            async with answer:
+                raise FailedAnswerError(answer.status, message_of(await answer.read()))
+        return answer
+
+    def _packed(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """A whole request. Raises ValueError for a header that would be more than one."""
+        head = self._heads.get(path)
+        if head is None:
+            head = self._heads[path] = self._head(path)
+        for name, value in headers.items():
+            if "\r" in value or "\n" in value or "\0" in value:
+                raise ValueError(f"{name}: {value!r} cannot be sent")
+            head += f"{name}: {value}\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def _head(self, path: str) -> str:
+        """What all requests for a path begin with."""
+        url = URL(self.url + path)
+        headers = {
+            "Host": url.host_port_subcomponent,
+            "Accept-Encoding": "identity",
+            "Content-Type": "application/json",
+            **self._headers,
+        }
+        if url.user is not None:
+            login = f"{url.user}:{url.password or ''}".encode()
+            headers.setdefault("Authorization", f"Basic {b64encode(login).decode()}")
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST {url.raw_path_qs} HTTP/1.1\r\n{lines}"
+
+    async def _connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Make a connection for ``post``. Raises EngineUnavailableError."""
+        try:
+            await self.connect(URL(self.url), protocol)
+        except TimeoutError as error:
+            raise connection_error(self.where, error) from error
+        except OSError as error:
+            raise _unreachable(self.where, error) from error
+
+    async def connect(self, url: URL, protocol: Callable[[], P]) -> P:
+        """Make a connection: to this server, or where it redirects. Raises OSError.
+
+        In a cluster with certificates, only the relay of the worker's host gets a byte.
+        """
+        loop, host, context = asyncio.get_running_loop(), url.raw_host or "", None
+        if self._certificates is not None:
+            context = self._certificates.client  # renewed ones serve new connections
+        elif url.scheme == "https":
+            context = _system_trust()
+        async with asyncio.timeout(_CONNECT_S):
+            found = await loop.getaddrinfo(host, url.port, type=socket.SOCK_STREAM)
+            sock = await start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S)
+            transport, made = await loop.create_connection(
+                protocol,
+                sock=sock,
+                ssl=context,
+                server_hostname=None if context is None else host.rstrip("."),
+            )
+        if self._certificates is not None:
+            gate = ClientGate("engine relay", expects=Right.SERVE_WORKER, host=self.host)
+            try:
+                gate.identify(transport)
+            except TlsError as error:
+                transport.abort()
+                raise OSError(str(error)) from error
+            notice_loss(transport, host)
+        return made
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        """The answer to a client's own request; closed at the end.
+
+        Raises EngineOverloadedError or EngineUnavailableError for a server that is full or dead.
+        """
+        sent = {"Content-Type": "application/json", **headers}
+        with _connection_errors(self.where):
+            response = await self.request("POST", path, data=body, headers=sent)
+        async with response:
+            if response.status in _FOR_ROUTING:
+                message = message_of(await response.read())
+                raise await self.error_for(response.status, message)
+            yield HttpAnswer(response, self.where)
+
+    async def error_for(self, status: int, message: str) -> Exception:
+        """The error for a failed request: the server is full, or dead, or the request is wrong."""
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            return EngineOverloadedError(message)
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            return EngineError(f"{self.where} refuses us ({status}): {message}; see `api_key`")
+        if status < HTTPStatus.BAD_REQUEST:
+            return EngineError(
+                f"{self.where} answers {status} where 200 is expected; if it redirects, configure "
+                "the address that it redirects to"
+            )
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return RequestError(message)
+        if not await self.is_alive():
+            return EngineUnavailableError(f"{self.where} is dead: {message}")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return EngineOverloadedError(message)
+        return EngineError(f"{self.where} answers {status}: {message}")
+
+    async def refused_connections(self, timeout_s: float) -> Mapping[str, int]:
+        """Those that the server's relay refused. Raises EngineError."""
+        if not self._relayed:
+            return {}
+        return await self.read(REFUSED_PATH, dict[str, int], timeout_s=timeout_s)
+
+    async def is_alive(self) -> bool:
+        """Whether the server answers ``alive_path`` with status 200."""
+        try:
+            alive = self.request("GET", self._alive_path, timeout=_HEALTH_TIMEOUT)
+            async with alive as answer:
+                return answer.status == HTTPStatus.OK
+        except (aiohttp.ClientError, OSError):
+            return False
+
+
+class HttpEngineClient(EngineClient):
+    """A client of ``server``; an engine's own says what it asks and how it generates."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self._info: EngineInfo | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def discover(self) -> EngineInfo:
+        """Ask the server what it is. Raises as ``start`` does."""
+
+    @abstractmethod
+    async def answer(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        """Fill ``stream`` to its end; ``model`` is the server's. Cancelling it aborts the request.
+
+        Raises the errors of ``TokenStream``.
+        """
+
+    def expect(self, record: WorkerRecord) -> None:
+        self.server.expect(record)
+
+    async def refused_connections(self, *, timeout_s: float = 5.0) -> Mapping[str, int]:
+        return await self.server.refused_connections(timeout_s)
+
+    async def start(self) -> EngineInfo:
+        if self._info is None:  # the dispatcher calls this before each request
+            self._info = await self.discover()
+        return self._info
+
+    def generate(self, request: GenerateRequest) -> DeltaStream:
+        def abort() -> None:
+            if task is not None:
+                task.cancel()
+
+        task: asyncio.Task[None] | None = None
+        stream = DeltaStream(abort)
+        if self._info is None:
+            stream.fail(self._not_connected)
+            return stream
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            # A stream that has not ended was aborted: its caller closed it and gets no error, or
+            # this client closes.
+            reason = f"{self.server.where}: the connection was closed"
+            stream.fail(EngineUnavailableError(reason))
+
+        task = asyncio.get_running_loop().create_task(self._run(request, self._info.model, stream))
+        self._running.add(task)
+        task.add_done_callback(ended)
+        return stream
+
+    async def _run(self, request: GenerateRequest, model: str, stream: DeltaStream) -> None:
+        try:
+            with self.forgets_a_lost_server():
+                await self.answer(request, model, stream)
+        except Exception as error:  # noqa: BLE001 - the reader of the stream gets it
+            stream.fail(error)
+
+    @asynccontextmanager
+    async def forward(
+        self, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[HttpAnswer]:
+        if self._info is None:
+            raise self._not_connected
+        with self.forgets_a_lost_server():
+            async with self.server.forward(path, body, headers) as answer:
+                yield answer
+
+    async def check_health(self) -> None:
+        with self.forgets_a_lost_server():
+            await self.server.ask("/health")
+
+    async def close(self) -> None:
+        self._info = None
+        for task in self._running:
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self.server.close()
+
+    @property
+    def _not_connected(self) -> EngineUnavailableError:
+        return EngineUnavailableError(f"{self.server.where}: not connected")
+
+    @contextmanager
+    def forgets_a_lost_server(self) -> Iterator[None]:
+        """After EngineUnavailableError, ``start`` asks again: another server may have started."""
+        try:
+            yield
+        except EngineUnavailableError:
+            self._info = None
+            raise
+
+
+class ServerEvents:
+    """Parses server-sent events: feed it bytes, and it yields the data of each complete event.
+
+    It expects one ``data`` field per event, as the engines send it, and skips comments.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        return self.payloads(self.complete(data))
+
+    def complete(self, data: bytes) -> bytes:
+        """The events that ``data`` completes, as they were sent, without the end of the last."""
+        received = self._rest + data if self._rest else data
+        end = received.rfind(_EVENT_END)
+        self._rest = received[end + len(_EVENT_END) :] if end >= 0 else received
+        return received[: max(0, end)]
+
+    @staticmethod
+    def payloads(events: bytes) -> Iterator[bytes]:
+        """The data of each of the ``complete`` events."""
+        for event in events.split(_EVENT_END):
+            if event.startswith(_DATA):
+                yield event[len(_DATA) :].strip()
+
+
+def message_of(body: bytes) -> str:
+    """The message of an error answer, in any of the engines' formats."""
+    try:
+        answer = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return body[:500].decode(errors="replace")
+    error = answer.get("error") or answer.get("detail") or answer
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else str(error)
+
+
+def connection_error(where: str, error: aiohttp.ClientError | OSError) -> EngineUnavailableError:
+    """The error, with the cause in plain words for the operator."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return _unreachable(where, error.os_error)
+    if isinstance(error, TimeoutError):
+        return EngineUnavailableError(f"{where}: no answer")
+    what = str(error) or type(error).__name__
+    return EngineUnavailableError(f"{where}: connection lost ({what})")
+
+
+def _unreachable(where: str, cause: OSError) -> EngineUnavailableError:
+    if isinstance(cause, ssl.SSLError):
+        reason = getattr(cause, "verify_message", "") or cause.reason or str(cause)
+        return EngineUnavailableError(f"{where} cannot be reached: TLS failed: {reason}")
+    known = cause.errno in errno.errorcode
+    what = os.strerror(cause.errno) if known and cause.errno else str(cause.strerror or cause)
+    return EngineUnavailableError(f"{where} cannot be reached: {what}")
+
+
+@cache
+def _system_trust() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+@contextmanager
+def _connection_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.ClientError as error:
+        raise connection_error(where, error) from error
+
+
+def reachable_host(host: str, url: str) -> str:
+    """The host at which a server that reports listening on ``host`` is reachable.
+
+    For a wildcard address, this is the host of ``url``.
+    """
+    if host not in _WILDCARDS:
+        return host
+    name = urlsplit(url).hostname or "127.0.0.1"
+    return f"[{name}]" if ":" in name else name

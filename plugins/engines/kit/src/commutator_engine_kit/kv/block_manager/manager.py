@@ -1,0 +1,380 @@
+"""The KV block manager: decides which tier stores which blocks.
+
+A pure state machine: methods report events and return actions, which the caller carries out in
+order. No I/O, no threads, no clock: ``now_s`` is an argument, and must not run backwards.
+
+    offer, offload_evicted  --> StoreBlocks --> finish_store --> Announce, ReleaseSource
+    begin_onboard (pins)       --> the blocks are read and verified --> finish_onboard
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from commutator.contract.block import BlockDescriptor, BlockKey
+from commutator.contract.tier import StoredBlock
+from commutator.contract.worker import (
+    BlockExplanation,
+    EdgeStatistics,
+    KvStatistics,
+    TierState,
+)
+from commutator_engine_kit.kv.block_manager.actions import DEVICE, Action, FreeBlocks, LoadResult
+from commutator_engine_kit.kv.block_manager.admission import UseCounts, count_uses
+from commutator_engine_kit.kv.block_manager.block_pool import TierBlockPool, TierSpec
+from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.block_manager.explain import explain
+from commutator_engine_kit.kv.block_manager.index import BlockIndex
+from commutator_engine_kit.kv.block_manager.offload import OffloadScheduler
+from commutator_engine_kit.kv.block_manager.onboard import OnboardPlan, OnboardScheduler, prefetch
+
+__all__ = ["BlockManager", "check_integrity"]
+
+
+class BlockManager:
+    """The blocks of one engine over its tiers, fastest first.
+
+    At most ``most_waiting`` blocks wait for room in each tier. A tier whose loads were slower than
+    computing is measured again after ``probe_interval_s``. For the last ``remembered`` blocks, the
+    reason why they are in no tier is recorded for ``explain``, and the number of their uses where
+    an admission rule looks at it.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        *,
+        most_waiting: int = 4096,
+        probe_interval_s: float = 30.0,
+        remembered: int = 65_536,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self._pools = [TierBlockPool(number, spec) for number, spec in enumerate(tiers)]
+        self._index = BlockIndex(self._pools, remembered)
+        counts = count_uses(spec.admission for spec in tiers)
+        self._uses = UseCounts(remembered) if counts else None
+        self._stores = OffloadScheduler(self._index, self._uses, most_waiting)
+        self._loads = OnboardScheduler(self._index, self._uses, probe_interval_s)
+
+    def recovered(self, tier: int, blocks: Iterable[StoredBlock], now_s: float) -> list[Action]:
+        """Blocks that a tier had when it was opened. Those beyond its capacity are freed."""
+        pool = self._pools[tier]
+        new, room = self._index.unknown(pool, blocks), pool.free
+        actions = self._index.publish(pool, new[:room], now_s)
+        if over := tuple(offer.key for offer in new[room:]):
+            actions.append(FreeBlocks(tier=tier, keys=over, reason="over capacity"))
+        return self._settled(actions, now_s)
+
+    def opened(
+        self, tier: int, capacity: int, blocks: Sequence[StoredBlock], now_s: float
+    ) -> list[Action]:
+        """A tier was opened after ``tier_down``, for the first time or again, with these blocks."""
+        pool = self._pools[tier]
+        pool.resize(capacity)
+        actions: list[Action] = []
+        if not pool.spec.shared:
+            there = {block.key for block in blocks}
+            gone = [
+                key
+                for key, node in self._index.nodes.items()
+                if node.published & pool.bit and key not in there
+            ]
+            actions += self._index.unpublish(pool, gone, "lost", free=False)
+        return actions + self.recovered(tier, blocks, now_s)
+
+    def found(self, tier: int, blocks: Sequence[StoredBlock], now_s: float) -> list[Action]:
+        """A look-up found these blocks in a shared tier; older ones are evicted for them."""
+        pool = self._pools[tier]
+        new = self._index.unknown(pool, blocks)
+        actions = self._stores.make_room_now(pool, new, now_s)
+        room = pool.free
+        actions += self._index.publish(pool, new[:room], now_s)
+        if over := tuple(offer.key for offer in new[room:]):
+            # Blocks that are read or stored fill the room, but the tier has slots for these, too.
+            actions.append(FreeBlocks(tier=tier, keys=over, reason="over capacity"))
+        return self._settled(actions, now_s)
+
+    def match(self, keys: Sequence[BlockKey], first: int = 0) -> list[int]:
+        """The fastest tier of each of the consecutive keys from ``first``; ends at a missing one.
+
+        Ignores tiers that are down. Changes nothing.
+        """
+        return self._index.match(keys, first)
+
+    def begin_onboard(
+        self,
+        load_id: str,
+        keys: Sequence[BlockKey],
+        first: int,
+        now_s: float,
+        *,
+        prefill: PrefillSpeed,
+    ) -> OnboardPlan:
+        """Choose the blocks to load of a prompt. The device has the first ``first`` blocks.
+
+        The plan's blocks are pinned until ``finish_onboard``; a plan without blocks needs no such
+        call. Raises ValueError when a load of that id runs.
+        """
+        return self._loads.begin(load_id, keys, first, now_s, prefill)
+
+    def finish_onboard(
+        self,
+        load_id: str,
+        results: Mapping[BlockKey, LoadResult],
+        now_s: float,
+        *,
+        seconds: Mapping[int, float] | None = None,
+    ) -> list[Action]:
+        """A load ended, or was cancelled. Keys without a result were not read.
+
+        ``seconds`` is how long the reads took, by tier, without the time in queues. None: the time
+        since ``begin_onboard``, if only one tier was read. Raises ValueError for an unknown load.
+        """
+        actions = self._loads.finish(load_id, results, now_s, seconds)
+        return self._settled(actions, now_s)
+
+    def prefetch(self, keys: Sequence[BlockKey], first: int, now_s: float) -> list[Action]:
+        """Copy a prompt's blocks to the fastest writable tier, if that tier allows prefetches.
+
+        The device has the first ``first`` blocks.
+        """
+        return self._settled(prefetch(self._index, self._stores, keys, first, now_s), now_s)
+
+    def offer(
+        self, offers: Sequence[BlockDescriptor], now_s: float, *, at_once: bool = False
+    ) -> list[Action]:
+        """The device computed or reused these blocks, in the order of their chain.
+
+        They are written to every "through" tier. An offer of a stored block counts as a use, so
+        offer reused blocks, too; a block that was just loaded counts only once. Each offer's device
+        block is held until a ``ReleaseSource`` with its key, which may be in the answer.
+        ``at_once``: also write to the tier for blocks that the device evicts, for engines that do
+        not report evictions.
+        """
+        loaded = self._counted([offer.key for offer in offers])
+        targets = [pool for pool in self._pools if pool.spec.write == "through"]
+        if at_once and (below := self._stores.below(DEVICE)) is not None:
+            targets.append(below)
+        return self._settled(self._stores.from_device(offers, targets, now_s, loaded), now_s)
+
+    def used(self, keys: Iterable[BlockKey]) -> None:
+        """The device computed or reused these blocks, and does not offer them now.
+
+        For engines that offer only evicted blocks: admission rules may need the number of uses.
+        """
+        self._counted(list(keys))
+
+    def admissible(self, offers: Sequence[BlockDescriptor]) -> set[BlockKey]:
+        """The keys that no tier has and ``offload_evicted`` would store. Changes nothing."""
+        stores, below = self._stores, self._stores.below(DEVICE)
+        if below is None:
+            return set()
+        new = (offer for offer in offers if offer.key not in self._index.nodes)
+        return {offer.key for offer in new if stores.refusal(below, offer) is None}
+
+    def offload_evicted(self, offers: Sequence[BlockDescriptor], now_s: float) -> list[Action]:
+        """The device evicts these blocks. It may reuse each after ``ReleaseSource`` with its key.
+
+        They are written to the first writable tier that is up, if its ``write`` is "on_evict".
+        """
+        below = self._stores.below(DEVICE)
+        targets = [below] if below is not None else []
+        return self._settled(self._stores.from_device(offers, targets, now_s), now_s)
+
+    def finish_store(
+        self,
+        move_id: int,
+        stored: Sequence[StoredBlock],
+        failed: Mapping[BlockKey, str],
+        now_s: float,
+    ) -> list[Action]:
+        """A ``StoreBlocks`` ended. ``failed`` has a short reason for each key; it names a counter.
+
+        Blocks in neither argument count as failed. Raises ValueError for an unknown move.
+        """
+        return self._settled(self._stores.finish(move_id, stored, failed, now_s), now_s)
+
+    def tier_down(self, tier: int, now_s: float) -> list[Action]:
+        """Stop loads from and stores to this tier. Its blocks remain in the index.
+
+        Running loads and moves must still be finished.
+        """
+        pool = self._pools[tier]
+        pool.up = False
+        self._index.up &= ~pool.bit
+        actions: list[Action] = []
+        self._stores.refuse_waiting(pool, list(pool.waiting), "tier is down", actions)
+        return self._settled(actions, now_s)
+
+    def tier_up(self, tier: int, now_s: float) -> list[Action]:
+        """Resume loads from and stores to this tier."""
+        pool = self._pools[tier]
+        pool.up = True
+        self._index.up |= pool.bit
+        return self._settled([], now_s)
+
+    def evict(
+        self,
+        now_s: float,
+        *,
+        keys: Iterable[BlockKey] | None = None,
+        tier: int | None = None,
+        reason: str = "asked",
+    ) -> list[Action]:
+        """Remove blocks from one tier or all, whatever their retention. ``keys`` None: all blocks.
+
+        Blocks that are being stored are freed once they are stored.
+        """
+        chosen = None if keys is None else list(keys)
+        actions: list[Action] = []
+        for pool in self._pools if tier is None else [self._pools[tier]]:
+            nodes = self._index.nodes
+            those = list(nodes) if chosen is None else [key for key in chosen if key in nodes]
+            pool.cancelled.update(key for key in those if nodes[key].staged & pool.bit)
+            waiting = pool.waiting if chosen is None else [k for k in chosen if k in pool.waiting]
+            self._stores.refuse_waiting(pool, list(waiting), reason, actions)
+            actions += self._index.unpublish(pool, those, reason)
+        return self._settled(actions, now_s)
+
+    def clear(self, now_s: float) -> list[Action]:
+        """Remove everything from every tier."""
+        return self.evict(now_s, reason="cleared")
+
+    def explain(
+        self, keys: Sequence[BlockKey], now_s: float, first: int = 0
+    ) -> list[BlockExplanation]:
+        """For each block of a prompt: which tiers have it, and whether it would be reused."""
+        return explain(self._index, keys, first, now_s)
+
+    def statistics(self) -> KvStatistics:
+        """All counters and states."""
+        stores = self._stores
+        names = {DEVICE: "device"} | {pool.number: pool.spec.name for pool in self._pools}
+        return KvStatistics(
+            tiers=tuple(_state(pool) for pool in self._pools),
+            edges=tuple(
+                EdgeStatistics(
+                    source=names[source],
+                    target=names[target],
+                    stored=edge.stored,
+                    not_admitted=dict(edge.not_admitted),
+                    failed=dict(edge.failed),
+                )
+                for (source, target), edge in sorted(stores.edges.items())
+            ),
+            blocks=len(self._index.nodes),
+            held_on_device=len(stores.holds),
+            loads_running=len(self._loads.running),
+            stores_running=len(stores.moves),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the state is inconsistent. Linear in the number of blocks."""
+        check_integrity(self._index, self._stores, self._loads)
+
+    def _counted(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Count uses, except of blocks counted when they were loaded; return those."""
+        loaded = self._index.take_loaded(keys)
+        if self._uses is not None:
+            for key in keys:
+                if key not in loaded:
+                    self._uses.used(key)
+        return loaded
+
+    def _settled(self, actions: list[Action], now_s: float) -> list[Action]:
+        self._stores.settle(now_s, actions)
+        return actions + self._stores.take_released()
+
+
+def _state(pool: TierBlockPool) -> TierState:
+    cost = pool.speed.cost
+    return TierState(
+        name=pool.spec.name,
+        medium=pool.spec.medium,
+        up=pool.up,
+        capacity=pool.capacity,
+        published=pool.published,
+        staged=pool.staged,
+        leaving=len(pool.leaving),
+        waiting=len(pool.waiting),
+        loading=len(pool.pins),
+        retained=pool.retention.pinned,
+        pins_refused=pool.retention.pins_refused,
+        loads=dict(pool.counts.loads),
+        not_loaded=dict(pool.counts.not_loaded),
+        removed=dict(pool.counts.removed),
+        prefetched=dict(pool.counts.prefetched),
+        latency_s=cost.latency_s if cost is not None else None,
+        block_s=cost.block_s if cost is not None else None,
+    )
+
+
+def check_integrity(index: BlockIndex, stores: OffloadScheduler, loads: OnboardScheduler) -> None:
+    """Raise AssertionError when the state is inconsistent. Linear in the number of blocks."""
+    for key, node in index.nodes.items():
+        assert node.offer.key == key, "a node has another key"
+        assert node.published | node.staged | node.evicting, "a node is in no tier"
+        overlap = node.published & node.staged | node.staged & node.evicting
+        assert not overlap | node.published & node.evicting, "a block is in two states in one tier"
+    for pool in index.pools:
+        _check_tier(pool, index, stores, loads)
+    reads = Counter(
+        offer.key
+        for move in stores.moves.values()
+        if move.source == DEVICE
+        for offer in move.offers
+    )
+    for pool in index.pools:
+        reads.update(key for key, waiting in pool.waiting.items() if waiting.source == DEVICE)
+    assert stores.holds.reads() == reads, "a device block is held for no store"
+
+
+def _check_tier(
+    pool: TierBlockPool, index: BlockIndex, stores: OffloadScheduler, loads: OnboardScheduler
+) -> None:
+    name = pool.spec.name
+    nodes = index.nodes.values()
+    published = sum(bool(node.published & pool.bit) for node in nodes)
+    staged = {node.offer.key for node in nodes if node.staged & pool.bit}
+    evicting = {node.offer.key for node in nodes if node.evicting & pool.bit}
+    assert published == pool.published, f"{name}: published blocks are miscounted"
+    assert len(staged) == pool.staged, f"{name}: staged blocks are miscounted"
+    assert evicting == pool.leaving.keys(), f"{name}: leaving blocks are miscounted"
+    assert pool.used <= pool.capacity, f"{name}: more blocks than there is room for"
+    moving = {
+        offer.key
+        for move in stores.moves.values()
+        if move.target == pool.number
+        for offer in move.offers
+    }
+    assert staged == moving, f"{name}: a block is staged without a move"
+    assert pool.cancelled <= staged, f"{name}: a cancelled block is not staged"
+    assert pool.staged_offers.keys() == staged, f"{name}: the offers do not match the staged blocks"
+    for key in pool.waiting:
+        assert key not in staged, f"{name}: a waiting block is being stored"
+    assert pool.up or not pool.waiting, f"{name}: a block waits for a tier that is down"
+    down = _read_by_moves(pool, index, stores)
+    assert pool.moving_down <= set(down), f"{name}: a block moves down without a move"
+    assert pool.prefetched <= {
+        key for key, node in index.nodes.items() if node.published & pool.bit
+    }, f"{name}: a prefetched block is not published"
+    pins = Counter(down)
+    for load in loads.running.values():
+        pins.update(key for key, tier in load.blocks if tier == pool.number)
+    assert dict(pins) == pool.pins, f"{name}: pins do not match loads and moves"
+    assert evicting <= set(pool.pins), f"{name}: a removed block without readers is not freed"
+
+
+def _read_by_moves(
+    pool: TierBlockPool, index: BlockIndex, stores: OffloadScheduler
+) -> list[BlockKey]:
+    keys = [
+        offer.key
+        for move in stores.moves.values()
+        if move.source == pool.number
+        for offer in move.offers
+    ]
+    for lower in index.pools:
+        keys += [key for key, wait in lower.waiting.items() if wait.source == pool.number]
+    return keys

@@ -1,0 +1,466 @@
+"""Guards around a tier's I/O (circuit breaker, bandwidth limit, retries) and its exceptions.
+
+``GuardedTier`` and ``CatchAllIo`` catch every exception that a plugin's tier raises: it fails
+neither a request nor the tier's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import TracebackType
+from typing import TypeVar
+
+from attrs import define, frozen
+
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import (
+    UNBOUNDED,
+    ExportOptions,
+    Region,
+    Slot,
+    SlotGeometry,
+    StorageTier,
+    StoredBlock,
+)
+from commutator.errors import TierError
+from commutator_engine_kit.kv.block_manager.actions import LoadResult
+from commutator_engine_kit.kv.tiers.block_io import (
+    BlockIo,
+    IoContext,
+    LoadBlock,
+    StoreBlock,
+    Unstored,
+)
+
+__all__ = [
+    "Bandwidth",
+    "BandwidthLimit",
+    "Breaker",
+    "BreakerIo",
+    "BreakerState",
+    "CatchAllIo",
+    "GuardedTier",
+    "OpenedTier",
+    "RetryBudget",
+    "RetryIo",
+]
+
+log = logging.getLogger(__name__)
+
+
+class BreakerState(Enum):
+    """CLOSED admits every job, OPEN none, HALF_OPEN one trial job."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@define
+class Breaker:
+    """Opens after ``max_failures`` failed jobs in a row. Pure: the time is passed in.
+
+    It stays open for ``pause_s``, and twice as long after each failed trial, up to ``max_pause_s``.
+    """
+
+    max_failures: int = 3
+    pause_s: float = 1.0
+    max_pause_s: float = 30.0
+    _failures: int = 0
+    _opened_s: float | None = None
+    _now_pause_s: float = 0.0
+    _trying: bool = False
+
+    def state(self, now_s: float) -> BreakerState:
+        if self._opened_s is None:
+            return BreakerState.CLOSED
+        if self._trying or now_s >= self._opened_s + self._now_pause_s:
+            return BreakerState.HALF_OPEN
+        return BreakerState.OPEN
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a job may run; report its outcome with one of the methods below."""
+        state = self.state(now_s)
+        if state is BreakerState.HALF_OPEN:
+            if self._trying:
+                return False
+            self._trying = True
+        return state is not BreakerState.OPEN
+
+    def succeeded(self) -> None:
+        self._failures, self._opened_s, self._now_pause_s, self._trying = 0, None, 0.0, False
+
+    def failed(self, now_s: float) -> None:
+        self._failures += 1
+        if self._trying or self._failures >= self.max_failures:
+            longer_s = self._now_pause_s * 2 if self._now_pause_s else self.pause_s
+            self._now_pause_s = min(longer_s, self.max_pause_s)
+            self._opened_s, self._trying = now_s, False
+
+    def given_up(self) -> None:
+        """The job was cancelled: it neither succeeded nor failed."""
+        self._trying = False
+
+
+class BreakerIo(BlockIo):
+    """Counts a job as failed when none of its blocks was moved."""
+
+    def __init__(
+        self,
+        inner: BlockIo,
+        breaker: Breaker,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inner = inner
+        self._breaker = breaker
+        self._clock = clock
+
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
+        if not self._breaker.allows(self._clock()):
+            return [Unstored("the tier is paused after failures") for _ in blocks]
+        with self._failing_on_exceptions():
+            results = self._inner.store(blocks, context)
+        failures = [isinstance(result, Unstored) for result in results]
+        self._judge(failures, context)
+        return results
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        if not self._breaker.allows(self._clock()):
+            return [LoadResult.FAILED for _ in blocks]
+        with self._failing_on_exceptions():
+            results = self._inner.load(blocks, context)
+        self._judge([result is LoadResult.FAILED for result in results], context)
+        return results
+
+    @contextmanager
+    def _failing_on_exceptions(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._breaker.failed(self._clock())
+            raise
+
+    def _judge(self, failures: Sequence[bool], context: IoContext) -> None:
+        if not all(failures):
+            self._breaker.succeeded()
+        elif context.cancelled() or not failures:
+            self._breaker.given_up()
+        else:
+            self._breaker.failed(self._clock())
+
+
+@define
+class Bandwidth:
+    """One tier's limit of bytes per second. Pure: the time is passed in."""
+
+    bytes_per_s: float
+    _free_s: float = float("-inf")
+    """When the bytes moved so far are within the limit."""
+
+    def pause_s(self, now_s: float) -> float:
+        """Seconds to wait before the next transfer."""
+        return max(0.0, self._free_s - now_s)
+
+    def taken(self, size_bytes: int, now_s: float) -> None:
+        """Count ``size_bytes``, requested at ``now_s`` and moved next."""
+        self._free_s = max(self._free_s, now_s) + size_bytes / self.bytes_per_s
+
+
+class BandwidthLimit(BlockIo):
+    """Delays a job until earlier ones are within the limit; several instances may share a limit.
+
+    A job that cannot begin before its deadline fails at once.
+    """
+
+    def __init__(
+        self,
+        inner: BlockIo,
+        bandwidth: Bandwidth,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._bandwidth = bandwidth
+        self._clock = clock
+        self._sleep = sleep
+
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
+        if not self._wait(sum(block.local.size_bytes for block in blocks), context):
+            return [Unstored("the tier's bandwidth limit leaves no time") for _ in blocks]
+        return self._inner.store(blocks, context)
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        if not self._wait(sum(block.stored.size_bytes for block in blocks), context):
+            return [LoadResult.FAILED for _ in blocks]
+        return self._inner.load(blocks, context)
+
+    def _wait(self, size_bytes: int, context: IoContext) -> bool:
+        now_s = self._clock()
+        pause_s = self._bandwidth.pause_s(now_s)
+        if pause_s > context.remaining_s or context.over:
+            return False
+        if pause_s:
+            self._sleep(pause_s)
+        self._bandwidth.taken(size_bytes, now_s)
+        return True
+
+
+BlockT = TypeVar("BlockT")
+ResultT = TypeVar("ResultT")
+
+
+@define
+class RetryBudget:
+    """Limits retries to a share of the blocks that succeeded, so that retries cause no overload.
+
+    Each success adds ``ratio`` of a retry; at most ``most`` accumulate. Pure.
+    """
+
+    ratio: float = 0.1
+    most: float = 64.0
+    saved: float = 16.0
+
+    def earned(self, successes: int) -> None:
+        self.saved = min(self.most, self.saved + self.ratio * successes)
+
+    def take(self, wanted: int) -> int:
+        """How many of ``wanted`` blocks may be retried."""
+        granted = min(wanted, int(self.saved))
+        self.saved -= granted
+        return granted
+
+
+class RetryIo(BlockIo):
+    """Retries failed blocks, but not missing or corrupt ones."""
+
+    def __init__(
+        self,
+        inner: BlockIo,
+        *,
+        max_attempts: int,
+        backoff_s: float = 0.02,
+        budget: RetryBudget | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._inner = inner
+        self._max_attempts = max_attempts
+        self._backoff_s = backoff_s
+        self._budget = budget or RetryBudget()
+        self._sleep = sleep
+
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
+        return self._with_retries(
+            self._inner.store,
+            blocks,
+            context,
+            lambda result: isinstance(result, Unstored),
+        )
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        return self._with_retries(
+            self._inner.load, blocks, context, lambda result: result is LoadResult.FAILED
+        )
+
+    def _with_retries(
+        self,
+        attempt: Callable[[Sequence[BlockT], IoContext], list[ResultT]],
+        blocks: Sequence[BlockT],
+        context: IoContext,
+        failed: Callable[[ResultT], bool],
+    ) -> list[ResultT]:
+        results = attempt(blocks, context)
+        for number in range(1, self._max_attempts):
+            again = [index for index, result in enumerate(results) if failed(result)]
+            self._budget.earned(len(results) - len(again))
+            again = again[: self._budget.take(len(again))]
+            pause_s = self._backoff_s * 2 ** (number - 1)
+            if not again or context.over or context.remaining_s < pause_s:
+                break
+            self._sleep(pause_s)
+            retried = attempt([blocks[index] for index in again], context)
+            for index, result in zip(again, retried, strict=True):
+                results[index] = result
+        return results
+
+
+class log_and_suppress:  # noqa: N801 - used like a function
+    """Context manager that logs and suppresses exceptions; a TierError without its traceback."""
+
+    __slots__ = ("_tier", "_what")
+
+    def __init__(self, tier: str, what: str) -> None:
+        self._tier = tier
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, TierError):
+            log.warning("tier %s: %s: %s", self._tier, self._what, error)
+        elif isinstance(error, Exception):
+            log.error("tier %s: %s", self._tier, self._what, exc_info=error)
+        else:
+            return False
+        return True
+
+
+class CatchAllIo(BlockIo):
+    """Returns a result for each block also when the tier or a transfer raises an exception."""
+
+    def __init__(self, inner: BlockIo, tier: str) -> None:
+        self._inner = inner
+        self._tier = tier
+
+    def store(
+        self, blocks: Sequence[StoreBlock], context: IoContext
+    ) -> list[StoredBlock | Unstored]:
+        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not stored"):
+            return _complete(self._inner.store(blocks, context), len(blocks))
+        return [Unstored("write failed")] * len(blocks)
+
+    def load(self, blocks: Sequence[LoadBlock], context: IoContext) -> list[LoadResult]:
+        with log_and_suppress(self._tier, f"{len(blocks)} blocks are not loaded"):
+            return _complete(self._inner.load(blocks, context), len(blocks))
+        return [LoadResult.FAILED] * len(blocks)
+
+
+def _complete(results: list[ResultT], blocks: int) -> list[ResultT]:
+    if len(results) != blocks:
+        raise ValueError(f"{len(results)} results for {blocks} blocks")
+    return results
+
+
+@frozen
+class OpenedTier:
+    """A tier's answers when it was opened."""
+
+    blocks: Sequence[StoredBlock]
+    """Blocks that an earlier process committed."""
+    regions: Sequence[Region]
+    backend_parameters: Mapping[str, str]
+
+
+class GuardedTier:
+    """Calls a plugin's tier, and logs the exceptions that it raises.
+
+    An exception costs only the blocks of that call. ``CatchAllIo`` does the same for transfers;
+    there is no other place that catches a tier's exceptions.
+    """
+
+    def __init__(self, tier: StorageTier, name: str) -> None:
+        self._tier = tier
+        self._name = name
+
+    def use_peers(self, find: Callable[[], Sequence[str]]) -> None:
+        """As ``StorageTier.use_peers``."""
+        with self._suppressing("does not take the addresses of other workers"):
+            self._tier.use_peers(find)
+
+    def export_options(self) -> ExportOptions | None:
+        """How this worker lends its blocks to others; None also when the tier failed."""
+        with self._suppressing("cannot say how blocks are lent, so none are"):
+            return self._tier.export_options
+        return None
+
+    def open(self, geometry: SlotGeometry) -> OpenedTier:
+        """Open the tier. Closes it and raises TierError when that fails with any exception."""
+        try:
+            return OpenedTier(
+                self._tier.open(geometry), self._tier.regions(), self._tier.backend_parameters
+            )
+        except TierError:
+            self.close()
+            raise
+        except Exception as error:
+            log.exception("tier %s: open failed", self._name)
+            self.close()
+            raise TierError(f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        with self._suppressing("close failed"):
+            self._tier.close()
+
+    def reserve(self, keys: Sequence[BlockKey]) -> Sequence[Slot | None] | None:
+        """A slot for each key, None for those without room; None alone when the tier failed."""
+        with self._suppressing("cannot reserve slots"):
+            return self._tier.reserve(keys)
+        return None
+
+    def commit(self, blocks: Sequence[StoredBlock]) -> bool:
+        """Whether the blocks are committed. If not, their slots are released."""
+        with self._suppressing("cannot commit blocks"):
+            self._tier.commit(blocks)
+            return True
+        self.release([stored.slot for stored in blocks])
+        return False
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        with self._suppressing("cannot release slots"):
+            self._tier.release(slots)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Sequence[StoredBlock | None] | None:
+        """The stored block of each key, if any; None alone when the tier failed."""
+        with self._suppressing("cannot look up blocks"):
+            return self._tier.lookup(keys)
+        return None
+
+    def probe(self, keys: Sequence[BlockKey]) -> list[StoredBlock] | None:
+        """Blocks of a chain that the medium has; None when the tier failed."""
+        with self._suppressing("cannot look up blocks on the medium"):
+            return [stored for stored in self._tier.probe(keys) if stored is not None]
+        return None
+
+    def committed(self) -> list[StoredBlock] | None:
+        """Every committed block; None when the tier failed."""
+        with self._suppressing("cannot list blocks"):
+            return list(self._tier.committed())
+        return None
+
+    def capacity(self) -> int:
+        """In blocks; UNBOUNDED while the tier is not open, or when it failed."""
+        try:
+            return self._tier.statistics().capacity
+        except TierError:  # not open
+            return UNBOUNDED
+        except Exception:
+            log.exception("tier %s: cannot read its capacity", self._name)
+            return UNBOUNDED
+
+    def pin(self, slot: Slot) -> bool:
+        """Whether the slot is pinned."""
+        with self._suppressing("cannot pin a slot"):
+            self._tier.pin(slot)
+            return True
+        return False
+
+    def unpin(self, slot: Slot) -> None:
+        with self._suppressing("cannot unpin a slot"):
+            self._tier.unpin(slot)
+
+    def free(self, keys: Sequence[BlockKey], *, makes_room: bool) -> bool:
+        """Whether the blocks are removed; ``makes_room`` leaves blocks of others on the medium."""
+        with self._suppressing("cannot evict blocks"):
+            (self._tier.make_room if makes_room else self._tier.evict)(keys)
+            return True
+        return False
+
+    def _suppressing(self, what: str) -> log_and_suppress:
+        return log_and_suppress(self._name, what)

@@ -1,0 +1,304 @@
+"""Lends blocks to other workers: holds them under leases, and answers readers' questions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from commutator.contract.worker import ExportStatistics
+from commutator.errors import CommutatorError, EngineHandoverError
+from commutator.frames import FrameProtocol, kind_of
+from commutator.trust import Gate, Right, RunSecret, ServerGate, serve
+from commutator_engine_kit.kv.transfer.leases import LeaseTable
+from commutator_engine_kit.kv.transfer.protocol import (
+    SERVICE,
+    ExportedMemory,
+    ExportUpdate,
+    LentBlocks,
+    LookupRequest,
+    ReadyBlock,
+    ReleaseRequest,
+    WatchRequest,
+)
+
+__all__ = ["BlockExporter"]
+
+log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+_EXPIRY_CHECK_S = 0.25
+_LONGEST_WAIT_S = 60.0
+_MOST_QUESTIONS = 8192
+"""Questions of one reader that wait for an answer: one for each hand-over that it watches."""
+
+
+class BlockExporter:
+    """The leases of one arena or tier, and a server that answers readers' questions about them.
+
+    The lender may call ``begin`` to ``statistics`` from any thread. Readers are processes of the
+    run of ``secret``; all others are refused. UCX, which moves the bytes, checks nobody: it must
+    listen only where workers are.
+    """
+
+    def __init__(
+        self,
+        on_freed: Callable[[], object],
+        *,
+        memory: Callable[[], ExportedMemory] | None = None,
+        look_up: Callable[[LookupRequest], Awaitable[LentBlocks]] | None = None,
+        most_blocks: int | None = None,
+        secret: RunSecret | None = None,
+    ) -> None:
+        """``on_freed`` is called, from any thread, when ``take_freed`` has new blocks.
+
+        ``memory`` answers "hello" for an arena; it may wait, and is called on a thread of its own.
+        ``look_up`` answers "look_up" for a tier, which lends at most ``most_blocks`` at a time.
+        ``secret`` is by default that of this process; a process of no run answers everyone.
+        """
+        self._gate: Gate = ServerGate(SERVICE, secret, expects=Right.BORROW)
+        self._on_freed = on_freed
+        self._memory = memory
+        self._look_up = look_up
+        self._lock = threading.Lock()
+        self._leases = LeaseTable() if most_blocks is None else LeaseTable(most_blocks)
+        self._freed: list[int] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: dict[str, asyncio.Event] = {}
+        self._watchers: dict[str, int] = {}
+        self._readers: set[FrameProtocol] = set()
+        self._running: list[asyncio.Task[Any]] = []
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen, and return the address; port 0 chooses a free port. Raises OSError.
+
+        Call this in the event loop that is to answer the questions.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+        self._loop = asyncio.get_running_loop()
+        self._running = [
+            self._loop.create_task(self._serve(listening)),
+            self._loop.create_task(self._expire()),
+        ]
+        return f"{host}:{listening.getsockname()[1]}"
+
+    def stop(self) -> None:
+        """Stop answering. Call this from any thread."""
+        self._soon(self._end_tasks)
+
+    def begin(self, lease_id: str, lease_s: float) -> bool:
+        """Begin a lease. False when its reader has released it already.
+
+        Raises ValueError when it has begun already.
+        """
+        return self._changed(
+            lease_id, lambda: self._leases.begin(lease_id, lease_s, time.monotonic())
+        )
+
+    def hold(self, lease_id: str, blocks: Sequence[int]) -> bool:
+        """Hold the prompt's next blocks. False when the lease has ended: hold nothing."""
+        with self._lock:
+            return self._leases.hold(lease_id, blocks)
+
+    def publish(self, lease_id: str, blocks: Sequence[ReadyBlock]) -> None:
+        """Let the reader read the next held blocks."""
+        self._changed(lease_id, lambda: self._leases.publish(lease_id, blocks))
+
+    def complete(self, lease_id: str) -> None:
+        """Declare that no more blocks will be held."""
+        self._changed(lease_id, lambda: self._leases.complete(lease_id))
+
+    def room(self) -> int:
+        """How many more blocks ``lend`` accepts now."""
+        with self._lock:
+            return self._leases.room
+
+    def lend(self, lease_id: str, blocks: Sequence[ReadyBlock], lease_s: float) -> bool:
+        """Begin and complete a lease. False when its reader has released it already: hold nothing.
+
+        Raises ValueError when there is no room, or the lease has begun already.
+        """
+        with self._lock:
+            return self._leases.lend(lease_id, blocks, lease_s, time.monotonic())
+
+    def fail(self, lease_id: str, reason: str) -> None:
+        """End a lease whose prefill failed or was aborted."""
+        self._end(lease_id, lambda: self._leases.fail(lease_id, reason))
+
+    def fail_all(self, reason: str) -> list[int]:
+        """End every lease. Returns the blocks that were held, and those for ``take_freed``."""
+        with self._lock:
+            held = self._leases.end_all(reason) + self._freed
+            self._freed = []
+        self._soon(self._wake_all)
+        return held
+
+    def take_freed(self) -> list[int]:
+        """Blocks that were released since the last call, once for each time they were held."""
+        with self._lock:
+            freed, self._freed = self._freed, []
+        return freed
+
+    def held(self) -> list[int]:
+        """Blocks that are held, or that ``take_freed`` will return."""
+        with self._lock:
+            return self._leases.held + self._freed
+
+    def statistics(self) -> ExportStatistics:
+        with self._lock:
+            leases = self._leases
+            return ExportStatistics(
+                active=len(leases),
+                held_blocks=len(leases.held),
+                released=leases.ends["released"],
+                failed=leases.ends["failed"],
+                lapsed=leases.ends["lapsed"],
+            )
+
+    async def answer(self, what: str, arguments: Any) -> Any:
+        """Answer a question. Raises EngineHandoverError for one that is not valid."""
+        try:
+            if what == "watch":
+                return await self._watch(msgspec.convert(arguments, WatchRequest))
+            if what == "release":
+                return self._release(msgspec.convert(arguments, ReleaseRequest))
+            if what == "hello" and self._memory is not None:
+                return await asyncio.to_thread(self._memory)
+            if what == "look_up" and self._look_up is not None:
+                return await self._look_up(msgspec.convert(arguments, LookupRequest))
+        except msgspec.ValidationError as error:
+            raise EngineHandoverError(f"the arguments of {what!r} are wrong: {error}") from error
+        raise EngineHandoverError(f"this exporter does not answer {what[:80]!r}")
+
+    async def _watch(self, watch: WatchRequest) -> ExportUpdate:
+        event = self._news.setdefault(watch.id, asyncio.Event())
+        self._watchers[watch.id] = self._watchers.get(watch.id, 0) + 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(watch.wait_s, _LONGEST_WAIT_S)):
+                    while not _is_news(news := self._look(watch), watch):
+                        event.clear()
+                        await event.wait()
+                    return news
+            return self._look(watch)
+        finally:
+            self._watchers[watch.id] -= 1
+            if not self._watchers[watch.id]:
+                del self._watchers[watch.id], self._news[watch.id]
+
+    def _look(self, watch: WatchRequest) -> ExportUpdate:
+        with self._lock:
+            return self._leases.watch(watch.id, watch.have, time.monotonic())
+
+    def _release(self, request: ReleaseRequest) -> None:
+        self._end(request.id, lambda: self._leases.release(request.id, request.blocks))
+
+    async def _serve(self, listening: socket.socket) -> None:
+        try:
+            await serve(
+                listening, lambda: _Reader(self.answer, self._readers, self._gate).frames, SERVICE
+            )
+        finally:
+            for frames in self._readers.copy():
+                frames.close()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_CHECK_S)
+            with self._lock:
+                freed = self._leases.expire(time.monotonic())
+                self._freed.extend(freed)
+            if freed:
+                self._on_freed()
+
+    def _end(self, lease_id: str, end: Callable[[], list[int]]) -> None:
+        with self._lock:
+            # Under one lock: ``fail_all`` must find each block in the table or among the freed.
+            freed = end()
+            self._freed.extend(freed)
+        self._soon(lambda: self._wake(lease_id))
+        if freed:
+            self._on_freed()
+
+    def _changed(self, lease_id: str, change: Callable[[], ResultT]) -> ResultT:
+        with self._lock:
+            result = change()
+        self._soon(lambda: self._wake(lease_id))
+        return result
+
+    def _wake(self, lease_id: str) -> None:
+        if (event := self._news.get(lease_id)) is not None:
+            event.set()
+
+    def _wake_all(self) -> None:
+        for event in self._news.values():
+            event.set()
+
+    def _end_tasks(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended, and with it all readers
+                self._loop.call_soon_threadsafe(call)
+
+
+class _Reader:
+    """One reader's connection. Unanswered questions end with it."""
+
+    def __init__(
+        self,
+        answer: Callable[[str, Any], Awaitable[Any]],
+        connected: set[FrameProtocol],
+        gate: Gate,
+    ) -> None:
+        self._answer_to = answer
+        self._connected = connected
+        self._answering: set[asyncio.Task[None]] = set()
+        self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
+        connected.add(self.frames)
+
+    def _on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case ["ask", int(number), str(what), arguments]:
+                if len(self._answering) >= _MOST_QUESTIONS:
+                    log.warning(
+                        "KV exporter: a reader has more than %d open questions; it is disconnected",
+                        _MOST_QUESTIONS,
+                    )
+                    self.frames.close()
+                    return
+                task = asyncio.ensure_future(self._answer(number, what, arguments))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case _:
+                log.warning("KV exporter: a reader sent an unknown frame: %s", kind_of(frame))
+                self.frames.close()
+
+    async def _answer(self, number: int, what: str, arguments: Any) -> None:
+        try:
+            self.frames.send(["answer", number, await self._answer_to(what, arguments)])
+        except CommutatorError as error:
+            self.frames.send(["failed", number, str(error)])
+        except Exception as error:
+            log.exception("KV exporter: the answer to %r failed", what)
+            self.frames.send(["failed", number, f"{type(error).__name__}: {error}"])
+
+    def _on_lost(self, reason: str) -> None:
+        log.debug("KV exporter: a reader disconnected: %s", reason)
+        self._connected.discard(self.frames)
+        for task in self._answering:
+            task.cancel()
+
+
+def _is_news(news: ExportUpdate, watch: WatchRequest) -> bool:
+    return bool(news.blocks) or news.state is not watch.state

@@ -1,0 +1,147 @@
+"""The process of an engine that serves the token API: its command and its main function."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import attrs
+import msgspec
+
+from commutator.config.kinds import config_converter
+from commutator.contract.engine import EngineConfig, LaunchContext, ModelConfig
+from commutator.contract.launcher import LaunchPlan
+from commutator.contract.tier import TierConfig
+from commutator.errors import CommutatorError, ConfigError
+from commutator.launcher.child import (
+    LOG_LEVEL,
+    StartFailure,
+    calm_garbage_collector,
+    report_start_failure,
+)
+from commutator.plugins import installed_plugins
+from commutator.schema.structure import structure
+from commutator_engine_kit.kv.tiers.setup import TierSetup, make_tiers
+from commutator_engine_kit.server import TokenApiServer, TokenEngine
+
+__all__ = [
+    "EngineStart",
+    "engine_command",
+    "run_engine_process",
+]
+
+log = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+_VARIABLE = "COMMUTATOR_ENGINE_PROCESS"
+"""The environment variable by which the supervisor passes a ``_Start``, as JSON."""
+
+
+@attrs.frozen
+class _Start:
+    """The value of the environment variable, as JSON."""
+
+    config: dict[str, Any]
+    model: ModelConfig
+    host: str
+    port: int
+    worker_id: str
+    tiers: list[TierConfig]
+    state_dir: str
+    kv_host: str
+
+
+@attrs.frozen
+class EngineStart:
+    """What an engine is built from, in addition to its configuration."""
+
+    model: ModelConfig
+    worker_id: str
+    tiers: tuple[TierSetup, ...] = ()
+    """Fastest first; not opened yet."""
+    host: str = "127.0.0.1"
+    """Where the engine listens for other workers."""
+
+
+def engine_command(module: str, config: EngineConfig, context: LaunchContext) -> LaunchPlan:
+    """The launch plan that runs ``python -m module``, which calls ``run_engine_process``."""
+    start = {
+        "config": attrs.asdict(config),
+        "model": attrs.asdict(context.model),
+        "host": context.host,
+        "port": context.port,
+        "worker_id": context.worker_id,
+        "tiers": [attrs.asdict(tier) for tier in context.tiers],
+        "state_dir": str(context.state_dir),
+        "kv_host": context.kv_host,
+    }
+    return LaunchPlan(
+        argv=(sys.executable, "-m", module),
+        address=f"{context.advertise}:{context.port}",
+        env={_VARIABLE: msgspec.json.encode(start).decode()},
+    )
+
+
+def run_engine_process(
+    config_class: type[ConfigT], build: Callable[[ConfigT, EngineStart], TokenEngine]
+) -> None:
+    """Serve one engine until SIGTERM or SIGINT. Call it in the ``__main__`` of an engine plugin.
+
+    ``build`` raises ConfigError when the engine can never start as configured, which ends the
+    deployment if it happens at the first start; after other errors it is started again.
+    """
+    level = os.environ.get(LOG_LEVEL, "INFO")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    raw = os.environ.get(_VARIABLE)
+    if raw is None:
+        sys.exit(f"{_VARIABLE} is not set: start this process with `commutator serve`")
+    converter = config_converter(installed_plugins)
+    start = structure(converter, msgspec.json.decode(raw), _Start)
+    config = structure(converter, start.config, config_class)
+    try:
+        tiers = make_tiers(start.tiers, installed_plugins(), start.worker_id) if start.tiers else ()
+        engine = build(config, EngineStart(start.model, start.worker_id, tiers, start.kv_host))
+    except (CommutatorError, OSError) as error:
+        _give_up(error, Path(start.state_dir))
+    calm_garbage_collector()
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_serve(engine, start.host, start.port))
+    else:
+        uvloop.run(_serve(engine, start.host, start.port))
+
+
+def _give_up(error: CommutatorError | OSError, folder: Path) -> NoReturn:
+    """End the process; its supervisor logs why, and ends the deployment if no try can succeed."""
+    if isinstance(error, ConfigError):
+        failure = StartFailure(problems=error.problems, is_permanent=True)
+    else:
+        text = " ".join(str(error).split())
+        name = "" if isinstance(error, CommutatorError) else f"{type(error).__name__}: "
+        failure = StartFailure(problems=[f"{name}{text}"], is_permanent=False)
+    try:
+        report_start_failure(folder, failure)
+    except OSError:  # the supervisor is on another machine
+        log.error("cannot start: %s", "; ".join(failure.problems))  # noqa: TRY400
+    sys.exit(os.EX_CONFIG if failure.is_permanent else 1)
+
+
+async def _serve(engine: TokenEngine, host: str, port: int) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = TokenApiServer(engine)
+    bound = await server.start(host, port)
+    log.info("token API on %s:%d", host, bound)
+    with contextlib.suppress(asyncio.CancelledError):
+        await stopped.wait()
+    await server.stop()
