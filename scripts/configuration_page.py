@@ -63,7 +63,7 @@ def page() -> str:
             for kind in host.frontends.kinds.values():
                 parts += inner("frontend", kind.config_class)
         elif field.name == "observers":
-            parts.append("To write another, see [an example](../examples/csv_observer/).\n")
+            parts.append("To write another, see [an example](../plugins/csv_observer/).\n")
             parts += kinds(host.observers)
         elif field.name == "disaggregation":
             parts.append("Of every kind:\n")

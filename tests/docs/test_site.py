@@ -65,7 +65,7 @@ def test_a_pattern_stands_for_the_pages_of_a_folder(tmp_path: Path) -> None:
         ("[far](https://example.com/a)", "[far](https://example.com/a)"),
         ("[wheels](../../scripts/build_wheels.py)", "wheels (`scripts/build_wheels.py`)"),
         ("[`scripts/`](../../scripts)", "`scripts/`"),
-        ("[a tier](../examples/folder_tier/)", "[a tier](../examples/folder_tier/README.md)"),
+        ("[a tier](../plugins/folder_tier/)", "[a tier](../plugins/folder_tier/README.md)"),
         ("```\n[code](../../scripts)\n```", "```\n[code](../../scripts)\n```"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The packages in docs/examples: installed as a third party would, and used, core unchanged."""
+"""The packages in docs/plugins: installed as a third party would, and used, core unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
         [
             sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
             "--disable-pip-version-check", "--target", str(target),
-            str(root / "docs" / "examples" / name),
+            str(root / "docs" / "plugins" / name),
         ],
         check=True,
     )  # fmt: skip
@@ -49,7 +49,7 @@ def install(root: Path, name: str, target: Path) -> dict[str, str]:
 )
 def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
     env = install(root, name, tmp_path / "site")
-    tests = root / "docs" / "examples" / name / "tests"
+    tests = root / "docs" / "plugins" / name / "tests"
     empty = tmp_path / "pytest.ini"  # a third party's pytest has no configuration of ours
     empty.write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     done = subprocess.run(
@@ -61,7 +61,7 @@ def test_its_own_tests_pass(root: Path, tmp_path: Path, name: str) -> None:
 
 def test_the_third_party_policy_routes(root: Path, tmp_path: Path) -> None:
     env = install(root, "shortest_queue", tmp_path / "site")
-    config = root / "docs" / "examples" / "shortest_queue" / "cluster.yaml"
+    config = root / "docs" / "plugins" / "shortest_queue" / "cluster.yaml"
     with (
         LocalCluster(config, env=env) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
@@ -79,7 +79,7 @@ def test_the_third_party_policy_routes(root: Path, tmp_path: Path) -> None:
 
 def test_the_third_party_scorer_decides(root: Path, tmp_path: Path) -> None:
     env = install(root, "prefer_local", tmp_path / "site")
-    config = root / "docs" / "examples" / "prefer_local" / "cluster.yaml"
+    config = root / "docs" / "plugins" / "prefer_local" / "cluster.yaml"
     simulated = [word for n in range(2) for word in ("--set", f"engines[{n}].kind=sim")]
     with (
         LocalCluster(config, env=env, arguments=simulated) as cluster,
@@ -99,7 +99,7 @@ def test_the_third_party_scorer_decides(root: Path, tmp_path: Path) -> None:
 
 def test_the_third_party_engine_answers(root: Path, tmp_path: Path) -> None:
     env = install(root, "parrot", tmp_path / "site")
-    config = root / "docs" / "examples" / "parrot" / "cluster.yaml"
+    config = root / "docs" / "plugins" / "parrot" / "cluster.yaml"
     with (
         LocalCluster(config, env=env) as cluster,
         openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,

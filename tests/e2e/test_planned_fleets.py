@@ -42,7 +42,7 @@ def of_requests(root: Path, folder: Path, **options: Any) -> tuple[dict[str, Any
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: commutator-hpa\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[commutator]\nhpa = commutator_hpa\n")
-    source = root / "docs" / "examples" / "hpa" / "src"
+    source = root / "docs" / "plugins" / "hpa" / "src"
     planner = {
         "kind": "hpa",
         "requests_per_worker": 4,

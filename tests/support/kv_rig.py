@@ -70,8 +70,8 @@ def setups(*tiers: Mapping[str, Any], worker: str = "w0") -> tuple[TierSetup, ..
 
 
 def folder_setup(path: Path, blocks: int, **options: Any) -> TierSetup:
-    """The tier of docs/examples, for blocks of ``BLOCK_BYTES``; it is not installed."""
-    source = ROOT / "docs/examples/folder_tier/src/commutator_folder_tier/__init__.py"
+    """The tier of docs/plugins, for blocks of ``BLOCK_BYTES``; it is not installed."""
+    source = ROOT / "docs/plugins/folder_tier/src/commutator_folder_tier/__init__.py"
     spec = spec_from_file_location("commutator_folder", source)
     assert spec is not None
     assert spec.loader is not None
