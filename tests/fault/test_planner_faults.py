@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field
+from tests.support.connections import Sent
 from tests.support.planned_fleet import SIM
 from tests.support.supervised import FakeEngine, FakeProcess, IdleLauncher
 from tests.support.virtual_time import in_virtual_time
@@ -202,7 +203,8 @@ class Host:
             lambda: self.claim.held,
             steady,
         )
-        self.service = PlannerService(self.live, self.reports).connected(lambda _: None)
+        service = PlannerService(self.live, self.reports)
+        self.service = service.connected(Sent(lambda _: None)).on_frame
         spec = WorkerSpec(
             worker_id=f"{name}-w-0",
             config=EngineConfig(kind="fake", name="w"),

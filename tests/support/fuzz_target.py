@@ -30,6 +30,7 @@ from commutator.contract.block import BlockStored
 from commutator.contract.frontend import AdminConfig
 from commutator.contract.planner import PlannerConfig, PlannerTargets
 from commutator.contract.principal import Principal
+from commutator.contract.service import Service
 from commutator.contract.tier import RemoteAgent
 from commutator.contract.worker import Role
 from commutator.frontend.demand import DemandCounter, PlannerLink
@@ -40,11 +41,10 @@ from commutator.planner.pipeline import Planner
 from commutator.planner.reports import DoorReports
 from commutator.registry.claims import PLANNER
 from commutator.registry.memory import MemoryRegistry
-from commutator.registry.server import RegistryServer, Service
+from commutator.registry.server import RegistryServer
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
 from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
-from commutator.tenants.service import SERVICE as LIMITS
 from commutator.tenants.service import LedgerService
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
@@ -146,13 +146,10 @@ def idle_engine() -> SimEngine:
     )
 
 
-def hub_services() -> dict[str, Service]:
+def hub_services() -> list[Service]:
     """What answers on the registry's port beside the registry."""
     reports = DoorReports(silence_s=8.0, gone_s=20.0)
-    return {
-        LIMITS: LedgerService().connected,
-        PLANNER: PlannerService(_idle_planner(reports), reports).connected,
-    }
+    return [LedgerService(), PlannerService(_idle_planner(reports), reports)]
 
 
 def publish_events(publisher: EventPublisher) -> None:

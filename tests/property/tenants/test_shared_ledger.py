@@ -18,6 +18,7 @@ import pytest
 from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.connections import Sent
 from tests.support.limits import ask, settle
 from tests.support.virtual_time import in_virtual_time
 
@@ -91,7 +92,8 @@ class SimulatedHub:
     ) -> FrameProtocol:
         await asyncio.sleep(0.01)
         wire = Wire(self.chance, lambda _: None, on_frame, on_lost)
-        wire.to_ledger = self.service.connected(lambda frame: wire.carry("down", frame))
+        receiver = self.service.connected(Sent(lambda frame: wire.carry("down", frame)))
+        wire.to_ledger = receiver.on_frame
         self.wires.append(wire)
         return cast(FrameProtocol, wire)
 

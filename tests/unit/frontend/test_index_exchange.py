@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.connections import Sent
 from tests.unit.routing.fake_engine import SIZE, stored, until
 from tests.unit.routing.test_index_sharing import knows, view_of, worker
 
@@ -39,7 +40,7 @@ def publisher() -> Iterator[EventPublisher]:
 @asynccontextmanager
 async def hub() -> AsyncIterator[tuple[IndexExchange, str]]:
     registry, exchange = MemoryRegistry(), IndexExchange()
-    server = RegistryServer(registry, {SERVICE: exchange.connected})
+    server = RegistryServer(registry, [exchange])
     try:
         yield exchange, await server.start()
     finally:
@@ -194,7 +195,8 @@ async def test_an_index_is_taken_between_the_registry_s_answer_and_its_workers()
 async def test_who_begins_hears_of_no_other_s_parts() -> None:
     exchange = IndexExchange()
     sent: dict[str, list[list[Any]]] = {"door": [], "one": [], "two": []}
-    takers = {name: exchange.connected(frames.append) for name, frames in sent.items()}
+    doors = {name: exchange.connected(Sent(frames.append)) for name, frames in sent.items()}
+    takers = {name: door.on_frame for name, door in doors.items()}
     takers["door"]([SERVICE, "offer"])
     takers["one"]([SERVICE, "ask"])
     takers["two"]([SERVICE, "ask"])
@@ -204,7 +206,7 @@ async def test_who_begins_hears_of_no_other_s_parts() -> None:
     assert (sent["one"], sent["two"]) == ([], [[SERVICE, "part", ["end"]]])
     takers["two"]([SERVICE, "part", first, ["forged"]])
     assert sent["one"] == [], "only who was asked answers"
-    takers["door"]([SERVICE])
+    doors["door"].on_lost()
     assert sent["one"] == [[SERVICE, "lost"]]
     takers["one"]([SERVICE, "ask"])
     assert sent["one"][1:] == [[SERVICE, "none"]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from attrs import define, evolve, field
+from tests.support.connections import Sent
 from tests.support.planned_fleet import SIM
 
 from commutator.contract.planner import (
@@ -357,7 +358,7 @@ def test_people_are_told_what_was_done_and_why() -> None:
     status = rig.live.status()
     assert status["actions"][ActionKind.LAUNCH] == 3
     sent: list[list[Any]] = []
-    on_frame = PlannerService(rig.live, rig.reports).connected(sent.append)
+    on_frame = PlannerService(rig.live, rig.reports).connected(Sent(sent.append)).on_frame
     on_frame(["planner", "ask", 7, "explain", 1050.0])
     on_frame(["planner", "report", DoorReport(door="x", number=1).pack()])
     on_frame(["planner", "leave", "x"])

@@ -13,6 +13,7 @@ from attrs import define, field
 from tests.support.limits import ask, settle
 
 from commutator.contract.principal import Limits
+from commutator.contract.service import Connection, Receiver
 from commutator.errors import RateLimitError, RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.client import connect
@@ -45,7 +46,7 @@ class Deployment:
 
     def __attrs_post_init__(self) -> None:
         self.service = LedgerService(self.clock)
-        self.server = RegistryServer(MemoryRegistry(), {SERVICE: self.service.connected})
+        self.server = RegistryServer(MemoryRegistry(), [self.service])
 
     async def listen(self) -> None:
         port = int(self.address.rpartition(":")[2] or 0)
@@ -142,16 +143,20 @@ async def test_a_wrong_answer_of_the_ledger_is_passed_over_and_logged_in_short(
 ) -> None:
     deployment = Deployment()
 
-    def answers_wrongly(send: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-        answer = deployment.service.connected(send)
+    @define
+    class Wrong(Receiver):
+        connection: Connection
+        right: Receiver
 
-        def on_frame(frame: list[Any]) -> None:
-            send(wrong)
-            answer(frame)
+        def on_frame(self, frame: list[Any]) -> None:
+            self.connection.send(wrong)
+            self.right.on_frame(frame)
 
-        return on_frame
+    class AnswersWrongly(LedgerService):
+        def connected(self, connection: Connection) -> Receiver:
+            return Wrong(connection, super().connected(connection))
 
-    deployment.server.services[SERVICE] = answers_wrongly
+    deployment.server.serve([AnswersWrongly(deployment.clock)])
     await deployment.listen()
     async with deployment.door("door-0") as door:
         assert await admitted(door, Limits(requests_per_minute=1)) is not None
@@ -236,7 +241,16 @@ async def test_a_ledger_that_does_not_answer_is_waited_for_only_shortly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("commutator.tenants.limiter._ANSWER_TIMEOUT_S", 0.05)
-    mute = RegistryServer(MemoryRegistry(), {SERVICE: lambda send: lambda frame: None})
+
+    class Mute(LedgerService):
+        def connected(self, connection: Connection) -> Receiver:
+            return Nothing()
+
+    class Nothing(Receiver):
+        def on_frame(self, frame: list[Any]) -> None:
+            pass
+
+    mute = RegistryServer(MemoryRegistry(), [Mute()])
     address = await mute.start()
     limiter = SharedLimiter("door-0", Hub(address))
     async with running(limiter):

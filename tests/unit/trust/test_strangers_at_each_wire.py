@@ -76,7 +76,7 @@ async def listening(wire: str) -> AsyncIterator[int]:
             yield int(exporter.start("127.0.0.1").rpartition(":")[2])
         else:
             registry = MemoryRegistry()
-            server = RegistryServer(registry, {LIMITS: LedgerService().connected})
+            server = RegistryServer(registry, [LedgerService()])
             stack.push_async_callback(registry.close)
             stack.push_async_callback(server.stop)
             yield int((await server.start()).rpartition(":")[2])

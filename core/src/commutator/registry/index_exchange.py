@@ -16,19 +16,20 @@ A part comes only when the beginner asks for it, so that the hub holds one at mo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
+
+from commutator.contract.service import Connection, Receiver, Service
 
 __all__ = ["SERVICE", "IndexExchange"]
 
 SERVICE = "index"
 """The first word of each frame."""
 
-Send = Callable[[list[Any]], None]
 
-
-class IndexExchange:
+class IndexExchange(Service):
     """The exchange at a hub: it knows who offers an index, and looks into none of them."""
+
+    name = SERVICE
 
     def __init__(self) -> None:
         self.offers: dict[_Door, None] = {}
@@ -37,20 +38,16 @@ class IndexExchange:
         """Beginners by the number of their present question."""
         self.numbers = itertools.count(1)
 
-    def connected(self, send: Send) -> Callable[[list[Any]], None]:
-        """A front door connected; ``send`` answers it. Returns what takes its frames.
-
-        That raises ValueError for a frame that no front door sends.
-        """
-        return _Door(self, send).on_frame
+    def connected(self, connection: Connection) -> Receiver:
+        return _Door(self, connection)
 
 
-class _Door:
+class _Door(Receiver):
     """One connection: of a front door that offers its index, or of one that asks for another's."""
 
-    def __init__(self, exchange: IndexExchange, send: Send) -> None:
+    def __init__(self, exchange: IndexExchange, connection: Connection) -> None:
         self._exchange = exchange
-        self.send = send
+        self.send = connection.send
         self.source: _Door | None = None
         """The door whose index this one takes."""
         self._number = 0
@@ -69,8 +66,6 @@ class _Door:
                 beginner = self._exchange.asking.get(number)
                 if beginner is not None and beginner.source is self:
                     beginner.send([SERVICE, "part", part])
-            case [_]:
-                self._ended()
             case _:
                 raise ValueError("unknown frame")
 
@@ -92,8 +87,7 @@ class _Door:
         self._exchange.asking.pop(self._number, None)
         self.source = None
 
-    def _ended(self) -> None:
-        """The connection was lost."""
+    def on_lost(self) -> None:
         self.forget()
         self._exchange.offers.pop(self, None)
         for beginner in list(self._exchange.asking.values()):

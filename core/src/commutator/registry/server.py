@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from commutator.contract.registry import Change, Registry, WorkerUp
+from commutator.contract.service import Receiver, Service
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
@@ -52,7 +53,6 @@ from commutator.trust import (
 __all__ = [
     "SERVICE",
     "RegistryServer",
-    "Service",
 ]
 
 log = logging.getLogger(__name__)
@@ -63,11 +63,6 @@ SERVICE = "registry"
 _MAX_UNSENT_BYTES = 64 << 10
 _AGE_EVERY_S = 1.0
 
-Service = Callable[[Callable[[list[Any]], None]], Callable[[list[Any]], None]]
-"""What else is served on the port: given how to answer one connection, it returns what takes that
-connection's frames, which raises ValueError or TypeError for a wrong one. A frame of one word says
-that the connection has ended."""
-
 
 class _Connection:
     def __init__(self, server: RegistryServer) -> None:
@@ -76,17 +71,17 @@ class _Connection:
         self.frames = FrameProtocol(self._on_frame, self._on_lost, server.gate)
         self.shares = False
         """Whether this is a front door that shares its load."""
-        self._services: dict[str, Callable[[list[Any]], None]] = {}
-        """By the first word of their frames, from the first of these on."""
+        self._receivers: dict[str, Receiver] = {}
+        """By the name of their service, from its first frame on."""
         server.connections.add(self)
 
     def end(self) -> None:
         self._server.connections.discard(self)
         for task in self._tasks:
             task.cancel()
-        services, self._services = self._services, {}
-        for name, take in services.items():
-            take([name])
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.on_lost()
 
     def _on_lost(self, reason: str) -> None:
         del reason
@@ -121,12 +116,12 @@ class _Connection:
 
     def _on_service_frame(self, frame: list[Any]) -> None:
         name = frame[0]
-        if name not in self._services:
-            self._services[name] = self._server.services[name](self.frames.send)
+        if name not in self._receivers:
+            self._receivers[name] = self._server.services[name].connected(self.frames)
         try:
             if len(frame) == 1:
                 raise ValueError("it says nothing")  # noqa: TRY301 - handled with the others
-            self._services[name](frame)
+            self._receivers[name].on_frame(frame)
         except (ValueError, TypeError) as error:
             log.warning("a registry client sent a wrong %r frame: %s", name, error)
             self.frames.close()
@@ -191,7 +186,7 @@ class _Connection:
 
 
 class RegistryServer:
-    """Lets other processes use ``registry``, and ``services`` by the first word of their frames.
+    """Lets other processes use ``registry``, and ``services`` by their names.
 
     They are processes of the run of ``secret``, by default that of this process; all others are
     refused.
@@ -200,12 +195,14 @@ class RegistryServer:
     def __init__(
         self,
         registry: Registry,
-        services: Mapping[str, Service] | None = None,
+        services: Iterable[Service] = (),
         *,
         secret: RunSecret | None = None,
     ) -> None:
         self.registry = registry
-        self.services = dict(services or {})
+        self.services: dict[str, Service] = {}
+        """By name: the first word of their frames."""
+        self.serve(services)
         self.unready: Callable[[], Sequence[UnreadyWorker]] = tuple
         """The workers that the server's deployment starts, or cannot start."""
         self.gate = ServerGate(SERVICE, secret)
@@ -218,6 +215,10 @@ class RegistryServer:
         """Listen; returns "host:port"."""
         self._listener = await listen(lambda: _Connection(self).frames, SERVICE, host, port)
         return f"{host}:{self._listener.port}"
+
+    def serve(self, services: Iterable[Service]) -> None:
+        """Let front doors use these as well; a service replaces another one of its name."""
+        self.services |= {service.name: service for service in services}
 
     def objection(self, peer: Identity, frame: list[Any]) -> str | None:
         """Why a peer's certificate does not allow what it asks; None if it does."""

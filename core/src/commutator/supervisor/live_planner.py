@@ -19,6 +19,7 @@ from commutator.contract.planner import (
     PlannedWorker,
     PlannerConfig,
 )
+from commutator.contract.service import Connection, Receiver, Service
 from commutator.contract.worker import Role
 from commutator.planner.explanation import changed_roles, explained, summary
 from commutator.planner.pipeline import Planner, PlannerState
@@ -324,7 +325,7 @@ class LivePlanner:
         return list(self._history)
 
 
-class PlannerService:
+class PlannerService(Service):
     """Answers front doors, on the port of the registry.
 
     door -> planner                              planner -> door
@@ -334,32 +335,42 @@ class PlannerService:
       seconds | nil]
     """
 
+    name = SERVICE
+
     def __init__(self, planner: LivePlanner, reports: DoorReports) -> None:
         self._planner = planner
         self._reports = reports
 
-    def connected(self, send: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-        """A front door connected; ``send`` answers it. Returns what takes its frames."""
-        answers: Mapping[str, Callable[[float | None], Any]] = {
-            "status": lambda _: self._planner.status(),
-            "explain": self._planner.explain,
-            "history": lambda _: self._planner.history(),
+    def connected(self, connection: Connection) -> Receiver:
+        return _Door(self._planner, self._reports, connection)
+
+    async def run(self) -> None:
+        await self._planner.run()
+
+
+class _Door(Receiver):
+    """One connection of a front door. One that falls silent is forgotten later."""
+
+    def __init__(self, planner: LivePlanner, reports: DoorReports, connection: Connection) -> None:
+        self._planner = planner
+        self._reports = reports
+        self._send = connection.send
+        self._answers: Mapping[str, Callable[[float | None], Any]] = {
+            "status": lambda _: planner.status(),
+            "explain": planner.explain,
+            "history": lambda _: planner.history(),
         }
 
-        def on_frame(frame: list[Any]) -> None:
-            match frame:
-                case [_, "report", packed]:
-                    self._planner.report(DoorReport.unpack(packed))
-                    send([SERVICE, "status", self._planner.status()])
-                case [_, "leave", str(door)]:
-                    self._reports.leave(door)
-                case [_, "ask", int(number), str(question), float() | int() | None as at] if (
-                    question in answers
-                ):
-                    send([SERVICE, "answer", number, answers[question](at)])
-                case [_]:
-                    pass  # it has ended; who falls silent is forgotten later
-                case _:
-                    raise ValueError("unknown frame")
-
-        return on_frame
+    def on_frame(self, frame: list[Any]) -> None:
+        match frame:
+            case [_, "report", packed]:
+                self._planner.report(DoorReport.unpack(packed))
+                self._send([SERVICE, "status", self._planner.status()])
+            case [_, "leave", str(door)]:
+                self._reports.leave(door)
+            case [_, "ask", int(number), str(question), float() | int() | None as at] if (
+                question in self._answers
+            ):
+                self._send([SERVICE, "answer", number, self._answers[question](at)])
+            case _:
+                raise ValueError("unknown frame")

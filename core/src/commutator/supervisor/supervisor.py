@@ -35,6 +35,7 @@ from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
 from commutator.contract.planner import PlannerConfig, TuningConfig
 from commutator.contract.registry import Registry
+from commutator.contract.service import Service
 from commutator.contract.worker import Role
 from commutator.errors import ConfigError
 from commutator.launcher.output import Printer
@@ -43,7 +44,6 @@ from commutator.planner.reports import DoorReports
 from commutator.planner.tuning import Tuner
 from commutator.plugins import PluginHost
 from commutator.registry.claims import HUB, LAUNCHER, PLANNER, Claim
-from commutator.registry.index_exchange import SERVICE as INDEX_SERVICE
 from commutator.registry.index_exchange import IndexExchange
 from commutator.registry.memory import MemoryConfig
 from commutator.registry.server import RegistryServer
@@ -58,14 +58,13 @@ from commutator.supervisor.hosts import (
     serves_registry,
     those_set,
 )
-from commutator.supervisor.live_planner import SERVICE as PLANNER_SERVICE
 from commutator.supervisor.live_planner import LivePlanner, PlannerService, SteadyClock
 from commutator.supervisor.placed_fleet import PlacedFleet, PlacedWorker, agent_plan, of_agents
 from commutator.supervisor.planning import LearnedFile, machine, make_planner, speed_keys
 from commutator.supervisor.tuning.live_tuning import LiveTuning
 from commutator.supervisor.tuning.policy_search import PolicySearch
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
-from commutator.tenants.service import SERVICE, LedgerService
+from commutator.tenants.service import LedgerService
 from commutator.trust import (
     SECRET_FILE,
     Network,
@@ -244,8 +243,8 @@ class Supervisor:
             await self._agents.open()
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
-        ledger = LedgerService()
-        server = RegistryServer(registry, {SERVICE: ledger.connected})
+        services: list[Service] = [LedgerService()]
+        server = RegistryServer(registry)
         address = await server.start()
         events = self._config.cluster.events
         bus = self._loaded.host.event_buses.kinds[events.kind].thing(events)
@@ -258,22 +257,25 @@ class Supervisor:
         fleet, placing = self._make_workers(registry, address, clock, reports, bus)
         self._fleet = fleet
         server.unready = fleet.unready
-        planning: list[asyncio.Task[None]] = []
+        claiming: list[asyncio.Task[None]] = []
         if planner is not None and reports is not None and isinstance(fleet, Fleet):
             claim = self._claim(PLANNER, address, registry)
             live = self._make_planner(planner, fleet, reports, claim, clock)
-            server.services[PLANNER_SERVICE] = PlannerService(live, reports).connected
-            planning = [asyncio.create_task(claim.run()), asyncio.create_task(live.run())]
-        shared, claiming = await self._share(registry, ledger)
+            services.append(PlannerService(live, reports))
+            claiming = [asyncio.create_task(claim.run())]
+        server.serve(services)
+        shared, hub_claim = await self._share(registry, services)
+        claiming += hub_claim
+        serving = [asyncio.create_task(service.run()) for service in services]
         self._make_frontends(address)
         if isinstance(fleet, Fleet):
             fleet.begin(self._first_workers())
         workers = asyncio.create_task(fleet.run())
         frontends = [asyncio.create_task(agent.run()) for agent in self._frontends]
         try:
-            await self._until_stopped([workers, *frontends, *planning, *claiming, *placing])
+            await self._until_stopped([workers, *frontends, *serving, *claiming, *placing])
         finally:
-            await _cancel([*planning, *claiming])
+            await _cancel([*serving, *claiming])
             await _cancel(frontends)  # first, as their running requests need the workers
             await _cancel([workers])
             await _cancel(placing)
@@ -284,6 +286,8 @@ class Supervisor:
             await server.stop()
             if shared is not None:
                 await shared.stop()
+            for service in services:
+                await service.stop()
             await registry.close()
 
     def _claim(self, name: str, address: str, registry: Registry) -> Claim:
@@ -317,7 +321,7 @@ class Supervisor:
         return LiveTuning(tuning, Tuner(tuning, tunable_options(self._config)), search)
 
     async def _share(
-        self, registry: Registry, ledger: LedgerService
+        self, registry: Registry, services: Iterable[Service]
     ) -> tuple[RegistryServer | None, list[asyncio.Task[None]]]:
         """Serve other hosts what this one has for them: the registry, or what front doors share.
 
@@ -327,8 +331,7 @@ class Supervisor:
         place = serves_registry(self._config, network)
         if network is None or (place is None and not can_be_hub(self._config, network)):
             return None, []
-        services = {SERVICE: ledger.connected, INDEX_SERVICE: IndexExchange().connected}
-        shared = RegistryServer(registry, services)
+        shared = RegistryServer(registry, [*services, IndexExchange()])
         host, port = place or (network.listen, 0)
         try:
             address = await shared.start(host, port)

@@ -34,6 +34,7 @@ import msgspec
 from attrs import define
 
 from commutator.contract.principal import Limits
+from commutator.contract.service import Connection, Receiver, Service
 from commutator.tenants.ledger import (
     Account,
     Ledger,
@@ -157,8 +158,10 @@ class _Question:
     timer: asyncio.TimerHandle | None = None
 
 
-class LedgerService:
+class LedgerService(Service):
     """The ledger of a deployment, in the supervisor's process, which outlives every front door."""
+
+    name = SERVICE
 
     def __init__(self, clock: Callable[[], Moment] = now) -> None:
         self.ledger = Ledger()
@@ -168,12 +171,8 @@ class LedgerService:
         self._questions: dict[str, list[_Question]] = {}
         """By principal, those that wait for what was recalled."""
 
-    def connected(self, send: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
-        """A door connected; ``send`` answers it. Returns what takes its frames.
-
-        That raises ValueError or TypeError for a frame that no door sends.
-        """
-        return _Connection(self, send).on_frame
+    def connected(self, connection: Connection) -> Receiver:
+        return _Connection(self, connection)
 
     def recall(self, principal: str, decide: Callable[[], None]) -> bool:
         """Have all doors return what they are allowed, then ``decide``.
@@ -220,11 +219,13 @@ class LedgerService:
         question.decide()
 
 
-class _Connection:
-    def __init__(self, service: LedgerService, send: Callable[[list[Any]], None]) -> None:
+class _Connection(Receiver):
+    """One of a door. When it ends, the door's requests may be settled on its next one."""
+
+    def __init__(self, service: LedgerService, connection: Connection) -> None:
         self.allowed: set[str] = set()
         """Principals for whom the door may have something to return."""
-        self.send = send
+        self.send = connection.send
         self._service = service
         self._ledger = service.ledger
         self._clock = service.clock
@@ -261,8 +262,6 @@ class _Connection:
                     self._service.replaced(former)
                 day, accounts = ledger.accounts(self._clock())
                 self.send([SERVICE, "opened", day, [pack_account(one) for one in accounts]])
-            case [_]:
-                return  # it has ended: its requests may be settled on its next connection
             case _:
                 raise ValueError("unknown frame, or a door that has not opened")
 
