@@ -54,7 +54,7 @@ def everything(seaweed: SeaweedServer, bucket: str) -> dict[str, bytes]:
 
 
 def store(rig: KvRig, prompt: Prompt) -> None:
-    rig.offload(prompt.keys, tenant=prompt.salt, lora_name=prompt.adapter)
+    rig.offload(prompt.keys, tenant=prompt.salt, adapter=prompt.adapter)
     rig.settle()
 
 

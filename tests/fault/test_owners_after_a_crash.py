@@ -36,7 +36,7 @@ def start(folder: Path) -> KvRig:
 def store_and_die(folder: Path) -> None:
     rig = start(folder)
     rig.offload(OF_ALICE, tenant="alice")
-    rig.offload(OF_BOB, tenant="bob", lora_name="sql")
+    rig.offload(OF_BOB, tenant="bob", adapter="sql")
     rig.settle()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -50,7 +50,7 @@ def test_shares_and_events_are_as_before(tmp_path: Path) -> None:
     with start(tmp_path / "blocks") as rig:
         rig.settle()
         told = {
-            (event.cache_salt, event.lora_name): len(event.block_hashes)
+            (event.cache_salt, event.adapter): len(event.block_hashes)
             for event in rig.events
             if isinstance(event, BlockStored)
         }

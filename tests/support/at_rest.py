@@ -72,6 +72,6 @@ def told(events: Iterable[KvEvent]) -> dict[tuple[str | None, str | None], int]:
     counts: dict[tuple[str | None, str | None], int] = {}
     for event in events:
         if isinstance(event, BlockStored):
-            whose = event.cache_salt, event.lora_name
+            whose = event.cache_salt, event.adapter
             counts[whose] = counts.get(whose, 0) + len(event.block_hashes)
     return counts

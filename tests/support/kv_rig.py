@@ -155,7 +155,7 @@ class KvRig:
         *,
         evicting: bool = False,
         tenant: str | None = None,
-        lora_name: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Compute a chain and offload it."""
         blocks = [self._take() for _ in keys]
@@ -170,7 +170,7 @@ class KvRig:
                 parent=keys[index - 1] if index else None,
                 token_ids=tuple(key[:BLOCK_TOKENS]),
                 facts=RetentionHints(tenant=tenant),
-                lora_name=lora_name,
+                adapter=adapter,
             )
             for index, key in enumerate(keys)
         ]

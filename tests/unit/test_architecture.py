@@ -112,7 +112,9 @@ def test_packages_are_concepts() -> None:
     """About a dozen modules at most; more is a package that wants to be two."""
     for folder in {file.parent for file in core_files()}:
         modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
-        # The contract has one module for each kind of plugin and each group of values.
+        # The contract has one module for each kind of plugin and each group of values. Raised once,
+        # on purpose, from 18, as the ceiling of names below from 80, when the contract grew to 0.2:
+        # what a request asks of an engine, what an engine offers, and documents of a registry.
         most = 24 if folder.name == "contract" else 13
         assert len(modules) <= most, f"{folder.relative_to(CORE)} has {len(modules)} modules"
 
@@ -151,7 +153,7 @@ def test_commutator_and_each_public_name_load_the_contract_and_pluggy_alone() ->
 
 
 def test_the_contract_has_at_most_ninety_names() -> None:
-    assert len(commutator.__all__) == len(set(commutator.__all__)) <= 80
+    assert len(commutator.__all__) == len(set(commutator.__all__)) <= 90
     assert set(commutator.__all__) <= set(dir(commutator))
 
 

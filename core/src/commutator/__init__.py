@@ -65,9 +65,12 @@ if TYPE_CHECKING:
         TierRegister,
     )
     from commutator.contract.request import (
+        AdapterIdentity,
+        Constraint,
         FinishReason,
         GenerateRequest,
         KvRetention,
+        MediaIdentity,
         RequestOutcome,
         RequestSummary,
         SamplingParams,
@@ -126,10 +129,12 @@ __version__ = "0.1.0"
 __all__ = [
     "KEY_BYTES",
     "UNBOUNDED",
+    "AdapterIdentity",
     "AnsweredRequest",
     "BlockKey",
     "Bounds",
     "Candidate",
+    "Constraint",
     "Decision",
     "DisaggAnswer",
     "DisaggPolicy",
@@ -164,6 +169,7 @@ __all__ = [
     "LaunchContext",
     "LaunchPlan",
     "MeasuredSpeeds",
+    "MediaIdentity",
     "Memory",
     "ModelConfig",
     "NonNegativeInt",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
 from attrs import evolve
 from tests.e2e.vllm.cluster import CONNECTION, engine_client
 
+from commutator import Constraint
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
@@ -29,11 +29,11 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-GUIDES: tuple[dict[str, Any], ...] = (
-    {"regex": "(yes|no), [A-Z]{3}"},
-    {"choice": ["left", "right"]},
-    {"json": SCHEMA},
-    {"grammar": 'root ::= "a" | "b" root'},
+GUIDES = (
+    Constraint(kind="regex", value="(yes|no), [A-Z]{3}"),
+    Constraint(kind="choice", value=("left", "right")),
+    Constraint(kind="json_schema", value=json.dumps(SCHEMA)),
+    Constraint(kind="grammar", value='root ::= "a" | "b" root'),
 )
 
 
@@ -53,28 +53,27 @@ async def client(pair: LocalCluster, request: pytest.FixtureRequest) -> AsyncIte
     await made.close()
 
 
-def guided(text: TextModel, guide: dict[str, Any]) -> GenerateRequest:
+def guided(text: TextModel, guide: Constraint) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=tuple(text.eos_ids))
     request = make_request("g", text.encode("Which way to the sea?"), sampling)
-    return evolve(request, extra={"structured_outputs": guide})
+    return evolve(request, constraint=guide)
 
 
 async def test_guided_decoding(client: EngineClient, text: TextModel) -> None:
     told = {}
     for guide in GUIDES:
         deltas = await collect(client, guided(text, guide))
-        (kind,) = guide
-        told[kind] = text.decode([token for delta in deltas for token in delta.token_ids])
+        told[guide.kind] = text.decode([token for delta in deltas for token in delta.token_ids])
     assert told["regex"][-3:].isupper()
     assert told["regex"].startswith(("yes, ", "no, "))
     assert told["choice"] in {"left", "right"}
-    assert json.loads(told["json"])["city"] in {"Paris", "Rome"}
+    assert json.loads(told["json_schema"])["city"] in {"Paris", "Rome"}
     assert set(told["grammar"]) <= {"a", "b"}
 
 
 async def test_a_guide_that_is_none(client: EngineClient, text: TextModel) -> None:
     with pytest.raises(RequestError):
-        await collect(client, guided(text, {"regex": "(unclosed"}))
+        await collect(client, guided(text, Constraint(kind="regex", value="(unclosed")))
 
 
 async def test_a_priority_is_taken(client: EngineClient, text: TextModel) -> None:

@@ -18,6 +18,7 @@ import zmq.asyncio
 from attrs import evolve, frozen
 from tests.e2e.vllm.cluster import CONNECTION, engine_client, metric, server_urls, wait_for_workers
 
+from commutator import AdapterIdentity, Constraint
 from commutator.contract.block import BlockStored
 from commutator.contract.engine import EngineClient
 from commutator.contract.request import GenerateRequest, SamplingParams, TokenDelta
@@ -107,9 +108,9 @@ async def test_the_same_refusals(both: Both) -> None:
     wrong: tuple[GenerateRequest, ...] = (
         evolve(request, token_ids=[0] * 5000),
         evolve(request, token_ids=[60_000]),
-        evolve(request, lora_name="nobody"),
+        evolve(request, adapter=AdapterIdentity(name="nobody", digest="0" * 64)),
         evolve(request, sampling=evolve(GREEDY, top_logprobs=10_000)),
-        evolve(request, extra={"structured_outputs": {"json": "{"}}),
+        evolve(request, constraint=Constraint(kind="regex", value="(")),
         evolve(request, cache_salt=""),
         evolve(request, data_parallel_rank=3),
     )

@@ -18,9 +18,9 @@ LORA_NAMES = st.none() | st.text(min_size=1, max_size=20)
 def test_known_hashes_can_be_extended_from_anywhere(
     tokens: list[int], block_size: int, lora_name: str | None, data: st.DataObject
 ) -> None:
-    whole = sequence_hashes(tokens, block_size, lora_name=lora_name)
+    whole = sequence_hashes(tokens, block_size, adapter=lora_name)
     known = whole[: data.draw(st.integers(0, len(whole)))]
-    assert sequence_hashes(tokens, block_size, lora_name=lora_name, known=known) == whole
+    assert sequence_hashes(tokens, block_size, adapter=lora_name, known=known) == whole
 
 
 @given(TOKENS, TOKENS, st.integers(1, 16))
@@ -46,4 +46,4 @@ def test_local_hashes_equal_dynamos(
     dynamo: DynamoPeer, tokens: list[int], block_size: int, lora_name: str | None
 ) -> None:
     theirs = dynamo.ask("hash", token_ids=tokens, block_size=block_size, lora_name=lora_name)
-    assert local_block_hashes(tokens, block_size, lora_name=lora_name) == theirs
+    assert local_block_hashes(tokens, block_size, adapter=lora_name) == theirs

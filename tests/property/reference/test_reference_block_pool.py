@@ -17,7 +17,7 @@ BLOCK_SIZE = 2
 blocks_of_tokens = st.lists(st.tuples(*[st.integers(0, 1)] * BLOCK_SIZE), min_size=1, max_size=5)
 namespaces = st.builds(
     partial(evolve, ANONYMOUS),
-    lora_name=st.sampled_from([None, "a"]),
+    adapter=st.sampled_from([None, "a"]),
     cache_salt=st.sampled_from([None, "a", "salt"]),
 )
 

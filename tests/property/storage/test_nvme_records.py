@@ -30,7 +30,7 @@ blocks = st.builds(
     checksum=st.integers(0, 2**64 - 1),
     parent=st.none() | keys,
     token_ids=tokens.map(tuple),
-    lora_name=st.sampled_from([None, "an adapter"]),
+    adapter=st.sampled_from([None, "an adapter"]),
     tenant=st.sampled_from([None, "a tenant"]),
 )
 contents = st.lists(blocks, max_size=SLOTS, unique_by=lambda stored: stored.slot)
@@ -40,7 +40,7 @@ def written(stored: list[StoredBlock], sequences: list[int] | None = None) -> by
     data = bytearray(SLOTS * FORMAT.record_bytes)
     for number, one in enumerate(stored):
         sequence = sequences[number] if sequences else number + 1
-        record = FORMAT.pack(one, sequence, OWNERS.index(Owner(one.lora_name, one.tenant)))
+        record = FORMAT.pack(one, sequence, OWNERS.index(Owner(one.adapter, one.tenant)))
         data[one.slot * FORMAT.record_bytes : (one.slot + 1) * FORMAT.record_bytes] = record
     return data
 
@@ -88,7 +88,7 @@ def test_records_of_lost_slots_are_not_believed(stored: list[StoredBlock], lost:
 @given(contents)
 def test_a_block_whose_owner_is_not_known_is_not_believed(stored: list[StoredBlock]) -> None:
     result = recovered(written(stored), owners={0: OWNERS[0], 2: OWNERS[2]})
-    known = [one for one in stored if one.lora_name is None]
+    known = [one for one in stored if one.adapter is None]
     assert set(result.blocks) == {one.key for one in known}
     assert result.damaged == len(stored) - len(known)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
 
+from commutator import AdapterIdentity
 from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
@@ -541,7 +542,9 @@ async def test_a_question_about_tiers_that_makes_no_sense_is_refused(
 async def test_questions_and_answers_about_tiers_arrive_whole() -> None:
     async with served() as (engine, _, client):
         engine.admin = admin = FakeAdmin(engine.answered)
-        prompt = KvPrompt(token_ids=[1, 2, 3], cache_salt="s", lora_name="l")
+        prompt = KvPrompt(
+            token_ids=[1, 2, 3], cache_salt="s", adapter=AdapterIdentity(name="l", digest="a" * 64)
+        )
         assert await client.kv_explain(prompt) == EXPLANATION
         await client.kv_prefetch(prompt)
         assert admin.prompts == [prompt, prompt]

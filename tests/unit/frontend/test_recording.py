@@ -16,6 +16,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator import AdapterIdentity
 from commutator.config.model import RecordingConfig
 from commutator.contract.observer import Observer
 from commutator.contract.request import (
@@ -223,7 +224,7 @@ def test_models_adapters_and_salts_share_nothing() -> None:
     plain = request(*range(8))
     others = [
         ("other", plain),
-        ("m", evolve(plain, lora_name="a")),
+        ("m", evolve(plain, adapter=AdapterIdentity(name="a", digest="a" * 64))),
         ("m", evolve(plain, cache_salt="a")),
         ("m", evolve(plain, cache_salt="\ud800")),
     ]

@@ -15,7 +15,7 @@ STORED = BlockStored(
     parent_block_hash=None,
     token_ids=tuple(range(32)),
     block_size=16,
-    lora_name="a",
+    adapter="a",
     medium="GPU",
 )
 

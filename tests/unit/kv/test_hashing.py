@@ -21,7 +21,7 @@ LOCAL = [16863443419780771464, 2287610619914608821]
 
 def test_the_public_vectors() -> None:
     assert local_block_hashes(TOKENS, 16) == LOCAL
-    assert local_block_hashes(TOKENS, 16, lora_name="a") == [
+    assert local_block_hashes(TOKENS, 16, adapter="a") == [
         13989385890342586959,
         2612645568696598570,
     ]

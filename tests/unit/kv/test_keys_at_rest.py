@@ -46,7 +46,7 @@ def nvme(folder: Path, keys: Mapping[str, Any], **more: Any) -> TierSetup:
 
 def store(rig: KvRig, *prompts: Prompt) -> None:
     for prompt in prompts:
-        rig.offload(prompt.keys, tenant=prompt.salt, lora_name=prompt.adapter)
+        rig.offload(prompt.keys, tenant=prompt.salt, adapter=prompt.adapter)
     rig.settle()
 
 

@@ -61,7 +61,7 @@ def test_salts_adapters_and_names_have_keys_of_their_own() -> None:
         tiers, tokens = engine.connector, prompt(1, 2)
         kinds = [
             tiers.keys(tokens)[0],
-            tiers.keys(tokens, lora_name="a")[0],
+            tiers.keys(tokens, adapter="a")[0],
             tiers.keys(tokens, cache_salt="a")[0],
             tiers.key_of(b"page"),
             tiers.key_of(b"page", cache_salt="a"),

@@ -36,9 +36,7 @@ def test_a_digest_chains_the_parent_and_the_tokens() -> None:
 def test_no_two_namespaces_share_a_root() -> None:
     texts = [None, "", "0", "a", "ab", "1a", "\ud800"]
     roots = {
-        evolve(ANONYMOUS, lora_name=lora, cache_salt=salt).digest
-        for lora in texts
-        for salt in texts
+        evolve(ANONYMOUS, adapter=lora, cache_salt=salt).digest for lora in texts for salt in texts
     }
     assert len(roots) == len(texts) ** 2
 

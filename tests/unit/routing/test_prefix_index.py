@@ -202,9 +202,9 @@ def test_signed_unsigned_and_byte_names_are_distinguished() -> None:
 
 def test_adapters_do_not_share_blocks() -> None:
     index = PrefixIndex(SIZE)
-    index.apply("w0", stored(0, 4, lora_name="a"))
+    index.apply("w0", stored(0, 4, adapter="a"))
     assert index.match(HASHES) == {}
-    assert index.match(sequence_hashes(TOKENS, SIZE, lora_name="a")) == {W0: Overlap(device=4)}
+    assert index.match(sequence_hashes(TOKENS, SIZE, adapter="a")) == {W0: Overlap(device=4)}
 
 
 def test_a_worker_can_be_reset_or_removed() -> None:

@@ -10,6 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commutator import Constraint, MediaIdentity
 from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, WorkerRecord
@@ -80,8 +81,40 @@ def test_a_continued_answer_gets_what_is_left() -> None:
 
 
 def test_what_is_sglangs_own_goes_among_the_sampling_parameters() -> None:
-    body = request_body(evolve(REQUEST, extra={"regex": "a+"}), "x", SERVER)
-    assert body["sampling_params"]["regex"] == "a+"
+    body = request_body(evolve(REQUEST, extra={"stop_regex": "a+"}), "x", SERVER)
+    assert body["sampling_params"]["stop_regex"] == "a+"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint(kind="json_object"), {"json_schema": '{"type": "object"}'}),
+        (Constraint(kind="json_schema", value='{"b":1,"a":2}'), {"json_schema": '{"b":1,"a":2}'}),
+        (Constraint(kind="regex", value="a+"), {"regex": "a+"}),
+        (Constraint(kind="choice", value=("a.", "b")), {"regex": "(a\\.|b)"}),
+        (Constraint(kind="grammar", value="root ::= x"), {"ebnf": "root ::= x"}),
+        (Constraint(kind="structural_tag", value="{}"), {"structural_tag": "{}"}),
+    ],
+)
+def test_constraints_in_its_words(constraint: Constraint, told: dict[str, str]) -> None:
+    sampling = request_body(evolve(REQUEST, constraint=constraint), "x", SERVER)["sampling_params"]
+    assert told.items() <= sampling.items()
+    plain = request_body(REQUEST, "x", SERVER)["sampling_params"]
+    assert sampling.keys() - plain.keys() == told.keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"constraint": Constraint(kind="regex", value="a", after=(7,))},
+        {"constraint": Constraint(kind="json_object", whitespace=" ?")},
+        {"constraint": Constraint(kind="json_object"), "generated_prefix": 1},
+        {"media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),)},
+    ],
+)
+def test_what_it_cannot_be_told_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        request_body(evolve(REQUEST, **changes), "x", SERVER)
 
 
 def chunk(ids: list[int], done: int, **meta: Any) -> bytes:

@@ -53,7 +53,7 @@ async def test_blocks_of_one_request_are_one_event() -> None:
         parent_block_hash=None,
         token_ids=tuple(token_ids),
         block_size=SIZE,
-        lora_name="adapter",
+        adapter="adapter",
     )
     assert publisher.messages == [[whole]]
 

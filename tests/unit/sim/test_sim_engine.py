@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.virtual_time import in_virtual_time
 
+from commutator import AdapterIdentity
 from commutator.contract.block import BlockRemoved, BlockStored, KvEvent
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.errors import EngineOverloadedError, RequestError
@@ -214,7 +215,7 @@ async def test_kv_events_follow_a_block_through_the_tiers(monkeypatch: pytest.Mo
                 request_id="r",
                 token_ids=prompt,
                 sampling=SamplingParams(max_tokens=2),
-                lora_name="a",
+                adapter=AdapterIdentity(name="sql", digest="a" * 64),
             )
             engine.submit(key, request)
             await outlet.wait_finished(key)
@@ -226,7 +227,7 @@ async def test_kv_events_follow_a_block_through_the_tiers(monkeypatch: pytest.Mo
     for event in published:
         here = places.setdefault(getattr(event, "medium", None), set())
         if isinstance(event, BlockStored):
-            assert event.lora_name == "a"
+            assert event.adapter == "a" * 64
             parent = event.parent_block_hash
             prefix = () if parent is None else meaning[parent]
             for i, block in enumerate(event.block_hashes):

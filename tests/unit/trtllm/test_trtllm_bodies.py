@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 from tests.support.trtllm.requests import read_request
 
+from commutator import AdapterIdentity, Constraint, MediaIdentity
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator_engine_kit.completions import request_headers
@@ -68,6 +69,28 @@ def test_its_own_parameters_are_relayed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint(kind="json_object"), {"type": "json_object"}),
+        (
+            Constraint(kind="json_schema", value='{"type":"null"}'),
+            {"type": "json", "schema": {"type": "null"}},
+        ),
+        (Constraint(kind="regex", value="a+"), {"type": "regex", "regex": "a+"}),
+        (Constraint(kind="choice", value=("a.", "b")), {"type": "regex", "regex": "(a\\.|b)"}),
+        (Constraint(kind="grammar", value="g"), {"type": "ebnf", "ebnf": "g"}),
+        (
+            Constraint(kind="structural_tag", value='{"type":"structural_tag","format":{}}'),
+            {"type": "structural_tag", "format": {}},
+        ),
+    ],
+)
+def test_constraints_in_its_words(constraint: Constraint, told: dict[str, Any]) -> None:
+    body = request_body(evolve(REQUEST, constraint=constraint), "m")
+    assert body["response_format"] == told
+
+
 def test_the_prefill_leg_is_no_stream() -> None:
     words = {"request_type": "context_only", "disagg_request_id": 1 << 62}
     body = request_body(evolve(REQUEST, handover=words), "m")
@@ -82,7 +105,14 @@ def test_the_prefill_leg_is_no_stream() -> None:
     ("changes", "param"),
     [
         ({"cache_salt": "tenant"}, "cache_salt"),
-        ({"lora_name": "l"}, "model"),
+        ({"adapter": AdapterIdentity(name="l", digest="a" * 64)}, "model"),
+        ({"media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),)}, "messages"),
+        ({"constraint": Constraint(kind="regex", value="a", after=(7,))}, "response_format"),
+        ({"constraint": Constraint(kind="json_object", whitespace="")}, "response_format"),
+        (
+            {"constraint": Constraint(kind="json_object"), "generated_prefix": 1},
+            "response_format",
+        ),
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"sampling": SamplingParams(top_logprobs=2)}, "top_logprobs"),
     ],

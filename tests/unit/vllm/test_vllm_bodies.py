@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from attrs import evolve
 
+from commutator import AdapterIdentity, Constraint, MediaIdentity
 from commutator.contract.request import GenerateRequest, SamplingParams
+from commutator.errors import RequestError
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body, request_headers
 
 REQUEST = GenerateRequest(
@@ -65,17 +70,61 @@ def test_a_continued_answer_gets_what_is_left() -> None:
 
 
 def test_an_adapter_is_a_model() -> None:
-    assert request_body(GENERATE, evolve(REQUEST, lora_name="a"), "m", use_priority=False)[
-        "model"
-    ] == "a"  # fmt: skip
+    request = evolve(REQUEST, adapter=AdapterIdentity(name="sql", digest="a" * 64))
+    assert request_body(GENERATE, request, "m", use_priority=False)["model"] == "a" * 64
 
 
 def test_what_is_vllms_own_goes_among_the_sampling_parameters() -> None:
-    request = evolve(REQUEST, extra={"structured_outputs": {"regex": "a+"}})
+    request = evolve(REQUEST, extra={"bad_words": ["a"]})
     body = request_body(GENERATE, request, "m", use_priority=False)
-    assert body["sampling_params"]["structured_outputs"] == {"regex": "a+"}
+    assert body["sampling_params"]["bad_words"] == ["a"]
     body = request_body(COMPLETIONS, request, "m", use_priority=False)
-    assert body["structured_outputs"] == {"regex": "a+"}
+    assert body["bad_words"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint(kind="json_object"), {"json_object": True}),
+        (Constraint(kind="json_schema", value='{"b":1,"a":2}'), {"json": '{"b":1,"a":2}'}),
+        (Constraint(kind="regex", value="a+"), {"regex": "a+"}),
+        (Constraint(kind="choice", value=("a", "b")), {"choice": ("a", "b")}),
+        (Constraint(kind="grammar", value="root ::= x"), {"grammar": "root ::= x"}),
+        (Constraint(kind="structural_tag", value="{}"), {"structural_tag": "{}"}),
+        (
+            Constraint(kind="json_object", whitespace=""),
+            {"json_object": True, "disable_any_whitespace": True},
+        ),
+        (
+            Constraint(kind="json_object", whitespace=" ?"),
+            {"json_object": True, "whitespace_pattern": " ?"},
+        ),
+    ],
+)
+def test_constraints_in_its_words(constraint: Constraint, told: dict[str, Any]) -> None:
+    request = evolve(REQUEST, constraint=constraint)
+    body = request_body(GENERATE, request, "m", use_priority=False)
+    assert body["sampling_params"]["structured_outputs"] == told
+    body = request_body(COMPLETIONS, request, "m", use_priority=False)
+    assert body["structured_outputs"] == told
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"constraint": Constraint(kind="regex", value="a", after=(7,))}, "response_format"),
+        (
+            {"constraint": Constraint(kind="regex", value="a"), "generated_prefix": 1},
+            "response_format",
+        ),
+        ({"media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),)}, "messages"),
+    ],
+)
+def test_what_it_cannot_be_told_is_refused(changes: dict[str, Any], param: str) -> None:
+    for path in (GENERATE, COMPLETIONS):
+        with pytest.raises(RequestError) as refused:
+            request_body(path, evolve(REQUEST, **changes), "m", use_priority=False)
+        assert refused.value.param == param
 
 
 def test_a_prefill_leg_is_no_stream() -> None:

@@ -6,12 +6,14 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from attrs import define, evolve, field
 
+from commutator import AdapterIdentity
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.errors import (
@@ -74,7 +76,7 @@ class FakeEngine(AsyncEngine):
     loading: asyncio.Event = field(factory=asyncio.Event)
 
     def knows(self, lora_name: str) -> bool:
-        if lora_name == "nobody":
+        if lora_name == adapter("nobody").digest:
             raise RequestError("no adapter nobody")
         return lora_name in self.adapters
 
@@ -186,20 +188,28 @@ async def test_an_aborted_request_is_aborted_once(rig: Rig) -> None:
     assert rig.engine.aborted == ["vllm-a"]
 
 
+def adapter(name: str) -> AdapterIdentity:
+    return AdapterIdentity(name=name, digest=sha256(name.encode()).hexdigest())
+
+
 async def test_an_adapter_is_loaded_first(rig: Rig) -> None:
-    rig.engine.can_load = {"one"}
+    rig.engine.can_load = {adapter("one").digest}
     for key, name in ((1, "one"), (2, "two"), (3, "one")):
-        rig.tokens.submit(key, evolve(make_request(f"r{key}", PROMPT), lora_name=name))
+        rig.tokens.submit(key, evolve(make_request(f"r{key}", PROMPT), adapter=adapter(name)))
     rig.tokens.abort(3)
     rig.engine.loading.set()
     await turns()
     assert rig.engine.sent == ["vllm-r1"]
     ((key, delta),) = (one for step in rig.emitted for one in step)
-    assert (key, delta.finish_reason, delta.error) == (2, FinishReason.ERROR, "no adapter two")
-    rig.tokens.submit(4, evolve(make_request("r4", PROMPT), lora_name="one"))
+    assert (key, delta.finish_reason, delta.error) == (
+        2,
+        FinishReason.ERROR,
+        f"no adapter {adapter('two').digest}",
+    )
+    rig.tokens.submit(4, evolve(make_request("r4", PROMPT), adapter=adapter("one")))
     assert "r4" in rig.engine.outputs, "it is known now"
     with pytest.raises(RequestError):
-        rig.tokens.submit(5, evolve(make_request("r5", PROMPT), lora_name="nobody"))
+        rig.tokens.submit(5, evolve(make_request("r5", PROMPT), adapter=adapter("nobody")))
 
 
 async def test_a_dead_engine_is_reported_once(rig: Rig) -> None:

@@ -67,7 +67,7 @@ class CacheIdentity:
     """Tokens in a block."""
     parallel_rank: str = "0/1"
     """Which part of each block this is, "RANK/RANKS", under tensor or pipeline parallelism."""
-    lora_name: str | None = None
+    adapter: str | None = None
     """The adapter that computed the block; None: the model itself."""
     cache_salt: str | None = None
     """Requests with different salts share no block; None is a salt, too."""
@@ -148,7 +148,7 @@ class BlockDescriptor:
     """The block's own tokens, ``block_size`` of them."""
     facts: RetentionHints = PLAIN
     """Its retention and its position in the chain."""
-    lora_name: str | None = None
+    adapter: str | None = None
     """The adapter that computed it; None: the model itself."""
 
 
@@ -245,7 +245,7 @@ class BlockStored:
     """``block_size`` tokens for each block, in the same order."""
     block_size: int
     """Tokens in one block."""
-    lora_name: str | None = None
+    adapter: str | None = None
     """The adapter that computed the blocks; None: the model itself."""
     medium: str | None = "GPU"
     """Where they are: a name that ``cache_level`` knows. None means the device."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
 __all__ = [
+    "MAX_SESSION_CHARS",
     "UNKNOWN_CALLER",
+    "AdapterIdentity",
     "Caller",
+    "Constraint",
+    "ConstraintKind",
     "FinishReason",
     "GenerateRequest",
     "KvRetention",
+    "MediaIdentity",
     "RequestOutcome",
     "RequestSummary",
     "SamplingParams",
@@ -26,13 +33,25 @@ class FinishReason(StrEnum):
     """Why an engine stopped a request."""
 
     STOP = "stop"
-    """The model's end token, a stop token or a stop string came."""
+    """The model's end token, a stop token or a stop string came; of the last two,
+    ``TokenDelta.stop_reason`` says which."""
     LENGTH = "length"
     """The answer reached ``max_tokens`` or the model's longest sequence."""
+    TOOL_CALLS = "tool_calls"
+    """The answer ends with calls of tools, whose results the model waits for."""
+    CONTENT_FILTER = "content_filter"
+    """The engine withheld the rest of the answer, or all of it: a refusal that is not the
+    model's own text."""
     ABORT = "abort"
-    """The stream was closed before the answer was complete."""
+    """The request was cancelled: its stream was closed, or the engine gave it up, before the answer
+    was complete."""
     ERROR = "error"
     """The engine failed; ``TokenDelta.error`` says how."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine ended the answer by itself, so that it is shown as it is."""
+        return self not in (FinishReason.ABORT, FinishReason.ERROR)
 
 
 @frozen(kw_only=True)
@@ -86,9 +105,111 @@ class KvRetention:
     """Applies to the full blocks within this number of first tokens; None: within the prompt."""
 
 
+ConstraintKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"
+]
+"""What an answer may be made to follow; ``EngineInfo.constraints`` names those of an engine."""
+
+_JSON_KINDS = ("json_schema", "structural_tag")
+
+
+@frozen(kw_only=True)
+class Constraint:
+    """What the text of an answer must follow. Raises ValueError when the value does not fit.
+
+    An engine enforces all of it or refuses the request.
+    """
+
+    kind: ConstraintKind
+    """How to read ``value``."""
+    value: str | tuple[str, ...] = ""
+    """A JSON schema or a structural tag as JSON text, with keys in the order in which they are to
+    be generated; a regular expression for the whole text; a grammar, in the engine's notation; the
+    alternatives of a choice, at least one; empty for a ``json_object``, which is any."""
+    after: tuple[int, ...] = ()
+    """The token ids, in their order, after which it begins, such as the end of reasoning; empty: it
+    begins with the answer."""
+    whitespace: str | None = None
+    """A regular expression for what may stand between the parts of JSON; empty: nothing. None:
+    whatever the engine allows."""
+
+    def __attrs_post_init__(self) -> None:
+        if problem := self._problem():
+            raise ValueError(f"constraint {self.kind}: {problem}")
+
+    def _problem(self) -> str | None:
+        if self.kind == "choice":
+            if not isinstance(self.value, tuple) or not self.value or "" in self.value:
+                return "expected at least one alternative, none of them empty"
+        elif not isinstance(self.value, str):
+            return "expected one text"
+        elif bool(self.value) == (self.kind == "json_object"):
+            return "it takes no value" if self.value else "its value is empty"
+        elif self.kind in _JSON_KINDS:
+            try:
+                json.loads(self.value)
+            except (ValueError, RecursionError) as error:
+                return f"its value is no JSON: {error}"
+        if self.whitespace is not None and self.kind not in ("json_object", *_JSON_KINDS):
+            return "white space is for JSON only"
+        return None
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def _is_a_digest(_: Any, _field: Any, value: str) -> None:
+    if not _DIGEST.fullmatch(value):
+        raise ValueError(f"digest: expected SHA-256 in 64 lower-case hex digits, got {value!r:.80}")
+
+
+@frozen(kw_only=True)
+class AdapterIdentity:
+    """An adapter of a model, by its content. Two are equal if their contents are."""
+
+    name: str = field(eq=False)
+    """For people, and in messages; nothing is found by it."""
+    digest: str = field(validator=_is_a_digest)
+    """SHA-256 of the adapter's weights and settings, in 64 lower-case hex digits. Engines know the
+    adapter by it: a server that has its own names, such as vLLM, by it as name."""
+
+    def __str__(self) -> str:
+        return f'"{self.name}" ({self.digest[:12]})'
+
+
+@frozen(kw_only=True)
+class MediaIdentity:
+    """A picture, a sound or a film in a prompt, by its content, which is not part of a request."""
+
+    kind: str
+    """"image", "audio", "video", or another kind that ``EngineInfo.media`` names."""
+    digest: str = field(validator=_is_a_digest)
+    """SHA-256 of what the model sees of it, in 64 lower-case hex digits."""
+    start: int
+    """The position in ``GenerateRequest.token_ids`` of the first token that stands for it."""
+    tokens: int
+    """How many tokens stand for it, at least 1."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.start < 0 or self.tokens < 1:
+            raise ValueError(f"media: no place in a prompt: {self.tokens} tokens at {self.start}")
+
+
+MAX_SESSION_CHARS = 256
+"""Longest ``GenerateRequest.session``."""
+
+
+def _is_a_session(_: Any, _field: Any, value: str | None) -> None:
+    if value is not None and not 0 < len(value) <= MAX_SESSION_CHARS:
+        raise ValueError(f"session: expected 1 to {MAX_SESSION_CHARS} characters, got {len(value)}")
+
+
 @frozen(kw_only=True)
 class GenerateRequest:
-    """One prompt for one engine, in tokens."""
+    """One prompt for one engine, in tokens.
+
+    An engine that cannot do what a field asks refuses the request, and names it.
+    """
 
     request_id: str
     """Unique among the requests that the worker has in flight."""
@@ -99,8 +220,16 @@ class GenerateRequest:
     """
     sampling: SamplingParams
     """How the answer is generated."""
-    lora_name: str | None = None
+    adapter: AdapterIdentity | None = None
     """The adapter to use; None: the model itself."""
+    constraint: Constraint | None = None
+    """What the answer must follow; None: nothing."""
+    media: tuple[MediaIdentity, ...] = ()
+    """What is in the prompt beside text, in the order of its positions, without overlap."""
+    session: str | None = field(default=None, validator=_is_a_session)
+    """Names the conversation, so that an engine may keep its KV for the next turn: opaque, unique
+    in the deployment, up to ``MAX_SESSION_CHARS``. None: it is not known. An engine may do
+    without: the answer is the same."""
     cache_salt: str | None = None
     """Requests share cached KV blocks only with requests of the same salt."""
     priority: int = 0
@@ -124,6 +253,11 @@ class GenerateRequest:
     """Engine-specific parameters, relayed as they are (guided decoding)."""
     traceparent: str | None = None
     """W3C trace context of this request's span, for engines that trace; None: no trace."""
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """What keeps the KV of its adapter apart; None: the model itself."""
+        return None if self.adapter is None else self.adapter.digest
 
 
 @frozen(kw_only=True)

@@ -139,7 +139,7 @@ class StoredBlock:
     """The key before it in its chain; None for a first block or where it is not known."""
     token_ids: tuple[int, ...] = ()
     """The block's tokens, for KV events; empty where the tier does not store them."""
-    lora_name: str | None = None
+    adapter: str | None = None
     """The adapter that computed it; None also where the tier does not store it."""
     tenant: str | None = None
     """The cache salt of its request; None also where the tier does not store it."""

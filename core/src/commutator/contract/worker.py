@@ -8,6 +8,8 @@ from typing import Literal
 
 from attrs import Factory, frozen
 
+from commutator.contract.request import AdapterIdentity
+
 __all__ = [
     "BlockExplanation",
     "EdgeStatistics",
@@ -311,7 +313,7 @@ class KvPrompt:
     """The prompt."""
     cache_salt: str | None = None
     """As in the requests that use the blocks; None: without a salt."""
-    lora_name: str | None = None
+    adapter: AdapterIdentity | None = None
     """The adapter; None: the model itself."""
 
 

@@ -50,7 +50,7 @@ __all__ = [
     "unpack_request",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 INSTANCE = "COMMUTATOR_INSTANCE"
 """The environment variable with a worker process's instance, as ``WorkerRecord.instance``."""

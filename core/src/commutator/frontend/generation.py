@@ -36,7 +36,13 @@ __all__ = [
     "TokenUsage",
 ]
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls", "content_filter"]
+_FINISHES: dict[FinishReason, Finish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
 
 _MERGED_PIECES = 64
 _EXPLAINED = 8
@@ -144,7 +150,7 @@ class Choice:
         if not self._stopped() and delta.finish_reason is not None:
             # The detokenizer is not flushed: half a character at the end is never shown.
             text += self._matcher.flush()
-            finish = "stop" if delta.finish_reason is FinishReason.STOP else "length"
+            finish = _FINISHES[delta.finish_reason]
         if self._stopped():
             finish = "stop"
         self._sent += len(text)

@@ -134,7 +134,7 @@ def block_ids(key: bytes, model: str, request: GenerateRequest, block_tokens: in
     and cache salt.
     """
     # A client can send lone surrogates, which UTF-8 refuses.
-    who = json.dumps([model, request.lora_name, request.cache_salt]).encode("ascii")
+    who = json.dumps([model, request.adapter_digest, request.cache_salt]).encode("ascii")
     chain = blake2b(who, key=key, digest_size=_CHAIN_BYTES).digest()
     tokens = memoryview(array("Q", request.token_ids)).cast("B")
     size = block_tokens * 8

@@ -85,8 +85,8 @@ def _to_map(event: KvEvent) -> dict[str, Any]:
                 "block_size": event.block_size,
                 "medium": event.medium,
             }
-            if event.lora_name:
-                stored["lora_name"] = event.lora_name
+            if event.adapter:
+                stored["lora_name"] = event.adapter
             if event.cache_salt is not None:
                 stored["cache_salt"] = event.cache_salt
             return stored
@@ -109,7 +109,7 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
                 parent_block_hash=_parent(fields.get("parent_block_hash")),
                 token_ids=tuple(fields["token_ids"]),
                 block_size=_integer(fields["block_size"]) or 0,
-                lora_name=_text(fields.get("lora_name")),
+                adapter=_text(fields.get("lora_name")),
                 medium=_text(fields.get("medium")),
                 cache_salt=_salt(fields),
                 group=_integer(fields.get("group_idx")),

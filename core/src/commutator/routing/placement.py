@@ -259,7 +259,7 @@ class TierPrefetcher:
         prompt = KvPrompt(
             token_ids=list(request.token_ids),
             cache_salt=request.cache_salt,
-            lora_name=request.lora_name,
+            adapter=request.adapter,
         )
         try:
             await worker.client.kv_prefetch(prompt, timeout_s=_PREFETCH_TIMEOUT_S)

@@ -34,11 +34,11 @@ _UINT64 = 1 << 64
 _hash64 = xxhash.xxh3_64_intdigest
 
 
-def hash_seed(lora_name: str | None = None) -> int:
+def hash_seed(adapter: str | None = None) -> int:
     """The seed of local block hashes: 1337, moved by the adapter's name if there is one."""
-    if not lora_name:
+    if not adapter:
         return HASH_SEED
-    return (HASH_SEED + _hash64(lora_name.encode())) % _UINT64
+    return (HASH_SEED + _hash64(adapter.encode())) % _UINT64
 
 
 def hash_root(cache_salt: str | None = None) -> int | None:
@@ -50,7 +50,7 @@ def hash_root(cache_salt: str | None = None) -> int | None:
 
 
 def local_block_hashes(
-    token_ids: Sequence[int], block_size: int, *, lora_name: str | None = None
+    token_ids: Sequence[int], block_size: int, *, adapter: str | None = None
 ) -> list[int]:
     """One hash for each full block: xxh3_64 of its tokens as little-endian 32-bit integers.
 
@@ -63,7 +63,7 @@ def local_block_hashes(
     if not blocks:
         return []
     pieces = _splitter(block_size * TOKEN_BYTES, blocks).unpack_from(_token_integers(token_ids))
-    return list(map(_hash64, pieces, repeat(hash_seed(lora_name))))
+    return list(map(_hash64, pieces, repeat(hash_seed(adapter))))
 
 
 def chain_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:
@@ -83,7 +83,7 @@ def sequence_hashes(
     token_ids: Sequence[int],
     block_size: int,
     *,
-    lora_name: str | None = None,
+    adapter: str | None = None,
     cache_salt: str | None = None,
     known: Sequence[int] = (),
 ) -> list[int]:
@@ -94,12 +94,12 @@ def sequence_hashes(
     blocks are known than there are.
     """
     if not known:
-        local = local_block_hashes(token_ids, block_size, lora_name=lora_name)
+        local = local_block_hashes(token_ids, block_size, adapter=adapter)
         return chain_hashes(local, hash_root(cache_salt))
     if len(known) * block_size > len(token_ids):
         raise ValueError(f"{len(known)} blocks are known of {len(token_ids)} tokens")
     rest = token_ids[len(known) * block_size :]
-    local = local_block_hashes(rest, block_size, lora_name=lora_name)
+    local = local_block_hashes(rest, block_size, adapter=adapter)
     return [*known, *chain_hashes(local, known[-1])]
 
 

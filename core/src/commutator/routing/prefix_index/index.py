@@ -585,7 +585,7 @@ class PrefixIndex:
             blocks.counters.unusable += len(event.block_hashes)
             return
         keys = _parts(event.block_hashes, parts)
-        local = local_block_hashes(event.token_ids, self.block_size, lora_name=event.lora_name)
+        local = local_block_hashes(event.token_ids, self.block_size, adapter=event.adapter)
         before = event.parent_block_hash
         parent = None if before is None else blocks.last_key_of(before, parts)
         blocks.store(tier, keys, local, parent, hash_root(event.cache_salt))

@@ -199,7 +199,7 @@ class KvIndexer:
         return sequence_hashes(
             request.token_ids,
             self.index.block_size,
-            lora_name=request.lora_name,
+            adapter=request.adapter_digest,
             cache_salt=request.cache_salt,
         )
 

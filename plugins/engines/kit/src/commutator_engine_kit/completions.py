@@ -9,9 +9,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from commutator.contract.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprob
+from commutator.contract.request import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    TokenDelta,
+    TokenLogprob,
+)
 from commutator.engine.protocol import DeltaStream
-from commutator.errors import EngineError, EngineIncompleteError
+from commutator.errors import EngineError, EngineIncompleteError, RequestError
 from commutator_engine_kit.http import FailedAnswerError, HttpServer, ServerEvents
 
 __all__ = [
@@ -24,8 +30,10 @@ __all__ = [
     "ModelList",
     "Version",
     "decoded",
+    "enforceable",
     "failure_of",
     "finish_reason_named",
+    "refuse_media",
     "request_headers",
     "sampling_parameters",
 ]
@@ -39,6 +47,8 @@ _NEXT_DATA = b"\n\ndata:"
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
     "not_finished": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
     "cancelled": FinishReason.ABORT,
@@ -314,6 +324,36 @@ def sampling_parameters(request: GenerateRequest) -> dict[str, Any]:
     if asked.logit_bias:
         parameters["logit_bias"] = {str(token): bias for token, bias in asked.logit_bias.items()}
     return parameters
+
+
+def enforceable(request: GenerateRequest, engine: str, *, whitespace: bool) -> Constraint | None:
+    """What a server of ``engine`` is to enforce from the first token on; None: nothing.
+
+    ``whitespace``: whether it can be told what stands between the parts of JSON. Raises
+    RequestError for a constraint that the server would enforce otherwise than asked.
+    """
+    constraint = request.constraint
+    if constraint is None:
+        return None
+    problem = None
+    if constraint.after:
+        problem = "cannot begin to constrain an answer after tokens of the request's choice"
+    elif constraint.whitespace is not None and not whitespace:
+        problem = "decides itself about the white space in JSON"
+    elif request.generated_prefix:
+        problem = "cannot constrain the rest of an answer that another worker began"
+    if problem is not None:
+        raise RequestError(f"{engine} {problem}", "response_format")
+    return constraint
+
+
+def refuse_media(request: GenerateRequest, engine: str) -> None:
+    """Raise RequestError for a prompt with media, which have no place beside tokens."""
+    if request.media:
+        raise RequestError(
+            f"{engine} takes a prompt in tokens without media, here {request.media[0].kind}",
+            "messages",
+        )
 
 
 def request_headers(request: GenerateRequest) -> dict[str, str]:

@@ -57,7 +57,7 @@ class RequestChains:
         request.keys = self._connector.keys(
             request.token_ids,
             # Name and path together: adapters with the same name may differ.
-            lora_name=None if lora is None else "\0".join(lora),
+            adapter=None if lora is None else "\0".join(lora),
             cache_salt=request.begin.cache_salt,
             known=request.keys,
         )
@@ -78,7 +78,7 @@ class RequestChains:
             request.token_ids,
             first=first,
             prompt_blocks=begin.prompt_blocks,
-            lora_name=None if begin.lora is None else begin.lora[0],
+            adapter=None if begin.lora is None else begin.lora[0],
             cache_salt=begin.cache_salt,
         )
 

@@ -204,7 +204,7 @@ class BlockPool:
             parent=identity.parent_digest,
             token_ids=identity.token_ids,
             facts=self._facts[block],
-            lora_name=identity.namespace.lora_name,
+            adapter=identity.namespace.adapter,
         )
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -298,7 +298,7 @@ class BlockPool:
             parent_block_hash=parent,
             token_ids=token_ids,
             block_size=self.block_size,
-            lora_name=space.lora_name,
+            adapter=space.adapter,
             cache_salt=space.cache_salt,
         )
         self._events.append(stored)

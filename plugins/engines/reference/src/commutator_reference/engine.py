@@ -212,7 +212,7 @@ class ReferenceEngine:
             request_id="locate",
             token_ids=question.token_ids,
             sampling=SamplingParams(),
-            lora_name=question.lora_name,
+            adapter=question.adapter,
             cache_salt=question.cache_salt,
         )
         identities = Sequence.start(0, request, 0, 0, self._identity).reusable(size)

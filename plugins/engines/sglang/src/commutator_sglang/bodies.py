@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
-from commutator import GenerateRequest, SamplingParams
+from commutator import Constraint, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
+from commutator_engine_kit.completions import enforceable, refuse_media
 from commutator_sglang.api import ServerInfo
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
@@ -20,8 +23,8 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
     """The JSON body. The request can be aborted by its ``request_id``.
 
     It sets every sampling parameter, so that the server's defaults have no effect.
-    ``request.extra`` holds parameters that only SGLang has (`json_schema`, `regex`, `ebnf`, ...).
-    Raises RequestError for a seed that this server would ignore.
+    ``request.extra`` holds parameters that only SGLang has (`stop_regex`, ...). Raises RequestError
+    for a seed that this server would ignore, and for a constraint or media that it cannot be told.
     """
     asked = request.sampling
     if asked.seed is not None and asked.temperature and not server.enable_deterministic_inference:
@@ -29,10 +32,14 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
             "seed: this SGLang server ignores it; run the server with "
             "--enable-deterministic-inference"
         )
+    refuse_media(request, "SGLang")
+    constraint = enforceable(request, "SGLang", whitespace=False)
+    followed = {} if constraint is None else _constraint(constraint)
+    sampling = {**_sampling(asked, request.generated_prefix), **followed, **request.extra}
     body: dict[str, Any] = {
         "rid": request_id,
         "input_ids": list(request.token_ids),
-        "sampling_params": {**_sampling(asked, request.generated_prefix), **request.extra},
+        "sampling_params": sampling,
         "stream": True,
     }
     if asked.top_logprobs is not None:
@@ -40,8 +47,8 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
         body["top_logprobs_num"] = asked.top_logprobs
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
-    if request.lora_name is not None:
-        body["lora_path"] = request.lora_name
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter.digest
     if request.data_parallel_rank is not None:
         body["routed_dp_rank"] = request.data_parallel_rank
     if server.enable_priority_scheduling:
@@ -50,6 +57,24 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
     if request.handover is not None:
         body |= {name: value for name, value in request.handover.items() if name != ANSWER_WITHIN_S}
     return body
+
+
+_ANY_OBJECT = json.dumps({"type": "object"})
+
+
+def _constraint(constraint: Constraint) -> dict[str, str]:
+    """SGLang's parameter for it; a choice is a regular expression there."""
+    value = constraint.value
+    if constraint.kind == "choice":
+        return {"regex": "(" + "|".join(map(re.escape, value)) + ")"}
+    assert isinstance(value, str)
+    match constraint.kind:
+        case "json_object":
+            return {"json_schema": _ANY_OBJECT}
+        case "grammar":
+            return {"ebnf": value}
+        case kind:
+            return {kind: value}
 
 
 def _sampling(asked: SamplingParams, begun: int) -> dict[str, Any]:

@@ -214,7 +214,7 @@ class SimEngine(TokenEngine):
         if not config.prefix_caching:
             return _Stream(answer, token_ids, (), request)
         try:
-            root = root_key(request.lora_name, request.cache_salt)
+            root = root_key(request.adapter_digest, request.cache_salt)
             keys = block_keys(token_ids[:-1], config.block_size, root)
         except OverflowError as error:
             raise RequestError(f"a token id is out of range: {error}") from error
@@ -381,6 +381,8 @@ class SimEngine(TokenEngine):
         if isinstance(event, Stored):
             stream = self._streams[event.key]
             asked = stream.request
-            feed.stored(event, stream.keys, stream.token_ids, asked.lora_name, asked.cache_salt)
+            feed.stored(
+                event, stream.keys, stream.token_ids, asked.adapter_digest, asked.cache_salt
+            )
         else:
             feed.moved(event)

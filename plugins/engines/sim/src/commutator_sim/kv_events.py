@@ -17,11 +17,11 @@ from commutator_sim.events import DEVICE, Offloaded, Removed, Stored
 __all__ = ["EventFeed", "block_keys", "root_key"]
 
 
-def root_key(lora_name: str | None, cache_salt: str | None) -> int:
+def root_key(adapter: str | None, cache_salt: str | None) -> int:
     """The parent of a request's first block: equal only for requests that may share KV."""
-    if lora_name is None and cache_salt is None:
+    if adapter is None and cache_salt is None:
         return 0
-    return xxh3_64_intdigest(repr((lora_name, cache_salt)).encode())
+    return xxh3_64_intdigest(repr((adapter, cache_salt)).encode())
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
@@ -57,7 +57,7 @@ class _Stored:
     keys: list[int]
     parent: int | None
     token_ids: list[int]
-    lora_name: str | None
+    adapter: str | None
     cache_salt: str | None
     next_block: int
 
@@ -67,7 +67,7 @@ class _Stored:
             parent_block_hash=self.parent,
             token_ids=tuple(self.token_ids),
             block_size=block_size,
-            lora_name=self.lora_name,
+            adapter=self.adapter,
             cache_salt=self.cache_salt,
         )
 
@@ -104,7 +104,7 @@ class EventFeed:
         event: Stored,
         keys: Sequence[int],
         token_ids: Sequence[int],
-        lora_name: str | None,
+        adapter: str | None,
         cache_salt: str | None,
     ) -> None:
         """Blocks of a request with these keys and tokens are on the device."""
@@ -120,7 +120,7 @@ class EventFeed:
             before.next_block = next_block
         else:
             self._stored[event.key] = _Stored(
-                list(event.blocks), parent, list(tokens), lora_name, cache_salt, next_block
+                list(event.blocks), parent, list(tokens), adapter, cache_salt, next_block
             )
             self._ready.append(self._stored[event.key])
         if not self._has_tiers:
@@ -134,7 +134,7 @@ class EventFeed:
                     parent_block_hash=parent,
                     token_ids=tuple(tokens[index * size : (index + 1) * size]),
                     block_size=size,
-                    lora_name=lora_name,
+                    adapter=adapter,
                     cache_salt=cache_salt,
                 )
                 self._blocks[key] = _Block(stored)

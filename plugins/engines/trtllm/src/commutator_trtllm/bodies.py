@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from commutator import GenerateRequest
+from commutator import Constraint, GenerateRequest
 from commutator.errors import RequestError
-from commutator_engine_kit.completions import STREAMED, sampling_parameters
+from commutator_engine_kit.completions import (
+    STREAMED,
+    enforceable,
+    refuse_media,
+    sampling_parameters,
+)
 from commutator_trtllm.handover import CONTEXT_ONLY
 
 __all__ = ["COMPLETIONS", "check_forwarded", "hands_over", "request_body"]
@@ -30,6 +37,7 @@ def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
     """
     for param, problem in _unsupported(request):
         raise RequestError(problem, param)
+    refuse_media(request, "TensorRT-LLM")
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.token_ids),
@@ -44,7 +52,28 @@ def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
         body["disaggregated_params"] = dict(request.handover)
     # Only an answer that is not streamed has the parameters for the decode request.
     body |= {"stream": False} if hands_over(request.handover) else STREAMED
+    if (constraint := enforceable(request, "TensorRT-LLM", whitespace=False)) is not None:
+        body["response_format"] = _response_format(constraint)
     return {**body, **request.extra}
+
+
+def _response_format(constraint: Constraint) -> dict[str, Any]:
+    """TensorRT-LLM's words for it; a choice is a regular expression there."""
+    value = constraint.value
+    if constraint.kind == "choice":
+        return {"type": "regex", "regex": "(" + "|".join(map(re.escape, value)) + ")"}
+    assert isinstance(value, str)
+    match constraint.kind:
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            return {"type": "json", "schema": json.loads(value)}
+        case "regex":
+            return {"type": "regex", "regex": value}
+        case "grammar":
+            return {"type": "ebnf", "ebnf": value}
+        case "structural_tag":
+            return json.loads(value)  # type: ignore[no-any-return]
 
 
 def check_forwarded(body: bytes) -> None:
@@ -62,10 +91,10 @@ def hands_over(handover: Mapping[str, Any] | None) -> bool:
 def _unsupported(request: GenerateRequest) -> Iterator[tuple[str, str]]:
     if request.cache_salt is not None:
         yield "cache_salt", _NO_SALT
-    if request.lora_name is not None:
+    if request.adapter is not None:
         yield (
             "model",
-            f'no LoRA adapter "{request.lora_name}": the trtllm engine has none',
+            f"no LoRA adapter {request.adapter}: the trtllm engine has none",
         )
     if request.sampling.top_logprobs:
         problem = "TensorRT-LLM returns alternatives as text, which does not identify the tokens"

@@ -71,8 +71,8 @@ class AsyncLlmEngine(AsyncEngine):
                 tokens_input(list(request.token_ids), cache_salt=request.cache_salt),
                 _sampling_params(request),
                 supported_tasks=self._tasks,
-                lora_request=self._models.lora_requests[request.lora_name]
-                if request.lora_name
+                lora_request=self._models.lora_requests[request.adapter.digest]
+                if request.adapter
                 else None,
                 trace_headers=None
                 if request.traceparent is None

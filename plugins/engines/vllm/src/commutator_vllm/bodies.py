@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from commutator import GenerateRequest
+from commutator import Constraint, GenerateRequest
 from commutator_engine_kit import completions
-from commutator_engine_kit.completions import STREAMED, sampling_parameters
+from commutator_engine_kit.completions import (
+    STREAMED,
+    enforceable,
+    refuse_media,
+    sampling_parameters,
+)
 
 __all__ = [
     "COMPLETIONS",
@@ -29,9 +34,10 @@ def request_body(
 ) -> dict[str, Any]:
     """The JSON body for ``path``: GENERATE or COMPLETIONS.
 
-    ``request.extra`` holds parameters that only vLLM has (`structured_outputs`, `bad_words`, ...).
+    ``request.extra`` holds parameters that only vLLM has (`bad_words`, ...). Raises RequestError
+    for a constraint or media that vLLM cannot be told of.
     """
-    body: dict[str, Any] = {"model": request.lora_name or model}
+    body: dict[str, Any] = {"model": request.adapter_digest or model}
     # Only an answer that is not streamed has the parameters for the decode request.
     body |= {"stream": False} if hands_over(request.handover) else STREAMED
     if request.cache_salt is not None:
@@ -62,7 +68,24 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
     fields = sampling_parameters(request)
     if request.sampling.top_logprobs is not None:
         fields["logprobs"] = request.sampling.top_logprobs
+    if (constraint := enforceable(request, "vLLM", whitespace=True)) is not None:
+        fields["structured_outputs"] = _structured_outputs(constraint)
+    refuse_media(request, "vLLM")
     return {**fields, **request.extra}
+
+
+_GUIDES = {"json_schema": "json"}
+"""vLLM's names of kinds of constraints, where they are others."""
+
+
+def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    name = _GUIDES.get(constraint.kind, constraint.kind)
+    guide: dict[str, Any] = {name: constraint.value or True}
+    if constraint.whitespace:
+        guide["whitespace_pattern"] = constraint.whitespace
+    elif constraint.whitespace is not None:
+        guide["disable_any_whitespace"] = True
+    return guide
 
 
 def hands_over(handover: Mapping[str, Any] | None) -> bool:

@@ -256,7 +256,7 @@ def _event(event: KvEvent) -> Any:
             block_size=event.block_size,
             lora_id=None,
             medium=event.medium,
-            lora_name=event.lora_name,
+            lora_name=event.adapter,
             extra_keys=None if salted is None else [salted] * len(event.block_hashes),
         )
     assert isinstance(event, BlockRemoved)

@@ -98,7 +98,7 @@ class VllmTokenEngine(TokenEngine):
 
     def submit(self, key: int, request: GenerateRequest) -> None:
         outputs = Outputs(self, key, request)
-        name = request.lora_name
+        name = request.adapter_digest
         if name is not None and not self._engine.knows(name):
             self._registered[key] = outputs
             self._run(self._with_adapter(key, request, outputs, name))

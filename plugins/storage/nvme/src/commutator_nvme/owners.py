@@ -41,13 +41,13 @@ _PADDING_BYTES = 64
 class Owner:
     """The adapter and the tenant of the request that a block was computed for."""
 
-    lora_name: str | None = None
+    adapter: str | None = None
     tenant: str | None = None
 
     @classmethod
     def of(cls, stored: StoredBlock) -> Owner:
         """The block's owner; a name above 256 bytes is replaced by its digest."""
-        return cls(_bounded(stored.lora_name), _bounded(stored.tenant))
+        return cls(_bounded(stored.adapter), _bounded(stored.tenant))
 
 
 def _bounded(name: str | None) -> str | None:
@@ -181,7 +181,7 @@ class Owners:
         self._files.close_one(descriptor)
 
     def _line(self, number: int, owner: Owner) -> bytes:
-        text = json.dumps([number, owner.lora_name, owner.tenant]).encode()
+        text = json.dumps([number, owner.adapter, owner.tenant]).encode()
         if not self._seals:
             return self._checksum(text) + text + b"\n"
         padded = text.ljust(-(-len(text) // _PADDING_BYTES) * _PADDING_BYTES)
@@ -195,8 +195,8 @@ class Owners:
         except (ValueError, RecursionError):
             return None
         match entry:
-            case [int(number), str() | None as lora_name, str() | None as tenant]:
-                return (number, Owner(lora_name, tenant)) if 0 < number <= _LARGEST_NUMBER else None
+            case [int(number), str() | None as adapter, str() | None as tenant]:
+                return (number, Owner(adapter, tenant)) if 0 < number <= _LARGEST_NUMBER else None
             case _:
                 return None
 

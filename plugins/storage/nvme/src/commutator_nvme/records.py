@@ -204,7 +204,7 @@ def _blocks(
             checksum=checksum,
             parent=parent if has_parent else None,
             token_ids=token_ids,
-            lora_name=owner.lora_name,
+            adapter=owner.adapter,
             tenant=owner.tenant,
         )
         for key, slot, size_bytes, checksum, parent, has_parent, token_ids, owner in rows

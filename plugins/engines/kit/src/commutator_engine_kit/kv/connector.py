@@ -215,22 +215,22 @@ class KvConnector:
         self,
         token_ids: Sequence[int],
         *,
-        lora_name: str | None = None,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         known: Sequence[BlockKey] = (),
     ) -> list[BlockKey]:
         """The key of every full block of a prompt; ``known`` has the keys of its first blocks."""
-        identity = evolve(self.identity, lora_name=lora_name, cache_salt=cache_salt)
+        identity = evolve(self.identity, adapter=adapter, cache_salt=cache_salt)
         return block_keys(identity, token_ids, known)
 
     def key_of(
-        self, name: bytes, *, lora_name: str | None = None, cache_salt: str | None = None
+        self, name: bytes, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> BlockKey:
         """The key of the block that the engine calls ``name``, with this adapter and salt.
 
         The name must depend on the block's tokens and on all tokens before them.
         """
-        identity = evolve(self.identity, lora_name=lora_name, cache_salt=cache_salt)
+        identity = evolve(self.identity, adapter=adapter, cache_salt=cache_salt)
         return sha256(b"named" + identity.digest + name).digest()
 
     def descriptors(
@@ -240,7 +240,7 @@ class KvConnector:
         *,
         first: int = 0,
         prompt_blocks: int | None = None,
-        lora_name: str | None = None,
+        adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[BlockDescriptor]:
         """Descriptors of a chain's blocks from ``first`` on, for ``offload``.
@@ -254,7 +254,7 @@ class KvConnector:
                 key=keys[index],
                 parent=keys[index - 1] if index else None,
                 token_ids=tuple(token_ids[index * size : (index + 1) * size]),
-                lora_name=lora_name,
+                adapter=adapter,
                 facts=RetentionHints(
                     is_prompt=prompt_blocks is None or index < prompt_blocks,
                     tenant=cache_salt,

@@ -32,7 +32,7 @@ __all__ = [
     "Usage",
 ]
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 @frozen(slots=False)

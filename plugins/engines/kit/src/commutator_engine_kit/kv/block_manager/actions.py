@@ -138,7 +138,7 @@ def announced(announcement: Announce, block_size: int) -> Iterator[KvEvent]:
             parent_block_hash=None if first.parent is None else event_hash(first.parent),
             token_ids=tuple(token for offer in chain for token in offer.token_ids),
             block_size=block_size,
-            lora_name=first.lora_name,
+            adapter=first.adapter,
             medium=announcement.medium,
             cache_salt=first.facts.tenant,
         )

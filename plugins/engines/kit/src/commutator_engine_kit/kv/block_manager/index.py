@@ -64,7 +64,7 @@ def _offer_of(block: StoredBlock) -> BlockDescriptor:
         parent=block.parent,
         token_ids=block.token_ids,
         facts=PLAIN if block.tenant is None else RetentionHints(tenant=block.tenant),
-        lora_name=block.lora_name,
+        adapter=block.adapter,
     )
 
 

@@ -41,7 +41,7 @@ class StoreBlock:
             checksum=checksum,
             parent=offer.parent,
             token_ids=offer.token_ids,
-            lora_name=offer.lora_name,
+            adapter=offer.adapter,
             tenant=offer.facts.tenant,
         )
 

@@ -293,7 +293,7 @@ def handover_keys(prefill: KvTransferInfo, request: GenerateRequest) -> list[Blo
         dtype="",
         layout=prefill.protocol,
         block_size=prefill.block_size,
-        lora_name=request.lora_name,
+        adapter=request.adapter_digest,
         cache_salt=request.cache_salt,
     )
     return block_keys(identity, request.token_ids)
