@@ -40,7 +40,7 @@ def test_neither_sees_or_deletes_what_the_other_stored(
         with KvRig([setup_of(make_tier, other)]) as second:
             assert second.load(KEYS) == 0
             second.store(KEYS)
-            second.connector.evict()
+            second.connector.stores.evict()
             second.settle()
         assert first.load(KEYS) == 4
     with KvRig([setup_of(make_tier, mine)]) as again:

@@ -73,7 +73,7 @@ def test_with_an_encryption_key_the_bucket_shows_nothing_of_a_prompt(
             again.settle()
             assert again.tier("s3").published == 5, "found by listing the bucket"
             assert again.load(ALICE.keys) == 5
-        rig.connector.evict()
+        rig.connector.stores.evict()
         rig.wait_for(lambda: count(seaweed, bucket_of(make_tier)) == 0)
 
 
@@ -114,7 +114,7 @@ def test_keys_are_changed_in_a_running_deployment_without_losing_a_block(
     with KvRig([setup_of(make_tier, codec(NEW, OLD))]) as cleaner:
         cleaner.settle()
         cleaner.settle()
-        cleaner.connector.evict()
+        cleaner.connector.stores.evict()
         cleaner.wait_for(lambda: count(seaweed, bucket_of(make_tier)) == 0)
 
 

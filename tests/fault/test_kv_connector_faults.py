@@ -95,7 +95,7 @@ def test_a_store_that_fails_costs_little_and_comes_back(
 ) -> None:
     with KvRig(setups(DRAM, hasty_s3)) as rig:
         rig.store(chain(1, 8))
-        rig.connector.evict(chain(1, 8), "dram")
+        rig.connector.stores.evict(chain(1, 8), "dram")
         assert rig.load(chain(1, 8)) == 8
         assert rig.tier("s3").loads == {"loaded": 8}
         proxy.set(fault)
@@ -112,7 +112,7 @@ def test_a_store_that_fails_costs_little_and_comes_back(
 
         def stored() -> bool:
             rig.store(chain(9, 8))
-            rig.connector.evict(chain(9, 8), "dram")
+            rig.connector.stores.evict(chain(9, 8), "dram")
             return rig.load(chain(9, 8)) == 8
 
         rig.wait_for(stored, 60)
@@ -131,7 +131,7 @@ def test_a_bucket_that_is_not_there_is_used_once_it_is(
         seaweed.client.create_bucket(Bucket=name)
         rig.wait_for(lambda: rig.tier("s3").up, 60)
         rig.store(chain(2, 8))
-        rig.connector.evict(chain(2, 8), "dram")
+        rig.connector.stores.evict(chain(2, 8), "dram")
         rig.wait_for(partial(_is_there, rig, 2), 60)
         assert rig.tier("s3").loads["loaded"] == 8
 

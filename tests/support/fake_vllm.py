@@ -215,7 +215,7 @@ class FakeVllm:
                 assert engine.holds(block, key), f"{request.request_id}: wrong KV"
 
     def _keys(self, engine: ForeignEngine, request: FakeRequest) -> list[bytes]:
-        return engine.connector.keys(request.all_token_ids, cache_salt=request.cache_salt)
+        return engine.connector.lookups.keys(request.all_token_ids, cache_salt=request.cache_salt)
 
     def _failed(self, blocks: set[int]) -> None:
         for request in self.requests:

@@ -87,15 +87,15 @@ class ForeignEngine:
 
     def store(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Compute a prompt into the first blocks, and keep it."""
-        keys = self.connector.keys(token_ids)
+        keys = self.connector.lookups.keys(token_ids)
         for block, key in enumerate(keys):
             self.compute(block, key)
-        blocks = self.connector.descriptors(keys, token_ids)
-        self.connector.offload(blocks, range(len(keys))).result(TIMEOUT_S)
+        blocks = self.connector.stores.descriptors(keys, token_ids)
+        self.connector.stores.offload(blocks, range(len(keys))).result(TIMEOUT_S)
         return keys
 
     def plan(self, keys: Sequence[BlockKey], first: int = 0) -> OnboardTicket:
-        return self.connector.plan(keys, first=first).result(TIMEOUT_S)
+        return self.connector.lookups.plan(keys, first=first).result(TIMEOUT_S)
 
     def load(self, keys: Sequence[BlockKey]) -> int:
         """How many of a chain's first blocks come back, each with the right bytes."""
@@ -105,7 +105,7 @@ class ForeignEngine:
         blocks = range(plan.blocks)
         for block in blocks:
             self.scribble(block)
-        good = self.connector.onboard(plan, blocks).result(TIMEOUT_S)
+        good = self.connector.loads.onboard(plan, blocks).result(TIMEOUT_S)
         for block, key, loaded in zip(blocks, keys, good, strict=False):
             assert not loaded or self.holds(block, key)
         return sum(good)

@@ -175,11 +175,11 @@ class KvRig:
             for index, key in enumerate(keys)
         ]
         connector = self.connector
-        (connector.offload_evicted if evicting else connector.offload)(offers, blocks)
+        (connector.stores.offload_evicted if evicting else connector.stores.offload)(offers, blocks)
 
     def plan(self, keys: Sequence[bytes]) -> OnboardTicket:
         """Which of a chain's first blocks can be loaded."""
-        planned = self.connector.plan(keys)
+        planned = self.connector.lookups.plan(keys)
         self.wait_for(planned.done)
         return planned.result()
 
@@ -188,7 +188,7 @@ class KvRig:
         ticket = self.plan(keys)
         count = ticket.blocks
         if not count or count > len(self.free):
-            self.connector.cancel(ticket)
+            self.connector.loads.cancel(ticket)
             return None
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
@@ -196,11 +196,11 @@ class KvRig:
             self._memory[start : start + self.block_bytes] = b"\xee" * self.block_bytes
         self.lent.update(blocks)
         self.loads[ticket.id] = ticket, list(keys[:count]), blocks
-        self.connector.onboard(ticket, blocks)
+        self.connector.loads.onboard(ticket, blocks)
         return ticket.id
 
     def cancel(self, load_id: str) -> None:
-        self.connector.cancel(self.loads[load_id][0])
+        self.connector.loads.cancel(self.loads[load_id][0])
 
     def load(self, keys: Sequence[bytes], timeout_s: float = 20.0) -> int:
         """How many of the first blocks of a chain came back, and are what they were."""

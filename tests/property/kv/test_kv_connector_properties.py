@@ -123,7 +123,7 @@ class World:
             case "drop" if rig.loads:
                 rig.cancel(list(rig.loads)[argument % len(rig.loads)])
             case "evict":
-                rig.connector.evict(argument)
+                rig.connector.stores.evict(argument)
             case "settle":
                 rig.settle()
             case "restart":
@@ -144,7 +144,7 @@ class World:
         rig.settle()
         assert len(rig.free) == 64, "device blocks are missing"
         wait_for(lambda: all(tier.up for tier in rig.connector.statistics().tiers), 60)
-        rig.connector.evict()
+        rig.connector.stores.evict()
         rig.settle()
         rig.offload(chain(99, 8))
         rig.offload(chain(99, 8), evicting=True)

@@ -73,35 +73,37 @@ class Embedded(RuleBasedStateMachine):
 
     @rule(tokens=chains)
     def loaded(self, tokens: list[int]) -> None:
-        self.engine.load(self.engine.connector.keys(tokens))
+        self.engine.load(self.engine.connector.lookups.keys(tokens))
 
     @rule(tokens=chains, data=st.data())
     def loaded_in_part(self, tokens: list[int], data: st.DataObject) -> None:
-        keys = self.engine.connector.keys(tokens)
+        keys = self.engine.connector.lookups.keys(tokens)
         plan = self.engine.plan(keys)
         if not plan.blocks:
             return
         skip = data.draw(st.integers(0, plan.blocks - 1))
         count = data.draw(st.integers(1, plan.blocks - skip))
-        good = self.engine.connector.onboard(plan, range(count), skip=skip).result(TIMEOUT_S)
+        good = self.engine.connector.loads.onboard(plan, range(count), skip=skip).result(TIMEOUT_S)
         for block, loaded in enumerate(good):
             assert not loaded or self.engine.holds(block, keys[skip + block])
 
     @rule(tokens=chains)
     def dropped(self, tokens: list[int]) -> None:
-        self.engine.connector.cancel(self.engine.plan(self.engine.connector.keys(tokens)))
+        self.engine.connector.loads.cancel(
+            self.engine.plan(self.engine.connector.lookups.keys(tokens))
+        )
 
     @rule(tokens=chains)
     def dropped_while_it_runs(self, tokens: list[int]) -> None:
-        plan = self.engine.plan(self.engine.connector.keys(tokens))
+        plan = self.engine.plan(self.engine.connector.lookups.keys(tokens))
         if plan.blocks:
-            loading = self.engine.connector.onboard(plan, range(plan.blocks))
-            self.engine.connector.cancel(plan)
+            loading = self.engine.connector.loads.onboard(plan, range(plan.blocks))
+            self.engine.connector.loads.cancel(plan)
             assert len(loading.result(TIMEOUT_S)) == plan.blocks
 
     @rule()
     def reset(self) -> None:
-        self.engine.connector.evict(reason="reset")
+        self.engine.connector.stores.evict(reason="reset")
 
     @invariant()
     def books_balance(self) -> None:

@@ -87,7 +87,7 @@ class Connector(RuleBasedStateMachine):
             return
         tiers = self.engine.workers[rank % len(self.engine.workers)]._connector
         (setup,) = tiers.tiers
-        (stored,) = setup.tier.lookup([tiers.keys(_prompt(number, 5))[block]])
+        (stored,) = setup.tier.lookup([tiers.lookups.keys(_prompt(number, 5))[block]])
         if stored is not None:
             damage(setup.tier, stored, 3)
 

@@ -49,7 +49,7 @@ class Connector(RuleBasedStateMachine):
     def is_damaged(self, number: int, rank: int, block: int) -> None:
         engine = self.vllm.engines[rank % self.workers]
         (setup,) = engine.connector.tiers
-        (stored,) = setup.tier.lookup([engine.connector.keys(prompt(number, 5))[block]])
+        (stored,) = setup.tier.lookup([engine.connector.lookups.keys(prompt(number, 5))[block]])
         if stored is not None:
             damage(setup.tier, stored, 3)
 

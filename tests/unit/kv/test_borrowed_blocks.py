@@ -59,7 +59,7 @@ def test_what_the_other_forgot_meanwhile_is_missing() -> None:
         introduce(second, first)
         first.store(keys)
         assert second.load(keys) == 8
-        first.connector.evict()
+        first.connector.stores.evict()
         wait_for(lambda: first.tier("dram").published == 0)
         first.settle()
         assert second.load(keys) == 0

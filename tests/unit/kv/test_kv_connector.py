@@ -229,19 +229,19 @@ def test_a_shared_tier_that_does_not_answer_holds_no_plan_up_for_long() -> None:
     with KvRig([setup]) as rig:
         rig.store(chain(1, 4))
         _block_thread(rig, gate)
-        asked = rig.connector.plan([*chain(1, 4), *chain(2, 4)], request_id="slow")
-        unwanted = rig.connector.plan(chain(3, 4), request_id="unwanted")
-        copied = rig.connector.prefetch(chain(4, 4))
+        asked = rig.connector.lookups.plan([*chain(1, 4), *chain(2, 4)], request_id="slow")
+        unwanted = rig.connector.lookups.plan(chain(3, 4), request_id="unwanted")
+        copied = rig.connector.lookups.prefetch(chain(4, 4))
         assert not asked.done()
-        rig.connector.forget("unwanted")
+        rig.connector.lookups.forget("unwanted")
         assert unwanted.cancelled()
         rig.wait_for(asked.done, 5)
         assert asked.result().blocks == 4, "what is known without asking"
         rig.wait_for(copied.done, 5)
-        rig.connector.cancel(asked.result())
+        rig.connector.loads.cancel(asked.result())
         gate.set()
         rig.settle()
-        assert not len(rig.connector._lookups)
+        assert not len(rig.connector.lookups)
 
 
 def test_a_plan_that_was_cancelled_keeps_no_block() -> None:
@@ -251,10 +251,10 @@ def test_a_plan_that_was_cancelled_keeps_no_block() -> None:
     with KvRig([setup]) as rig:
         rig.store(chain(1, 4))
         _block_thread(rig, gate)
-        asked = rig.connector.plan([*chain(1, 4), *chain(2, 4)])
+        asked = rig.connector.lookups.plan([*chain(1, 4), *chain(2, 4)])
         assert asked.cancel()
         gate.set()
-        rig.wait_for(lambda: not len(rig.connector._lookups))
+        rig.wait_for(lambda: not len(rig.connector.lookups))
         rig.settle()
         assert rig.connector.statistics().loads_running == 0
 
@@ -262,10 +262,10 @@ def test_a_plan_that_was_cancelled_keeps_no_block() -> None:
 def test_evicting_by_hand_reaches_what_is_being_stored() -> None:
     with KvRig(setups(DRAM)) as rig:
         rig.offload(chain(1, 16))
-        rig.connector.evict()
+        rig.connector.stores.evict()
         rig.settle()
         assert rig.load(chain(1, 16)) == 0
         rig.store(chain(1, 16))
-        rig.connector.evict(chain(1, 16)[8:], "dram")
+        rig.connector.stores.evict(chain(1, 16)[8:], "dram")
         assert rig.load(chain(1, 16)) == 8
         rig.settle()

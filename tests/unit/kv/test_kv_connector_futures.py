@@ -19,7 +19,7 @@ def test_what_was_stored_comes_back_into_other_blocks() -> None:
     with ForeignEngine(dram()) as engine:
         keys = engine.store(prompt(1, 4))
         plan = engine.plan(keys)
-        good = engine.connector.onboard(plan, [9, 3, 12, 5]).result(TIMEOUT_S)
+        good = engine.connector.loads.onboard(plan, [9, 3, 12, 5]).result(TIMEOUT_S)
         assert good == [True] * 4
         assert all(map(engine.holds, [9, 3, 12, 5], keys))
 
@@ -29,48 +29,51 @@ def test_a_plan_begins_after_what_the_engine_has() -> None:
         keys = engine.store(prompt(1, 4))
         plan = engine.plan(keys, first=3)
         assert (plan.first, plan.blocks) == (3, 1)
-        engine.connector.cancel(plan)
-        assert engine.plan(engine.connector.keys(prompt(2, 4))).blocks == 0
+        engine.connector.loads.cancel(plan)
+        assert engine.plan(engine.connector.lookups.keys(prompt(2, 4))).blocks == 0
 
 
 def test_a_part_of_a_plan_can_be_loaded() -> None:
     with ForeignEngine(dram()) as engine:
         keys = engine.store(prompt(1, 5))
         plan = engine.plan(keys)
-        assert engine.connector.onboard(plan, [8, 9], skip=2).result(TIMEOUT_S) == [True, True]
+        assert engine.connector.loads.onboard(plan, [8, 9], skip=2).result(TIMEOUT_S) == [
+            True,
+            True,
+        ]
         assert engine.holds(8, keys[2])
         assert engine.holds(9, keys[3])
         engine.connector.check_integrity()
         with pytest.raises(ValueError, match="5 blocks were planned"):
-            engine.connector.onboard(engine.plan(keys), [8, 9], skip=4)
+            engine.connector.loads.onboard(engine.plan(keys), [8, 9], skip=4)
 
 
 def test_slow_loads_are_not_worth_it() -> None:
     with ForeignEngine(dram(max_bytes_per_s="20KB")) as engine:
         keys = engine.store(prompt(1, 4))
         assert engine.load(keys) == 4  # not measured yet
-        fast = engine.connector.plan(keys, tokens_per_s=1e9).result(TIMEOUT_S)
+        fast = engine.connector.lookups.plan(keys, tokens_per_s=1e9).result(TIMEOUT_S)
         assert fast.blocks == 0
-        slow = engine.connector.plan(keys, tokens_per_s=1e-3).result(TIMEOUT_S)
+        slow = engine.connector.lookups.plan(keys, tokens_per_s=1e-3).result(TIMEOUT_S)
         assert slow.blocks == 4
-        engine.connector.cancel(slow)
+        engine.connector.loads.cancel(slow)
 
 
 def test_salts_adapters_and_names_have_keys_of_their_own() -> None:
     with ForeignEngine(dram()) as engine:
-        tiers, tokens = engine.connector, prompt(1, 2)
+        lookups, tokens = engine.connector.lookups, prompt(1, 2)
         kinds = [
-            tiers.keys(tokens)[0],
-            tiers.keys(tokens, adapter="a")[0],
-            tiers.keys(tokens, cache_salt="a")[0],
-            tiers.key_of(b"page"),
-            tiers.key_of(b"page", cache_salt="a"),
+            lookups.keys(tokens)[0],
+            lookups.keys(tokens, adapter="a")[0],
+            lookups.keys(tokens, cache_salt="a")[0],
+            lookups.key_of(b"page"),
+            lookups.key_of(b"page", cache_salt="a"),
         ]
         assert len(set(kinds)) == len(kinds)
     other = evolve(IDENTITY, layout="values then keys")
     with ForeignEngine(dram(), identity=other) as stranger:
-        assert stranger.connector.keys(tokens)[0] != kinds[0]
-        assert stranger.connector.key_of(b"page") != kinds[3]
+        assert stranger.connector.lookups.keys(tokens)[0] != kinds[0]
+        assert stranger.connector.lookups.key_of(b"page") != kinds[3]
 
 
 def test_routers_hear_what_is_stored() -> None:
@@ -98,7 +101,7 @@ def test_what_is_used_twice_is_kept_where_only_evicted_blocks_are_offered() -> N
 def test_a_reset_forgets_everything() -> None:
     with ForeignEngine(dram()) as engine:
         keys = engine.store(prompt(1, 3))
-        engine.connector.evict(reason="reset")
+        engine.connector.stores.evict(reason="reset")
         assert engine.plan(keys).blocks == 0
 
 
@@ -138,17 +141,19 @@ def test_a_whole_configuration_will_do(tmp_path: Path) -> None:
 
 def test_offers_and_blocks_must_be_as_many() -> None:
     with ForeignEngine(dram()) as engine:
-        blocks = engine.connector.descriptors(engine.connector.keys(prompt(1, 2)), prompt(1, 2))
+        blocks = engine.connector.stores.descriptors(
+            engine.connector.lookups.keys(prompt(1, 2)), prompt(1, 2)
+        )
         with pytest.raises(ValueError, match="2 blocks"):
-            engine.connector.offload(blocks, [1])
-        assert engine.connector.offload([], []).done()
+            engine.connector.stores.offload(blocks, [1])
+        assert engine.connector.stores.offload([], []).done()
 
 
 def test_everything_is_over_after_the_end() -> None:
     engine = ForeignEngine(dram(max_bytes_per_s="1KB"))
     with engine:
-        keys = engine.connector.keys(prompt(1, 8))
-        stored = engine.connector.offload(
-            engine.connector.descriptors(keys, prompt(1, 8)), range(8)
+        keys = engine.connector.lookups.keys(prompt(1, 8))
+        stored = engine.connector.stores.offload(
+            engine.connector.stores.descriptors(keys, prompt(1, 8)), range(8)
         )
     assert stored.done()

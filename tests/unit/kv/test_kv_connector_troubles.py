@@ -79,7 +79,7 @@ def test_closing_waits_for_no_load_and_gives_no_block_twice(tmp_path: Path) -> N
     ticket = rig.plan(keys)
     assert ticket.blocks == 8
     with pytest.raises(TierError, match="closed"):
-        rig.connector.onboard(ticket, rig.free[:8])
+        rig.connector.loads.onboard(ticket, rig.free[:8])
     with pytest.raises(TierError, match="closed"):
         rig.offload(keys[:1])
 

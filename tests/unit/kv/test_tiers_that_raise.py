@@ -114,7 +114,7 @@ def test_blocks_that_could_not_be_freed_are_when_they_can(
         rig.store(KEYS)
         with monkeypatch.context() as patch:
             patch.setattr(setup.tier, "evict", _raise)
-            rig.connector.evict()
+            rig.connector.stores.evict()
             rig.store(chain(3, 3))
             assert rig.load(chain(3, 3)) == 3
         rig.store(chain(2, 3))

@@ -220,10 +220,10 @@ def test_a_shared_tier_that_found_more_than_fits_can_still_be_written_to() -> No
         rig.connector.on_tier(0, JobUrgency.FREE, hold)
         assert busy.wait(20)
         rig.offload(chain(1, 3))  # have their room, and no slots yet
-        asked = rig.connector.plan(others)
+        asked = rig.connector.lookups.plan(others)
         assert not asked.done()
         go.set()
-        rig.connector.cancel(asked.result(20))
+        rig.connector.loads.cancel(asked.result(20))
         rig.settle()
         for number in range(100, 106):
             rig.store(chain(number, 1))

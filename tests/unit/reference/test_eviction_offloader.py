@@ -40,6 +40,10 @@ class SlowTier:
     _under_way: list[tuple[int, bytes, int]] = field(factory=list)
     _now: int = 0
 
+    @property
+    def stores(self) -> SlowTier:
+        return self
+
     def offload_evicted(self, offers: Many[BlockDescriptor], blocks: Many[int]) -> None:
         self.asked += len(offers)
         ready = self._now if self.down else self._now + self.steps
@@ -120,7 +124,7 @@ def test_what_is_forgotten_is_found_in_the_tier_however_large_the_steps(per_step
         for number in range(12):
             device.compute(number, PROMPT, per_step, idle_steps=5)
         gone = device.forgotten()
-        lost = [reason for reason in device.connector.explain(gone) if not reason.held]
+        lost = [reason for reason in device.connector.lookups.explain(gone) if not reason.held]
         assert len(gone) > 1000
         assert len(lost) <= len(gone) // 20, f"{len(lost)} of {len(gone)}"
     finally:

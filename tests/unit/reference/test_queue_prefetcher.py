@@ -82,7 +82,7 @@ def on_disk(tiered: TieredEngine, number: int) -> list[int]:
     tiered.engine.reset_prefix_cache()
     tiered.step()
     tiered.until_settled()
-    tiered.connector.evict(tier="dram")
+    tiered.connector.stores.evict(tier="dram")
     tiered.until_settled()
     return tiered.tokens(number)
 

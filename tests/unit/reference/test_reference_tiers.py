@@ -119,7 +119,7 @@ def load_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*, tokens_per_s: float | None, block_size: int) -> PrefillSpeed:
         return PrefillSpeed(tokens_per_s=None, block_size=block_size)
 
-    monkeypatch.setattr("commutator_engine_kit.kv.connector.PrefillSpeed", unknown)
+    monkeypatch.setattr("commutator_engine_kit.kv.lookups.PrefillSpeed", unknown)
 
 
 def test_what_the_arena_forgets_is_stored_just_before(

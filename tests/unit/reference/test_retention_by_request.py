@@ -51,7 +51,7 @@ def notes(tiered: TieredEngine, prompt: Many[int]) -> list[str]:
     sequence = Sequence.start(0, request("?", prompt), 0, 0, base)
     count = (len(prompt) - 1) // BLOCK_SIZE
     keys = [sequence.identity(index, BLOCK_SIZE).digest for index in range(count)]
-    whys = tiered.connector.explain(keys)
+    whys = tiered.connector.lookups.explain(keys)
     return [" ".join(held.note.partition(", for")[0] for held in why.held) for why in whys]
 
 

@@ -56,7 +56,7 @@ def test_what_was_used_twice_is_kept(write: str) -> None:
 def test_a_load_is_one_use() -> None:
     with engine(write="on_evict", admission={"min_hits": 2}) as tiered:
         serve(tiered, 0, 1, 1, *range(10, 18))
-        manager = tiered.connector._started
+        manager = tiered.connector._stack.manager
         assert manager._uses is not None
         uses = dict(manager._uses._counts)
         serve(tiered, 100, 1)

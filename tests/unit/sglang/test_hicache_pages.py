@@ -57,7 +57,9 @@ def test_a_chain_goes_on_where_the_last_batch_ended() -> None:
         pages = stored(engine, NAMES[:2])
         stored(engine, NAMES[2:], before=NAMES[:2])
         assert pages.found(NAMES) == 5
-        kept = engine.connector.explain([engine.connector.key_of(name.encode()) for name in NAMES])
+        kept = engine.connector.lookups.explain(
+            [engine.connector.lookups.key_of(name.encode()) for name in NAMES]
+        )
         assert all(block.reusable for block in kept)
 
 
@@ -65,7 +67,7 @@ def test_a_damaged_page_and_those_after_it_are_misses() -> None:
     with ForeignEngine(dram()) as engine:
         pages = stored(engine, NAMES)
         (setup,) = engine.connector.tiers
-        (block,) = setup.tier.lookup([engine.connector.key_of(NAMES[2].encode())])
+        (block,) = setup.tier.lookup([engine.connector.lookups.key_of(NAMES[2].encode())])
         assert block is not None
         damage(setup.tier, block, 5)
         assert pages.load(NAMES, [9, 10, 11, 12, 13]) == [True, True, False, False, False]
@@ -79,7 +81,7 @@ def test_servers_that_differ_share_nothing() -> None:
         ForeignEngine(dram(), identity=evolve(IDENTITY, parallel_rank="tp 1/2")) as other,
     ):
         name = NAMES[0].encode()
-        assert engine.connector.key_of(name) != other.connector.key_of(name)
+        assert engine.connector.lookups.key_of(name) != other.connector.lookups.key_of(name)
 
 
 def test_closed_tiers_keep_nothing() -> None:
@@ -96,8 +98,8 @@ def test_whatever_goes_wrong_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object, **__: object) -> None:
             raise TierError("broken")
 
-        for name in ("plan", "offload"):
-            monkeypatch.setattr(engine.connector, name, fail)
+        monkeypatch.setattr(engine.connector.lookups, "plan", fail)
+        monkeypatch.setattr(engine.connector.stores, "offload", fail)
         assert pages.found(NAMES) == 0
         assert pages.load(NAMES, range(5)) == [False] * 5
         assert not pages.store(NAMES, range(5), [])
@@ -108,6 +110,6 @@ def test_a_question_without_an_answer_is_a_miss(monkeypatch: pytest.MonkeyPatch)
     with ForeignEngine(dram()) as engine:
         pages = stored(engine, NAMES)
         silent = Future[OnboardTicket]()
-        monkeypatch.setattr(engine.connector, "plan", lambda _: silent)
+        monkeypatch.setattr(engine.connector.lookups, "plan", lambda _: silent)
         assert pages.found(NAMES) == 0
         assert silent.cancelled(), "nothing is kept for it"

@@ -84,7 +84,7 @@ def test_all_ranks_must_have_a_block(tmp_path: Path) -> None:
     with KvExecutor(tmp_path, DRAM, ranks=2) as engine:
         loaded(engine, PROMPT)
         tiers = engine.workers[1]._connector
-        tiers.evict([tiers.keys(PROMPT)[2]])
+        tiers.stores.evict([tiers.lookups.keys(PROMPT)[2]])
         assert loaded(engine, PROMPT) == 2 * BLOCK_TOKENS
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_block_is_not_claimed(engine: KvExecutor) -> None:
     loaded(engine, PROMPT)
     tiers = engine.workers[0]._connector
     (setup,) = tiers.tiers
-    (stored,) = setup.tier.lookup(tiers.keys(PROMPT)[1:2])
+    (stored,) = setup.tier.lookup(tiers.lookups.keys(PROMPT)[1:2])
     damage(setup.tier, stored, 0)
     assert loaded(engine, PROMPT) == BLOCK_TOKENS
     assert tiers.statistics().tiers[0].loads["corrupt"] == 1

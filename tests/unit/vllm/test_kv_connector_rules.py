@@ -42,7 +42,7 @@ def test_all_ranks_must_have_a_block() -> None:
     with FakeVllm(dram(), workers=2) as vllm:
         served(vllm, PROMPT)
         engine = vllm.engines[1]
-        engine.connector.evict([engine.connector.keys(PROMPT)[2]])
+        engine.connector.stores.evict([engine.connector.lookups.keys(PROMPT)[2]])
         assert served(vllm, PROMPT) == 2 * BLOCK_TOKENS
         vllm.settle()
 
@@ -51,7 +51,7 @@ def test_a_damaged_block_is_computed() -> None:
     with FakeVllm(dram()) as vllm:
         served(vllm, PROMPT)
         (setup,) = vllm.engines[0].connector.tiers
-        (stored,) = setup.tier.lookup(vllm.engines[0].connector.keys(PROMPT)[1:2])
+        (stored,) = setup.tier.lookup(vllm.engines[0].connector.lookups.keys(PROMPT)[1:2])
         assert stored is not None
         damage(setup.tier, stored, 0)
         request = vllm.run(vllm.arrive(PROMPT))

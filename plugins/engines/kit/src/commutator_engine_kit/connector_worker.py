@@ -54,7 +54,7 @@ class RequestChains:
         request = self._requests.setdefault(chain.request_id, _Request(chain))
         request.token_ids += chain.token_ids
         lora = request.begin.lora
-        request.keys = self._connector.keys(
+        request.keys = self._connector.lookups.keys(
             request.token_ids,
             # Name and path together: adapters with the same name may differ.
             adapter=None if lora is None else "\0".join(lora),
@@ -70,10 +70,10 @@ class RequestChains:
         return self._requests[request_id].keys
 
     def descriptors(self, request_id: RequestId, first: int, count: int) -> list[BlockDescriptor]:
-        """``count`` blocks of a request from ``first`` on, for ``KvConnector.offload``."""
+        """``count`` blocks of a request from ``first`` on, for ``Stores.offload``."""
         request = self._requests[request_id]
         begin = request.begin
-        return self._connector.descriptors(
+        return self._connector.stores.descriptors(
             request.keys[: first + count],
             request.token_ids,
             first=first,

@@ -80,7 +80,7 @@ class Tiering:
             return True
         plan = self._plans.pop(sequence.key, None)
         if plan is None:
-            plan = self._connector.plan(
+            plan = self._connector.lookups.plan(
                 [identity.digest for identity in wanted],
                 first=len(hits),
                 tokens_per_s=self._tokens_per_s,
@@ -92,32 +92,32 @@ class Tiering:
         ticket = plan.result()
         skip = len(hits) - ticket.first  # other requests may have computed or evicted blocks
         if skip < 0:
-            self._connector.cancel(ticket)
+            self._connector.loads.cancel(ticket)
             return self.ready(sequence, hits)
         sequence.tiers_asked = True
         if skip >= ticket.blocks:
-            self._connector.cancel(ticket)
+            self._connector.loads.cancel(ticket)
             return True
         for block in hits:
             self._pool.acquire(block)
         blocks = self._pool.allocate(ticket.blocks - skip)
         if blocks is None:
             self._pool.release(hits)
-            self._connector.cancel(ticket)
+            self._connector.loads.cancel(ticket)
             return True
         self._loads[sequence.key] = _Onboard(sequence, ticket, len(hits), list(hits), blocks)
         self._loading_blocks.update(dict.fromkeys(blocks, sequence.key))
-        self._connector.onboard(ticket, blocks, skip=skip)
+        self._connector.loads.onboard(ticket, blocks, skip=skip)
         sequence.tiers_asked = False
         return False
 
     def drop(self, key: int) -> None:
         """The request ended; its blocks are released when the load ends."""
-        self._connector.forget(str(key))
+        self._connector.lookups.forget(str(key))
         if (plan := self._plans.pop(key, None)) is not None and not plan.cancel():
-            self._connector.cancel(plan.result())
+            self._connector.loads.cancel(plan.result())
         if (load := self._loads.get(key)) is not None:
-            self._connector.cancel(load.ticket)
+            self._connector.loads.cancel(load.ticket)
         self.prefetcher.gone(key)
 
     def look_ahead(self, queue: Many[Sequence], *, idle: bool) -> None:
@@ -164,7 +164,7 @@ class Tiering:
             self._give_back(key)
         self._offer()
         if self._connector.takes_evicted:
-            self._lend(self._evictions.take(self._room()), self._connector.offload_evicted)
+            self._lend(self._evictions.take(self._room()), self._connector.stores.offload_evicted)
         return polled.events
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -219,7 +219,7 @@ class Tiering:
         if not self._connector.takes_computed:
             # Tiers that store on eviction may decide by the number of uses.
             if self._offers:
-                self._connector.used([identity.digest for identity in self._offers.values()])
+                self._connector.stores.used([identity.digest for identity in self._offers.values()])
                 self._offers.clear()
             return
         room = self._room()
@@ -228,7 +228,7 @@ class Tiering:
             block = next(iter(self._offers))
             if self._pool.find(self._offers.pop(block)) == block:  # it may have been dropped
                 chosen.append(block)
-        self._lend(chosen, self._connector.offload)
+        self._lend(chosen, self._connector.stores.offload)
 
     def _room(self) -> int:
         """How many more blocks may be on their way to a tier."""
@@ -315,7 +315,7 @@ class EvictionOffloader:
             if self._asked.get(identity.digest, now_s) <= now_s
         ]
         again = [offer for offer, _ in due if offer.key in self._asked]
-        missed = self._connector.admissible(again) if again else set()
+        missed = self._connector.stores.admissible(again) if again else set()
         settled = {offer.key for offer in again} - missed
         self._asked.update(dict.fromkeys(settled, now_s + _ASK_AGAIN_S))
         return [(offer, block) for offer, block in due if offer.key not in settled]
@@ -371,4 +371,4 @@ class QueuePrefetcher:
         if here == len(identities):
             return None
         keys = [identity.digest for identity in identities]
-        return self._connector.prefetch(keys, first=here, request_id=request_id)
+        return self._connector.lookups.prefetch(keys, first=here, request_id=request_id)

@@ -126,7 +126,7 @@ class CommutatorHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def clear(self) -> None:
         if self._connector is not None:
-            self._connector.evict(reason="reset")
+            self._connector.stores.evict(reason="reset")
 
     def close(self) -> None:
         if self._connector is not None:

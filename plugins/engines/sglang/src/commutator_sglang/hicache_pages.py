@@ -69,7 +69,7 @@ class TierPages:
         """How many of the first pages can be loaded now."""
         try:
             plan = self._plan(names)
-            self._connector.cancel(plan)
+            self._connector.loads.cancel(plan)
         except Exception:  # a failed lookup is a miss
             log.exception("lookup of %d pages in the tiers failed", len(names))
             return 0
@@ -81,7 +81,7 @@ class TierPages:
         try:
             plan = self._plan(names)
             if plan.blocks:
-                good = self._connector.onboard(plan, pages[: plan.blocks]).result()
+                good = self._connector.loads.onboard(plan, pages[: plan.blocks]).result()
         except Exception:  # pages that cannot be loaded are computed
             log.exception("load of %d pages from the tiers failed", len(names))
         return good + [False] * (len(names) - len(good))
@@ -103,20 +103,20 @@ class TierPages:
                 )
                 for number, (key, parent) in enumerate(zip(keys, parents, strict=True))
             ]
-            self._connector.offload(blocks, pages).result()
+            self._connector.stores.offload(blocks, pages).result()
         except Exception:  # a page that is not stored is computed again
             log.exception("offload of %d pages to the tiers failed", len(names))
             return False
         return True
 
     def _plan(self, names: Sequence[str]) -> OnboardTicket:
-        plan = self._connector.plan([self._key(name) for name in names])
+        plan = self._connector.lookups.plan([self._key(name) for name in names])
         try:
             return plan.result(_PLAN_TIMEOUT_S)
         except TimeoutError:
             if not plan.cancel():
-                self._connector.cancel(plan.result())
+                self._connector.loads.cancel(plan.result())
             raise
 
     def _key(self, name: str) -> bytes:
-        return self._connector.key_of(name.encode())
+        return self._connector.lookups.key_of(name.encode())

@@ -129,18 +129,18 @@ class Claims:
         self._host.give(blocks)
 
     def _load(self, wanted: Stage, end_s: float) -> list[int]:
-        keys = self._connector.keys(wanted.token_ids, cache_salt=wanted.cache_salt)
-        plan = self._plan(self._connector.plan(keys, first=wanted.first), end_s)
+        keys = self._connector.lookups.keys(wanted.token_ids, cache_salt=wanted.cache_salt)
+        plan = self._plan(self._connector.lookups.plan(keys, first=wanted.first), end_s)
         if plan is None or not plan.blocks:
             return []
         blocks = self._host.take(plan.blocks)
         if not blocks:
-            self._connector.cancel(plan)
+            self._connector.loads.cancel(plan)
             return []
-        load = self._connector.onboard(plan, blocks)
+        load = self._connector.loads.onboard(plan, blocks)
         good = _within(load, end_s - time.monotonic())
         if good is None:
-            self._connector.cancel(plan)
+            self._connector.loads.cancel(plan)
             good = _within(load, wanted.wait_s * _GRACE)
         if good is None:  # the tier may still write there
             load.add_done_callback(partial(self._ended, blocks))
@@ -158,7 +158,7 @@ class Claims:
             return plan.result(max(0.0, end_s - time.monotonic()))
         except (FutureTimeout, CancelledError):
             if not plan.cancel():
-                self._connector.cancel(plan.result())
+                self._connector.loads.cancel(plan.result())
             return None
 
 

@@ -91,7 +91,7 @@ class TierWorkerSide:
         descriptors = self._chains.descriptors(request_id, chosen[0][0], len(chosen))
 
         def store() -> None:
-            stored = self._connector.offload(descriptors, blocks)
+            stored = self._connector.stores.offload(descriptors, blocks)
             stored.add_done_callback(partial(self._returned, blocks))
 
         self._fenced.add(fence, store)

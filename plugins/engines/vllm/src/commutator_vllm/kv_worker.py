@@ -69,7 +69,7 @@ class TierWorkerSide:
     def begin(self, orders: ConnectorMetadata) -> None:
         """Carry out all orders except the stores."""
         if orders.reset:
-            self._connector.evict(reason="reset")
+            self._connector.stores.evict(reason="reset")
         for chain in orders.chains:
             self._chains.grow(chain)
         for number in orders.drops:
@@ -135,29 +135,31 @@ class TierWorkerSide:
 
     def _plan(self, lookup: LookupRequest) -> Future[OnboardTicket]:
         keys = self._chains.keys(lookup.request_id)[: lookup.blocks]
-        return self._connector.plan(keys, first=lookup.first, tokens_per_s=lookup.tokens_per_s)
+        return self._connector.lookups.plan(
+            keys, first=lookup.first, tokens_per_s=lookup.tokens_per_s
+        )
 
     def _drop(self, number: int) -> None:
         lookup = self._lookups.pop(number, None)
         if lookup is not None and not lookup.cancel():
-            self._connector.cancel(lookup.result())
+            self._connector.loads.cancel(lookup.result())
         if (plan := self._plans.pop(number, None)) is not None:
-            self._connector.cancel(plan)
+            self._connector.loads.cancel(plan)
         if (load := self._loading.get(number)) is not None:
             load.dropped = True
             if load.future is not None:
-                self._connector.cancel(load.plan)
+                self._connector.loads.cancel(load.plan)
 
     def _load(self, load: Load, fence: Fence) -> None:
         loading = _Loading(load.request_id, self._plans.pop(load.number), load.device_blocks)
         self._loading[load.number] = loading
 
         def start() -> None:
-            loading.future = self._connector.onboard(
+            loading.future = self._connector.loads.onboard(
                 loading.plan, load.device_blocks, skip=load.skip
             )
             if loading.dropped:
-                self._connector.cancel(loading.plan)
+                self._connector.loads.cancel(loading.plan)
 
         self._fenced.add(fence, start)
 
@@ -166,7 +168,7 @@ class TierWorkerSide:
         self._storing[store.number] = done = Future[None]()
 
         def start() -> None:
-            offloaded = self._connector.offload(blocks, store.device_blocks)
+            offloaded = self._connector.stores.offload(blocks, store.device_blocks)
             offloaded.add_done_callback(lambda _: done.set_result(None))
 
         self._fenced.add(fence, start)

@@ -106,11 +106,11 @@ class KvAdmin:
         """Which blocks of a prompt would be reused; includes a look-up in shared tiers."""
         located = self._locate(prompt)
         keys, on_device = located.keys, located.on_device
-        self._wait(self._connector.look_up(keys, first=on_device))
+        self._wait(self._connector.lookups.look_up(keys, first=on_device))
         return PromptExplanation(
             prompt_tokens=len(prompt.token_ids),
             block_size=located.block_size,
-            blocks=tuple(self._connector.explain(keys, on_device)),
+            blocks=tuple(self._connector.lookups.explain(keys, on_device)),
         )
 
     def prefetch(self, prompt: KvPrompt) -> None:
@@ -118,13 +118,13 @@ class KvAdmin:
         located = self._locate(prompt)
         keys, on_device = located.keys, located.on_device
         if on_device < len(keys):
-            self._wait(self._connector.prefetch(keys, first=on_device))
+            self._wait(self._connector.lookups.prefetch(keys, first=on_device))
 
     def evict(self, tier: str | None = None) -> Mapping[str, int]:
         """Remove every block of one tier or of all. Returns the number of blocks by tier."""
         self._numbers(tier)
         before = self._connector.statistics()
-        self._connector.evict(tier=tier)
+        self._connector.stores.evict(tier=tier)
         after = self._connector.statistics()
         return {
             old.name: old.published - new.published
@@ -183,7 +183,7 @@ class KvAdmin:
         job.over.wait()
         name = self._connector.tiers[number].name
         if job.corrupt:
-            self._connector.evict(job.corrupt, tier=name, reason=VERIFY_REASON)
+            self._connector.stores.evict(job.corrupt, tier=name, reason=VERIFY_REASON)
         return TierVerification(
             tier=name,
             blocks=job.blocks,

@@ -1,0 +1,241 @@
+"""Loads: the blocks that an engine onboards from its tiers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import takewhile
+
+from attrs import define, field
+
+from commutator.contract.block import BlockKey
+from commutator.contract.tier import Span
+from commutator.errors import TierError
+from commutator_engine_kit.kv.block_manager.actions import Action, JobUrgency, LoadResult
+from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
+from commutator_engine_kit.kv.event_queue import (
+    FinishedOnboard,
+    OnboardTicket,
+    settle,
+    uncancellable,
+)
+from commutator_engine_kit.kv.tier_stack import TierStack
+from commutator_engine_kit.kv.tiers.block_io import IoContext
+from commutator_engine_kit.kv.tiers.executor import TierExecutor
+
+__all__ = ["Loads"]
+
+
+@define(eq=False)
+class _Part:
+    """The blocks of an onboard that one tier reads, in one job."""
+
+    tier: int
+    positions: Sequence[int]
+    """The blocks' positions in the onboard."""
+    begun: bool = False
+    given_up: bool = False
+    """Its job does nothing; only before it began."""
+
+
+@define(eq=False)
+class _Onboard:
+    """An onboard from its plan until its last block is released."""
+
+    ticket: OnboardTicket
+    blocks: tuple[tuple[BlockKey, int], ...]
+    """The key and the tier of each block."""
+    device_blocks: Sequence[int] = ()
+    spans: Sequence[Span] = ()
+    """The device blocks' memory."""
+    unreleased: int = 0
+    results: dict[BlockKey, LoadResult] = field(factory=dict)
+    seconds: dict[int, float] = field(factory=dict)
+    """The duration of each tier's job."""
+    parts: list[_Part] = field(factory=list)
+    """The parts that have not ended."""
+    deadline_s: float = float("inf")
+    """Parts that have not begun by this time are given up."""
+    cancelled: bool = False
+    good: int | None = None
+    """How many of the first blocks were loaded; None until the last part has ended."""
+    future: Future[list[bool]] = field(factory=uncancellable)
+
+
+class Loads:
+    """Onboards what look-ups found.
+
+    Splits each onboard into jobs of the tiers' threads, and joins their results.
+    """
+
+    def __init__(self, tiers: TierStack, carry_out: Callable[[Iterable[Action]], None]) -> None:
+        """``carry_out`` gets what the block manager wants done."""
+        self._tiers = tiers
+        self._queue = tiers.queue
+        self._carry_out = carry_out
+        self._numbers = itertools.count(1)
+        self._onboards: dict[str, _Onboard] = {}
+
+    def onboard(
+        self, ticket: OnboardTicket, device_blocks: Sequence[int], *, skip: int = 0
+    ) -> Future[list[bool]]:
+        """Read the ticket's blocks from number ``skip`` on into device blocks.
+
+        The result has True for each block that was read and verified; no True follows a False. The
+        ticket's other blocks are not onboarded. Blocks for which a tier's thread has no time before
+        their deadline are given up. Done when no tier touches the device blocks any more;
+        ``Polled.onboards`` has the result earlier if a transfer was abandoned. Raises TierError
+        once the tiers are closed, ValueError when the ticket does not have these blocks or was used
+        before, IndexError for a device block that is not in the arena.
+        """
+        with self._queue:
+            self._tiers.must_be_open()
+            return self._start(ticket, device_blocks, skip)
+
+    def cancel(self, ticket: OnboardTicket) -> None:
+        """Cancel a planned or started onboard. The future of a started one is done soon."""
+        with self._queue:
+            self._cancel(ticket.id)
+
+    # What follows is for the connector, and called with the lock held.
+
+    def plan(
+        self, request_id: str, keys: Sequence[BlockKey], first: int, prefill: PrefillSpeed
+    ) -> OnboardTicket:
+        """Choose blocks from ``first`` on to onboard; the block manager pins them."""
+        ticket_id, now_s = str(next(self._numbers)), time.monotonic()
+        plan = self._tiers.manager.begin_onboard(ticket_id, keys, first, now_s, prefill=prefill)
+        media = tuple(self._tiers.threads[tier].worker.setup.tier.medium for _, tier in plan.blocks)
+        ticket = OnboardTicket(id=ticket_id, request_id=request_id, first=first, media=media)
+        if plan.blocks:
+            self._onboards[ticket.id] = _Onboard(ticket, plan.blocks)
+        return ticket
+
+    def cancel_all(self) -> None:
+        """Cancel every onboard."""
+        for ticket_id in list(self._onboards):
+            self._cancel(ticket_id)
+
+    def expire(self, now_s: float) -> None:
+        """Give up parts that waited too long for their tier's thread: computing is faster now."""
+        late = [one for one in self._onboards.values() if now_s > one.deadline_s]
+        for onboard in late:
+            onboard.deadline_s = float("inf")
+            self._give_up_waiting(onboard)
+
+    def fail(self, error: TierError) -> None:
+        """Fail the futures of all onboards: no thread is left to end them."""
+        for onboard in self._onboards.values():
+            self._queue.after(partial(settle, onboard.future, error))
+
+    def _start(
+        self, ticket: OnboardTicket, device_blocks: Sequence[int], skip: int
+    ) -> Future[list[bool]]:
+        onboard = self._onboards.get(ticket.id)
+        if onboard is None or onboard.device_blocks:
+            raise ValueError(f"onboard {ticket.id} was started or cancelled before")
+        chosen = onboard.blocks[skip : skip + len(device_blocks)]
+        if not chosen or len(chosen) != len(device_blocks):
+            count = len(onboard.blocks)
+            raise ValueError(f"{count} blocks were planned, not {skip} + {len(device_blocks)}")
+        onboard.spans = [self._tiers.arena.span(block) for block in device_blocks]
+        onboard.blocks = chosen
+        onboard.device_blocks = tuple(device_blocks)
+        onboard.unreleased = len(device_blocks)
+        by_tier: dict[int, list[int]] = {}
+        for position, (_, tier) in enumerate(chosen):
+            by_tier.setdefault(tier, []).append(position)
+        onboard.deadline_s = time.monotonic() + max(map(self._timeout_s, by_tier))
+        onboard.parts = [_Part(tier, positions) for tier, positions in by_tier.items()]
+        for part in list(onboard.parts):
+            self._tiers.threads[part.tier].submit(
+                JobUrgency.LOAD, partial(self._load, onboard, part)
+            )
+        return onboard.future
+
+    def _cancel(self, ticket_id: str) -> None:
+        onboard = self._onboards.get(ticket_id)
+        if onboard is None:
+            return
+        onboard.cancelled = True
+        if onboard.device_blocks:
+            self._give_up_waiting(onboard)
+        else:
+            del self._onboards[ticket_id]
+            self._finish(ticket_id, {}, {})
+
+    def _timeout_s(self, tier: int) -> float:
+        return self._tiers.threads[tier].worker.setup.config.load_timeout_s
+
+    def _load(
+        self, onboard: _Onboard, part: _Part, worker: TierExecutor | None
+    ) -> Generator[None, None, None]:
+        """The job of a part."""
+        with self._queue:
+            if part.given_up:
+                return
+            part.begun = True
+        keys = [onboard.blocks[position][0] for position in part.positions]
+        results, started_s = [LoadResult.FAILED] * len(keys), time.monotonic()
+
+        def released(index: int) -> None:
+            with self._queue:
+                self._release(onboard, [part.positions[index]])
+
+        try:
+            if worker is None:
+                for index in range(len(keys)):
+                    released(index)
+            else:
+                results = worker.load(
+                    keys,
+                    [onboard.spans[position] for position in part.positions],
+                    IoContext(started_s + self._timeout_s(part.tier), lambda: onboard.cancelled),
+                    to_engine=True,
+                    on_released=released,
+                )
+        finally:
+            with self._queue:
+                onboard.results.update(zip(keys, results, strict=True))
+                onboard.seconds[part.tier] = time.monotonic() - started_s
+                self._ended(onboard, part)
+        yield from ()
+
+    def _give_up_waiting(self, onboard: _Onboard) -> None:
+        for part in [part for part in onboard.parts if not part.begun]:
+            part.given_up = True
+            self._release(onboard, part.positions)
+            self._ended(onboard, part)
+
+    def _ended(self, onboard: _Onboard, part: _Part) -> None:
+        onboard.parts.remove(part)
+        if onboard.parts:
+            return
+        results = (onboard.results.get(key) for key, _ in onboard.blocks)
+        good = sum(1 for _ in takewhile(lambda result: result is LoadResult.LOADED, results))
+        onboard.good = good
+        self._queue.report(onboards=[FinishedOnboard(ticket=onboard.ticket, blocks=good)])
+        self._finish(onboard.ticket.id, onboard.results, onboard.seconds)
+        self._settle(onboard)
+
+    def _release(self, onboard: _Onboard, positions: Sequence[int]) -> None:
+        self._queue.report(released=[onboard.device_blocks[position] for position in positions])
+        onboard.unreleased -= len(positions)
+        self._settle(onboard)
+
+    def _settle(self, onboard: _Onboard) -> None:
+        """Complete the future once the result is known and every block is released."""
+        if onboard.unreleased or onboard.good is None:
+            return
+        del self._onboards[onboard.ticket.id]
+        loaded = [position < onboard.good for position in range(len(onboard.device_blocks))]
+        self._queue.after(partial(settle, onboard.future, loaded))
+
+    def _finish(
+        self, ticket_id: str, results: dict[BlockKey, LoadResult], seconds: dict[int, float]
+    ) -> None:
+        manager, now_s = self._tiers.manager, time.monotonic()
+        self._carry_out(manager.finish_onboard(ticket_id, results, now_s, seconds=seconds))
