@@ -126,6 +126,22 @@ def test_a_stage_that_is_not_finished() -> None:
     assert 'stage "half": Half does not define score' in text
 
 
+def test_commands_have_a_module_of_their_own() -> None:
+    def command_register(register: Any) -> None:
+        register("hello", "Greet the user.", lambda: None)
+
+    assert "belongs into a module of its own" in refused(module(command_register=command_register))
+    host, installed = PluginHost(), Installed("greeter", "dist-mine", "1.0")
+    with pytest.raises(PluginError, match="; found command_register, router_register"):
+        host.add_commands(
+            module(command_register=command_register, router_register=router_register), installed
+        )
+    assert not host.commands
+    host.add_commands(module(command_register=command_register), installed)
+    assert [one.name for one in installed.commands] == ["hello"]
+    assert host.commands["hello"].distribution == "dist-mine"
+
+
 def test_a_hook_wrapper_is_refused() -> None:
     plugin = types.ModuleType("plugin")
     plugin.worker_up = hookimpl(lambda worker: (yield), wrapper=True)  # type: ignore[attr-defined]

@@ -213,8 +213,8 @@ __all__ = [
 ]
 
 _HOMES = (
-    "commutator.contract",
     "commutator.hookspecs",
+    "commutator.contract",
     "commutator.contract.engine",
     "commutator.contract.routing",
     "commutator.contract.disagg",

@@ -12,6 +12,7 @@ contract version arguments may be added here, never removed or reordered.
                                            registry_register, launcher_register,
                                            event_bus_register, planner_register,
                                            forecast_register, constraint_register
+    the command line                       command_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
                                            disagg_decided, kv_handed_over, request_first_token,
@@ -25,33 +26,35 @@ request and the other plugins are not affected.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pluggy
 
-from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
-from commutator.contract.observer import AnsweredRequest
-from commutator.contract.registration import (
-    AuthenticatorRegister,
-    ConstraintRegister,
-    DisaggRegister,
-    EngineRegister,
-    EventBusRegister,
-    EvictionRegister,
-    FairnessRegister,
-    ForecastRegister,
-    FrontendRegister,
-    LauncherRegister,
-    ObserverRegister,
-    PlannerRegister,
-    RegistryRegister,
-    RouterRegister,
-    StageRegister,
-    TierRegister,
-)
-from commutator.contract.request import RequestOutcome, RequestSummary
-from commutator.contract.routing import Decision
-from commutator.contract.worker import WorkerRecord
+if TYPE_CHECKING:  # for annotations alone: listing commands imports this module, and nothing else
+    from commutator.contract.commands import CommandRegister
+    from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
+    from commutator.contract.observer import AnsweredRequest
+    from commutator.contract.registration import (
+        AuthenticatorRegister,
+        ConstraintRegister,
+        DisaggRegister,
+        EngineRegister,
+        EventBusRegister,
+        EvictionRegister,
+        FairnessRegister,
+        ForecastRegister,
+        FrontendRegister,
+        LauncherRegister,
+        ObserverRegister,
+        PlannerRegister,
+        RegistryRegister,
+        RouterRegister,
+        StageRegister,
+        TierRegister,
+    )
+    from commutator.contract.request import RequestOutcome, RequestSummary
+    from commutator.contract.routing import Decision
+    from commutator.contract.worker import WorkerRecord
 
 __all__ = ["PROJECT", "hookimpl"]
 
@@ -224,6 +227,18 @@ def constraint_register(register: ConstraintRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``ConstraintConfig``; ``factory(config)`` makes one ``PlanConstraint`` for each entry of
     `constraints`. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def command_register(register: CommandRegister) -> None:
+    """Called whenever the command line lists or looks for commands of plugins. Offer commands.
+
+    ``register(name, help, load)``: ``name`` is the word after ``commutator``; ``load()`` returns
+    the ``click.Command`` and is called only when it is used. In a module of its own, which an entry
+    point in the group ``commutator.commands`` names and which implements no other hook: it is
+    imported for every ``commutator --help``, so it imports ``hookimpl`` and little else.
+    Collect-all; must not block.
     """
 
 

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from commutator import __version__, hookspecs
 from commutator.contract import CONTRACT_VERSION
+from commutator.contract.commands import Command, CommandRegister
 from commutator.contract.disagg import (
     DisaggPolicy,
     DisaggregationConfig,
@@ -69,6 +70,13 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GROUP = "commutator"
+COMMANDS_GROUP = "commutator.commands"
+"""The entry-point group of modules that the command line imports for its commands, and nobody else.
+"""
+_COMMANDS_ALONE = (
+    f"command_register belongs into a module of its own, which an entry point in the group "
+    f"{COMMANDS_GROUP} names: it is imported whenever commands are listed"
+)
 BLOCKED_PLUGINS = "COMMUTATOR_BLOCKED_PLUGINS"
 """The environment variable by which the supervisor passes `plugins.block`, separated by commas."""
 BUILTIN = EntryPoint("builtin", "commutator.builtin", GROUP)
@@ -84,6 +92,8 @@ class Installed:
     version: str
     hooks: tuple[str, ...] = ()
     kinds: tuple[Kind[Any], ...] = ()
+    commands: tuple[Command, ...] = ()
+    """What its module adds to the command line."""
     problem: str | None = None
     """Why it is not loaded."""
 
@@ -202,6 +212,8 @@ class PluginHost(Observer):
             "constraint_register": self.constraints,
         }
         """By the hook that fills it."""
+        self.commands: dict[str, Command] = {}
+        """What plugins add to the command line, by name."""
         self.installed: list[Installed] = []
         self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
@@ -234,6 +246,36 @@ class PluginHost(Observer):
             raise PluginError(installed.distribution, text) from error
         self.installed.append(installed)
 
+    def add_commands(self, plugin: object, installed: Installed) -> None:
+        """Collect the commands that one module of ``COMMANDS_GROUP`` registers.
+
+        Raises PluginError, naming its distribution, when it breaks the contract or raises. None of
+        its commands are added then.
+        """
+        self._check_shape(plugin, installed)
+        hooks = [
+            name
+            for name, member in inspect.getmembers(plugin, callable)
+            if hasattr(member, f"{PROJECT}_impl")
+        ]
+        if hooks != ["command_register"]:
+            found = ", ".join(hooks) or "no hook"
+            raise PluginError(installed.distribution, f"{_COMMANDS_ALONE}; found {found}")
+        together = dict(self.commands)
+        try:
+            plugin.command_register(register=CommandRegister(together, installed.distribution))  # type: ignore[attr-defined]
+        except PluginError:
+            raise
+        except Exception as error:
+            text = f"command_register raised {type(error).__name__}: {error}"
+            raise PluginError(installed.distribution, text) from error
+        installed.hooks = tuple(hooks)
+        installed.commands = tuple(
+            one for name, one in together.items() if name not in self.commands
+        )
+        self.commands = together
+        self.installed.append(installed)
+
     def _register(self, plugin: object, installed: Installed) -> None:
         origin = installed.origin
         mine: dict[str, _Listener] = {}
@@ -242,6 +284,8 @@ class PluginHost(Observer):
             if impl.wrapper or impl.hookwrapper:
                 raise PluginError(installed.distribution, f"{caller.name}: hooks have no wrappers")
             mine[caller.name] = _Listener(installed.name, impl.function, impl.argnames)
+        if "command_register" in mine:
+            raise PluginError(installed.distribution, _COMMANDS_ALONE)
         for hook, catalog in self._catalogs.items():
             if hook not in mine:
                 continue
@@ -369,15 +413,18 @@ def load_plugins(
     """
     host = PluginHost()
     blocked = set(block)
-    discovered = entry_points(group=GROUP) if found is None else found
-    for point in sorted({*discovered, BUILTIN}, key=lambda point: point.name):
+    if found is None:
+        found = [*entry_points(group=GROUP), *entry_points(group=COMMANDS_GROUP)]
+    for point in sorted({*found, BUILTIN}, key=lambda point: (point.group, point.name)):
         installed = _describe(point)
+        of_commands = point.group == COMMANDS_GROUP
         try:
-            if point.name in blocked:
+            if point.name in blocked and not of_commands:
                 installed.problem = "blocked"
             else:
                 _check_contract(point.dist, installed)
-                host.add(_import(point, installed), installed)
+                add = host.add_commands if of_commands else host.add
+                add(_import(point, installed), installed)
                 continue
         except PluginError as error:
             installed.problem = error.message

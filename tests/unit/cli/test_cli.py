@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import types
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
+import click
 import jsonschema
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
 from commutator import __version__
-from commutator.cli.main import COMMANDS, GROUP, main
+from commutator.cli import added
+from commutator.cli.added import GROUP
+from commutator.cli.main import COMMANDS, main
 from commutator.cli.worker import requests_text
+from commutator.contract.commands import CommandRegister
+from commutator.errors import PluginError
+from commutator.hookspecs import hookimpl
 
 GOOD = """
 models: [{name: m, source: package:m}]
@@ -67,10 +76,16 @@ def test_help_imports_no_command() -> None:
     assert {name for name in modules if name.split(".")[0] == "commutator"} == {
         "commutator",
         "commutator.cli",
+        "commutator.cli.added",
         "commutator.cli.main",
+        "commutator.contract",
+        "commutator.contract.commands",
         "commutator.errors",
+        "commutator.hookspecs",
     }
-    assert not {"aiohttp", "yaml", "rich", "msgspec", "cattrs"} & set(modules)
+    plugins = {name for name in modules if name.startswith("commutator_")}
+    assert plugins <= {"commutator_replay", "commutator_replay.commands"}
+    assert not {"aiohttp", "attrs", "yaml", "rich", "msgspec", "cattrs"} & set(modules)
 
 
 @pytest.mark.parametrize(
@@ -226,24 +241,100 @@ def test_a_broken_plugin_is_reported_and_stops_only_what_needs_it(
     assert f"not loaded: broken (steam-engine): {problem}" in done.stderr
 
 
-def test_another_distribution_adds_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = [
-        EntryPoint("hello", "click:echo", GROUP),
-        EntryPoint("serve", "click:echo", GROUP),
-        EntryPoint("lost", "not_installed:command", GROUP),
+def plugin_of_commands(
+    monkeypatch: pytest.MonkeyPatch, name: str, *commands: tuple[object, object, object]
+) -> EntryPoint:
+    """An entry point whose module registers ``commands``."""
+    plugin = types.ModuleType(name)
+
+    def command_register(register: Any) -> None:
+        for one in commands:
+            register(*one)
+
+    plugin.command_register = hookimpl(command_register)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, plugin)
+    return EntryPoint(name, name, GROUP)
+
+
+def test_a_plugin_adds_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def hello() -> None:
+        """Greet."""
+        click.echo("good day")
+
+    def never() -> click.Command:
+        raise AssertionError("it was not used")
+
+    points = [
+        plugin_of_commands(
+            monkeypatch,
+            "greeter",
+            ("hello", "Greet the user.", lambda: hello),
+            ("planner hello", "Greet the planner.", lambda: hello),
+        ),
+        plugin_of_commands(monkeypatch, "lazy", ("never", "Do nothing.", never)),
     ]
-    monkeypatch.setattr("commutator.cli.main.entry_points", lambda group: added)
+    monkeypatch.setattr(added, "entry_points", lambda group: points)
     listed = run("--help").output
-    assert "hello " in listed
-    assert "Added by not_installed:command." in listed
+    assert re.search(r"hello +Greet the user\.\n", listed)
+    assert re.search(r"never +Do nothing\.\n", listed)
+    assert run("hello").output == "good day\n"
+    assert run("planner", "hello").output == "good day\n"
+    assert "hello " in run("planner", "--help").output
+    assert "Did you mean 'hello'?" in run("helo").stderr
+
+
+def test_a_plugin_whose_commands_are_wrong_is_named_and_the_others_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> click.Command:
+        raise ImportError("no module named steam")
+
+    points = [
+        EntryPoint("absent", "not_installed", GROUP),
+        plugin_of_commands(monkeypatch, "broken", ("broken", "Fail.", broken)),
+        plugin_of_commands(monkeypatch, "no_command", ("no-command", "Fail.", lambda: print)),
+        plugin_of_commands(monkeypatch, "second", ("broken", "Fail too.", broken)),
+        plugin_of_commands(monkeypatch, "serves", ("serve", "Serve better.", broken)),
+        EntryPoint("unmarked", "json", GROUP),
+    ]
+    monkeypatch.setattr(added, "entry_points", lambda group: points)
+    listed = " ".join(run("--help").output.split())
+    for text in (
+        "plugin not_installed: commands of not_installed cannot be listed: ModuleNotFoundError",
+        'plugin second: command "broken": already registered by broken; uninstall one of the two',
+        'plugin serves: command "serve": commutator itself has it; choose another name',
+        "plugin json: json is in the entry-point group commutator.commands: define",
+    ):
+        assert text in listed
     assert "Run the deployment" in run("serve", "--help").output, "none replaces one of core's"
-    lost = run("lost")
-    assert (lost.exit_code, lost.stdout) == (1, "")
-    assert "plugin not_installed:command: command lost cannot be imported" in lost.stderr
+    done = run("broken")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "plugin broken: command broken cannot be imported: ImportError(" in done.stderr
+    assert "command no-command: expected a click.Command, got " in run("no-command").stderr
+    assert "plugin not_installed: " in run("other").stderr, "it may have the command"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (("Hello", "Greet.", print), "a name is a word such as new-plugin"),
+        (("a b c", "Greet.", print), "a name is a word such as new-plugin"),
+        (("hello", "", print), "its help must be one line, not ''"),
+        (("hello", "Greet.\nTwice.", print), "its help must be one line"),
+        (("hello", "Greet.", "greeter:hello"), "expected a function that returns the click.Comma"),
+    ],
+)
+def test_a_command_that_breaks_the_contract_is_refused(
+    given: tuple[Any, Any, Any], problem: str
+) -> None:
+    with pytest.raises(PluginError, match="plugin greeter: command ") as caught:
+        CommandRegister({}, "greeter")(*given)
+    assert problem in str(caught.value)
 
 
 def test_a_command_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commutator.cli.main.entry_points", lambda group: [])
+    monkeypatch.setattr(added, "entry_points", lambda group: [])
     done = run("replay", "trace.jsonl")
     assert done.exit_code == 2
     assert "replay comes with commutator-replay: pip install commutator-replay" in done.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from commutator.cli import added
 from commutator.cli.main import main
-from commutator.cli.planner import command
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "replay-disagg.yaml"
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_searched_is_refused(
 
 
 def test_without_its_package_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "entry_points", lambda group: [])
+    monkeypatch.setattr(added, "entry_points", lambda group: [])
     done = CliRunner().invoke(main, ["planner", "search"])
     assert done.exit_code != 0
     assert "search comes with commutator-replay: pip install commutator-replay" in done.output

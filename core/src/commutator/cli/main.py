@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib import import_module
 from typing import IO, Any
 
 import click
 
 from commutator import __version__
-from commutator.errors import CommutatorError, PluginError
+from commutator.cli.added import PACKAGES, AddedCommands
+from commutator.errors import CommutatorError
 
 __all__ = ["main"]
 
 _CONTRACT = ".".join(__version__.split(".")[:2])
 """Of plugins; its definition is not imported for the help alone."""
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
-GROUP = "commutator.commands"
-"""Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "init": ("commutator.cli.scaffold.init:init", "Write a configuration to start from."),
@@ -69,9 +68,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 _MEANT = {"status": ["worker ls", "top"], "health": ["worker ls", "top"]}
 """For words that people try first, the commands that answer them."""
 
-PACKAGES = {"replay": "commutator-replay"}
-"""Commands of our other packages; an error names the package to install."""
-
 
 class Failure(click.ClickException):
     """A CommutatorError: its message on standard error, exit code 1."""
@@ -91,29 +87,24 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return [*COMMANDS, *_added()]
+        return [*COMMANDS, *_added().commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
-            point = EntryPoint(cmd_name, COMMANDS[cmd_name][0], GROUP)
-        elif (added := _added().get(cmd_name)) is not None:
-            point = added
-        elif cmd_name in PACKAGES:
-            package = PACKAGES[cmd_name]
-            raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
-        elif not ctx.resilient_parsing and (near := self._near(ctx, cmd_name)):
+            module, _, name = COMMANDS[cmd_name][0].partition(":")
+            command: click.Command = getattr(import_module(module), name)
+            return command
+        added = _added()
+        if (found := added.load(ctx, cmd_name)) is not None:
+            return found
+        if ctx.resilient_parsing:
+            return None
+        if added.problems:  # one of them may have it
+            raise added.problems[0]
+        if near := self._near(ctx, cmd_name):
             names = " or ".join(f"'{name}'" for name in near)
             raise click.UsageError(f"No such command '{cmd_name}'. Did you mean {names}?", ctx)
-        else:
-            return None
-        try:
-            command: click.Command = point.load()
-        except Exception as error:
-            if cmd_name in COMMANDS:
-                raise
-            who = _distribution(point)
-            raise PluginError(who, f"command {cmd_name} cannot be imported: {error!r}") from error
-        return command
+        return None
 
     def _near(self, ctx: click.Context, cmd_name: str) -> list[str]:
         """Commands of groups with this name, or names like it.
@@ -122,24 +113,25 @@ class LazyGroup(click.Group):
         """
         from difflib import get_close_matches
 
+        known = [*self.list_commands(ctx), *(name for name in PACKAGES if " " not in name)]
         groups = {name: self.get_command(ctx, name) for name in COMMANDS}
         inside = [
             f"{name} {cmd_name}"
             for name, group in groups.items()
             if isinstance(group, click.Group) and cmd_name in group.commands
         ]
-        return (
-            _MEANT.get(cmd_name)
-            or inside
-            or get_close_matches(cmd_name, [*self.list_commands(ctx), *PACKAGES], n=1)
-        )
+        return _MEANT.get(cmd_name) or inside or get_close_matches(cmd_name, known, n=1)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
+        added = _added()
         rows = [(name, text) for name, (_, text) in COMMANDS.items()]
-        rows += [(name, _about(point)) for name, point in _added().items()]
+        rows += [(name, command.help) for name, command in added.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+        for problem in added.problems:
+            with formatter.section("Not loaded"):
+                formatter.write_text(str(problem))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -148,21 +140,8 @@ class LazyGroup(click.Group):
             raise Failure(str(error)) from error
 
 
-def _added() -> dict[str, EntryPoint]:
-    """The commands of other distributions, by name. They cannot replace core's."""
-    found = sorted(set(entry_points(group=GROUP)), key=lambda point: point.name)
-    return {point.name: point for point in found if point.name not in COMMANDS}
-
-
-def _about(point: EntryPoint) -> str:
-    """The summary of the distribution that adds a command; asking the command would import it."""
-    summary = None if point.dist is None else point.dist.metadata["Summary"]
-    name = _distribution(point)
-    return f"{summary.rstrip('.')} ({name})." if summary else f"Added by {name}."
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.value if point.dist is None else point.dist.name
+def _added() -> AddedCommands:
+    return AddedCommands(own=COMMANDS)
 
 
 @click.group(

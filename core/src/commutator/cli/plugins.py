@@ -38,6 +38,7 @@ def _fields(plugin: Installed) -> dict[str, object]:
             {"seam": kind.seam, "kind": kind.name, "stability": kind.stability}
             for kind in plugin.kinds
         ],
+        "commands": [command.name for command in plugin.commands],
         "hooks": list(plugin.hooks),
         "problem": plugin.problem,
     }
@@ -52,5 +53,7 @@ def _print_list(installed: list[Installed]) -> None:
         click.echo(f"{name}  {plugin.distribution} {plugin.version}  [{hooks}]")
         for kind in plugin.kinds:
             click.echo(f"    {kind}")
+        for command in plugin.commands:
+            click.echo(f"    command {command.name}")
         if plugin.problem is not None:
             click.secho(f"    not loaded: {plugin.problem}", fg="red")

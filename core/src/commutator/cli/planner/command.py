@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib.metadata import EntryPoint, entry_points
 
 import click
 
+from commutator.cli.added import AddedCommands
 from commutator.cli.front_door import FrontDoor, front_door_options
 from commutator.cli.planner.profile import profile_command
 from commutator.cli.planner.text import observed_lines, role_lines, time_of_day, tuning_lines
@@ -17,10 +16,6 @@ from commutator.errors import CommutatorError
 
 __all__ = ["planner"]
 
-GROUP = "commutator.planner_commands"
-"""Entry-point group by which a distribution adds a command; each names a ``click.Command``."""
-_PACKAGES = {"search": "commutator-replay"}
-"""Commands of our other packages; an error names the package to install."""
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 
@@ -28,23 +23,14 @@ class _PlannerGroup(click.Group):
     """Has the commands of other distributions beside core's."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *(point.name for point in _added())})
+        return sorted({*super().list_commands(ctx), *self._added().commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if (own := super().get_command(ctx, cmd_name)) is not None:
-            return own
-        point = next((one for one in _added() if one.name == cmd_name), None)
-        if point is not None:
-            command: click.Command = point.load()
-            return command
-        if cmd_name in _PACKAGES:
-            package = _PACKAGES[cmd_name]
-            raise click.UsageError(f"{cmd_name} comes with {package}: pip install {package}", ctx)
-        return None
+        own = super().get_command(ctx, cmd_name)
+        return self._added().load(ctx, cmd_name) if own is None else own
 
-
-def _added() -> Iterable[EntryPoint]:
-    return entry_points(group=GROUP)
+    def _added(self) -> AddedCommands:
+        return AddedCommands("planner", self.commands)
 
 
 @click.group(cls=_PlannerGroup)
