@@ -58,7 +58,18 @@ REQUEST_OBJECT, TOKENS = msgspec.msgpack.decode(REQUEST)
 def changed_requests() -> st.SearchStrategy[bytes]:
     """A request whose fields have other values, as the token API sends it."""
     assert isinstance(REQUEST_OBJECT, dict)
-    fields = st.sampled_from([*REQUEST_OBJECT, "handover", "retention", "extra", "priority"])
+    fields = st.sampled_from(
+        [
+            *REQUEST_OBJECT,
+            "handover",
+            "retention",
+            "options",
+            "constraint",
+            "adapter",
+            "media",
+            "priority",
+        ]
+    )
     objects = st.dictionaries(fields, VALUES, max_size=3).map(lambda new: REQUEST_OBJECT | new)
     sampling = st.dictionaries(st.sampled_from(list(REQUEST_OBJECT["sampling"])), VALUES).map(
         lambda new: REQUEST_OBJECT | {"sampling": REQUEST_OBJECT["sampling"] | new}

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
         BlockKey,
         RetentionHints,
     )
+    from commutator.contract.capability import (
+        Operation,
+        OptionType,
+        RequestOption,
+    )
     from commutator.contract.disagg import (
         DisaggAnswer,
         DisaggPolicy,
@@ -177,11 +182,14 @@ __all__ = [
     "ObserverConfig",
     "ObserverRegister",
     "OpenFrontend",
+    "Operation",
+    "OptionType",
     "Overlap",
     "Picker",
     "PositiveInt",
     "PositiveSeconds",
     "Region",
+    "RequestOption",
     "RequestOutcome",
     "RequestSummary",
     "RetentionHints",
@@ -220,6 +228,7 @@ _HOMES = (
     "commutator.contract.disagg",
     "commutator.contract.tier",
     "commutator.contract.block",
+    "commutator.contract.capability",
     "commutator.contract.eviction",
     "commutator.contract.frontend",
     "commutator.contract.observer",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
 
-from commutator import AdapterIdentity
+from commutator import AdapterIdentity, Constraint, OptionType, RequestOption
 from commutator.contract.request import (
     FinishReason,
     GenerateRequest,
@@ -50,6 +50,9 @@ INFO = EngineInfo(
     block_size=16,
     kv_capacity_blocks=8,
     kv_events=EventSource(endpoint="tcp://127.0.0.1:1"),
+    adapters=True,
+    constraints=("regex",),
+    request_options={"room": RequestOption(type=OptionType.INTEGER)},
 )
 
 
@@ -140,7 +143,10 @@ def request(request_id: str) -> GenerateRequest:
         request_id=request_id,
         token_ids=array("I", [1, 2, 3]),
         sampling=sampling,
-        extra={"room": 2**63 - 1},
+        options={"room": 2**63 - 1},
+        constraint=Constraint(kind="regex", value="a+", after=(7,)),
+        adapter=AdapterIdentity(name="sql", digest="a" * 64),
+        session="s-1",
     )
 
 

@@ -130,6 +130,19 @@ async def test_a_shared_beginning_is_tokenized_and_hashed_once() -> None:
     assert hits > 0.9 * len(second.token_ids)
 
 
+async def test_options_of_the_engine_go_with_the_request() -> None:
+    dispatcher = FakeDispatcher()
+    async with front_door(dispatcher) as door:
+        await door.complete(engine_options={"bad_words": ["no"], "depth": 3})
+        await door.complete()
+        status, refused = await door.complete(engine_options=["bad_words"])
+    assert [request.options for request in dispatcher.requests] == [
+        {"bad_words": ["no"], "depth": 3},
+        {},
+    ]
+    assert (status, refused["error"]["param"]) == (400, "engine_options")
+
+
 async def test_a_salted_prompt_has_hashes_of_its_own() -> None:
     dispatcher = FakeDispatcher(block_size=16)
     async with front_door(dispatcher) as door:

@@ -55,11 +55,12 @@ class FakeClient(EngineClient):
         self.address = address
         self.open_streams = 0
         self.reachable = True
+        self.info = info()
 
     async def start(self) -> EngineInfo:
         if not self.reachable:
             raise EngineUnavailableError(f"{self.address}: connection refused")
-        return info()
+        return self.info
 
     def generate(self, request: GenerateRequest) -> Any:
         async def stream() -> AsyncIterator[TokenDelta]:

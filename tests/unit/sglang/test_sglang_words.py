@@ -10,7 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commutator import Constraint, MediaIdentity
+from commutator import Constraint
 from commutator.contract.disagg import HandoverRequest
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from commutator.contract.worker import EngineInfo, EventSource, KvTransferInfo, WorkerRecord
@@ -81,7 +81,7 @@ def test_a_continued_answer_gets_what_is_left() -> None:
 
 
 def test_what_is_sglangs_own_goes_among_the_sampling_parameters() -> None:
-    body = request_body(evolve(REQUEST, extra={"stop_regex": "a+"}), "x", SERVER)
+    body = request_body(evolve(REQUEST, options={"stop_regex": "a+"}), "x", SERVER)
     assert body["sampling_params"]["stop_regex"] == "a+"
 
 
@@ -109,7 +109,6 @@ def test_constraints_in_its_words(constraint: Constraint, told: dict[str, str]) 
         {"constraint": Constraint(kind="regex", value="a", after=(7,))},
         {"constraint": Constraint(kind="json_object", whitespace=" ?")},
         {"constraint": Constraint(kind="json_object"), "generated_prefix": 1},
-        {"media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),)},
     ],
 )
 def test_what_it_cannot_be_told_is_refused(changes: dict[str, Any]) -> None:

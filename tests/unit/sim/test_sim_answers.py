@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from commutator import Constraint, MediaIdentity
 from commutator.contract.request import FinishReason, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator.tokenizer.load import load_text_model
@@ -115,30 +114,6 @@ def test_stop_strings_need_a_tokenizer() -> None:
                 request_id="a", token_ids=[1], sampling=SamplingParams(), data_parallel_rank=1
             ),
             "rank 1",
-        ),
-        (
-            GenerateRequest(
-                request_id="a",
-                token_ids=[1],
-                sampling=SamplingParams(),
-                constraint=Constraint(kind="json_object"),
-            ),
-            "constraint",
-        ),
-        (
-            GenerateRequest(
-                request_id="a",
-                token_ids=[1],
-                sampling=SamplingParams(),
-                media=(MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),),
-            ),
-            "media",
-        ),
-        (
-            GenerateRequest(
-                request_id="a", token_ids=[1], sampling=SamplingParams(), extra={"guided_json": {}}
-            ),
-            "guided_json",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from commutator import AdapterIdentity, Constraint, MediaIdentity
+from commutator import AdapterIdentity, Constraint
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.errors import RequestError
 from commutator_vllm.bodies import COMPLETIONS, GENERATE, request_body, request_headers
@@ -75,7 +75,7 @@ def test_an_adapter_is_a_model() -> None:
 
 
 def test_what_is_vllms_own_goes_among_the_sampling_parameters() -> None:
-    request = evolve(REQUEST, extra={"bad_words": ["a"]})
+    request = evolve(REQUEST, options={"bad_words": ["a"]})
     body = request_body(GENERATE, request, "m", use_priority=False)
     assert body["sampling_params"]["bad_words"] == ["a"]
     body = request_body(COMPLETIONS, request, "m", use_priority=False)
@@ -117,7 +117,6 @@ def test_constraints_in_its_words(constraint: Constraint, told: dict[str, Any]) 
             {"constraint": Constraint(kind="regex", value="a"), "generated_prefix": 1},
             "response_format",
         ),
-        ({"media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),)}, "messages"),
     ],
 )
 def test_what_it_cannot_be_told_is_refused(changes: dict[str, Any], param: str) -> None:

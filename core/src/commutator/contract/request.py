@@ -249,10 +249,18 @@ class GenerateRequest:
     """
     retention: tuple[KvRetention, ...] = ()
     """Blocks to retain longer than others; the strongest applies where several cover a block."""
-    extra: Mapping[str, Any] = field(factory=dict)
-    """Engine-specific parameters, relayed as they are (guided decoding)."""
+    options: Mapping[str, Any] = field(factory=dict)
+    """Parameters that only some engines have, by the names in ``EngineInfo.request_options``, which
+    says what is legal: checked before an engine gets them."""
     traceparent: str | None = None
     """W3C trace context of this request's span, for engines that trace; None: no trace."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every engine can do what it asks; if not, ``EngineInfo.unmet`` says which can."""
+        return (
+            self.constraint is None and self.adapter is None and not self.media and not self.options
+        )
 
     @property
     def adapter_digest(self) -> str | None:

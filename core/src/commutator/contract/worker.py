@@ -8,7 +8,9 @@ from typing import Literal
 
 from attrs import Factory, frozen
 
-from commutator.contract.request import AdapterIdentity
+from commutator.contract.capability import Operation, RequestOption
+from commutator.contract.request import AdapterIdentity, GenerateRequest
+from commutator.errors import RequestError
 
 __all__ = [
     "BlockExplanation",
@@ -109,7 +111,7 @@ class EngineInfo:
     pid: int | None = None
     """Process id on its own machine; None when not known."""
     continues_answers: bool = False
-    """Whether it supports ``GenerateRequest.generated_prefix``."""
+    """Whether it supports ``GenerateRequest.generated_prefix`` in requests without constraint."""
     forwards: bool = False
     """Whether it accepts clients' HTTP requests unchanged; see ``EngineClient.forward``."""
     keeps_salts_apart: bool = True
@@ -120,10 +122,54 @@ class EngineInfo:
     """Whether it can serve a request alone. If not, a prefill worker must compute the prompt."""
     kv_exchange: KvExchange | None = None
     """How it shares KV blocks with other workers; None: it does not."""
+    operations: tuple[str, ...] = (Operation.GENERATE,)
+    """What it can be asked, in words of ``Operation``."""
+    constraints: tuple[str, ...] = ()
+    """The kinds of ``Constraint`` that it enforces."""
+    adapters: bool = False
+    """Whether it serves requests with an adapter that it has, or can load."""
+    media: tuple[str, ...] = ()
+    """The kinds of ``MediaIdentity`` that it takes."""
+    request_options: Mapping[str, RequestOption] = Factory(dict)
+    """The ``GenerateRequest.options`` that it takes, by name."""
+
+    def unmet(self, request: GenerateRequest) -> RequestError | None:
+        """Why it cannot serve ``request``, by the field that is too much; None: it can.
+
+        A client of an engine refuses what is unmet, and front doors do so before they route.
+        """
+        if Operation.GENERATE not in self.operations:
+            return RequestError(
+                f"{self.kind} does not generate: it can {', '.join(self.operations)}"
+            )
+        if request.is_plain:
+            return None
+        constraint, adapter = request.constraint, request.adapter
+        if constraint is not None and constraint.kind not in self.constraints:
+            problem = (
+                f"{self.kind} cannot make an answer follow a constraint of kind {constraint.kind}"
+            )
+            return _unsupported(problem, "response_format")
+        if adapter is not None and not self.adapters:
+            return _unsupported(f"{self.kind} has no adapters, here {adapter}", "model")
+        for one in request.media:
+            if one.kind not in self.media:
+                return _unsupported(f"{self.kind} takes no media of kind {one.kind}", "messages")
+        for name, value in request.options.items():
+            if (option := self.request_options.get(name)) is None:
+                known = ", ".join(self.request_options) or "none"
+                return _unsupported(f"{self.kind} has no option {name!r:.80}; it has {known}", name)
+            if (wrong := option.problem(value)) is not None:
+                return RequestError(f"{name}: {wrong}, got {value!r:.80}", name)
+        return None
 
     def rank_capacity_blocks(self, block_size: int) -> int:
         """KV capacity of one rank in blocks of ``block_size`` tokens; 0 when not known."""
         return self.kv_capacity_blocks * self.block_size // (self.data_parallel_size * block_size)
+
+
+def _unsupported(problem: str, param: str) -> RequestError:
+    return RequestError(problem, param, "unsupported_parameter")
 
 
 @frozen(kw_only=True)

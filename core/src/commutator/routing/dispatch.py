@@ -285,7 +285,10 @@ class Dispatch:
         def usable(worker: LiveWorker) -> bool:
             if worker in self._lost or worker in self._full or not worker.client.answers:
                 return False
-            return worker.record.info.continues_answers or not begun
+            info = worker.record.info
+            if begun and (request.constraint is not None or not info.continues_answers):
+                return False
+            return info.unmet(request) is None
 
         def elsewhere(worker: LiveWorker) -> bool:
             return usable(worker) and worker.record.host not in self._suspect_hosts

@@ -32,7 +32,7 @@ from commutator.routing.forward import Forward
 from commutator.routing.load import InFlightLoad
 from commutator.routing.membership import Membership
 from commutator.routing.model import model_routing, tune
-from commutator.routing.placement import Placement, Usable
+from commutator.routing.placement import Placement, Usable, able
 from commutator.routing.prefix_index.health import EventWarning
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerEvents
 from commutator.routing.workers import (
@@ -262,11 +262,20 @@ class Dispatcher:
 
         ``sequence_hashes`` are those of the prompt's full blocks, if they are known already; see
         ``hashed_block_size``. While every worker is busy the request waits, unless ``may_wait`` is
-        false; see ``Placer.place``, also for the errors. ``migration_limit`` lowers that of the
-        configuration; after ``deadline_s``, by the event loop's clock, no other worker is tried.
+        false; see ``Placer.place``, also for the errors. Only workers that can do what it asks get
+        it: RequestError, before anything is routed, when no worker of the model can.
+        ``migration_limit`` lowers that of the configuration; after ``deadline_s``, by the event
+        loop's clock, no other worker is tried.
         """
         summary = _summary(model, request, caller)
-        placement = await self._place(summary, request, sequence_hashes, may_wait=may_wait)
+        usable = None
+        if not (request.is_plain and self._workers.all_generate(model)):
+            usable = able(model, self._workers.routable(model), request)
+            if request.adapter is not None or request.media:
+                sequence_hashes = None  # those that are known are of the plain prompt
+        placement = await self._place(
+            summary, request, sequence_hashes, may_wait=may_wait, usable=usable
+        )
         most = self._config.migration.limit
         limit = most if migration_limit is None else min(most, migration_limit)
         limits = DispatchLimits(limit, self._config.migration.wait_s, deadline_s)

@@ -13,7 +13,13 @@ from commutator.contract.fairness import FairnessPolicy
 from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import BusyConfig
 from commutator.contract.worker import KvPrompt
-from commutator.errors import CommutatorError, EngineUnavailableError, OverloadedError, RoutingError
+from commutator.errors import (
+    CommutatorError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    RoutingError,
+)
 from commutator.routing.load import InFlightLoad, Ticket
 from commutator.routing.queue import RouterQueue
 from commutator.routing.router import ModelRouter, Route, describe_busy
@@ -23,6 +29,7 @@ __all__ = [
     "Placement",
     "Placer",
     "TierPrefetcher",
+    "able",
 ]
 
 log = logging.getLogger(__name__)
@@ -31,6 +38,20 @@ _PREFETCH_TIMEOUT_S = 5.0
 
 Usable = Callable[[LiveWorker], bool]
 """Whether a worker may serve a request."""
+
+
+def able(model: str, workers: Sequence[LiveWorker], request: GenerateRequest) -> Usable:
+    """Which workers can do all that the request asks.
+
+    Raises RequestError, which says why, when there are workers and none of them can.
+    """
+    unmet = [worker.record.info.unmet(request) for worker in workers]
+    problems = [problem for problem in unmet if problem is not None]
+    if problems and len(problems) == len(unmet):
+        first, reasons = problems[0], dict.fromkeys(map(str, problems))
+        text = f'no worker of model "{model}" can serve this: {"; ".join(reasons)}'
+        raise RequestError(text, first.param, first.code)
+    return lambda worker: worker.record.info.unmet(request) is None
 
 
 @frozen(eq=False)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from attrs import define, evolve, frozen
 
+from commutator.contract.capability import Operation
 from commutator.contract.engine import EngineClient
 from commutator.contract.registry import LAPSED
 from commutator.contract.routing import candidate_id
@@ -70,6 +71,7 @@ class LiveWorkers:
         # Both are asked for by each request, and change only with the workers.
         self._routable: dict[tuple[str, bool], tuple[LiveWorker, ...]] = {}
         self._max_model_len: dict[str, int | None] = {}
+        self._generate: dict[str, bool] = {}
 
     def get(self, worker_id: str) -> LiveWorker | None:
         return self._workers.get(worker_id)
@@ -108,9 +110,18 @@ class LiveWorkers:
             self._max_model_len[model] = min(lengths, default=None)
         return self._max_model_len[model]
 
+    def all_generate(self, model: str) -> bool:
+        """Whether every routable worker generates, as far as they say."""
+        known = self._generate.get(model)
+        if known is None:
+            infos = (worker.record.info for worker in self.routable(model))
+            known = self._generate[model] = all(Operation.GENERATE in i.operations for i in infos)
+        return known
+
     def _changed(self) -> None:
         self._routable.clear()
         self._max_model_len.clear()
+        self._generate.clear()
 
     async def put(self, record: WorkerRecord, client: EngineClient) -> LiveWorker:
         """Add a worker, or replace the one with the same id, and connect to it."""

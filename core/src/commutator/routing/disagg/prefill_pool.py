@@ -202,8 +202,10 @@ class PrefillPool:
         length, record = len(request.token_ids), decode.record
 
         def fits(worker: LiveWorker) -> bool:
-            long_enough = worker.record.info.max_model_len > length
-            return long_enough and self.compatibility.problem(worker.record, record) is None
+            info = worker.record.info
+            if info.max_model_len <= length or info.unmet(request) is not None:
+                return False
+            return self.compatibility.problem(worker.record, record) is None
 
         return fits
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
 from commutator.contract.request import (
     Constraint,
+    ConstraintKind,
     FinishReason,
     GenerateRequest,
     TokenDelta,
@@ -21,6 +22,7 @@ from commutator.errors import EngineError, EngineIncompleteError, RequestError
 from commutator_engine_kit.http import FailedAnswerError, HttpServer, ServerEvents
 
 __all__ = [
+    "CONSTRAINTS",
     "STREAMED",
     "Choice",
     "Chunk",
@@ -33,13 +35,15 @@ __all__ = [
     "enforceable",
     "failure_of",
     "finish_reason_named",
-    "refuse_media",
     "request_headers",
     "sampling_parameters",
 ]
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 """The part of a request's body for an answer that ``CompletionReader.feed`` reads."""
+
+CONSTRAINTS = get_args(ConstraintKind)
+"""All kinds of constraints, of which the servers that are asked here have words for each."""
 
 _DONE = b"[DONE]"
 _DATA = b"data:"
@@ -345,15 +349,6 @@ def enforceable(request: GenerateRequest, engine: str, *, whitespace: bool) -> C
     if problem is not None:
         raise RequestError(f"{engine} {problem}", "response_format")
     return constraint
-
-
-def refuse_media(request: GenerateRequest, engine: str) -> None:
-    """Raise RequestError for a prompt with media, which have no place beside tokens."""
-    if request.media:
-        raise RequestError(
-            f"{engine} takes a prompt in tokens without media, here {request.media[0].kind}",
-            "messages",
-        )
 
 
 def request_headers(request: GenerateRequest) -> dict[str, str]:

@@ -437,6 +437,9 @@ class HttpEngineClient(EngineClient):
             reason = f"{self.server.where}: the connection was closed"
             stream.fail(EngineUnavailableError(reason))
 
+        if (unmet := self._info.unmet(request)) is not None:
+            stream.fail(unmet)
+            return stream
         task = asyncio.get_running_loop().create_task(self._run(request, self._info.model, stream))
         self._running.add(task)
         task.add_done_callback(ended)

@@ -275,6 +275,9 @@ class TokenApiServer:
     def submit(self, connection: _Connection, key: int, request: GenerateRequest) -> None:
         if self._draining:
             raise EngineOverloadedError("the worker is draining")
+        assert self.info is not None, "it listens once the engine has started"
+        if (unmet := self.info.unmet(request)) is not None:
+            raise unmet
         engine_key = next(self._keys)
         self._owner[engine_key] = (connection, key)
         connection.engine_keys[key] = engine_key

@@ -183,16 +183,8 @@ def _sampling_rules(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple
 def _unsupported(request: GenerateRequest, *, can_decode: bool) -> Iterator[tuple[str, str]]:
     if request.sampling.stop and not can_decode:
         yield "stop", "was started without a tokenizer, which stop strings need; use stop_token_ids"
-    if request.adapter is not None:
-        yield "model", f"has no LoRA adapters, so it cannot serve {request.adapter}"
-    if request.constraint is not None:
-        yield "response_format", f"cannot constrain answers, here by a {request.constraint.kind}"
-    if request.media:
-        yield "messages", f"takes text only, no {request.media[0].kind}"
     if request.data_parallel_rank not in {None, 0}:
         yield "data_parallel_rank", f"has rank 0 only, not {request.data_parallel_rank}"
-    for name in request.extra:
-        yield name, f'does not know the parameter "{name}"'
 
 
 @frozen

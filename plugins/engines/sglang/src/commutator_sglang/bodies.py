@@ -8,7 +8,7 @@ from typing import Any
 
 from commutator import Constraint, GenerateRequest, SamplingParams
 from commutator.errors import RequestError
-from commutator_engine_kit.completions import enforceable, refuse_media
+from commutator_engine_kit.completions import enforceable
 from commutator_sglang.api import ServerInfo
 from commutator_sglang.handover import ANSWER_WITHIN_S
 
@@ -23,8 +23,8 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
     """The JSON body. The request can be aborted by its ``request_id``.
 
     It sets every sampling parameter, so that the server's defaults have no effect.
-    ``request.extra`` holds parameters that only SGLang has (`stop_regex`, ...). Raises RequestError
-    for a seed that this server would ignore, and for a constraint or media that it cannot be told.
+    ``request.options`` are parameters that only SGLang has (`stop_regex`, ...). Raises RequestError
+    for a seed that this server would ignore, and for a constraint that it cannot be told.
     """
     asked = request.sampling
     if asked.seed is not None and asked.temperature and not server.enable_deterministic_inference:
@@ -32,10 +32,9 @@ def request_body(request: GenerateRequest, request_id: str, server: ServerInfo) 
             "seed: this SGLang server ignores it; run the server with "
             "--enable-deterministic-inference"
         )
-    refuse_media(request, "SGLang")
     constraint = enforceable(request, "SGLang", whitespace=False)
     followed = {} if constraint is None else _constraint(constraint)
-    sampling = {**_sampling(asked, request.generated_prefix), **followed, **request.extra}
+    sampling = {**_sampling(asked, request.generated_prefix), **followed, **request.options}
     body: dict[str, Any] = {
         "rid": request_id,
         "input_ids": list(request.token_ids),

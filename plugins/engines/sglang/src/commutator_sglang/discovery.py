@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from attrs import evolve
 
-from commutator import EngineInfo, EngineLoad, EventSource
+from commutator import EngineInfo, EngineLoad, EventSource, OptionType, RequestOption
 from commutator.errors import EngineError
-from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_sglang.api import KvEvents, KvEventsConfig, Loads, ModelInfo, ServerInfo
 from commutator_sglang.handover import handover_info
@@ -16,6 +16,13 @@ __all__ = ["UNIX_SOCKET", "engine_info", "engine_load", "event_source", "private
 
 UNIX_SOCKET = "ipc://"
 """What ZMQ endpoints that are Unix sockets begin with; their absolute path follows."""
+
+
+_OPTIONS = {
+    "stop_regex": RequestOption(
+        type=OptionType.STRINGS, description="Regular expressions that end the answer."
+    )
+}
 
 
 def engine_info(
@@ -45,6 +52,9 @@ def engine_info(
         kv_events=given_events or event_source(server.kv_events, url),
         continues_answers=True,
         forwards=True,
+        constraints=CONSTRAINTS,
+        adapters=True,
+        request_options=_OPTIONS,
         handover=handover_info(url, server, model.served_model_name),
         computes_prompts=server.disaggregation_mode != "decode",
     )

@@ -31,10 +31,7 @@ def refuse_what_needs_a_model(request: GenerateRequest) -> None:
     asked = {
         "logprobs": request.sampling.top_logprobs is not None,
         "logit_bias": bool(request.sampling.logit_bias),
-        "an answer that follows a constraint": request.constraint is not None,
-        "what depends on media": bool(request.media),
         f"data parallel rank {request.data_parallel_rank}": bool(request.data_parallel_rank),
-        f"engine parameters ({', '.join(request.extra)})": bool(request.extra),
     }
     for what, is_asked in asked.items():
         if is_asked:

@@ -138,6 +138,7 @@ class SimEngine(TokenEngine):
             kv_events=None if self._publisher is None else self._publisher.source,
             pid=os.getpid(),
             continues_answers=True,
+            adapters=True,
             handover=None if self._handover is None else self._handover.info,
         )
 

@@ -14,7 +14,6 @@ from commutator.errors import RequestError
 from commutator_engine_kit.completions import (
     STREAMED,
     enforceable,
-    refuse_media,
     sampling_parameters,
 )
 from commutator_trtllm.handover import CONTEXT_ONLY
@@ -31,13 +30,12 @@ COMPLETIONS = "/v1/completions"
 
 
 def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
-    """The JSON body. ``request.extra`` holds parameters that only TensorRT-LLM has.
+    """The JSON body. ``request.options`` are parameters that only TensorRT-LLM has.
 
     Raises RequestError for unsupported parameters.
     """
     for param, problem in _unsupported(request):
         raise RequestError(problem, param)
-    refuse_media(request, "TensorRT-LLM")
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(request.token_ids),
@@ -54,7 +52,7 @@ def request_body(request: GenerateRequest, model: str) -> dict[str, Any]:
     body |= {"stream": False} if hands_over(request.handover) else STREAMED
     if (constraint := enforceable(request, "TensorRT-LLM", whitespace=False)) is not None:
         body["response_format"] = _response_format(constraint)
-    return {**body, **request.extra}
+    return {**body, **request.options}
 
 
 def _response_format(constraint: Constraint) -> dict[str, Any]:
@@ -91,11 +89,6 @@ def hands_over(handover: Mapping[str, Any] | None) -> bool:
 def _unsupported(request: GenerateRequest) -> Iterator[tuple[str, str]]:
     if request.cache_salt is not None:
         yield "cache_salt", _NO_SALT
-    if request.adapter is not None:
-        yield (
-            "model",
-            f"no LoRA adapter {request.adapter}: the trtllm engine has none",
-        )
     if request.sampling.top_logprobs:
         problem = "TensorRT-LLM returns alternatives as text, which does not identify the tokens"
         yield "top_logprobs", f"{problem}; request logprobs with top_logprobs 0"

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import msgspec
 from attrs import define, field
 
-from commutator import EngineInfo, EngineLoad
+from commutator import EngineInfo, EngineLoad, OptionType, RequestOption
 from commutator.errors import EngineError
-from commutator_engine_kit.completions import ModelList, Version
+from commutator_engine_kit.completions import CONSTRAINTS, ModelList, Version
 from commutator_engine_kit.http import HttpServer
 from commutator_trtllm.bodies import COMPLETIONS
 from commutator_trtllm.handover import handover_info
@@ -20,6 +20,15 @@ __all__ = ["LatestStatistics", "discover", "iteration_stats"]
 # There are no statistics before the engine's first step, so one token is generated.
 _ONE_TOKEN = {"prompt": [1], "max_tokens": 1, "temperature": 0.0, "detokenize": False}
 _STATISTICS_TRIES = 20
+
+_OPTIONS = {
+    "top_p_min": RequestOption(
+        type=OptionType.NUMBER,
+        minimum=0,
+        maximum=1,
+        description="Where a top_p that decays ends.",
+    )
+}
 
 
 class KvCacheStats(msgspec.Struct, rename="camel"):
@@ -121,6 +130,8 @@ async def discover(
         kv_capacity_blocks=statistics.capacity_blocks,
         continues_answers=True,
         forwards=True,
+        constraints=CONSTRAINTS,
+        request_options=_OPTIONS,
         keeps_salts_apart=False,
         handover=handover_info(model, version.version, size) if hands_over else None,
     )

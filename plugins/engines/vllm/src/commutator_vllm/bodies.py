@@ -10,7 +10,6 @@ from commutator_engine_kit import completions
 from commutator_engine_kit.completions import (
     STREAMED,
     enforceable,
-    refuse_media,
     sampling_parameters,
 )
 
@@ -34,8 +33,8 @@ def request_body(
 ) -> dict[str, Any]:
     """The JSON body for ``path``: GENERATE or COMPLETIONS.
 
-    ``request.extra`` holds parameters that only vLLM has (`bad_words`, ...). Raises RequestError
-    for a constraint or media that vLLM cannot be told of.
+    ``request.options`` are parameters that only vLLM has (`bad_words`, ...). Raises RequestError
+    for a constraint that vLLM cannot be told of.
     """
     body: dict[str, Any] = {"model": request.adapter_digest or model}
     # Only an answer that is not streamed has the parameters for the decode request.
@@ -70,8 +69,7 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
         fields["logprobs"] = request.sampling.top_logprobs
     if (constraint := enforceable(request, "vLLM", whitespace=True)) is not None:
         fields["structured_outputs"] = _structured_outputs(constraint)
-    refuse_media(request, "vLLM")
-    return {**fields, **request.extra}
+    return {**fields, **request.options}
 
 
 _GUIDES = {"json_schema": "json"}

@@ -8,9 +8,9 @@ import msgspec
 from attrs import evolve, frozen
 from prometheus_client.parser import text_string_to_metric_families
 
-from commutator import EngineInfo, EngineLoad, EventSource
+from commutator import EngineInfo, EngineLoad, EventSource, OptionType, RequestOption
 from commutator.errors import EngineError
-from commutator_engine_kit.completions import ModelList
+from commutator_engine_kit.completions import CONSTRAINTS, ModelList
 from commutator_engine_kit.http import reachable_host
 from commutator_vllm.handover import handover_info
 
@@ -40,6 +40,24 @@ class KvEventSource(msgspec.Struct):
     topic: str = ""
     enable_kv_cache_events: bool = True
     publisher: str | None = "zmq"
+
+
+_OPTIONS = {
+    "bad_words": RequestOption(
+        type=OptionType.STRINGS, description="Words that must not be generated."
+    ),
+    "allowed_token_ids": RequestOption(
+        type=OptionType.INTEGERS,
+        minimum=0,
+        most=1 << 20,
+        description="The only tokens that may be generated.",
+    ),
+    "thinking_token_budget": RequestOption(
+        type=OptionType.INTEGER,
+        minimum=0,
+        description="Tokens of reasoning after which it is ended.",
+    ),
+}
 
 
 @frozen
@@ -73,6 +91,9 @@ def engine_info(
         kv_events=events,
         continues_answers=True,
         forwards=True,
+        constraints=CONSTRAINTS,
+        adapters=True,
+        request_options=_OPTIONS,
         handover=handover_info(model, version, facts.block_size) if hands_over else None,
     )
 

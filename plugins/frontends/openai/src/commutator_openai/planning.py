@@ -142,6 +142,7 @@ def _plan(
                     cache_salt=salt,
                     priority=priority,
                     retention=retention,
+                    options=request.engine_options or {},
                 )
             )
     hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))

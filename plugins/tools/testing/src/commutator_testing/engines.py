@@ -27,11 +27,14 @@ import zmq.asyncio
 from attrs import evolve, field, frozen
 
 from commutator import (
+    AdapterIdentity,
+    Constraint,
     EngineClient,
     FinishReason,
     GenerateRequest,
     HandoverRequest,
     HandoverStyle,
+    MediaIdentity,
     SamplingParams,
     TokenDelta,
     WorkerRecord,
@@ -42,6 +45,8 @@ from commutator.kv_events.codec import decode_batch
 
 __all__ = ["EngineContract", "WorkerPair", "collect", "make_request"]
 
+_UNKNOWN_ADAPTER = AdapterIdentity(name="of nobody", digest="0" * 64)
+_UNKNOWN_MEDIA = MediaIdentity(kind="smell", digest="0" * 64, start=0, tokens=1)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
@@ -325,6 +330,23 @@ class EngineContract(ABC):
             assert "logprobs" not in self.capabilities
         else:
             assert [e.token_id for delta in deltas for e in delta.logprobs] == tokens(deltas)
+
+    async def test_what_it_does_not_declare_is_refused_by_name(self, client: EngineClient) -> None:
+        """Nothing that a request asks is silently left out."""
+        info = await client.start()
+        plain = make_request("a", self.tokenized_prompt)
+        asked = {
+            "response_format": evolve(plain, constraint=Constraint(kind="regex", value="a+")),
+            "messages": evolve(plain, media=(_UNKNOWN_MEDIA,)),
+            "model": evolve(plain, adapter=_UNKNOWN_ADAPTER),
+            "option_of_tomorrow": evolve(plain, options={"option_of_tomorrow": 1}),
+        }
+        for param, request in asked.items():
+            if (unmet := info.unmet(request)) is not None:
+                assert unmet.param == param
+                with pytest.raises(RequestError):
+                    await collect(client, request)
+        await self._until_idle(client)
 
     async def test_a_repeated_prompt_is_found_in_the_cache(self, client: EngineClient) -> None:
         self._needs("prefix_cache")

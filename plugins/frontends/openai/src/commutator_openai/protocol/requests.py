@@ -161,6 +161,11 @@ class GenerationRequest:
     session_id: Name | None = setting(
         "Requests of one session prefer one worker, if the routing policy uses it.", None
     )
+    engine_options: Annotated[dict[str, Any], Items(0, 64)] | None = setting(
+        "Options that only the model's engine has, by name, such as bad_words of vLLM; one that no "
+        "worker of the model has is refused.",
+        None,
+    )
     structured_outputs: Annotated[Any, Off(_NO_SCHEMA)] = setting("vLLM: what to follow.", None)
     regex: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a regular expression.", None)
     ebnf: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a grammar.", None)
