@@ -40,6 +40,7 @@ def page() -> str:
             "router": host.routers,
             "tiers": host.tiers,
             "auth": host.authenticators,
+            "limiter": host.limiters,
             "registry": host.registries,
             "launcher": host.launchers,
         }

@@ -45,10 +45,10 @@ from commutator.registry.server import RegistryServer
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.load import InFlightLoad
 from commutator.supervisor.live_planner import LivePlanner, PlannedFleet, PlannerService
-from commutator.tenants.service import LedgerService
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest
 from commutator_engine_kit.server import TokenApiServer
+from commutator_limits.service import LedgerService
 from commutator_sim.config import SimConfig
 from commutator_sim.engine import SimEngine
 

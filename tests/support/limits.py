@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from commutator.contract.limiter import RequestLimiter, Ticket
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import RateLimitError
-from commutator.tenants.limiter import RequestLimiter, Ticket
 
 __all__ = ["ask", "settle"]
 

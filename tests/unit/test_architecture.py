@@ -31,7 +31,7 @@ ROOMS = {
 } | {"": {"contract", "errors", "hookspecs"}, "__main__": {"cli"}}
 ROOMS["errors"] = set()
 ROOMS["contract"] = {"errors"}
-PUBLIC = {"errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
+PUBLIC = {"backoff", "errors", "engine", "kv_events", "tokenizer", "frontend", "schema", "registry"}
 PUBLIC |= {f"contract.{file.stem}" for file in (CORE / "contract").glob("[a-z]*.py")}
 PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank"}
 # Released with core, of core's own version, and so free to import its internals: the front door

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from commutator.auth.keys import KeyAuthenticator, KeysConfig
+from commutator.auth.unlimited import UnlimitedLimiter
 from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.fairness import FairnessConfig
 from commutator.contract.launcher import LauncherConfig
+from commutator.contract.limiter import LimiterConfig
 from commutator.contract.registration import (
     AuthenticatorRegister,
     EventBusRegister,
     FairnessRegister,
     LauncherRegister,
+    LimiterRegister,
     ObserverRegister,
     RegistryRegister,
 )
@@ -48,6 +51,12 @@ def registry_register(register: RegistryRegister) -> None:
 def authenticator_register(register: AuthenticatorRegister) -> None:
     """Kind `keys`: API keys, known by their hashes."""
     register("keys", KeysConfig, KeyAuthenticator, "beta")
+
+
+@hookimpl
+def limiter_register(register: LimiterRegister) -> None:
+    """Kind `unlimited`: nobody has limits."""
+    register("unlimited", LimiterConfig, lambda _: UnlimitedLimiter(), "stable")
 
 
 @hookimpl

@@ -90,7 +90,7 @@ class RateLimitError(CommutatorError):
     """A request is beyond a limit of its principal. ``limit`` is its name in ``Limits``.
 
     ``retry_after_s`` is when it may fit; None: it never does, being too large. ``standing``, a
-    ``commutator.frontend.Standing``, is how far the principal is from its limits.
+    ``commutator.contract.limiter.Standing``, is how far the principal is from its limits.
     """
 
     def __init__(

@@ -8,10 +8,11 @@ contract version arguments may be added here, never removed or reordered.
                                            route_stage_register, disagg_register,
                                            fairness_register, tier_register,
                                            eviction_register, observer_register,
-                                           authenticator_register, frontend_register,
-                                           registry_register, launcher_register,
-                                           event_bus_register, planner_register,
-                                           forecast_register, constraint_register
+                                           authenticator_register, limiter_register,
+                                           frontend_register, registry_register,
+                                           launcher_register, event_bus_register,
+                                           planner_register, forecast_register,
+                                           constraint_register
     the command line                       command_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         ForecastRegister,
         FrontendRegister,
         LauncherRegister,
+        LimiterRegister,
         ObserverRegister,
         PlannerRegister,
         RegistryRegister,
@@ -156,6 +158,16 @@ def authenticator_register(register: AuthenticatorRegister) -> None:
     ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
     ``AuthenticatorConfig``; ``factory(config)`` makes one ``Authenticator`` for each `auth` entry
     in each front-door process. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def limiter_register(register: LimiterRegister) -> None:
+    """Called once at start, in every process. Offer limiters, which count requests against limits.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``LimiterConfig``; ``factory(config)`` makes one ``Limiter`` in each front door, for its half
+    there, and one in each supervisor, for its service. Collect-all; must not block.
     """
 
 

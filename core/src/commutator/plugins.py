@@ -34,6 +34,7 @@ from commutator.contract.launcher import (
     LauncherConfig,
     LauncherContext,
 )
+from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -172,6 +173,9 @@ class PluginHost(Observer):
         self.authenticators: Catalog[Callable[[Any], Authenticator]] = Catalog(
             "authenticator", AuthenticatorConfig, _must_be_factory
         )
+        self.limiters: Catalog[Callable[[Any], Limiter]] = Catalog(
+            "limiter", LimiterConfig, _must_be_factory
+        )
         self.frontends: Catalog[Frontend[Any, Any]] = Catalog(
             "frontend", FrontendConfig, _instance_of(Frontend, "a Frontend")
         )
@@ -203,6 +207,7 @@ class PluginHost(Observer):
             "eviction_register": self.evictions,
             "observer_register": self.observers,
             "authenticator_register": self.authenticators,
+            "limiter_register": self.limiters,
             "frontend_register": self.frontends,
             "registry_register": self.registries,
             "launcher_register": self.launchers,

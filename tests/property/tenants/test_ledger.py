@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from commutator.contract.principal import Limits
-from commutator.tenants.ledger import (
+from commutator_limits.ledger import (
     DAY_S,
     UNSTATED_ANSWER_TOKENS,
     WINDOW_S,

@@ -22,13 +22,14 @@ from tests.support.connections import Sent
 from tests.support.limits import ask, settle
 from tests.support.virtual_time import in_virtual_time
 
+from commutator.contract.limiter import RequestLimiter
 from commutator.contract.principal import Limits
 from commutator.errors import RateLimitError, RegistryError
 from commutator.frames import FrameProtocol
 from commutator.registry.hub import Hub
-from commutator.tenants.ledger import WINDOW_S, Moment
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
-from commutator.tenants.service import LedgerService
+from commutator_limits.ledger import WINDOW_S, Moment
+from commutator_limits.limiter import CountingLimiter, LocalLimiter, SharedLimiter
+from commutator_limits.service import LedgerService
 
 DAY_BEGAN_S = 7 * 86_400.0
 SETTLED_S = 0.3
@@ -227,7 +228,7 @@ def test_no_limit_is_exceeded_and_none_refuses_early(
         chance = random.Random(seed)
         world = World(limits, chance, exact=not faults)
         hubs = [SimulatedHub(world.service, chance) for _ in range(doors)]
-        limiters: list[RequestLimiter] = [
+        limiters: list[CountingLimiter] = [
             SharedLimiter(f"door-{n}", cast(Hub, hub)) for n, hub in enumerate(hubs)
         ]
         ledger = world.service.ledger

@@ -20,8 +20,8 @@ from tests.unit.frontend.test_pass_through import MESSAGES, TOOLS, ForwardingDis
 
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import OverloadedError, RegistryError
-from commutator.tenants.ledger import UNSTATED_ANSWER_TOKENS, WINDOW_S, Moment
-from commutator.tenants.limiter import LocalLimiter
+from commutator_limits.ledger import UNSTATED_ANSWER_TOKENS, WINDOW_S, Moment
+from commutator_limits.limiter import LocalLimiter
 from commutator_openai.metering import AnswerUsage, stated_answers
 from commutator_openai.protocol.rate_limits import RATE_LIMIT_HEADERS, as_duration
 

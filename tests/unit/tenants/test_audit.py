@@ -22,6 +22,7 @@ from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
 from commutator.log_file import LineWriter, OwnFile, open_own
 from commutator.tenants.audit import AuditConfig, AuditLog
+from commutator_limits.limiter import LocalLimiter
 from commutator_testing.observers import ObserverContract
 
 ONE = AnsweredRequest(
@@ -202,6 +203,7 @@ async def test_refused_requests_and_strangers_stand_in_the_log(tmp_path: Path) -
         front_door(FakeDispatcher(), gate=gate) as door,
     ):
         door.services.observer = log
+        door.services.request_limiter = LocalLimiter("frontend-0")
         await door.get("/live")
         await door.session.get(f"{door.url}/metrics")
         await door.complete()

@@ -6,10 +6,11 @@ import pytest
 from attrs import define
 from tests.support.limits import ask
 
+from commutator.contract.limiter import Standing, Ticket
 from commutator.contract.principal import Limits, Principal
 from commutator.errors import RateLimitError
-from commutator.tenants.ledger import WINDOW_S, Moment, Refusal, Standing
-from commutator.tenants.limiter import LocalLimiter, Ticket
+from commutator_limits.ledger import WINDOW_S, Moment, Refusal
+from commutator_limits.limiter import LocalLimiter
 
 ADA = Principal(name="ada", limits=Limits(concurrent_requests=2))
 
@@ -99,7 +100,7 @@ def test_refused_principals_are_remembered_in_bounded_memory() -> None:
 async def test_what_a_door_is_allowed_is_remembered_of_so_many_principals_and_returned_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commutator.tenants.limiter._MOST_SENDERS", 100)
+    monkeypatch.setattr("commutator_limits.limiter._MOST_SENDERS", 100)
     clock = Clock()
     limiter = LocalLimiter("door", clock=clock)
     limits = Limits(requests_per_minute=1_000)

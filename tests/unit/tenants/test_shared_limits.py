@@ -12,6 +12,7 @@ import pytest
 from attrs import define, field
 from tests.support.limits import ask, settle
 
+from commutator.contract.limiter import RequestLimiter, Standing, Ticket
 from commutator.contract.principal import Limits
 from commutator.contract.service import Connection, Receiver
 from commutator.errors import RateLimitError, RegistryError
@@ -20,9 +21,9 @@ from commutator.registry.client import connect
 from commutator.registry.hub import Hub
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import RegistryServer
-from commutator.tenants.ledger import WINDOW_S, Moment, Standing
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter, Ticket
-from commutator.tenants.service import SERVICE, LedgerService
+from commutator_limits.ledger import WINDOW_S, Moment
+from commutator_limits.limiter import LocalLimiter, SharedLimiter
+from commutator_limits.service import SERVICE, LedgerService
 
 
 @define
@@ -240,7 +241,7 @@ async def test_a_door_that_is_cut_off_admits_nothing_until_it_is_back(
 async def test_a_ledger_that_does_not_answer_is_waited_for_only_shortly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("commutator.tenants.limiter._ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("commutator_limits.limiter._ANSWER_TIMEOUT_S", 0.05)
 
     class Mute(LedgerService):
         def connected(self, connection: Connection) -> Receiver:

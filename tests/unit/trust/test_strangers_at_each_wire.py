@@ -23,13 +23,13 @@ from commutator.frames import FrameProtocol, pack
 from commutator.registry.memory import MemoryRegistry
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.registry.server import RegistryServer
-from commutator.tenants.service import SERVICE as LIMITS
-from commutator.tenants.service import LedgerService
 from commutator.trust import RunSecret, adopt
 from commutator.trust.identity import Kind
 from commutator_engine_kit.kv.transfer.exporter import BlockExporter
 from commutator_engine_kit.kv.transfer.protocol import SERVICE as EXPORTER
 from commutator_engine_kit.server import TokenApiServer
+from commutator_limits.service import SERVICE as LIMITS
+from commutator_limits.service import LedgerService
 
 pytestmark = pytest.mark.security
 

@@ -18,6 +18,7 @@ from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
 from commutator.contract.frontend import AdminConfig, FrontendConfig
 from commutator.contract.launcher import AgentLauncherConfig
+from commutator.contract.principal import PrincipalConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.tier import Memory, TierConfig
 from commutator.plugins import PluginHost
@@ -27,6 +28,7 @@ __all__ = [
     "cross_problems",
     "fill_in",
     "fill_in_cluster",
+    "limit_problems",
     "tier_warnings",
 ]
 
@@ -127,6 +129,42 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
     yield from _cluster_problems(data, engines, tiers, host)
     yield from _agent_problems(data, engines, host)
     yield from _group_problems(data, engines, tiers, host)
+
+
+def limit_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """(path, message) if principals have limits that nothing counts."""
+    if config.limiter.kind != "unlimited":
+        return
+    limited = [
+        f"{path}.limits"
+        for number, entry in enumerate(config.auth)
+        for path, principal in _principals(entry, f"auth[{number}]")
+        if principal.limits.are_counted
+    ]
+    if limited:
+        others = f", nor those of {len(limited) - 1} more" if len(limited) > 1 else ""
+        yield (
+            limited[0],
+            (
+                f'the limiter "unlimited" does not count these limits{others}; pip install '
+                "commutator-limits, or remove them"
+            ),
+        )
+
+
+def _principals(value: Any, path: str) -> Iterator[tuple[str, PrincipalConfig]]:
+    """The principals in the options of an authenticator."""
+    if isinstance(value, PrincipalConfig):
+        yield path, value
+    elif attrs.has(type(value)):
+        for name in (field.name for field in attrs.fields(type(value))):
+            yield from _principals(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _principals(one, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _principals(one, f"{path}[{index}]")
 
 
 def _engine_problems(

@@ -18,6 +18,7 @@ from commutator.contract.eviction import EvictionConfig
 from commutator.contract.fairness import FairnessConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
+from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
 from commutator.contract.planner import ConstraintConfig, ForecasterConfig, PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
@@ -33,6 +34,7 @@ from commutator.schema.structure import Mismatch, build_converter, mismatch, nea
 __all__ = [
     "DEFAULT_KINDS",
     "config_converter",
+    "default_limiter",
     "file_schema",
     "unknown_kind",
 ]
@@ -45,6 +47,11 @@ DEFAULT_KINDS = {
     "launcher": "process",
 }
 """The kind of each section of ``Config`` that may leave it out."""
+
+
+def default_limiter(host: PluginHost) -> str:
+    """The kind of the section `limiter` that leaves it out."""
+    return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
 def config_converter(host: PluginHost | Callable[[], PluginHost]) -> cattrs.Converter:
@@ -70,6 +77,7 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     FairnessConfig: lambda host: host.fairness,
     ObserverConfig: lambda host: host.observers,
     AuthenticatorConfig: lambda host: host.authenticators,
+    LimiterConfig: lambda host: host.limiters,
     FrontendConfig: lambda host: host.frontends,
     RegistryConfig: lambda host: host.registries,
     LauncherConfig: lambda host: host.launchers,
@@ -95,6 +103,8 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
         return f"{text}; not loaded: {'; '.join(lost)}"
     if catalog is host.tiers and not known:
         text += "; in a checkout, run `make tiers`"
+    if catalog is host.limiters and kind == "ledger":
+        text += "; pip install commutator-limits"
     if catalog is host.frontends:
         text += f"; install its package, such as commutator-{kind}"
     return text
@@ -166,7 +176,7 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
     schema = json_schema(Config, partial(_option_schema, Config, host))
     for section in ("models", "engines"):
         schema["properties"][section]["minItems"] = 1
-    for section, default in DEFAULT_KINDS.items():
+    for section, default in {**DEFAULT_KINDS, "limiter": default_limiter(host)}.items():
         base: Any = attrs.fields_dict(Config)[section].type
         schema["properties"][section] |= _one_of_kinds(base, host, default)
         if default not in _CATALOGS[base](host).kinds:

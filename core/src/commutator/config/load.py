@@ -10,8 +10,13 @@ from typing import Any
 
 from attrs import frozen
 
-from commutator.config.checks import cross_problems, fill_in, fill_in_cluster
-from commutator.config.kinds import DEFAULT_KINDS, config_converter
+from commutator.config.checks import (
+    cross_problems,
+    fill_in,
+    fill_in_cluster,
+    limit_problems,
+)
+from commutator.config.kinds import DEFAULT_KINDS, config_converter, default_limiter
 from commutator.config.model import Config
 from commutator.config.tree import (
     DEFAULT,
@@ -130,7 +135,8 @@ def build_config(
     tree: Node, host: PluginHost, files: Sequence[str | Path], problems: Iterable[str] = ()
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
-    tree = fill_in_cluster(fill_in(tree), host)
+    limiter = from_plain({"limiter": {"kind": default_limiter(host)}}, DEFAULT)
+    tree = fill_in_cluster(fill_in(merge(limiter, tree)), host)
     data: dict[str, Any] = plain(tree)
     found: list[tuple[str, str]] = []
     config = None
@@ -138,6 +144,8 @@ def build_config(
         config = structure(config_converter(host), data, Config)
     except StructureError as error:
         found += error.problems
+    else:
+        found += limit_problems(config)
     found += cross_problems(data, host)
     lines = [*problems, *(_located(tree, path, text, files) for path, text in found)]
     if lines or config is None:

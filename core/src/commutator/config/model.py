@@ -14,6 +14,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
+from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
@@ -301,6 +302,11 @@ class Config:
     )
     auth: tuple[AuthenticatorConfig, ...] = setting(
         "What tells who sends a request, asked in this order; without an entry nobody is asked.", ()
+    )
+    limiter: LimiterConfig = setting(
+        "What counts requests against the limits of principals: by default `ledger` where "
+        "commutator-limits is installed.",
+        factory=lambda: LimiterConfig(kind="unlimited"),
     )
     frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)

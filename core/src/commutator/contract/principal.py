@@ -54,6 +54,16 @@ class Limits:
     answers: PositiveInt | None = setting("Answers to one request: prompts times `n`.", None)
     max_model_len: PositiveInt | None = setting("Longest prompt plus answer in tokens.", None)
 
+    @property
+    def are_counted(self) -> bool:
+        """Whether some of them are about several requests, which a limiter counts."""
+        return (
+            self.requests_per_minute is not None
+            or self.tokens_per_minute is not None
+            or self.tokens_per_day is not None
+            or self.concurrent_requests is not None
+        )
+
 
 @frozen(kw_only=True)
 class Principal:

@@ -19,6 +19,7 @@ from commutator.contract.launcher import (
     LauncherConfig,
     LauncherContext,
 )
+from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import Observer, ObserverConfig
 from commutator.contract.planner import (
     ConstraintConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "FrontendRegister",
     "Kind",
     "LauncherRegister",
+    "LimiterRegister",
     "ObserverRegister",
     "Origin",
     "PlannerRegister",
@@ -81,8 +83,8 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "frontend", "registry", "launcher", "event bus",
-    "planner", "forecaster" or "constraint"."""
+    "fairness", "observer", "authenticator", "limiter", "frontend", "registry", "launcher",
+    "event bus", "planner", "forecaster" or "constraint"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
@@ -206,6 +208,8 @@ process."""
 AuthenticatorRegister = Register[AuthenticatorConfig, Callable[[Any], Authenticator]]
 """Offers an authenticator by ``factory(config)``, called once for each `auth` entry and front-door
 process."""
+LimiterRegister = Register[LimiterConfig, Callable[[Any], Limiter]]
+"""Offers a limiter by ``factory(config)``, called once in each supervisor and front door."""
 RegistryRegister = Register[RegistryConfig, Callable[[Any], Registry]]
 """Offers a registry by ``factory(config)``, called once for a deployment."""
 LauncherRegister = Register[

@@ -7,9 +7,10 @@ deployment. It outlives every front door, as it runs in the supervisor's process
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Connection", "Receiver", "Service"]
+__all__ = ["Connection", "Hub", "Receiver", "Service"]
 
 
 class Connection(Protocol):
@@ -27,6 +28,19 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """End the connection, after what was sent. Idempotent."""
+
+
+class Hub(Protocol):
+    """The way of a front door to the services beside the supervisor that it shares with others."""
+
+    async def connect(
+        self, on_frame: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    ) -> Connection:
+        """Connect, once it is known where. Raises ``commutator.errors.RegistryError``.
+
+        ``on_frame`` takes each frame that comes, and must not raise; ``on_lost`` is called once
+        when the connection has ended, also when another host has become the hub: connect again.
+        """
 
 
 class Receiver(ABC):

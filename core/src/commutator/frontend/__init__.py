@@ -11,8 +11,6 @@ from commutator.frontend.preprocessor import Preprocessor, size_of
 from commutator.frontend.services import FrontendServices
 from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.routing.forward import Forward
-from commutator.tenants.ledger import Standing
-from commutator.tenants.limiter import Ticket
 from commutator.tracing import traced
 
 __all__ = [
@@ -32,8 +30,6 @@ __all__ = [
     "Piece",
     "Plan",
     "Preprocessor",
-    "Standing",
-    "Ticket",
     "TimeLimit",
     "TokenUsage",
     "WorkPool",

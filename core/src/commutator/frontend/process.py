@@ -23,10 +23,12 @@ from typing import Any, TextIO, TypeVar
 
 from commutator import tracing
 from commutator.auth.gate import Gate
+from commutator.auth.unlimited import Unlimited
 from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
 from commutator.contract.engine import ModelConfig
 from commutator.contract.frontend import Frontend
+from commutator.contract.limiter import LimiterContext, RequestLimiter
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
 from commutator.errors import CommutatorError, RegistryError
@@ -50,7 +52,6 @@ from commutator.routing.membership import WorkerFollower
 from commutator.routing.placement import Placement
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexSharing
 from commutator.routing.replica_sync import ReplicaSync
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter, SharedLimiter
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import network_of_this_process
@@ -100,7 +101,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     authenticators = loaded.host.authenticators.kinds
     gate = Gate([(one.kind, authenticators[one.kind].thing(one)) for one in config.auth])
     registry = RegistryClient(registry_address)
-    counting = _limiter(config, door, hub)
+    counting = _limiter(loaded, door, hub)
     services = FrontendServices(
         config=config.frontend,
         models=_text_models(config.models),
@@ -335,12 +336,13 @@ def _recorder(config: Config, host: PluginHost) -> TraceRecorder | None:
     return recorder
 
 
-def _limiter(config: Config, door: str, hub: Hub) -> RequestLimiter:
+def _limiter(loaded: Loaded, door: str, hub: Hub) -> RequestLimiter:
+    config = loaded.config
     if not config.auth:  # nobody has limits
-        return LocalLimiter(door)
-    if config.frontend.replicas > 1 or hub.spans_hosts:
-        return SharedLimiter(door, hub)
-    return LocalLimiter(door, hub)
+        return Unlimited()
+    limiter = loaded.host.limiters.kinds[config.limiter.kind].thing(config.limiter)
+    alone = config.frontend.replicas == 1 and not hub.spans_hosts
+    return limiter.at_door(LimiterContext(door=door, alone=alone, hub=hub))
 
 
 def _text_models(configs: tuple[ModelConfig, ...]) -> Mapping[str, TextModel]:

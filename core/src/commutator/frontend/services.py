@@ -11,7 +11,9 @@ from attrs import define, field
 
 from commutator.auth.gate import Gate
 from commutator.auth.rights import longest, may_use
+from commutator.auth.unlimited import Unlimited
 from commutator.contract.frontend import FrontendConfig
+from commutator.contract.limiter import RequestLimiter
 from commutator.contract.observer import Observer
 from commutator.contract.principal import Principal
 from commutator.contract.registry import Registry
@@ -24,7 +26,6 @@ from commutator.frontend.work import WorkPool
 from commutator.metrics.frontend import FrontendMetrics, Readings
 from commutator.registry.unready import UnreadyWorker
 from commutator.routing.dispatcher import Dispatcher
-from commutator.tenants.limiter import LocalLimiter, RequestLimiter
 from commutator.tokenizer.text_model import TextModel
 from commutator.trust import refused_connections
 
@@ -51,7 +52,7 @@ class FrontendServices:
     """By model."""
     gate: Gate = field(factory=Gate)
     """Tells who sends a request."""
-    request_limiter: RequestLimiter = field(factory=lambda: LocalLimiter("frontend-0"))
+    request_limiter: RequestLimiter = field(factory=Unlimited)
     """Counts requests against the limits of their principals."""
     observer: Observer = field(factory=Observer)
     """Learns of each request that was answered."""

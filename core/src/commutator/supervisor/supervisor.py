@@ -64,7 +64,6 @@ from commutator.supervisor.planning import LearnedFile, machine, make_planner, s
 from commutator.supervisor.tuning.live_tuning import LiveTuning
 from commutator.supervisor.tuning.policy_search import PolicySearch
 from commutator.supervisor.worker_agent import WorkerAgent, WorkerSpec
-from commutator.tenants.service import LedgerService
 from commutator.trust import (
     SECRET_FILE,
     Network,
@@ -243,7 +242,7 @@ class Supervisor:
             await self._agents.open()
         config = self._config.registry
         registry = self._loaded.host.registries.kinds[config.kind].thing(config)
-        services: list[Service] = [LedgerService()]
+        services = self._services()
         server = RegistryServer(registry)
         address = await server.start()
         events = self._config.cluster.events
@@ -289,6 +288,12 @@ class Supervisor:
             for service in services:
                 await service.stop()
             await registry.close()
+
+    def _services(self) -> list[Service]:
+        """What plugins have run beside this supervisor."""
+        config = self._config.limiter
+        ledger = self._loaded.host.limiters.kinds[config.kind].thing(config).service()
+        return [] if ledger is None else [ledger]
 
     def _claim(self, name: str, address: str, registry: Registry) -> Claim:
         """A claim of this host to do what ``name`` says, for all of the cluster."""

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 from attrs import define, field
 from multidict import istr
 
+from commutator.contract.limiter import Ticket
 from commutator.contract.observer import AnsweredRequest
 from commutator.contract.principal import ANONYMOUS, Credentials, Principal
 from commutator.contract.request import Caller
@@ -29,7 +30,6 @@ from commutator.frontend import (
     PROBE_PATHS,
     WORKING_FOR,
     FrontendServices,
-    Ticket,
     TimeLimit,
     local_user,
     require,

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from attrs import field, frozen
 
+from commutator.contract.limiter import Standing
 from commutator.errors import (
     AuthenticationError,
     CommutatorError,
@@ -24,7 +25,6 @@ from commutator.errors import (
     RequestError,
     RoutingError,
 )
-from commutator.frontend import Standing
 from commutator_openai.protocol.rate_limits import rate_limits
 from commutator_openai.protocol.responses import ErrorBody, ErrorDetail
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from multidict import istr
 
-from commutator.frontend import Standing
+from commutator.contract.limiter import Standing
 
 __all__ = ["RATE_LIMIT_HEADERS", "as_duration", "rate_limits"]
 

@@ -21,6 +21,7 @@ from typing import Literal
 
 from attrs import define, field, frozen
 
+from commutator.contract.limiter import Standing
 from commutator.contract.principal import Limits
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "Refusal",
     "Settlement",
     "SlidingWindow",
-    "Standing",
     "Use",
     "unstated_tokens",
 ]
@@ -68,21 +68,6 @@ class Moment:
     """For windows; never goes back."""
     unix_s: float
     """For days of UTC."""
-
-
-@define(eq=False)  # as above; and texts are remembered of each
-class Standing:
-    """How far a principal is from its limits, right after a request was admitted or refused."""
-
-    limit_requests: int | None = None
-    """Requests a minute; None without such a limit, and so for the next two."""
-    remaining_requests: int | None = None
-    reset_requests_s: float | None = None
-    """Seconds until all of the limit is free again if no further request comes."""
-    limit_tokens: int | None = None
-    """Tokens a minute; a day where only a limit for the day is set."""
-    remaining_tokens: int | None = None
-    reset_tokens_s: float | None = None
 
 
 @frozen

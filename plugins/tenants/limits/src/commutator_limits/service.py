@@ -33,16 +33,16 @@ from typing import Annotated, Any
 import msgspec
 from attrs import define
 
+from commutator.contract.limiter import Standing
 from commutator.contract.principal import Limits
 from commutator.contract.service import Connection, Receiver, Service
-from commutator.tenants.ledger import (
+from commutator_limits.ledger import (
     Account,
     Ledger,
     LimitName,
     Moment,
     Refusal,
     Settlement,
-    Standing,
     Use,
 )
 

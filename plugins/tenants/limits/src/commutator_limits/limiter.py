@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -25,20 +25,19 @@ from uuid import uuid4
 from attrs import define, field
 
 from commutator.backoff import Backoff
+from commutator.contract.limiter import RequestLimiter, Standing, Ticket
 from commutator.contract.principal import Limits, Principal
+from commutator.contract.service import Connection, Hub
 from commutator.errors import RateLimitError, RegistryError
-from commutator.frames import FrameProtocol
-from commutator.registry.hub import Hub
-from commutator.tenants.ledger import (
+from commutator_limits.ledger import (
     Ledger,
     Moment,
     Refusal,
     Settlement,
-    Standing,
     Use,
     unstated_tokens,
 )
-from commutator.tenants.service import (
+from commutator_limits.service import (
     SERVICE,
     now,
     pack_account,
@@ -51,10 +50,10 @@ from commutator.tenants.service import (
 )
 
 __all__ = [
+    "CountingLimiter",
+    "LedgerTicket",
     "LocalLimiter",
-    "RequestLimiter",
     "SharedLimiter",
-    "Ticket",
 ]
 
 log = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ class _Batch:
 
 
 @define(eq=False)
-class Ticket:
+class LedgerTicket(Ticket):
     """A request that was admitted and charged."""
 
     batch: _Batch
@@ -123,7 +122,6 @@ class Ticket:
 
     @property
     def standing(self) -> Standing:
-        """How far its principal is from its limits: not further than this."""
         return self.batch.standing
 
 
@@ -195,13 +193,12 @@ _Wanted = tuple[_Sender, int, int]
 """Who asks for so many more requests and tokens."""
 
 
-class RequestLimiter(ABC):
-    """Counts the requests of one front door: each begins, is admitted, and ends."""
+class CountingLimiter(RequestLimiter):
+    """What both limiters have in common: what is in hand, and allowances."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """``now_s``: by a clock that never goes back."""
-        self.ready = asyncio.Event()
-        """Set once requests can be counted, together with what counts from before."""
+        super().__init__()
         self._now_s = now_s
         self._in_hand: dict[str, int] = {}
         """Requests that count of each principal, admitted or not yet: also those in the queue."""
@@ -222,13 +219,9 @@ class RequestLimiter(ABC):
         self._reporting: asyncio.TimerHandle | None = None
 
     def begin(self, principal: Principal) -> bool:
-        """A request begins. Whether it counts: its end must be said then, however it ends.
-
-        Raises RateLimitError where it is certain already that the request is refused.
-        """
         limits, name = principal.limits, principal.name
         most = limits.concurrent_requests
-        if most is None and not _counts_tokens_or_requests(limits):
+        if most is None and not limits.are_counted:
             return False
         if self._refused and (known := self._refused.get(name)) is not None:
             until_s, refusal = known
@@ -247,13 +240,7 @@ class RequestLimiter(ABC):
         prompt_tokens: int,
         answers: int = 1,
         max_tokens: int | None = None,
-    ) -> Ticket:
-        """Charge a request that began, once, if it is within the limits.
-
-        ``max_tokens`` is the longest answer as the client stated it, None if it did not. Raises
-        RateLimitError, or RegistryError when the ledger cannot be asked. A request whose asking is
-        cancelled is not charged.
-        """
+    ) -> LedgerTicket:
         name, limits = principal.name, principal.limits
         if max_tokens is None:
             tokens = unstated_tokens(limits, prompt_tokens, answers)
@@ -273,7 +260,7 @@ class RequestLimiter(ABC):
             batch = sender.batch
             batch.requests += 1
             batch.tokens += tokens
-            return Ticket(batch, tokens)
+            return LedgerTicket(batch, tokens)
         answer = await self._ask(name, limits, tokens)
         if isinstance(answer, Refusal):
             self._remember(name, answer)
@@ -281,7 +268,7 @@ class RequestLimiter(ABC):
         return answer
 
     @abstractmethod
-    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> LedgerTicket | Refusal:
         """Ask the ledger; as ``admit``."""
 
     def _remember(self, principal: str, refusal: Refusal) -> None:
@@ -293,11 +280,6 @@ class RequestLimiter(ABC):
             self._refused[principal] = (until_s, refusal)
 
     def end(self, principal: Principal, ticket: Ticket | None, tokens: int | None) -> None:
-        """A request that counts ended after ``tokens``.
-
-        ``ticket`` is None if it was not admitted, ``tokens`` if it reached no worker: both cost
-        nothing.
-        """
         name = principal.name
         if left := self._in_hand[name] - 1:
             self._in_hand[name] = left
@@ -305,6 +287,7 @@ class RequestLimiter(ABC):
             del self._in_hand[name]
         if ticket is None:
             return
+        assert isinstance(ticket, LedgerTicket)
         batch = ticket.batch
         ended = batch.ended
         ended.count += 1
@@ -354,10 +337,6 @@ class RequestLimiter(ABC):
     @abstractmethod
     def _return(self, principal: str) -> None:
         """Tell the ledger that no more is admitted of what was allowed."""
-
-    @abstractmethod
-    async def run(self) -> None:
-        """Stay in touch with the supervisor's ledger until cancelled."""
 
     def _asking(
         self, principal: str, limits: Limits, tokens: int
@@ -459,15 +438,7 @@ def _rate_limit_error(
     return RateLimitError(text, refusal.limit, refusal.retry_after_s, refusal.standing)
 
 
-def _counts_tokens_or_requests(limits: Limits) -> bool:
-    return (
-        limits.requests_per_minute is not None
-        or limits.tokens_per_minute is not None
-        or limits.tokens_per_day is not None
-    )
-
-
-class LocalLimiter(RequestLimiter):
+class LocalLimiter(CountingLimiter):
     """The ledger of a front door that is alone.
 
     With a ``hub``, ``run`` keeps a copy there.
@@ -492,7 +463,7 @@ class LocalLimiter(RequestLimiter):
         else:
             self._link = _Link(hub, door, list, self._on_frame, self._on_lost)
 
-    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> LedgerTicket | Refusal:
         batch, more = self._asking(principal, limits, tokens)
         sender, ledger, door, at = batch.sender, self._ledger, self._door, self._clock()
         answer = ledger.admit(door, batch.number, principal, limits, tokens, at)
@@ -508,7 +479,7 @@ class LocalLimiter(RequestLimiter):
             answer = ledger.standing(principal, limits, at)
             self._allowed(sender, answer, *allowed)
         batch.standing = answer
-        return Ticket(batch, tokens)
+        return LedgerTicket(batch, tokens)
 
     def _tell(self, used: list[Use], ended: list[Settlement], asking: Sequence[_Wanted]) -> None:
         ledger, door, at = self._ledger, self._door, self._clock()
@@ -575,7 +546,7 @@ class _Question:
     """For the request that waits; None: no request does."""
 
 
-class SharedLimiter(RequestLimiter):
+class SharedLimiter(CountingLimiter):
     """Asks the ledger at the hub."""
 
     def __init__(self, door: str, hub: Hub) -> None:
@@ -584,7 +555,7 @@ class SharedLimiter(RequestLimiter):
         self._link = _Link(hub, door, self._tickets_left, self._on_frame, self._on_lost)
         self._questions: dict[int, _Question] = {}
 
-    async def _ask(self, principal: str, limits: Limits, tokens: int) -> Ticket | Refusal:
+    async def _ask(self, principal: str, limits: Limits, tokens: int) -> LedgerTicket | Refusal:
         connection = self._link.connection
         if connection is None:
             raise _unreachable()
@@ -609,7 +580,7 @@ class SharedLimiter(RequestLimiter):
             del self._batches[number]
             return answer
         batch.standing = answer
-        return Ticket(batch, tokens)
+        return LedgerTicket(batch, tokens)
 
     async def run(self) -> None:
         try:
@@ -738,7 +709,7 @@ class _Link:
         on_lost: Callable[[], None],
     ) -> None:
         """``tickets`` returns their numbers, how many requests of each are left, and whose."""
-        self.connection: FrameProtocol | None = None
+        self.connection: Connection | None = None
         """None while the ledger cannot be reached."""
         self._hub = hub
         self._door = door
