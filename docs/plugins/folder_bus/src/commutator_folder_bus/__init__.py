@@ -12,25 +12,34 @@ from urllib.parse import quote
 from attrs import astuple, frozen
 
 from commutator import EventSource, hookimpl, setting
-from commutator import kv_events as kv
+from commutator.contract.event_bus import (
+    EventBus,
+    EventBusConfig,
+    EventChannel,
+    EventOutlet,
+    EventStream,
+    KeptMessages,
+    Message,
+)
+from commutator.contract.registration import EventBusRegister
 
 _KEPT = 10_000
 _LOOK_EVERY_S = 0.05
 
 
 @frozen(kw_only=True)
-class FolderConfig(kv.EventBusConfig):
+class FolderConfig(EventBusConfig):
     path: str = setting("A folder that the hosts of workers and front doors all mount.")
 
 
-class FolderBus(kv.EventBus):
+class FolderBus(EventBus):
     def __init__(self, config: FolderConfig) -> None:
         self._folder = Path(config.path)
 
-    async def publish(self, stream: kv.EventStream, kept: kv.KeptMessages) -> kv.EventOutlet:
+    async def publish(self, stream: EventStream, kept: KeptMessages) -> EventOutlet:
         return Outlet(self._folder / ",".join(quote(str(part), "") for part in astuple(stream)))
 
-    def subscribe(self, source: EventSource, on_malformed: Callable[..., None]) -> kv.EventChannel:
+    def subscribe(self, source: EventSource, on_malformed: Callable[..., None]) -> EventChannel:
         if not source.endpoint.startswith("folder:"):
             raise ValueError(f"{source.endpoint}: give all hosts the same cluster.events")
         return Channel(Path(source.endpoint.removeprefix("folder:")))
@@ -38,7 +47,7 @@ class FolderBus(kv.EventBus):
     async def close(self) -> None: ...
 
 
-class Outlet(kv.EventOutlet):
+class Outlet(EventOutlet):
     def __init__(self, folder: Path) -> None:
         self._folder, name = folder, f"folder:{folder}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +63,11 @@ class Outlet(kv.EventOutlet):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class Channel(kv.EventChannel):
+class Channel(EventChannel):
     def __init__(self, folder: Path) -> None:
         self._folder, self._next, self._subscribed = folder, 0, asyncio.Semaphore(1)
 
-    async def receive(self) -> list[kv.Message]:
+    async def receive(self) -> list[Message]:
         while not (came := self._since(self._next)):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(_LOOK_EVERY_S)
         self._next = came[-1][0] + 1
@@ -67,10 +76,10 @@ class Channel(kv.EventChannel):
     async def missed(self) -> None:
         await self._subscribed.acquire()  # once: a folder drops nothing, and is always there
 
-    async def replay(self, first: int, timeout_s: float) -> AsyncGenerator[list[kv.Message], None]:
+    async def replay(self, first: int, timeout_s: float) -> AsyncGenerator[list[Message], None]:
         yield self._since(first)
 
-    def _since(self, first: int) -> list[kv.Message]:
+    def _since(self, first: int) -> list[Message]:
         found = []
         for number in sorted(int(file.name) for file in self._folder.glob("[0-9]*")):
             with suppress(FileNotFoundError):  # its worker keeps it no longer
@@ -82,5 +91,5 @@ class Channel(kv.EventChannel):
 
 
 @hookimpl
-def event_bus_register(register: kv.EventBusRegister) -> None:
+def event_bus_register(register: EventBusRegister) -> None:
     register("folder", FolderConfig, FolderBus)
