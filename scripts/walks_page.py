@@ -1,8 +1,8 @@
 """Writes ``docs/reference/walks.md``: which files and functions a request, a block, an event pass.
 
 Real clusters are started, every process of them with a profiler that notes which of our functions
-run for the first time while one request is served. What also runs while nothing is asked is left
-out: it is not on the way.
+run while requests are served. One rule holds for every walk and for every file of core and plugins:
+a function is on the way if in each of several rounds it runs more often than while nothing is asked.
 """
 
 from __future__ import annotations
@@ -23,24 +23,37 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "walks.md"
 
+# What these call belongs to the walk of an event, and all else to the walk of a request.
+EVENT = ("EventPublisher.publish", "EventSubscriber._read")
+OURS = re.compile(r"core/|plugins/")
+ROUNDS = 3
+
 # Runs in every process of the cluster. A thread reads the name of the window from a file; functions
 # called meanwhile are noted with the time of their first call, and written when the window ends.
 RECORDER = """
 import json, os, sys, threading, time
 
 root, folder, current, seen = os.environ["WALK_ROOT"], os.environ["WALK_FOLDER"], None, {}
+event, inside = os.environ["WALK_EVENT"].split(), set()
 
-def note(frame, event, _):
-    if current is None or event != "call":
-        return
+def note(frame, what, _):
     code = frame.f_code
-    if code.co_filename.startswith(root) and code.co_name[0] != "<":
-        key = code.co_filename, code.co_qualname
-        entry = seen.get(key)
-        if entry is None:
-            seen[key] = [time.monotonic_ns(), 1]
-        else:
-            entry[1] += 1
+    if what == "return":
+        if code.co_qualname in event:
+            inside.discard(threading.get_ident())
+        return
+    if what != "call" or not code.co_filename.startswith(root) or code.co_name[0] == "<":
+        return
+    if code.co_qualname in event:
+        inside.add(threading.get_ident())
+    if current is None:
+        return
+    key = code.co_filename, code.co_qualname, threading.get_ident() in inside
+    entry = seen.get(key)
+    if entry is None:
+        seen[key] = [time.monotonic_ns(), 1]
+    else:
+        entry[1] += 1
 
 def watch():
     global current, seen
@@ -102,48 +115,42 @@ class Walk(NamedTuple):
     title: str
     text: str
     config: dict[str, Any]
-    only: str
-    """A regular expression for the files that belong to the walk."""
     prompts: tuple[int, ...]
-    """Sentences of each request of the walk; requests with the same number have the same prompt."""
+    """Sentences of each request of a round; requests with the same number have the same prompt."""
     process: str = ""
     """A regular expression for the command line; the walk is followed in these processes."""
+    event: bool = False
+    """Whether what ``EVENT`` calls is the walk; else it is what is called elsewhere."""
 
 
 WALKS = {
     "chat": Walk(
         "A streaming chat",
-        "From the socket of the front door to the worker's connection and back. What the worker "
-        "does is left out.",
+        "From the socket of the front door to the worker's connection and back, in the front door.",
         CHAT,
-        r"(core|plugins/frontends|plugins/routers)/(?!.*(kv_events/|prefix_index/health|"
-        r"frontend/process))",
         (6,),
         r"frontend.process",
     ),
     "block": Walk(
         "A block to `dram`, to `nvme` and back",
-        "In the engine's process: blocks leave the engine's memory for `dram`, from there for "
-        "`nvme`, and are onboarded when their prompt is asked again.",
+        "In the engine's process, of requests whose blocks leave the engine's memory for `dram`, "
+        "from there for `nvme`, and are onboarded when their prompt is asked again.",
         TIERS,
-        r"plugins/(storage|engines)/(?!kit/src/commutator_engine_kit/kv/transfer)",
         (30, 31, 32, 33, 30),
         r"commutator_reference",
     ),
     "event": Walk(
         "A KV event",
-        "From the engine that stored a block to the entry in the front door's prefix index.",
+        "From the publisher in the engine's process to the entry in the front door's prefix index.",
         CHAT,
-        r"core/src/commutator/(kv_events/|routing/prefix_index/|contract/)",
         (7,),
+        event=True,
     ),
     "handover": Walk(
         "A hand-over from prefill to decode",
-        "From the dispatch of the request to the first token of the decode worker, in three "
-        "processes: the front door, the prefill worker and the decode worker.",
+        "The whole way of a chat that one worker prefills and another decodes: in the front door "
+        "and in both workers.",
         DISAGG,
-        r"core/src/commutator/(routing/(?!prefix_index|membership)|engine/|frames|nixl/|contract/|"
-        r"kv/(transfer|arena))|plugins/(engines|routers)/",
         (12,),
     ),
 }
@@ -155,20 +162,29 @@ def follow(walk: Walk, root: Path = ROOT) -> list[Step]:
         folder = Path(name)
         with cluster(walk.config, folder, root) as url:
             for sentences in (3, 4, 4):  # what only the first requests do is not on the way
-                ask(url, sentences)
-            started_s = time.monotonic()
-            with window(folder, "walk"):
-                for sentences in walk.prompts:
-                    ask(url, sentences)
-                time.sleep(1)  # events and blocks written behind
-            with window(folder, "idle"):
-                time.sleep(time.monotonic() - started_s + 1)
-            time.sleep(0.5)
-            noted = read(folder, "walk", walk.process, root)
-            idle = {step: count for step, _, count in read(folder, "idle", walk.process, root)}
-    steps = sorted((first, step) for step, first, count in noted if count > idle.get(step, 0))
-    chosen = [step for _, step in steps if re.match(walk.only, step.file)]
-    return list(dict.fromkeys(chosen))
+                ask(url, "warm", sentences)
+            rounds = [_round(walk, number, url, folder, root) for number in range(ROUNDS)]
+    first, *others = rounds
+    steps = [step for step in first if all(step in other for other in others)]
+    if not steps:
+        raise RuntimeError(f"{walk.title}: nothing of ours was called; are EVENT's names true?")
+    return steps
+
+
+def _round(walk: Walk, number: int, url: str, folder: Path, root: Path) -> list[Step]:
+    started_s = time.monotonic()
+    with window(folder, f"walk-{number}"):
+        for sentences in walk.prompts:
+            ask(url, f"round {number}", sentences)
+        time.sleep(1)  # events and blocks written behind
+    with window(folder, f"idle-{number}"):
+        time.sleep(time.monotonic() - started_s + 1)
+    noted = read(folder, f"walk-{number}", walk, root)
+    idle = read(folder, f"idle-{number}", walk, root)
+    chosen = {
+        step: first for step, (first, calls) in noted.items() if calls > idle.get(step, (0, 0))[1]
+    }
+    return sorted(chosen, key=lambda step: chosen[step])
 
 
 @contextmanager
@@ -182,6 +198,7 @@ def cluster(config: dict[str, Any], folder: Path, root: Path) -> Iterator[str]:
         "PYTHONPATH": str(folder / "site"),
         "WALK_ROOT": str(root),
         "WALK_FOLDER": str(folder),
+        "WALK_EVENT": " ".join(EVENT),
     }
     url_file = folder / "url"
     command = (
@@ -202,9 +219,11 @@ def cluster(config: dict[str, Any], folder: Path, root: Path) -> Iterator[str]:
         process.wait(60)
 
 
-def ask(url: str, sentences: int) -> None:
+def ask(url: str, topic: str, sentences: int) -> None:
     """One streaming chat, read to its end."""
-    text = " ".join(f"Item {number} of list {sentences} is blue." for number in range(sentences))
+    text = " ".join(
+        f"In {topic}, item {number} of list {sentences} is blue." for number in range(sentences)
+    )
     body = {
         "model": MODEL["name"],
         "messages": [{"role": "user", "content": text}],
@@ -230,40 +249,34 @@ def window(folder: Path, name: str) -> Iterator[None]:
     time.sleep(0.3)
 
 
-def read(folder: Path, name: str, process: str, root: Path) -> list[tuple[Step, int, int]]:
+def read(folder: Path, name: str, walk: Walk, root: Path) -> dict[Step, tuple[int, int]]:
     """Each function noted in a window: its first call (ns, one clock for all processes), calls."""
     noted: dict[Step, tuple[int, int]] = {}
     for file in folder.glob(f"{name}.*.json"):
-        if process and not re.search(process, command_line(int(file.name.split(".")[1]))):
+        if not re.search(walk.process, command_line(int(file.name.split(".")[1]))):
             continue
-        for path, function, first_ns, calls in json.loads(file.read_text()):
+        for path, function, event, first_ns, calls in json.loads(file.read_text()):
             step = Step(str(Path(path).relative_to(root)), function.replace(".<locals>", ""))
-            first, known = noted.get(step, (first_ns, 0))
-            noted[step] = min(first, first_ns), known + calls
-    return [(step, first, calls) for step, (first, calls) in noted.items()]
+            if event == walk.event and OURS.match(step.file):
+                first, known = noted.get(step, (first_ns, 0))
+                noted[step] = min(first, first_ns), known + calls
+    return noted
 
 
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
-COUNTED = r"core/src/commutator/(?!contract/|metrics/|tracing)|plugins/frontends/"
-
-
-def counted(steps: list[Step]) -> list[str]:
-    """The files of core and of the front door, in order, but for values and what only watches."""
-    files = dict.fromkeys(step.file for step in steps)
-    return [file for file in files if re.match(COUNTED, file)]
-
-
 def page() -> str:
-    """The whole page. Starts three clusters; takes about two minutes."""
+    """The whole page. Starts four clusters; takes about two minutes."""
     parts = [
         (
             "# The ways through the code\n\n"
-            "Generated by `make walks` from running clusters: every file of ours that is passed, in the "
-            "order of first calls, with its functions. Listed, but not counted: values (`contract/`), "
-            "metrics and tracing, and the files of engine, router and storage plugins.\n"
+            "Generated by `make walks` from running clusters: every file of core and plugins that is "
+            "passed, in the order of first calls, with its functions. A function is on the way if in "
+            f"each of {ROUNDS} rounds it runs more often than while nothing is asked. What publishing "
+            "and reading a KV event calls is the event's way alone. Values without a function that "
+            "runs, as most of `contract/` are, cannot be seen.\n"
         )
     ]
     for walk in WALKS.values():
@@ -271,7 +284,9 @@ def page() -> str:
         files: dict[str, list[str]] = {}
         for step in steps:
             files.setdefault(step.file, []).append(step.function)
-        parts.append(f"\n## {walk.title}\n\n{walk.text} {len(counted(steps))} files.\n")
+        parts.append(
+            f"\n## {walk.title}\n\n{walk.text} {len(files)} files, {len(steps)} functions.\n"
+        )
         for number, (file, functions) in enumerate(files.items(), 1):
             short = file.replace("core/src/commutator/", "").replace("/src/commutator_", " ")
             parts.append(f"{number}. [{short}](../../{file}): {', '.join(functions)}")
