@@ -46,7 +46,8 @@ from commutator_engine_kit.kv.tiers.staged_io import PAGE_BYTES, Staging
 from commutator_engine_kit.kv.transfer.protocol import PullHandover
 from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_engine_kit.nixl.library import load_nixl
-from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
+from commutator_engine_kit.nixl.transfer import TransferPath
 from commutator_reference.config import ReferenceConfig
 from commutator_reference.engine import EngineOptions, ReferenceEngine
 from commutator_reference.model import load_model
@@ -231,9 +232,11 @@ def nixl(setting: Setting) -> Iterator[Result]:
 
     def move(direction: Direction) -> None:
         errors = move_blocks(
-            agent, direction, moves, local_memory=setting.memory, remote_memory=Memory.DRAM,
-            backend=LOCAL_BACKEND, timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+            agent,
+            TransferPath(direction, setting.memory, Memory.DRAM, LOCAL_BACKEND),
+            moves,
+            MoveLimits(timeout_s=TIMEOUT_S),
+        )
         raise_first(errors)
 
     def arrived() -> bool:
@@ -277,10 +280,8 @@ def read_from_another(setting: Setting, arena: BlockArena, tensor: torch.Tensor)
             moves = [BlockMove(arena.span(i), there.span(i)) for i in range(arena.count)]
 
             def move() -> None:
-                errors = move_blocks(
-                    agent, Direction.READ, moves, local_memory=setting.memory,
-                    remote_memory=setting.memory, backend="UCX", timeout_s=TIMEOUT_S, peer=peer,
-                )  # fmt: skip
+                path = TransferPath(Direction.READ, setting.memory, setting.memory, "UCX", peer)
+                errors = move_blocks(agent, path, moves, MoveLimits(timeout_s=TIMEOUT_S))
                 raise_first(errors)
 
             return *in_turns(move, copy), lent["sha256"]

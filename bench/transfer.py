@@ -21,7 +21,8 @@ from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
 from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_engine_kit.nixl.library import make_agent
-from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
+from commutator_engine_kit.nixl.transfer import TransferPath
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 64
@@ -124,9 +125,12 @@ def move_ours(
         BlockMove(local.span(index), remote) for index, remote in enumerate(case.remote_spans())
     ]
     results = move_blocks(
-        agent, case.direction, moves, local_memory=Memory.DRAM, remote_memory=case.remote.memory,
-        backend=case.backend, timeout_s=60, on_done=on_done,
-    )  # fmt: skip
+        agent,
+        TransferPath(case.direction, Memory.DRAM, case.remote.memory, case.backend),
+        moves,
+        MoveLimits(timeout_s=60),
+        on_done,
+    )
     for error in results:
         if error is not None:
             raise error

@@ -16,7 +16,8 @@ from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.kv.arena import BlockArena, bytes_at, checksum
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
+from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
+from commutator_engine_kit.nixl.transfer import TransferPath
 
 __all__ = ["TierMover", "block_of", "geometry_of", "random_keys"]
 
@@ -133,12 +134,9 @@ class TierMover:
             moves.append(BlockMove(Span(local.address, size_bytes), span, region))
         return move_blocks(
             self.agent,
-            direction,
+            TransferPath(direction, Memory.DRAM, self.tier.memory, self.tier.backend),
             moves,
-            local_memory=Memory.DRAM,
-            remote_memory=self.tier.memory,
-            backend=self.tier.backend,
-            timeout_s=self.timeout_s,
+            MoveLimits(timeout_s=self.timeout_s),
         )
 
     def _read(self, number: int, block: StoredBlock) -> Outcome:

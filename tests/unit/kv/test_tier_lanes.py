@@ -24,12 +24,12 @@ def test_each_lane_moves_its_part(monkeypatch: pytest.MonkeyPatch, cpus: int, pi
 
     meeting = threading.Barrier(cpus, timeout=60)
 
-    def noted(agent: Any, direction: Any, blocks: Any, **options: Any) -> Any:
+    def noted(agent: Any, path: Any, blocks: Any, *options: Any) -> Any:
         name = threading.current_thread().name
         if name not in {other for other, _ in moved}:
             meeting.wait()  # no lane takes every part before the other one has begun
         moved.append((name, len(blocks)))
-        return move_blocks(agent, direction, blocks, **options)
+        return move_blocks(agent, path, blocks, *options)
 
     monkeypatch.setattr("commutator_engine_kit.kv.tiers.mover.move_blocks", noted)
     (setup,) = setups({"kind": "dram", "capacity": "20MB", "huge_pages": "off"})

@@ -14,6 +14,7 @@ from tests.support.transfer import Buffer, open_file
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferError
 from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl.transfer import TransferPath
 
 MIB = 1 << 20
 
@@ -89,17 +90,19 @@ def test_what_is_not_registered_is_not_moved(agent: TransferAgent, memory: Buffe
     stranger = Buffer(MIB)
     with pytest.raises(TransferError, match="READ 1048576 B of DRAM by UCX"):
         agent.start(
-            Direction.READ, [Span(memory.address, MIB)], [stranger.span],
-            local_memory=Memory.DRAM, remote_memory=Memory.DRAM, backend="UCX",
-        )  # fmt: skip
+            TransferPath(Direction.READ, Memory.DRAM, Memory.DRAM, "UCX"),
+            [Span(memory.address, MIB)],
+            [stranger.span],
+        )
 
 
 def test_sizes_that_differ_are_refused(agent: TransferAgent, memory: Buffer) -> None:
     with pytest.raises(TransferError):
         agent.start(
-            Direction.READ, [Span(memory.address, MIB)], [Span(memory.address + MIB, 2 * MIB)],
-            local_memory=Memory.DRAM, remote_memory=Memory.DRAM, backend="UCX",
-        )  # fmt: skip
+            TransferPath(Direction.READ, Memory.DRAM, Memory.DRAM, "UCX"),
+            [Span(memory.address, MIB)],
+            [Span(memory.address + MIB, 2 * MIB)],
+        )
 
 
 def test_registrations_are_counted(agent: TransferAgent, memory: Buffer, tmp_path: Path) -> None:
@@ -108,9 +111,10 @@ def test_registrations_are_counted(agent: TransferAgent, memory: Buffer, tmp_pat
 
         def read() -> None:
             agent.start(
-                Direction.READ, [Span(memory.address, MIB)], [file],
-                local_memory=Memory.DRAM, remote_memory=Memory.FILE, backend="POSIX",
-            ).wait(5)  # fmt: skip
+                TransferPath(Direction.READ, Memory.DRAM, Memory.FILE, "POSIX"),
+                [Span(memory.address, MIB)],
+                [file],
+            ).wait(5)
 
         agent.register([region], "POSIX")
         agent.register([region], "POSIX")

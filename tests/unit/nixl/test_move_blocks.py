@@ -13,8 +13,8 @@ from tests.support.transfer import Buffer, blocks_of, moves_between, open_file
 from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.moves import BlockMove, move_blocks
-from commutator_engine_kit.nixl.transfer import Transfer
+from commutator_engine_kit.nixl.moves import BlockMove, MoveLimits, move_blocks
+from commutator_engine_kit.nixl.transfer import Transfer, TransferPath
 
 MIB = 1 << 20
 BLOCK = MIB // 2
@@ -28,11 +28,11 @@ def move(agent: TransferAgent) -> Move:
     """``move_blocks`` between memory and files, in small batches so that there are many."""
 
     def run(direction: Direction, moves: list[BlockMove], **options: Any) -> Any:
-        options = {
-            "local_memory": Memory.DRAM, "remote_memory": Memory.FILE, "backend": "POSIX",
-            "timeout_s": 10, "batch_bytes": 2 * MIB, "max_in_flight_bytes": 4 * MIB, **options,
-        }  # fmt: skip
-        return move_blocks(agent, direction, moves, **options)
+        remote = options.pop("remote_memory", Memory.FILE), options.pop("backend", "POSIX")
+        on_done = options.pop("on_done", lambda _: None)
+        limits = {"timeout_s": 10, "batch_bytes": 2 * MIB, "max_in_flight_bytes": 4 * MIB}
+        path = TransferPath(direction, Memory.DRAM, *remote)
+        return move_blocks(agent, path, moves, MoveLimits(**{**limits, **options}), on_done)
 
     return run
 
@@ -244,8 +244,6 @@ def test_cancelled_blocks_stay_pinned_until_they_are_reaped(
 
 def test_nothing_to_move() -> None:
     agent = TransferAgent("idle", {})
-    nothing = move_blocks(
-        agent, Direction.READ, [], local_memory=Memory.DRAM, remote_memory=Memory.DRAM,
-        backend="UCX", timeout_s=1,
-    )  # fmt: skip
+    path = TransferPath(Direction.READ, Memory.DRAM, Memory.DRAM, "UCX")
+    nothing = move_blocks(agent, path, [], MoveLimits(timeout_s=1))
     assert nothing == []

@@ -15,12 +15,13 @@ from tests.support.transfer import Buffer, PeerProcess, blocks_of, moves_between
 from commutator.contract.tier import Direction, Memory
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.moves import move_blocks
-from commutator_engine_kit.nixl.transfer import Transfer
+from commutator_engine_kit.nixl.moves import MoveLimits, move_blocks
+from commutator_engine_kit.nixl.transfer import Transfer, TransferPath
 
 MIB = 1 << 20
 SIZE = 64 * MIB
 SEED = 5
+READ = TransferPath(Direction.READ, Memory.DRAM, Memory.DRAM, "UCX", "other")
 
 pytestmark = pytest.mark.slow
 
@@ -53,10 +54,7 @@ def other(reader: Buffer, peer: PeerProcess) -> Iterator[TransferAgent]:
 
 
 def start(agent: TransferAgent, memory: Buffer, peer: PeerProcess, blocks: int = 64) -> Transfer:
-    return agent.start(
-        Direction.READ, memory.blocks(MIB)[:blocks], blocks_of(peer.span, MIB)[:blocks],
-        local_memory=Memory.DRAM, remote_memory=Memory.DRAM, backend="UCX", peer="other",
-    )  # fmt: skip
+    return agent.start(READ, memory.blocks(MIB)[:blocks], blocks_of(peer.span, MIB)[:blocks])
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -75,10 +73,8 @@ def test_read_and_write(
         (Direction.WRITE, backwards),
         (Direction.READ, forwards),
     ):
-        results = move_blocks(
-            other, direction, moves, local_memory=Memory.DRAM, remote_memory=Memory.DRAM,
-            backend="UCX", timeout_s=20, peer="other",
-        )  # fmt: skip
+        path = TransferPath(direction, Memory.DRAM, Memory.DRAM, "UCX", "other")
+        results = move_blocks(other, path, moves, MoveLimits(timeout_s=20))
         assert results == [None] * 64
     backward = [expected.bytes[i * MIB : (i + 1) * MIB] for i in reversed(range(64))]
     assert reader.bytes[:] == b"".join(backward)
@@ -106,10 +102,7 @@ def test_a_peer_that_dies_during_a_read_is_an_error_in_time(
     threading.Timer(0.02, peer.process.kill).start()
     started_s = time.perf_counter()
     moves = moves_between(reader.blocks(MIB), blocks_of(peer.span, MIB)) * 50
-    results = move_blocks(
-        other, Direction.READ, moves, local_memory=Memory.DRAM, remote_memory=Memory.DRAM,
-        backend="UCX", timeout_s=20, peer="other",
-    )  # fmt: skip
+    results = move_blocks(other, READ, moves, MoveLimits(timeout_s=20))
     assert time.perf_counter() - started_s < 20
     failed = [error for error in results if error]
     assert failed

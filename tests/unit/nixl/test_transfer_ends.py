@@ -12,7 +12,7 @@ from tests.support.transfer import Buffer
 from commutator.contract.tier import Direction, Memory, Span
 from commutator.errors import TransferError
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import Request, Transfer
+from commutator_engine_kit.nixl.transfer import Request, Transfer, TransferPath
 
 
 @define
@@ -42,10 +42,7 @@ class Nixl:
 
 def posted(nixl: Nixl) -> tuple[Transfer, list[Transfer]]:
     ended: list[Transfer] = []
-    request = Request(
-        direction=Direction.READ, local=[], remote=[], local_memory=Memory.DRAM,
-        remote_memory=Memory.DRAM, backend="UCX",
-    )  # fmt: skip
+    request = Request(TransferPath(Direction.READ, Memory.DRAM, Memory.DRAM, "UCX"), [], [])
     return Transfer(1, request, nixl, Handle(nixl.release), ended.append), ended
 
 
@@ -73,8 +70,9 @@ def test_an_agent_without_telemetry_moves_and_closes(
     monkeypatch.setattr(agent._nixl, "get_xfer_telemetry", fails)
     start = memory.region.span.address
     transfer = agent.start(
-        Direction.WRITE, [Span(start, 4096)], [Span(start + 8192, 4096)],
-        local_memory=Memory.DRAM, remote_memory=Memory.DRAM, backend="UCX",
-    )  # fmt: skip
+        TransferPath(Direction.WRITE, Memory.DRAM, Memory.DRAM, "UCX"),
+        [Span(start, 4096)],
+        [Span(start + 8192, 4096)],
+    )
     transfer.wait(10)
     agent.close(1.0)

@@ -20,7 +20,7 @@ from commutator.planner.tuning import Trial
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import PrefillPool, WorkerCompatibility
 from commutator.routing.load import InFlightLoad
-from commutator.routing.placement import Placer
+from commutator.routing.placement import Placer, Waiting
 from commutator.routing.prefix_index.indexer import KvIndexer
 from commutator.routing.router import Arms, ModelRouter
 from commutator.routing.workers import LiveWorkers
@@ -164,17 +164,13 @@ def model_routing(
         if policy.uses_overlap:
             indexer = shared if shared and shared.serves(config) else KvIndexer(config, bus=bus)
         router = ModelRouter(policy, indexer, load, rng, config.block_size)
-        return Placer(
-            model,
-            router,
-            workers,
-            load,
-            config.busy,
-            on_waiting,
-            prefill=prefill,
+        waiting = Waiting(
+            busy=config.busy,
+            on_waiting=on_waiting,
             fairness=_fairness(config.busy, host),
-            waits_for_first=from_zero and not prefill,
+            for_first=from_zero and not prefill,
         )
+        return Placer(model, router, workers, load, waiting, prefill=prefill)
 
     placer = make_placer(config.router, None, prefill=False)
     pool = None

@@ -29,6 +29,7 @@ __all__ = [
     "Placement",
     "Placer",
     "TierPrefetcher",
+    "Waiting",
     "able",
 ]
 
@@ -62,6 +63,19 @@ class Placement:
     ticket: Ticket
 
 
+@frozen(kw_only=True)
+class Waiting:
+    """How requests wait for a worker."""
+
+    busy: BusyConfig
+    on_waiting: Callable[[int], None]
+    """Called with 1 when a request begins to wait, -1 when it stops."""
+    fairness: FairnessPolicy | None = None
+    """Orders the waiting requests of different principals; None: ``fifo``."""
+    for_first: bool = False
+    """Requests wait in the queue where there is no worker, as one will be started."""
+
+
 class Placer:
     """Places the requests of one model. Used from one event loop."""
 
@@ -71,32 +85,28 @@ class Placer:
         router: ModelRouter,
         workers: LiveWorkers,
         load: InFlightLoad,
-        busy: BusyConfig,
-        on_waiting: Callable[[int], None],
+        waiting: Waiting,
         *,
         prefill: bool = False,
-        fairness: FairnessPolicy | None = None,
-        waits_for_first: bool = False,
     ) -> None:
-        """``on_waiting`` is called with 1 when a request begins to wait, -1 when it stops.
-
-        ``prefill``: choose among the prefill workers instead of the workers that decode.
-        ``fairness`` orders the waiting requests of different principals; None: ``fifo``.
-        ``waits_for_first``: requests wait in the queue where there is no worker, as one will be
-        started.
-        """
+        """``prefill``: choose among the prefill workers instead of the workers that decode."""
         self._model = model
-        self._waits_for_first = waits_for_first
+        self._waits_for_first = waiting.for_first
         self._prefill = prefill
         self.router = router
         self.workers = workers
         self.load = load
-        self._busy = busy
+        self._busy = busy = waiting.busy
         self._prefetcher = TierPrefetcher()
         self._queue: RouterQueue[Placement] | None = None
-        if busy.enabled or waits_for_first:
+        if busy.enabled or waiting.for_first:
             self._queue = RouterQueue(
-                busy, self._undo, self._refusal, on_waiting, fairness, _prompt_tokens
+                busy,
+                self._undo,
+                self._refusal,
+                waiting.on_waiting,
+                waiting.fairness,
+                _prompt_tokens,
             )
 
     @property

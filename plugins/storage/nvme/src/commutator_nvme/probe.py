@@ -16,7 +16,7 @@ from attrs import frozen
 from commutator import Memory, Region, Span
 from commutator.contract.tier import Direction
 from commutator.errors import TierError, TransferError
-from commutator_engine_kit.nixl import TransferAgent
+from commutator_engine_kit.nixl import TransferAgent, TransferPath
 from commutator_nvme.config import Backend, Direct, Io, NvmeConfig
 from commutator_nvme.files import disk_errors
 from commutator_nvme.layout import PAGE_BYTES
@@ -108,15 +108,8 @@ def _try(descriptor: int, backend: Backend, parameters: Mapping[str, str]) -> No
             backend,
         )
         for direction in (Direction.WRITE, Direction.READ):
-            transfer = agent.start(
-                direction,
-                [local],
-                [remote],
-                local_memory=Memory.DRAM,
-                remote_memory=Memory.FILE,
-                backend=backend,
-            )
-            transfer.wait(_TIMEOUT_S)
+            path = TransferPath(direction, Memory.DRAM, Memory.FILE, backend)
+            agent.start(path, [local], [remote]).wait(_TIMEOUT_S)
             if direction is Direction.WRITE:
                 page[:] = bytes(PAGE_BYTES)
         if page[:] != pattern:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from attrs import asdict
+from attrs import asdict, frozen
 from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
@@ -64,6 +64,63 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
         raise click.BadParameter(f"{value}: {value.parent} is not a folder that can be written to")
     plots()
     return value
+
+
+@frozen(kw_only=True)
+class Asked:
+    """What the command line asks for; each field is an option of `commutator replay`."""
+
+    trace: Path
+    file: Path
+    sets: tuple[str, ...]
+    policy: str | None
+    compare: str | None
+    disagg: str | None
+    plan: bool
+    compare_planners: str | None
+    tune: bool
+    workers: int | None
+    requests: int | None
+    thin: float
+    begin: float
+    """Seconds."""
+    end: float | None
+    """Seconds."""
+    copies: int
+    chats: float
+    speed: float
+    rates: list[float] | None
+    """Requests a second."""
+    seed: int
+    target_ttft: float
+    """Seconds."""
+    target_itl: float
+    """Seconds."""
+    timing: bool
+    as_json: bool
+    plot: Path | None
+
+    def mixed(self) -> list[TraceRequest]:
+        """The chosen part of the trace, with the chats that were asked for."""
+        part = Part(
+            thin=self.thin,
+            begin_s=self.begin,
+            end_s=self.end,
+            copies=self.copies,
+            requests=self.requests,
+        )
+        traced = load_trace(self.trace, part, self.seed)
+        return with_chats(traced, self.chats, self.seed) if self.chats else traced
+
+    def policies(self, replays: Replays) -> list[str]:
+        """The policies to be run; all are looked up before the first one runs."""
+        if self.disagg is not None:
+            return replays.disaggregations(self.disagg, "--disagg")
+        if self.compare is not None:
+            return replays.routers(self.compare, "--compare")
+        if self.policy is not None:
+            return replays.routers(self.policy, "--policy")
+        return [replays.config.router.kind]
 
 
 @click.command(
@@ -152,65 +209,41 @@ def _checked_plot(ctx: click.Context, param: click.Parameter, value: Path | None
 )
 @trace_options
 @click.pass_context
-def replay(
-    ctx: click.Context,
-    trace: Path,
-    file: Path,
-    policy: str | None,
-    compare: str | None,
-    disagg: str | None,
-    plan: bool,
-    compare_planners: str | None,
-    tune: bool,
-    workers: int | None,
-    requests: int | None,
-    thin: float,
-    begin: float,
-    end: float | None,
-    copies: int,
-    chats: float,
-    speed: float,
-    rates: list[float] | None,
-    seed: int,
-    target_ttft: float,
-    target_itl: float,
-    timing: bool,
-    as_json: bool,
-    plot: Path | None,
-    sets: tuple[str, ...],
-) -> None:
+def replay(ctx: click.Context, **options: Any) -> None:
     """Replay TRACE over FILE's workers, in virtual time, and show what clients would see."""
     _check_combined(ctx)
-    loaded = load_config([file], sets=sets)
+    asked = Asked(**options)
+    loaded = load_config([asked.file], sets=asked.sets)
     replays = Replays(
         loaded,
-        str(file),
-        str(trace),
-        Targets(target_ttft, target_itl),
-        workers=workers,
-        seed=seed,
-        on_run=partial(click.echo, err=True) if timing else lambda _: None,
+        str(asked.file),
+        str(asked.trace),
+        Targets(asked.target_ttft, asked.target_itl),
+        workers=asked.workers,
+        seed=asked.seed,
+        on_run=partial(click.echo, err=True) if asked.timing else lambda _: None,
     )
-    part = Part(thin=thin, begin_s=begin, end_s=end, copies=copies, requests=requests)
 
     def read() -> list[TraceRequest]:
         for warning in replay_warnings(loaded):
             click.secho(f"warning: {warning}", fg="yellow", err=True)
-        return _mixed(trace, part, chats, seed)
+        return asked.mixed()
 
-    if plan or compare_planners is not None:
+    if asked.plan or asked.compare_planners is not None:
         planned = PlannedReplays(replays)
-        written = planned.config.kind if compare_planners is None else compare_planners
+        named = asked.compare_planners
+        written = planned.config.kind if named is None else named
         planners = planned.names(written, "--compare-planners")
         mixed = read()
-        show_plans([planned.run(name, mixed) for name in planners], plot, as_json=as_json)
+        plans = [planned.run(name, mixed) for name in planners]
+        show_plans(plans, asked.plot, as_json=asked.as_json)
         return
-    if tune:
+    if asked.tune:
         targets = tuned_targets(replays)
-        mixed = [one.sped_up(speed) for one in read()]
-        show_values(compare_values(replays, mixed, targets), as_json=as_json)
+        mixed = [one.sped_up(asked.speed) for one in read()]
+        show_values(compare_values(replays, mixed, targets), as_json=asked.as_json)
         return
-    names = policies(replays, policy, compare, disagg)
+    names = asked.policies(replays)
     if loaded.config.planner is not None:
         click.secho(
             "warning: planner: without --plan the fleet stays as it is", fg="yellow", err=True
@@ -218,20 +251,15 @@ def replay(
     mixed = read()
 
     def run(requests: Sequence[TraceRequest]) -> list[Report]:
-        one = replays.by_router if disagg is None else replays.by_disaggregation
+        one = replays.by_router if asked.disagg is None else replays.by_disaggregation
         return [one(name, requests) for name in names]
 
-    if rates:
-        sweep = {rate: run(at_rate(mixed, rate)) for rate in rates}
-        show_sweep(sweep, plot, as_json=as_json)
+    if asked.rates:
+        sweep = {rate: run(at_rate(mixed, rate)) for rate in asked.rates}
+        show_sweep(sweep, asked.plot, as_json=asked.as_json)
     else:
-        reports = run([one.sped_up(speed) for one in mixed])
-        show(reports, ideal_hit_ratio(mixed), plot, as_json=as_json)
-
-
-def _mixed(trace: Path, part: Part, chats: float, seed: int) -> list[TraceRequest]:
-    asked = load_trace(trace, part, seed)
-    return with_chats(asked, chats, seed) if chats else asked
+        reports = run([one.sped_up(asked.speed) for one in mixed])
+        show(reports, ideal_hit_ratio(mixed), asked.plot, as_json=asked.as_json)
 
 
 def _check_combined(ctx: click.Context) -> None:
@@ -268,19 +296,6 @@ def _check_planned(given: set[str]) -> None:
         )
     if given & {"target_ttft", "target_itl"}:
         raise click.UsageError("a planner has its own targets: --set planner.targets.ttft_s=...")
-
-
-def policies(
-    replays: Replays, policy: str | None, compare: str | None, disagg: str | None
-) -> list[str]:
-    """The policies to be run; all are looked up before the first one runs."""
-    if disagg is not None:
-        return replays.disaggregations(disagg, "--disagg")
-    if compare is not None:
-        return replays.routers(compare, "--compare")
-    if policy is not None:
-        return replays.routers(policy, "--policy")
-    return [replays.config.router.kind]
 
 
 def show(reports: Sequence[Report], ideal: float, plot: Path | None, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from commutator import BlockKey, Memory, Region, Slot, SlotGeometry, Span, Stora
 from commutator.contract.tier import Direction
 from commutator_engine_kit.kv.arena import bytes_at, checksum
 from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
-from commutator_engine_kit.nixl.agent import TransferAgent
+from commutator_engine_kit.nixl import TransferAgent, TransferPath
 
 __all__ = [
     "TierAgents",
@@ -151,15 +151,9 @@ class TierUser:
         step = self.tier.alignment_bytes
         remote, region = self.tier.place(slot, -(-size_bytes // step) * step)
         local = Span(self._scratch.span.address, remote.size_bytes)
-        self._agent.start(
-            direction,
-            [local],
-            [remote],
-            local_memory=Memory.DRAM,
-            remote_memory=self.tier.memory,
-            backend=self.tier.backend,
-            own_regions=[region] if region is not None else [],
-        ).wait(_TIMEOUT_S)
+        path = TransferPath(direction, Memory.DRAM, self.tier.memory, self.tier.backend)
+        regions = [region] if region is not None else []
+        self._agent.start(path, [local], [remote], regions).wait(_TIMEOUT_S)
 
 
 def slot_geometry(

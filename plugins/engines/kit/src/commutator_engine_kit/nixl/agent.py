@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commutator.contract.tier import Direction, Memory, Region, Span
+from commutator.contract.tier import Memory, Region, Span
 from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.library import (
     create_backend,
@@ -16,7 +16,14 @@ from commutator_engine_kit.nixl.library import (
     make_gpu_current,
     nixl_errors,
 )
-from commutator_engine_kit.nixl.transfer import POLL_S, BlockList, BlockLists, Request, Transfer
+from commutator_engine_kit.nixl.transfer import (
+    POLL_S,
+    BlockList,
+    BlockLists,
+    Request,
+    Transfer,
+    TransferPath,
+)
 
 __all__ = ["TransferAgent"]
 
@@ -122,15 +129,10 @@ class TransferAgent:
 
     def start(
         self,
-        direction: Direction,
+        path: TransferPath,
         local: Sequence[Span],
         remote: Sequence[Span],
-        *,
-        local_memory: Memory,
-        remote_memory: Memory,
-        backend: str,
         own_regions: Sequence[Region] = (),
-        peer: str | None = None,
     ) -> Transfer:
         """Begin to move spans, each to or from the one at the same position, of the same size.
 
@@ -138,15 +140,12 @@ class TransferAgent:
         is raised by the transfer's ``done``, like any later one. Raises TransferError when NIXL
         refuses the request: memory is not registered, or sizes differ.
         """
-        request = Request(
-            direction=direction, local=local, remote=remote, local_memory=local_memory,
-            remote_memory=remote_memory, backend=backend, own_regions=own_regions, peer=peer,
-        )  # fmt: skip
-        self.register(own_regions, backend)
+        request = Request(path, local, remote, own_regions)
+        self.register(own_regions, path.backend)
         try:
             handle = request.make_handle(self._nixl, self.name, self._lists)
         except TransferError:
-            self._deregister(own_regions, backend)
+            self._deregister(own_regions, path.backend)
             raise
         transfer = Transfer(next(_tokens), request, self._nixl, handle, self._end)
         # Referenced here, because Python releases a collected handle even while bytes move.
@@ -194,7 +193,7 @@ class TransferAgent:
             _still_writing.remove(self)
 
     def _is_busy(self, peer: str) -> bool:
-        return any(transfer.request.peer == peer for transfer in self._under_way.values())
+        return any(transfer.request.path.peer == peer for transfer in self._under_way.values())
 
     def _refuse_while_busy(self, peer: str) -> None:
         """NIXL drops or replaces a peer at once, while bytes of a transfer may still arrive."""
@@ -232,4 +231,4 @@ class TransferAgent:
         self.moved_bytes += transfer.moved_bytes
         if transfer.abandoned:
             self._reaped.append(transfer.token)
-        self._deregister(transfer.request.own_regions, transfer.request.backend)
+        self._deregister(transfer.request.own_regions, transfer.request.path.backend)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from commutator.contract.tier import Direction, Memory, Region, Span
+from commutator.contract.tier import Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.transfer import Transfer, poll_pause_s
+from commutator_engine_kit.nixl.transfer import Transfer, TransferPath, poll_pause_s
 
 __all__ = [
     "BATCH_BYTES",
@@ -21,6 +21,7 @@ __all__ = [
     "Batch",
     "BlockMove",
     "BlockMoves",
+    "MoveLimits",
     "lane_names",
     "lanes_worth",
     "move_blocks",
@@ -33,30 +34,32 @@ BATCH_BYTES = 8 << 20
 MAX_IN_FLIGHT_BYTES = 32 << 20
 
 
+@frozen(kw_only=True)
+class MoveLimits:
+    """How long moves may take, and how much of them is under way at a time."""
+
+    timeout_s: float
+    """For all blocks together."""
+    batch_bytes: int = BATCH_BYTES
+    """What one transfer takes, at most, or one block."""
+    max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
+    """What is under way at a time, at most, or one block."""
+    cancelled: Callable[[], bool] = lambda: False
+    """Whether to give up."""
+
+
 def move_blocks(
     agent: TransferAgent,
-    direction: Direction,
+    path: TransferPath,
     moves: Sequence[BlockMove],
-    *,
-    local_memory: Memory,
-    remote_memory: Memory,
-    backend: str,
-    timeout_s: float,
-    peer: str | None = None,
-    batch_bytes: int = BATCH_BYTES,
-    max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
+    limits: MoveLimits,
     on_done: Callable[[Sequence[int]], None] = lambda _: None,
-    cancelled: Callable[[], bool] = lambda: False,
 ) -> list[TransferError | None]:
     """Move blocks in this order. Returns for each None or why it was not moved.
 
     Takes the arguments of ``BlockMoves``, and waits for the end.
     """
-    moving = BlockMoves(
-        agent, direction, moves, local_memory=local_memory, remote_memory=remote_memory,
-        backend=backend, timeout_s=timeout_s, peer=peer, batch_bytes=batch_bytes,
-        max_in_flight_bytes=max_in_flight_bytes, on_done=on_done, cancelled=cancelled,
-    )  # fmt: skip
+    moving = BlockMoves(agent, path, moves, limits, on_done)
     news_s = time.monotonic()
     try:
         while not moving.over:
@@ -93,46 +96,30 @@ class BlockMove(NamedTuple):
 class BlockMoves:
     """Moves blocks step by step, with each call of ``step``.
 
-    A transfer takes up to ``batch_bytes``, and up to ``max_in_flight_bytes`` are under way at
-    a time (one block at least). ``on_done`` is called with the positions of blocks that have
-    arrived, while later ones are under way, so that the caller can verify them.
+    ``on_done`` is called with the positions of blocks that have arrived, while later ones are under
+    way, so that the caller can verify them.
 
-    When a transfer of several blocks fails, each of them is tried once alone. ``timeout_s``
-    is for all blocks together: those that have not arrived by then get a TransferTimeoutError, and
-    those that ``cancelled`` stopped a TransferCancelledError. If the error has a token, the memory
-    of its block stays pinned until ``TransferAgent.reap`` returns it.
+    When a transfer of several blocks fails, each of them is tried once alone. Blocks that have not
+    arrived in time get a TransferTimeoutError, and those that ``limits.cancelled`` stopped a
+    TransferCancelledError. If the error has a token, the memory of its block stays pinned until
+    ``TransferAgent.reap`` returns it.
     """
 
     def __init__(
         self,
         agent: TransferAgent,
-        direction: Direction,
+        path: TransferPath,
         moves: Sequence[BlockMove],
-        *,
-        local_memory: Memory,
-        remote_memory: Memory,
-        backend: str,
-        timeout_s: float,
-        peer: str | None = None,
-        batch_bytes: int = BATCH_BYTES,
-        max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
+        limits: MoveLimits,
         on_done: Callable[[Sequence[int]], None] = lambda _: None,
-        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        def start(batch: Batch) -> Transfer:
-            return agent.start(
-                direction, batch.local, batch.remote, local_memory=local_memory,
-                remote_memory=remote_memory, backend=backend, own_regions=batch.regions, peer=peer,
-            )  # fmt: skip
-
-        self._start = start
+        self._agent = agent
+        self._path = path
         self._moves = moves
+        self._limits = limits
         self._on_done = on_done
-        self._cancelled = cancelled
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        self._max_in_flight_bytes = max_in_flight_bytes
-        limit_bytes = min(batch_bytes, max_in_flight_bytes)
+        self._deadline_s = time.monotonic() + limits.timeout_s
+        limit_bytes = min(limits.batch_bytes, limits.max_in_flight_bytes)
         self._queue = deque(plan_batches(moves, range(len(moves)), limit_bytes))
         self._under_way: list[tuple[Transfer, Batch]] = []
         self.results: list[TransferError | None] = [None] * len(moves)
@@ -165,7 +152,7 @@ class BlockMoves:
         while self._queue and self._has_room(self._queue[0]) and self._given_up() is None:
             batch = self._queue.popleft()
             try:
-                transfer = self._start(batch)
+                transfer = self._agent.start(self._path, batch.local, batch.remote, batch.regions)
                 if transfer.done():  # some backends copy before they return
                     self._on_done(batch.indices)
                 else:
@@ -176,7 +163,7 @@ class BlockMoves:
     def _has_room(self, batch: Batch) -> bool:
         under_way_bytes = sum(batch.size_bytes for _, batch in self._under_way)
         return not under_way_bytes or (
-            under_way_bytes + batch.size_bytes <= self._max_in_flight_bytes
+            under_way_bytes + batch.size_bytes <= self._limits.max_in_flight_bytes
         )
 
     def _arrived(self) -> list[Batch]:
@@ -199,10 +186,10 @@ class BlockMoves:
             self._queue.extendleft(reversed(plan_batches(self._moves, batch.indices, 0)))
 
     def _given_up(self) -> tuple[type[TransferTimeoutError], str] | None:
-        if self._cancelled():
+        if self._limits.cancelled():
             return TransferCancelledError, "cancelled"
         if time.monotonic() >= self._deadline_s:
-            return TransferTimeoutError, f"not there after {self._timeout_s} s"
+            return TransferTimeoutError, f"not there after {self._limits.timeout_s} s"
         return None
 
     def _give_up(self, kind: type[TransferTimeoutError], why: str) -> None:

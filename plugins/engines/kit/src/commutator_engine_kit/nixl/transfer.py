@@ -13,7 +13,15 @@ from commutator.contract.tier import Direction, Memory, Region, Span
 from commutator.errors import TransferCancelledError, TransferError, TransferTimeoutError
 from commutator_engine_kit.nixl.library import nixl_errors
 
-__all__ = ["POLL_S", "BlockList", "BlockLists", "Request", "Transfer", "poll_pause_s"]
+__all__ = [
+    "POLL_S",
+    "BlockList",
+    "BlockLists",
+    "Request",
+    "Transfer",
+    "TransferPath",
+    "poll_pause_s",
+]
 
 log = logging.getLogger(__name__)
 
@@ -129,38 +137,47 @@ class BlockLists:
         return self._handles[blocks, side]
 
 
-@frozen(kw_only=True)
-class Request:
-    """Spans to be moved, each to or from the one at the same position on the other side."""
+@frozen
+class TransferPath:
+    """Between which kinds of memory bytes move, which way, and by which backend of NIXL."""
 
     direction: Direction
-    local: Sequence[Span]
-    remote: Sequence[Span]
     local_memory: Memory
     remote_memory: Memory
     backend: str
-    own_regions: Sequence[Region] = ()
     peer: str | None = None
+    """The agent whose memory the remote side is; None: this agent's own, or a medium."""
+
+
+@frozen
+class Request:
+    """Spans to be moved, each to or from the one at the same position on the other side."""
+
+    path: TransferPath
+    local: Sequence[Span]
+    remote: Sequence[Span]
+    own_regions: Sequence[Region] = ()
 
     def __str__(self) -> str:
-        size_bytes = sum(span.size_bytes for span in self.local)
-        where = f" of peer {self.peer}" if self.peer else ""
-        return f"{self.direction} {size_bytes} B of {self.remote_memory}{where} by {self.backend}"
+        path, size_bytes = self.path, sum(span.size_bytes for span in self.local)
+        where = f" of peer {path.peer}" if path.peer else ""
+        return f"{path.direction} {size_bytes} B of {path.remote_memory}{where} by {path.backend}"
 
     def make_handle(self, nixl: Any, name: str, lists: BlockLists) -> Any:
         """Make the NIXL handle, from prepared lists where both sides have them.
 
         Raises TransferError when memory is not registered, or sizes differ.
         """
-        direction, backend, owner = str(self.direction), self.backend, self.peer or name
+        path = self.path
+        direction, backend, owner = str(path.direction), path.backend, path.peer or name
         with nixl_errors(self):
-            ours = lists.select(self.local, self.local_memory, backend, name, local=True)
+            ours = lists.select(self.local, path.local_memory, backend, name, local=True)
             if ours is not None:
-                theirs = lists.select(self.remote, self.remote_memory, backend, owner, local=False)
+                theirs = lists.select(self.remote, path.remote_memory, backend, owner, local=False)
                 if theirs is not None:
                     return nixl.make_prepped_xfer(direction, *ours, *theirs, b"", [backend])
-            local = nixl.get_xfer_descs(list(self.local), str(self.local_memory))
-            remote = nixl.get_xfer_descs(list(self.remote), str(self.remote_memory))
+            local = nixl.get_xfer_descs(list(self.local), str(path.local_memory))
+            remote = nixl.get_xfer_descs(list(self.remote), str(path.remote_memory))
             return nixl.initialize_xfer(direction, local, remote, owner, b"", [backend])
 
 

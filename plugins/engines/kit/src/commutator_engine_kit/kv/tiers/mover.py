@@ -12,7 +12,15 @@ from commutator.errors import TransferError, TransferTimeoutError
 from commutator_engine_kit.kv.arena import Arena, BlockArena
 from commutator_engine_kit.kv.tiers.block_io import IoContext
 from commutator_engine_kit.nixl.agent import TransferAgent
-from commutator_engine_kit.nixl.moves import BlockMove, lanes_worth, move_blocks, shares, when_whole
+from commutator_engine_kit.nixl.moves import (
+    BlockMove,
+    MoveLimits,
+    lanes_worth,
+    move_blocks,
+    shares,
+    when_whole,
+)
+from commutator_engine_kit.nixl.transfer import TransferPath
 
 __all__ = ["LocalMover", "TierMover"]
 
@@ -182,23 +190,22 @@ class TierMover:
         context: IoContext,
         on_moved: Callable[[Sequence[int]], None],
     ) -> list[TransferError | None]:
+        tier = self._tier
         try:
             name = None if peer is None else agent.add_peer(peer.metadata)
         except TransferError as error:
             return [error] * len(moves)
         errors = move_blocks(
             agent,
-            direction,
+            TransferPath(direction, self._arena.memory, tier.memory, tier.backend, name),
             moves,
-            local_memory=self._arena.memory,
-            remote_memory=self._tier.memory,
-            backend=self._tier.backend,
-            timeout_s=context.remaining_s,
-            peer=name,
-            batch_bytes=_BATCH_BYTES,
-            max_in_flight_bytes=self._in_flight_bytes,
-            on_done=on_moved,
-            cancelled=context.cancelled,
+            MoveLimits(
+                timeout_s=context.remaining_s,
+                batch_bytes=_BATCH_BYTES,
+                max_in_flight_bytes=self._in_flight_bytes,
+                cancelled=context.cancelled,
+            ),
+            on_moved,
         )
         if name is not None and any(errors):
             # A broken connection stays broken: the next move makes a new one.
@@ -258,12 +265,9 @@ class LocalMover:
                 owners.append(position)
         errors = move_blocks(
             self._agent,
-            direction,
+            TransferPath(direction, self._engine.memory, Memory.DRAM, LOCAL_BACKEND),
             moves,
-            local_memory=self._engine.memory,
-            remote_memory=Memory.DRAM,
-            backend=LOCAL_BACKEND,
-            timeout_s=_MEMORY_TIMEOUT_S,
+            MoveLimits(timeout_s=_MEMORY_TIMEOUT_S),
         )
         results: list[TransferError | None] = [None] * len(blocks)
         for position, error in zip(owners, errors, strict=True):

@@ -24,12 +24,13 @@ from commutator_engine_kit.nixl.agent import TransferAgent
 from commutator_engine_kit.nixl.moves import (
     BlockMove,
     BlockMoves,
+    MoveLimits,
     lane_names,
     lanes_worth,
     shares,
     when_whole,
 )
-from commutator_engine_kit.nixl.transfer import poll_pause_s
+from commutator_engine_kit.nixl.transfer import TransferPath, poll_pause_s
 
 __all__ = [
     "BlockMover",
@@ -343,17 +344,15 @@ class _Lane:
             return
         fetch.moving = BlockMoves(
             self._agent,
-            Direction.READ,
+            TransferPath(Direction.READ, self._arena.memory, Memory(source.memory), _BACKEND, peer),
             plan.moves,
-            local_memory=self._arena.memory,
-            remote_memory=Memory(fetch.source.memory),
-            backend=_BACKEND,
-            timeout_s=fetch.deadline_s - time.monotonic(),
-            peer=peer,
-            on_done=when_whole(plan.owners, partial(self._check, fetch)),
-            cancelled=lambda: fetch.cancelled,
-            batch_bytes=_BATCH_BYTES,
-            max_in_flight_bytes=2 * _BATCH_BYTES,
+            MoveLimits(
+                timeout_s=fetch.deadline_s - time.monotonic(),
+                batch_bytes=_BATCH_BYTES,
+                max_in_flight_bytes=2 * _BATCH_BYTES,
+                cancelled=lambda: fetch.cancelled,
+            ),
+            when_whole(plan.owners, partial(self._check, fetch)),
         )
         self._running.append(fetch)
 
