@@ -11,8 +11,8 @@ import openai
 import pytest
 import yaml
 
-from commutator.cli.scaffold.new_plugin import KINDS
 from commutator.supervisor.local_cluster import LocalCluster
+from commutator_scaffold.new_plugin import KINDS
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,13 @@ PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank"}
 # Released with core, of core's own version, and so free to import its internals: the front door
 # builds on core's frontend room, replays run core's routing, and suites test against core's parts.
 KIT = "commutator_engine_kit"
-OF_CORE = {KIT, "commutator_openai", "commutator_replay", "commutator_testing"}
+OF_CORE = {
+    KIT,
+    "commutator_openai",
+    "commutator_replay",
+    "commutator_scaffold",
+    "commutator_testing",
+}
 HEAVY = {"torch", "nixl", "vllm", "sglang", "tensorrt_llm", "transformers"}
 
 

@@ -25,6 +25,7 @@ from commutator.cli.worker import requests_text
 from commutator.contract.commands import CommandRegister
 from commutator.errors import PluginError
 from commutator.hookspecs import hookimpl
+from commutator.plugins import load_plugins
 
 GOOD = """
 models: [{name: m, source: package:m}]
@@ -84,7 +85,10 @@ def test_help_imports_no_command() -> None:
         "commutator.hookspecs",
     }
     plugins = {name for name in modules if name.startswith("commutator_")}
-    assert plugins <= {"commutator_replay", "commutator_replay.commands"}
+    assert {name.removesuffix(".commands") for name in plugins} <= {
+        "commutator_replay",
+        "commutator_scaffold",
+    }
     assert not {"aiohttp", "attrs", "yaml", "rich", "msgspec", "cattrs"} & set(modules)
 
 
@@ -333,11 +337,22 @@ def test_a_command_that_breaks_the_contract_is_refused(
     assert problem in str(caught.value)
 
 
-def test_a_command_that_is_not_installed_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", added.PACKAGES)
+def test_a_command_that_is_not_installed_names_its_package(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setattr(added, "entry_points", lambda group: [])
-    done = run("replay", "trace.jsonl")
+    done = run(*command.split(), "argument")
     assert done.exit_code == 2
-    assert "replay comes with commutator-replay: pip install commutator-replay" in done.stderr
+    package, word = added.PACKAGES[command], command.rsplit(maxsplit=1)[-1]
+    assert f"{word} comes with {package}: pip install {package}" in done.stderr
+
+
+@pytest.mark.parametrize("command", added.PACKAGES)
+def test_our_packages_bring_the_commands_that_errors_say_they_do(command: str) -> None:
+    assert load_plugins().commands[command].distribution == added.PACKAGES[command]
+    done = run(*command.split(), "--help")
+    assert done.exit_code == 0, done.output
 
 
 def test_a_misspelled_command_names_the_likely_one() -> None:

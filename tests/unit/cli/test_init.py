@@ -112,7 +112,7 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_without_a_model_and_without_questions_it_says_what_to_give(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commutator.cli.scaffold.init.find_spec", lambda _name: None)
+    monkeypatch.setattr("commutator_scaffold.init.find_spec", lambda _name: None)
     done = run(str(file), "--yes")
     assert done.exit_code == 2
     assert "no model is installed; name one by --model" in done.stderr

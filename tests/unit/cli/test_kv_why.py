@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commutator.cli.kv_tables import show_why
+from commutator.cli.kv.tables import show_why
 from commutator.contract.worker import BlockExplanation, HeldBlock, PromptExplanation
 
 

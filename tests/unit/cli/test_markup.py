@@ -7,14 +7,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from commutator.cli.demo import Answer, print_answer, summary
-from commutator.cli.kv_tables import show_verified, show_why
+from commutator.cli.kv.tables import show_verified, show_why
 from commutator.contract.worker import (
     BlockExplanation,
     HeldBlock,
     PromptExplanation,
     TierVerification,
 )
+from commutator_scaffold.demo import Answer, print_answer, summary
 
 ODD = "[/INST] [red]x"
 

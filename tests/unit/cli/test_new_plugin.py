@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from commutator.cli.main import main
-from commutator.cli.scaffold.new_plugin import KINDS, plugin_files
+from commutator_scaffold.new_plugin import KINDS, plugin_files
 
 
 def run(*arguments: str) -> Result:

@@ -19,7 +19,13 @@ __all__ = ["PACKAGES", "AddedCommands"]
 GROUP = "commutator.commands"
 """Entry-point group of the modules that implement the hook ``command_register``."""
 
-PACKAGES = {"planner search": "commutator-replay", "replay": "commutator-replay"}
+PACKAGES = {
+    "demo": "commutator-scaffold",
+    "init": "commutator-scaffold",
+    "new-plugin": "commutator-scaffold",
+    "planner search": "commutator-replay",
+    "replay": "commutator-replay",
+}
 """Commands of our other packages; an error names the package to install."""
 
 

@@ -21,7 +21,6 @@ _CONTRACT = ".".join(__version__.split(".")[:2])
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "init": ("commutator.cli.scaffold.init:init", "Write a configuration to start from."),
     "serve": ("commutator.cli.serve:serve", "Run a whole deployment on this machine."),
     "frontend": ("commutator.cli.serve:frontend", "Run only front doors, for a cluster's workers."),
     "cluster": (
@@ -44,23 +43,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "commutator.cli.planner.command:planner",
         "Show what the planner wants, why, and what it did.",
     ),
-    "kv": ("commutator.cli.kv:kv", "Show and change the KV blocks in storage tiers."),
+    "kv": ("commutator.cli.kv.command:kv", "Show and change the KV blocks in storage tiers."),
     "key": ("commutator.cli.key:key", "Create an API key for a principal."),
     "certs": (
         "commutator.cli.cluster.certs:certs",
         "Create and renew the certificates of a cluster's hosts.",
     ),
-    "new-plugin": (
-        "commutator.cli.scaffold.new_plugin:new_plugin",
-        "Create a package for a plugin of your own.",
-    ),
     "completion": (
-        "commutator.cli.scaffold.completion:completion",
+        "commutator.cli.completion:completion",
         "Let the shell complete commands and options.",
-    ),
-    "demo": (
-        "commutator.cli.demo:demo",
-        "Start a deployment, hold a conversation, show what happened.",
     ),
 }
 """Core's commands: import path and one-line help of each."""

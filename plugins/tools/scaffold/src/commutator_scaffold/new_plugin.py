@@ -13,9 +13,9 @@ from string import Template
 import click
 from attrs import frozen
 
-from commutator.cli.scaffold.init import small_model
 from commutator.contract import CONTRACT_VERSION
 from commutator.errors import CommutatorError
+from commutator_scaffold.init import small_model
 
 __all__ = ["KINDS", "PluginKind", "new_plugin", "plugin_files"]
 

@@ -14,7 +14,7 @@ import msgspec
 from attrs import frozen
 
 from commutator.cli.front_door import FrontDoor, front_door_options, prompt_options
-from commutator.cli.kv_tables import show_contents, show_statistics, show_verified, show_why
+from commutator.cli.kv.tables import show_contents, show_statistics, show_verified, show_why
 from commutator.cli.options import NumberRange
 from commutator.contract.worker import (
     KvStatistics,
