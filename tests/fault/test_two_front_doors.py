@@ -18,6 +18,7 @@ import psutil
 import pytest
 from attrs import define, field
 
+from commutator.frames import Versions
 from commutator.routing.prefix_index.indexer import WorkerSnapshot
 from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, index_frames
 from commutator.supervisor.local_cluster import LocalCluster
@@ -56,7 +57,9 @@ async def health(socket: str) -> dict[str, Any]:
 async def index_of(socket: str) -> dict[str, WorkerSnapshot]:
     """What a front door knows, by worker. Raises OSError while it does not run."""
     found = {}
-    async for frame in index_frames(Path(socket).with_suffix(INDEX_SUFFIX), PATIENCE_S):
+    async for frame in index_frames(
+        Path(socket).with_suffix(INDEX_SUFFIX), PATIENCE_S, Versions(2, 2)
+    ):
         if frame[0] == "worker":
             snapshot = msgspec.msgpack.decode(frame[2], type=WorkerSnapshot)
             found[snapshot.worker_id] = snapshot

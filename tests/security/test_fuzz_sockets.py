@@ -30,7 +30,8 @@ from tests.support.fuzz_target import KEY
 
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import Role
-from commutator.engine.protocol import PROTOCOL, pack_request
+from commutator.engine.protocol import pack_request
+from commutator.engine.versions import PROTOCOLS
 from commutator.frontend import LiveFeed
 from commutator.planner.reports import DoorReport, RoleCounts
 from commutator_openai.app import build_app, build_local_app, build_operations_app
@@ -82,7 +83,7 @@ def changed_requests() -> st.SearchStrategy[bytes]:
 def test_the_token_api(target: FuzzedProcess) -> None:
     address = target.said["token"]
     known = wire(
-        ["hello", PROTOCOL],
+        ["hello", PROTOCOLS.oldest],
         ["generate", 1, REQUEST],
         ["abort", 1],
         ["ask", 1, "load"],
@@ -91,7 +92,7 @@ def test_the_token_api(target: FuzzedProcess) -> None:
     )
 
     def still_serves() -> None:
-        hello = framed(msgspec.msgpack.encode(["hello", PROTOCOL]))
+        hello = framed(msgspec.msgpack.encode(["hello", PROTOCOLS.oldest]))
         with connect(address, 5) as connection:
             connection.sendall(hello)
             assert b"info" in connection.recv(1000)

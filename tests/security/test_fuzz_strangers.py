@@ -24,8 +24,8 @@ from tests.support.fuzz_closed_target import SECRET
 from tests.support.fuzz_process import FuzzedProcess, connect, framed, run_cases, wire
 from zmq.utils import z85
 
-from commutator.engine.protocol import PROTOCOL
 from commutator.engine.protocol import SERVICE as TOKEN_API
+from commutator.engine.versions import PROTOCOLS
 from commutator.kv_events.curve import reader_keys
 from commutator.registry.server import SERVICE as REGISTRY
 from commutator.trust.handshake import MAC_BYTES, MAGIC, NONCE_BYTES, ClientHandshake
@@ -41,7 +41,7 @@ HANDSHAKE_BYTES = len(MAGIC) + NONCE_BYTES + MAC_BYTES
 
 FRAMES: dict[str, list[list[Any]]] = {
     "token": [
-        ["hello", PROTOCOL],
+        ["hello", PROTOCOLS.oldest],
         ["generate", 1, b"\x80"],
         ["abort", 1],
         ["ask", 1, "drain!"],
@@ -64,7 +64,7 @@ FRAMES: dict[str, list[list[Any]]] = {
     ],
 }
 QUESTIONS: dict[str, list[Any]] = {
-    "token": ["hello", PROTOCOL],
+    "token": ["hello", PROTOCOLS.oldest],
     "registry": ["keep_alive", 7, 1],
     "exporter": ["ask", 9, "unknown", None],
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -14,8 +14,10 @@ from commutator.trust import Gate, Handshake, HandshakeError, Identity
 
 __all__ = [
     "FrameProtocol",
+    "Versions",
     "kind_of",
     "pack",
+    "versions_in",
 ]
 
 MAX_FRAME_BYTES = 64 << 20
@@ -35,6 +37,30 @@ def kind_of(frame: list[Any]) -> str:
     """The first element of a frame for the log, which may be anything of any length."""
     kind = frame[0]
     return repr(kind[:_KIND_CHARS]) if isinstance(kind, str) else type(kind).__name__
+
+
+class Versions(NamedTuple):
+    """The versions of some messages that one end speaks: all from the oldest to the newest."""
+
+    oldest: int
+    newest: int
+
+    def common(self, other: Versions) -> int | None:
+        """The highest version that both speak; None: there is none."""
+        highest = min(self.newest, other.newest)
+        return highest if highest >= max(self.oldest, other.oldest) else None
+
+    def __str__(self) -> str:
+        alone = self.oldest == self.newest
+        return f"version {self.newest}" if alone else f"versions {self.oldest} to {self.newest}"
+
+
+def versions_in(value: Any) -> Versions:
+    """Those that the other end names. Raises ValueError for anything else."""
+    match value:
+        case [int(oldest), int(newest)] if 0 < oldest <= newest:
+            return Versions(oldest, newest)
+    raise ValueError(f"no versions: {value!r:.40}")
 
 
 class FrameProtocol(asyncio.Protocol):

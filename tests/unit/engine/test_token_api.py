@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
 
@@ -31,6 +32,7 @@ from commutator.contract.worker import (
     TierContents,
 )
 from commutator.engine.client import MAX_MISSES, PING_EVERY_S, TokenApiClient
+from commutator.engine.versions import PROTOCOLS
 from commutator.errors import (
     EngineError,
     EngineOverloadedError,
@@ -54,6 +56,7 @@ INFO = EngineInfo(
     constraints=("regex",),
     request_options={"room": RequestOption(type=OptionType.INTEGER)},
 )
+GREETING = {**msgspec.to_builtins(INFO), "protocols": PROTOCOLS}
 
 
 EXPLANATION = PromptExplanation(
@@ -329,7 +332,7 @@ async def test_a_worker_that_falls_silent_is_lost_and_its_streams_with_it() -> N
     def connected() -> FrameProtocol:
         def answer(frame: list[Any]) -> None:
             if answers:
-                protocol.send(["info", INFO] if frame[0] == "hello" else ["pong"])
+                protocol.send(["info", GREETING] if frame[0] == "hello" else ["pong"])
 
         protocol = FrameProtocol(answer, lambda _: None)
         return protocol
@@ -444,7 +447,11 @@ async def client_of(answer: Callable[[list[Any]], list[Any] | None]) -> AsyncIte
 
     def connected() -> FrameProtocol:
         def on_frame(frame: list[Any]) -> None:
-            answered = ["info", INFO] if frame[0] == "hello" else answer(frame)
+            answered = None
+            if frame[0] == "hello":
+                answered = ["info", GREETING]
+            elif frame[0] != "use":
+                answered = answer(frame)
             if answered is not None:
                 protocol.send(answered)
 

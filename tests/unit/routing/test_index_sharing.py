@@ -17,12 +17,19 @@ from commutator.contract.routing import Overlap, RouterConfig, WorkerRank
 from commutator.contract.worker import WorkerRecord
 from commutator.frames import pack
 from commutator.kv_events.publisher import EventPublisher
-from commutator.routing.prefix_index.indexer import KvIndexer
-from commutator.routing.prefix_index.snapshot import INDEX_SUFFIX, IndexFormat, IndexSharing
+from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
+from commutator.routing.prefix_index.snapshot import (
+    CODECS,
+    INDEX_SUFFIX,
+    IndexFormat,
+    IndexSharing,
+    SnapshotCodec,
+)
 
 MODEL = "m/0"
 SILENCE_S = 0.2
 PATIENCE_S = 60.0
+FORMAT = pack(["format", MODEL, IndexFormat.of(SIZE, max(CODECS))])
 
 
 @pytest.fixture
@@ -41,7 +48,9 @@ async def view_of(block_size: int = SIZE) -> AsyncIterator[KvIndexer]:
 
 
 @asynccontextmanager
-async def informed(folder: Path, publisher: EventPublisher) -> AsyncIterator[KvIndexer]:
+async def informed(
+    folder: Path, publisher: EventPublisher, *, serves: bool = True
+) -> AsyncIterator[KvIndexer]:
     """A front door that runs, and has heard of a prompt of seven blocks, one after the other."""
     async with view_of() as view:
         await view.add(worker(publisher))
@@ -49,7 +58,8 @@ async def informed(folder: Path, publisher: EventPublisher) -> AsyncIterator[KvI
             publisher.publish([stored(blocks - 1, blocks)])
             await knows(view, blocks)
         sharing = IndexSharing({MODEL: view}, folder / f"old{INDEX_SUFFIX}")
-        await sharing.serve()
+        if serves:
+            await sharing.serve()
         yield view
         await sharing.close()
 
@@ -151,9 +161,12 @@ async def test_one_that_is_no_index_like_ours_is_refused(
     [
         ([b""], "0 bytes read"),
         ([b"HTTP/1.1 200 OK\r\n\r\n"], "a frame of 1213486160 bytes"),
-        ([pack(["format", MODEL, {"block_size": SIZE}])], "missing required field `hash_check`"),
-        ([pack(["worker", MODEL, b"\x81\xa1x\x01"])], "missing required field `worker_id`"),
-        ([pack(["worker", MODEL, b"\xc1"])], "malformed"),
+        (
+            [pack(["format", MODEL, {"block_size": SIZE, "version": 2}])],
+            "missing required field `hash_check`",
+        ),
+        ([FORMAT, pack(["worker", MODEL, b"\x81\xa1x\x01"])], "missing required field `worker_id`"),
+        ([FORMAT, pack(["worker", MODEL, b"\xc1"])], "malformed"),
         ([pack(["hello"])], "unknown frame ['hello']"),
         ([pack(["end"])[:-1]], "4 bytes"),
     ],
@@ -173,7 +186,8 @@ async def test_workers_that_came_whole_count_though_the_rest_does_not_come(
 ) -> None:
     async with informed(tmp_path, publisher) as old, view_of() as new:
         packed = msgspec.msgpack.encode(old.snapshot("w"))
-        parts = [pack(["format", MODEL, IndexFormat.of(SIZE)]), pack(["worker", MODEL, packed])]
+        format_ = IndexFormat.of(SIZE, max(CODECS))
+        parts = [pack(["format", MODEL, format_]), pack(["worker", MODEL, packed])]
         folder = tmp_path / "others"
         folder.mkdir()
         async with says(folder / f"dying{INDEX_SUFFIX}", parts):
@@ -181,6 +195,91 @@ async def test_workers_that_came_whole_count_though_the_rest_does_not_come(
         assert "dying sent no complete prefix index" in caplog.text
         await new.add(worker(publisher))
         await knows(new, 7)
+
+
+TODAY = max(CODECS)
+
+
+def of_versions(oldest: int, newest: int) -> dict[int, SnapshotCodec]:
+    """Codecs of which each understands only what was written by the same version."""
+
+    def codec(version: int) -> SnapshotCodec:
+        mark, plain = bytes([version]), CODECS[TODAY]
+
+        def decode(packed: bytes) -> WorkerSnapshot:
+            if not packed.startswith(mark):
+                raise ValueError(f"not of version {version}")
+            return plain.decode(packed[1:])
+
+        return SnapshotCodec(lambda snapshot: mark + plain.encode(snapshot), decode)
+
+    return {version: codec(version) for version in range(oldest, newest + 1)}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "used"),
+    [
+        ((2, 3), (2, 3), 3),
+        ((2, 3), (3, 4), 3),
+        ((3, 4), (2, 3), 3),
+        ((2, 2), (2, 3), 2),
+        ((2, 3), (2, 2), 2),
+        ((4, 5), (2, 3), None),
+        ((2, 3), (4, 5), None),
+    ],
+)
+@pytest.mark.parametrize("by_hub", [False, True])
+async def test_neighbours_one_version_apart_exchange_the_highest_that_both_read(
+    tmp_path: Path,
+    publisher: EventPublisher,
+    caplog: pytest.LogCaptureFixture,
+    mine: tuple[int, int],
+    theirs: tuple[int, int],
+    used: int | None,
+    by_hub: bool,
+) -> None:
+    async with informed(tmp_path / "unused", publisher, serves=False) as old, view_of() as new:
+        running = IndexSharing(
+            {MODEL: old}, tmp_path / f"old{INDEX_SUFFIX}", codecs=of_versions(*theirs)
+        )
+        starting = IndexSharing(
+            {MODEL: new}, tmp_path / f"new{INDEX_SUFFIX}", codecs=of_versions(*mine)
+        )
+        await running.serve()
+        if by_hub:  # which passes on nothing but the parts: they are of the oldest version
+
+            async def parts() -> AsyncIterator[object]:
+                for part in running.parts():
+                    yield part
+
+            await starting.take("door", parts())
+            used = theirs[0] if mine[0] <= theirs[0] <= mine[1] else None
+        else:
+            await starting.start_warm()
+        await running.close()
+        await new.add(worker(publisher))
+        if used is None:
+            assert "is ignored: it is of version" in caplog.text
+            assert new.index.snapshot("w") == []
+        else:
+            assert new.index.snapshot("w") == old.index.snapshot("w") != []
+
+
+async def test_one_that_does_not_say_what_it_reads_gets_the_oldest(
+    tmp_path: Path, publisher: EventPublisher
+) -> None:
+    """As front doors did before there was a choice."""
+    async with informed(tmp_path / "unused", publisher, serves=False) as old:
+        path = tmp_path / f"old{INDEX_SUFFIX}"
+        sharing = IndexSharing({MODEL: old}, path, codecs=of_versions(2, 3))
+        await sharing.serve()
+        reader, writer = await asyncio.open_unix_connection(path)
+        for _ in range(2):
+            size = int.from_bytes(await reader.readexactly(4), "big")
+            kind, name, found = msgspec.msgpack.decode(await reader.readexactly(size))
+            assert (kind, name, found["version"]) == ("format", MODEL, 2)
+        writer.close()
+        await sharing.close()
 
 
 async def test_a_single_front_door_asks_no_other(

@@ -361,8 +361,8 @@ def test_hashes_can_be_stored_without_events() -> None:
 
 
 def test_indexes_of_one_block_size_understand_each_other() -> None:
-    assert IndexFormat.of(SIZE) == IndexFormat.of(SIZE)
-    assert IndexFormat.of(SIZE) != IndexFormat.of(2 * SIZE)
+    assert IndexFormat.of(SIZE, 2) == IndexFormat.of(SIZE, 2)
+    assert IndexFormat.of(SIZE, 2) != IndexFormat.of(2 * SIZE, 2)
 
 
 def test_memory_stays_bounded_under_prefix_churn() -> None:

@@ -25,13 +25,12 @@ from commutator.contract.worker import (
     WorkerRecord,
 )
 from commutator.engine.protocol import (
-    PROTOCOL,
     SERVICE,
     DeltaStream,
     KvQuestion,
-    pack_request,
     unpack_delta,
 )
+from commutator.engine.versions import PROTOCOLS, Codec, codec_of
 from commutator.errors import (
     EngineError,
     EngineHandoverError,
@@ -40,7 +39,7 @@ from commutator.errors import (
     EngineWithoutTiersError,
     RequestError,
 )
-from commutator.frames import FrameProtocol, kind_of
+from commutator.frames import FrameProtocol, Versions, kind_of, versions_in
 from commutator.trust import (
     ClientGate,
     Right,
@@ -136,7 +135,7 @@ class TokenApiClient(EngineClient):
         try:
             async with asyncio.timeout(self._answer_timeout_s):
                 await connect(lambda: session.frames, host, port)
-                session.frames.send(["hello", PROTOCOL, self._instance])
+                session.frames.send(["hello", PROTOCOLS.oldest, self._instance])
                 await session.info
                 if self.ping_every_s is not None:
                     session.ping(self.ping_every_s)
@@ -205,6 +204,8 @@ class TokenApiClient(EngineClient):
     async def _ask_kv(
         self, question: KvQuestion, argument: Any, answer_type: type[AnswerT], timeout_s: float
     ) -> AnswerT:
+        if isinstance(argument, KvPrompt):
+            argument = (await self._connected()).codec.pack_prompt(argument)
         answer = await self._ask("kv", question, argument, timeout_s=timeout_s)
         try:
             return msgspec.convert(answer, answer_type)
@@ -253,6 +254,8 @@ class _Session:
         self._numbers = itertools.count(1)
         self.frames = FrameProtocol(self._on_frame, self._on_lost, gate)
         self.info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.codec = Codec()
+        """Of the version that both ends speak, once the worker has said which it does."""
         self.lost = False
         self.silent = False
         """Whether it was lost because the worker answered no pings."""
@@ -274,13 +277,19 @@ class _Session:
         self._next_ping = asyncio.get_running_loop().call_later(every_s, self.ping, every_s)
 
     def generate(self, request: GenerateRequest) -> DeltaStream:
-        key, packed = next(self._numbers), pack_request(request)
+        key = next(self._numbers)
 
         def abort() -> None:
             if self._streams.pop(key, None) is not None:
                 self.frames.send(["abort", key])
 
-        self._streams[key] = stream = DeltaStream(abort)
+        stream = DeltaStream(abort)
+        try:
+            packed = self.codec.pack_request(request)
+        except RequestError as error:
+            stream.fail(error)
+            return stream
+        self._streams[key] = stream
         self.frames.send(["generate", key, packed])
         return stream
 
@@ -340,10 +349,27 @@ class _Session:
 
     def _on_hello(self, is_meant: bool, value: Any) -> None:
         if is_meant:
-            self.info.set_result(msgspec.convert(value, EngineInfo))
+            # Before version 6, servers did not say what they speak, and spoke that of the hello.
+            theirs = value.pop("protocols", (PROTOCOLS.oldest, PROTOCOLS.oldest))
+            self._use(versions_in(list(theirs)))
+            if not self.info.done():
+                self.info.set_result(msgspec.convert(value, EngineInfo))
             return
         reason = f"another worker listens there now (instance {value})"
         self.info.set_exception(EngineUnavailableError(f"worker at {self._address}: {reason}"))
+
+    def _use(self, theirs: Versions) -> None:
+        """Speak the highest version that the worker speaks, too."""
+        version = PROTOCOLS.common(theirs)
+        codec = None if version is None else codec_of(version)
+        if codec is None:
+            reason = f"it speaks {theirs} of the token API, and this process {PROTOCOLS}"
+            text = f"worker at {self._address}: {reason}; update the older of the two"
+            self.info.set_exception(EngineUnavailableError(text))
+            return
+        if codec.version != PROTOCOLS.oldest:
+            self.frames.send(["use", codec.version])
+        self.codec = codec
 
     def _on_delta(self, key: int, delta: TokenDelta) -> None:
         stream = self._streams.get(key)

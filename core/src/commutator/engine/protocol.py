@@ -1,13 +1,18 @@
 """The messages of the token API, each one frame of ``commutator.frames``.
 
     client -> server                                server -> client
-    ["hello", protocol, instance]                   ["info", EngineInfo]
-                                                    ["not_me", instance | nil]
+    ["hello", version, instance]                    ["info", EngineInfo and "protocols"]
+    ["use", version]                                ["not_me", instance | nil]
     ["ping"]                                        ["pong"]
     ["generate", key, request]                      ["deltas", [[key, ids, extras | nil], ...]]
     ["abort", key]                                  ["refused", key, reason, kind]
     ["ask", number, what, argument...]              ["answer", number, value]
                                                     ["failed", number, reason, kind]
+
+The client says hello in the oldest version that it speaks. The server adds to its information which
+versions it speaks, as [oldest, newest]; servers before version 6 do not, and speak the version of
+the hello alone. If both speak a higher version, the client names the highest in "use", and what
+either end sends after that is of that version; see ``commutator.engine.versions``.
 
 A client that knows which instance of the worker it means, by the worker's record, names it (nil: it
 takes any); another instance answers "not_me" with its own, and closes the connection: a port may
@@ -29,7 +34,7 @@ import asyncio
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -40,17 +45,16 @@ from commutator.errors import RequestError
 
 __all__ = [
     "INSTANCE",
-    "PROTOCOL",
     "SERVICE",
     "DeltaStream",
     "KvQuestion",
     "pack_delta",
     "pack_request",
+    "pack_tokens",
     "unpack_delta",
     "unpack_request",
+    "unpack_tokens",
 ]
-
-PROTOCOL = 6
 
 INSTANCE = "COMMUTATOR_INSTANCE"
 """The environment variable with a worker process's instance, as ``WorkerRecord.instance``."""
@@ -80,22 +84,33 @@ def pack_request(request: GenerateRequest) -> bytes:
 
     Raises RequestError when a token id is no unsigned 32-bit integer.
     """
-    try:
-        tokens = array("I", request.token_ids)
-    except (OverflowError, TypeError) as error:
-        raise RequestError(f"prompt: a token id is out of range: {error}", "prompt") from error
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return _request_encoder.encode((evolve(request, token_ids=()), tokens.tobytes()))
+    tokens = pack_tokens(request.token_ids)
+    return _request_encoder.encode((evolve(request, token_ids=()), tokens))
 
 
 def unpack_request(packed: bytes) -> GenerateRequest:
     """The inverse of ``pack_request``. Raises ValueError for anything else."""
     request, data = _request_decoder.decode(packed)
+    return evolve(request, token_ids=unpack_tokens(data))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """The tokens as little-endian 32-bit integers. Raises RequestError as ``pack_request``."""
+    try:
+        tokens = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(f"prompt: a token id is out of range: {error}", "prompt") from error
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """The inverse of ``pack_tokens``. Raises ValueError for a token that is cut off."""
     tokens = array("I", data)
     if sys.byteorder == "big":
         tokens.byteswap()
-    return evolve(request, token_ids=tokens)
+    return tokens
 
 
 def pack_delta(key: int, delta: TokenDelta) -> list[Any]:

@@ -7,6 +7,11 @@ prompts and one message a request: up to 10,000 messages a replay brings every b
 messages in 0.6 s, 9,000 in 2.4 s); after 12,000 messages it takes 4.2 s and brings back none,
 while a snapshot brings all 14,000 in less than 0.1 s. A block that is in constant use causes no
 further events, so no length of buffer is enough.
+
+A front door may be of the version before or after. One that writes several versions of a snapshot
+says so in its first frame, a "format" with ``newest``; one that asks answers with those that it
+reads, ["versions", oldest, newest], and gets the highest common one. One that says nothing, as
+those before there was a choice, or behind a hub, which only passes parts on, gets the oldest.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -22,14 +27,16 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from commutator.frames import MAX_FRAME_BYTES, pack
+from commutator.frames import MAX_FRAME_BYTES, Versions, pack, versions_in
 from commutator.routing.prefix_index.hashing import sequence_hashes
 from commutator.routing.prefix_index.indexer import KvIndexer, WorkerSnapshot
 
 __all__ = [
+    "CODECS",
     "INDEX_SUFFIX",
     "IndexFormat",
     "IndexSharing",
+    "SnapshotCodec",
     "index_frames",
 ]
 
@@ -38,29 +45,45 @@ log = logging.getLogger(__name__)
 INDEX_SUFFIX = ".index"
 """Of the sockets on which front doors ask each other."""
 
-_VERSION = 2
 _LENGTH_BYTES = 4
 _MOST_BYTES = MAX_FRAME_BYTES - 4096
 """Of a snapshot; the rest is for what frames say beside it."""
 _SILENCE_S = 2.0
 """Seconds without a frame after which the next front door is asked."""
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(WorkerSnapshot)
+_ASK_S = 0.2
+"""For which one that asks is waited for, to say what it reads."""
+
+
+@frozen
+class SnapshotCodec:
+    """One version of a snapshot."""
+
+    encode: Callable[[WorkerSnapshot], bytes]
+    decode: Callable[[bytes], WorkerSnapshot]
+    """Raises ValueError for what is no snapshot of this version."""
+
+
+CODECS: Mapping[int, SnapshotCodec] = {
+    2: SnapshotCodec(
+        msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(WorkerSnapshot).decode
+    )
+}
+"""By version, without a gap: the newest, and the one before it."""
 
 
 @frozen
 class IndexFormat:
-    """Snapshots can be exchanged between indexes of equal format."""
+    """Snapshots can be exchanged between indexes that name blocks alike."""
 
     block_size: int
     hash_check: int
     """The sequence hash of one fixed block; differs where blocks are hashed differently."""
-    version: int = _VERSION
+    version: int
 
     @classmethod
-    def of(cls, block_size: int) -> IndexFormat:
-        return cls(block_size, sequence_hashes(range(block_size), block_size)[0])
+    def of(cls, block_size: int, version: int) -> IndexFormat:
+        return cls(block_size, sequence_hashes(range(block_size), block_size)[0], version)
 
 
 class IndexSharing:
@@ -70,9 +93,15 @@ class IndexSharing:
     """
 
     def __init__(
-        self, indexers: Mapping[str, KvIndexer], socket: Path, silence_s: float = _SILENCE_S
+        self,
+        indexers: Mapping[str, KvIndexer],
+        socket: Path,
+        silence_s: float = _SILENCE_S,
+        codecs: Mapping[int, SnapshotCodec] = CODECS,
     ) -> None:
         """``indexers`` by a name that is the same in all front doors; ``socket`` is our own."""
+        self._codecs = codecs
+        self._versions = Versions(min(codecs), max(codecs))
         self._indexers = indexers
         self._socket = socket
         self._silence_s = silence_s
@@ -89,7 +118,8 @@ class IndexSharing:
         if not self._indexers or not others:
             return False
         for path in others:
-            async with aclosing(index_frames(path, self._silence_s)) as frames:
+            frames_of = index_frames(path, self._silence_s, self._versions)
+            async with aclosing(frames_of) as frames:
                 if await self.take(path.stem, frames):
                     return True
         log.warning("no other front door sent its complete prefix index: the rest is what the "
@@ -127,17 +157,19 @@ class IndexSharing:
     async def _take(
         self, door: str, frames: AsyncIterator[Any], taken: list[WorkerSnapshot]
     ) -> None:
-        refused: set[str] = set()
+        codecs: dict[str, SnapshotCodec] = {}
         async for frame in frames:
             match frame:
                 case ["format", str(name), found]:
-                    if (problem := self._incompatible(name, found)) is not None:
-                        log.warning("the prefix index of %s for %s is ignored: %s",
-                                    door, name, problem)  # fmt: skip
-                        refused.add(name)
+                    format_ = msgspec.convert(found, IndexFormat)
+                    if (problem := self._incompatible(name, format_)) is None:
+                        codecs[name] = self._codecs[format_.version]
+                        continue
+                    log.warning("the prefix index of %s for %s is ignored: %s",
+                                door, name, problem)  # fmt: skip
                 case ["worker", str(name), bytes(packed)]:
-                    if name in self._indexers and name not in refused:
-                        snapshot = _decoder.decode(packed)
+                    if name in codecs:
+                        snapshot = codecs[name].decode(packed)
                         self._indexers[name].restore(snapshot)
                         taken.append(snapshot)
                 case ["end"]:
@@ -146,17 +178,24 @@ class IndexSharing:
                     raise ValueError(f"unknown frame {str(frame)[:60]}")
         raise EOFError("it ended before the end")
 
-    def _incompatible(self, name: str, packed: Any) -> str | None:
+    def _incompatible(self, name: str, found: IndexFormat) -> str | None:
         """Why an index of this format cannot be used; None if it can."""
         indexer = self._indexers.get(name)
         if indexer is None:
             return "there is no such model here"
-        found, needed = msgspec.convert(packed, IndexFormat), _format(indexer)
+        if found.version not in self._codecs:
+            return f"it is of version {found.version}, and {self._versions} is read here"
+        needed = IndexFormat.of(indexer.index.block_size, found.version)
         return None if found == needed else f"it has {found}, and {needed} is needed"
 
-    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            for part in self.parts():
+            version = self._versions.oldest
+            if version != self._versions.newest and self._indexers:
+                kind, name, found = next(self.parts())
+                writer.write(pack([kind, name, {**found, "newest": self._versions.newest}]))
+                version = await self._asked(reader)
+            for part in self.parts(version):
                 writer.write(pack(part))
                 async with asyncio.timeout(self._silence_s):
                     await writer.drain()
@@ -166,14 +205,29 @@ class IndexSharing:
         finally:
             writer.close()
 
-    def parts(self) -> Iterator[list[Any]]:
-        """The frames of our own index, each of the moment in which it is taken."""
+    async def _asked(self, reader: asyncio.StreamReader) -> int:
+        """The highest version that the other end reads; the oldest when it does not say so."""
+        theirs = None
+        with suppress(OSError, EOFError, ValueError):  # TimeoutError is an OSError
+            match await _frame(reader, _ASK_S):
+                case ["versions", *versions]:
+                    theirs = self._versions.common(versions_in(versions))
+        return self._versions.oldest if theirs is None else theirs
+
+    def parts(self, version: int | None = None) -> Iterator[list[Any]]:
+        """The frames of our own index, each of the moment in which it is taken.
+
+        ``version`` is by default the oldest, which every neighbour reads.
+        """
+        version = self._versions.oldest if version is None else version
+        encode = self._codecs[version].encode
         for name, indexer in self._indexers.items():
-            yield ["format", name, msgspec.to_builtins(_format(indexer))]
+            format_ = IndexFormat.of(indexer.index.block_size, version)
+            yield ["format", name, msgspec.to_builtins(format_)]
             for worker_id in sorted(indexer.exact):
                 if (snapshot := indexer.snapshot(worker_id)) is None:
                     continue  # it was removed while another one was sent
-                packed = _encoder.encode(snapshot)
+                packed = encode(snapshot)
                 if len(packed) > _MOST_BYTES:
                     log.warning("worker %s: its index is too large to send, %d bytes",
                                 worker_id, len(packed))  # fmt: skip
@@ -182,12 +236,10 @@ class IndexSharing:
         yield ["end"]
 
 
-def _format(indexer: KvIndexer) -> IndexFormat:
-    return IndexFormat.of(indexer.index.block_size)
-
-
-async def index_frames(path: Path, silence_s: float) -> AsyncGenerator[Any, None]:
-    """The frames that the front door at ``path`` sends.
+async def index_frames(
+    path: Path, silence_s: float, versions: Versions
+) -> AsyncGenerator[Any, None]:
+    """The frames that the front door at ``path`` sends to one that reads ``versions``.
 
     Raises OSError or EOFError when the connection fails, and ValueError for what is no frame.
     """
@@ -195,12 +247,21 @@ async def index_frames(path: Path, silence_s: float) -> AsyncGenerator[Any, None
         reader, writer = await asyncio.open_unix_connection(path)
     try:
         while True:
-            async with asyncio.timeout(silence_s):
-                size_bytes = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-            if size_bytes > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size_bytes} bytes")
-            async with asyncio.timeout(silence_s):
-                body = await reader.readexactly(size_bytes)
-            yield msgspec.msgpack.decode(body)
+            match frame := await _frame(reader, silence_s):
+                case ["format", _, {"newest": int()}]:  # it comes again, of the version chosen
+                    writer.write(pack(["versions", *versions]))
+                case _:
+                    yield frame
     finally:
         writer.close()
+
+
+async def _frame(reader: asyncio.StreamReader, silence_s: float) -> Any:
+    """The next frame. Raises OSError, EOFError and ValueError as ``index_frames``."""
+    async with asyncio.timeout(silence_s):
+        size_bytes = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if size_bytes > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size_bytes} bytes")
+    async with asyncio.timeout(silence_s):
+        body = await reader.readexactly(size_bytes)
+    return msgspec.msgpack.decode(body)

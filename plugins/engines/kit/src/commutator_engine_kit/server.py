@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from commutator.contract.request import GenerateRequest, TokenDelta
-from commutator.contract.worker import EngineInfo, EngineLoad, KvPrompt, TransferStatistics
-from commutator.engine.protocol import INSTANCE, PROTOCOL, SERVICE, pack_delta, unpack_request
+from commutator.contract.worker import EngineInfo, EngineLoad, TransferStatistics
+from commutator.engine.protocol import INSTANCE, SERVICE
+from commutator.engine.versions import PROTOCOLS, Codec, codec_of
 from commutator.errors import (
     CommutatorError,
     EngineError,
@@ -98,6 +99,8 @@ class _Connection:
     def __init__(self, server: TokenApiServer) -> None:
         self.server = server
         self.engine_keys: dict[int, int] = {}
+        self.codec: Codec | None = Codec()
+        """Of the version that the client speaks; None: it speaks none that is spoken here."""
         self.frames = FrameProtocol(self._on_frame, self._on_lost, server.gate)
 
     def _on_frame(self, frame: list[Any]) -> None:
@@ -115,7 +118,7 @@ class _Connection:
     def _handle(self, frame: list[Any]) -> None:
         match frame:
             case ["generate", int(key), bytes(packed)]:
-                self._generate(key, unpack_request(packed))
+                self._generate(key, packed)
             case ["abort", int(key)]:
                 self.server.abort(self, key)
             case ["ping"]:
@@ -125,18 +128,19 @@ class _Connection:
             case ["ask", int(number), "kv", str(question), argument]:
                 self.server.answer_kv(self, number, question, argument)
             case ["hello", int(version), *meant]:
-                if version != PROTOCOL:
-                    raise ValueError(
-                        f"the client speaks protocol {version}, this worker {PROTOCOL}"
-                    )
+                self.codec = codec_of(version)
                 self._greet(*meant)
+            case ["use", int(version)] if codec_of(version) is not None:
+                self.codec = codec_of(version)
             case _:
                 raise ValueError("unknown frame")
 
     def _greet(self, meant: str | None = None) -> None:
         own = self.server.instance
         if meant is None or own is None or meant == own:
-            self.frames.send(["info", self.server.info])
+            assert self.server.info is not None, "it listens once the engine has started"
+            info = msgspec.to_builtins(self.server.info)
+            self.frames.send(["info", {**info, "protocols": PROTOCOLS}])
             return
         self._refuse(f"it means instance {str(meant)[:32]!r} of a worker; this is {own!r}")
         self.frames.send(["not_me", own])
@@ -162,7 +166,16 @@ class _Connection:
         assert self.frames.transport is not None
         self.server.gate.refuse(self.frames.transport, reason)
 
-    def _generate(self, key: int, request: GenerateRequest) -> None:
+    def _generate(self, key: int, packed: bytes) -> None:
+        """Raises ValueError for what is no request."""
+        try:
+            request = self.known_codec.unpack_request(packed)
+        except RequestError as error:
+            self.frames.send(["refused", key, str(error), "request"])
+            return
+        except EngineError as error:
+            self.frames.send(["refused", key, str(error), "engine"])
+            return
         try:
             self.server.submit(self, key, request)
         except RequestError as error:
@@ -174,6 +187,16 @@ class _Connection:
         except Exception as error:
             log.exception("submitting %s failed", request.request_id)
             self.frames.send(["refused", key, f"{type(error).__name__}: {error}", "engine"])
+
+    @property
+    def known_codec(self) -> Codec:
+        """Raises EngineError when the client speaks no version that is spoken here."""
+        if self.codec is None:
+            raise EngineError(
+                f"this worker speaks {PROTOCOLS} of the token API, and the client an older one; "
+                "update the client"
+            )
+        return self.codec
 
     def _on_lost(self, reason: str) -> None:
         self.server.left(self)
@@ -188,7 +211,7 @@ def _needed_rights(frame: list[Any]) -> tuple[Right, ...]:
     match frame:
         case ["ask", _, "drain" | "resume" | "reset_prefix_cache"] | ["ask", _, "kv", "evict", _]:
             return (Right.OPERATE,)
-        case ["hello" | "ask" | "ping", *_]:
+        case ["hello" | "use" | "ask" | "ping", *_]:
             return Right.GENERATE, Right.OPERATE
         case _:
             return (Right.GENERATE,)
@@ -265,7 +288,7 @@ class TokenApiServer:
             if owner is None:
                 continue  # it was aborted
             connection, key = owner
-            frames[connection].append(pack_delta(key, delta))
+            frames[connection].append(connection.known_codec.pack_delta(key, delta))
             if delta.finish_reason is not None:
                 del self._owner[engine_key]
                 connection.engine_keys.pop(key, None)
@@ -312,7 +335,8 @@ class TokenApiServer:
     def answer_kv(self, connection: _Connection, number: int, question: str, argument: Any) -> None:
         """Answer a "kv" frame from a thread; this may take minutes."""
         assert self._loop is not None
-        answer = asyncio.to_thread(_answer_kv, self._engine.kv_admin, question, argument)
+        admin = self._engine.kv_admin
+        answer = asyncio.to_thread(_answer_kv, admin, connection, question, argument)
         task = self._loop.create_task(self._answer_later(connection, number, question, answer))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -332,7 +356,7 @@ class TokenApiServer:
             connection.frames.send(["failed", number, reason, "engine"])
 
 
-def _answer_kv(admin: KvAdmin | None, question: str, argument: Any) -> Any:
+def _answer_kv(admin: KvAdmin | None, connection: _Connection, question: str, argument: Any) -> Any:
     """Raises EngineError for an unknown question or a wrong argument."""
     if admin is None:
         raise EngineWithoutTiersError
@@ -343,9 +367,9 @@ def _answer_kv(admin: KvAdmin | None, question: str, argument: Any) -> Any:
             case "contents":
                 return admin.contents()
             case "explain":
-                return admin.explain(msgspec.convert(argument, KvPrompt))
+                return admin.explain(connection.known_codec.unpack_prompt(argument))
             case "prefetch":
-                return admin.prefetch(msgspec.convert(argument, KvPrompt))
+                return admin.prefetch(connection.known_codec.unpack_prompt(argument))
             case "evict":
                 return admin.evict(msgspec.convert(argument, str | None))
             case "verify":
