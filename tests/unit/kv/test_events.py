@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import zmq
@@ -185,3 +187,21 @@ def test_the_salt_as_each_engine_tells_it(fields: dict[str, object], salt: str |
     (decoded,) = decode_batch(body).events
     assert isinstance(decoded, BlockStored)
     assert decoded.cache_salt == salt
+
+
+@pytest.mark.parametrize(
+    ("given", "adapter"),
+    [
+        ({}, None),
+        ({"lora_name": "sql", "lora_id": 7}, "sql"),
+        ({"lora_id": 7}, "lora_id 7"),
+        ({"lora_name": "", "lora_id": 7}, "lora_id 7"),
+    ],
+)
+def test_blocks_of_an_adapter_without_a_name_are_kept_apart(
+    given: dict[str, Any], adapter: str | None
+) -> None:
+    body = msgspec.msgpack.encode([0.0, [STORED_MAP | given], 0])
+    (event,) = decode_batch(body).events
+    assert isinstance(event, BlockStored)
+    assert event.adapter == adapter

@@ -9,13 +9,13 @@ anything that changes those bytes, or in who may see them, never have the same k
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from hashlib import sha256
 
 from attrs import asdict, evolve, frozen
 
-from commutator.contract.request import KvRetention
+from commutator.contract.request import KvRetention, MediaIdentity
 
 __all__ = [
     "KEY_BYTES",
@@ -34,6 +34,7 @@ __all__ = [
     "block_keys",
     "cache_level",
     "is_stronger",
+    "media_in",
     "next_key",
     "retention_hints",
     "strongest",
@@ -68,7 +69,7 @@ class CacheIdentity:
     parallel_rank: str = "0/1"
     """Which part of each block this is, "RANK/RANKS", under tensor or pipeline parallelism."""
     adapter: str | None = None
-    """The adapter that computed the block; None: the model itself."""
+    """The digest of the adapter that computed the block; None: the model itself."""
     cache_salt: str | None = None
     """Requests with different salts share no block; None is a salt, too."""
 
@@ -78,20 +79,42 @@ class CacheIdentity:
         return sha256(b"".join(_framed(value) for value in asdict(self).values())).digest()
 
 
-def next_key(parent: bytes, token_ids: Sequence[int]) -> BlockKey:
-    """The key of a full block after ``parent``: a block's key, or an identity's digest."""
-    return sha256(parent + struct.pack(f"<{len(token_ids)}Q", *token_ids)).digest()
+def next_key(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> BlockKey:
+    """The key of a full block after ``parent``: a block's key, or an identity's digest.
+
+    ``media`` says what some of its tokens stand for, as ``media_in``.
+    """
+    return sha256(parent + struct.pack(f"<{len(token_ids)}Q", *token_ids) + media).digest()
+
+
+def media_in(media: Iterable[MediaIdentity], start: int, stop: int) -> bytes:
+    """What the tokens of the positions from ``start`` to before ``stop`` stand for.
+
+    Equal only for equal parts of equal media at equal places; empty for text alone.
+    """
+    return b"".join(
+        struct.pack("<q", one.start - start) + bytes.fromhex(one.digest)
+        for one in media
+        if one.start < stop and one.start + one.tokens > start
+    )
 
 
 def block_keys(
-    identity: CacheIdentity, token_ids: Sequence[int], known: Sequence[BlockKey] = ()
+    identity: CacheIdentity,
+    token_ids: Sequence[int],
+    known: Sequence[BlockKey] = (),
+    media: Sequence[MediaIdentity] = (),
 ) -> list[BlockKey]:
-    """The key of every full block of ``token_ids``; ``known`` are the keys of its first blocks."""
+    """The key of every full block of ``token_ids``; ``known`` are the keys of its first blocks.
+
+    ``media`` is all that some of the tokens stand for.
+    """
     size = identity.block_size
     keys = list(known)
     parent = keys[-1] if keys else identity.digest
     for start in range(len(keys) * size, len(token_ids) - size + 1, size):
-        parent = next_key(parent, token_ids[start : start + size])
+        inside = media_in(media, start, start + size) if media else b""
+        parent = next_key(parent, token_ids[start : start + size], inside)
         keys.append(parent)
     return keys
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 __all__ = [
+    "DIGEST",
     "MAX_SESSION_CHARS",
     "UNKNOWN_CALLER",
     "AdapterIdentity",
@@ -155,11 +156,12 @@ class Constraint:
         return None
 
 
-_DIGEST = re.compile("[0-9a-f]{64}")
+DIGEST = re.compile("[0-9a-f]{64}")
+"""What the digests of adapters and media are: SHA-256 in lower-case hex digits."""
 
 
 def _is_a_digest(_: Any, _field: Any, value: str) -> None:
-    if not _DIGEST.fullmatch(value):
+    if not DIGEST.fullmatch(value):
         raise ValueError(f"digest: expected SHA-256 in 64 lower-case hex digits, got {value!r:.80}")
 
 

@@ -109,7 +109,7 @@ def _from_raw(raw: Mapping[str, Any] | Sequence[Any]) -> KvEvent | None:
                 parent_block_hash=_parent(fields.get("parent_block_hash")),
                 token_ids=tuple(fields["token_ids"]),
                 block_size=_integer(fields["block_size"]) or 0,
-                adapter=_text(fields.get("lora_name")),
+                adapter=_adapter(fields),
                 medium=_text(fields.get("medium")),
                 cache_salt=_salt(fields),
                 group=_integer(fields.get("group_idx")),
@@ -155,6 +155,17 @@ def _text(raw: Any) -> str | None:
     if raw is None or isinstance(raw, str):
         return raw
     raise ValueError(f"expected text, got {raw!r:.40}")
+
+
+def _adapter(fields: Mapping[str, Any]) -> str | None:
+    """The engine's name of the adapter, which is its digest where front doors ask for it.
+
+    An engine that gives a number alone does not say which adapter it is: nobody asks for that.
+    """
+    if name := _text(fields.get("lora_name")):
+        return name
+    number = _integer(fields.get("lora_id"))
+    return None if number is None else f"lora_id {number}"
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,9 @@ from itertools import islice, repeat
 
 import xxhash
 
+from commutator.contract.block import media_in
+from commutator.contract.request import MediaIdentity
+
 __all__ = [
     "HASH_SEED",
     "chain_hashes",
@@ -35,7 +38,10 @@ _hash64 = xxhash.xxh3_64_intdigest
 
 
 def hash_seed(adapter: str | None = None) -> int:
-    """The seed of local block hashes: 1337, moved by the adapter's name if there is one."""
+    """The seed of local block hashes: 1337, moved by the adapter if there is one.
+
+    ``adapter`` is its digest, or the name that an engine has for it, which is no digest.
+    """
     if not adapter:
         return HASH_SEED
     return (HASH_SEED + _hash64(adapter.encode())) % _UINT64
@@ -86,21 +92,37 @@ def sequence_hashes(
     adapter: str | None = None,
     cache_salt: str | None = None,
     known: Sequence[int] = (),
+    media: Sequence[MediaIdentity] = (),
 ) -> list[int]:
     """The sequence hash of every full block of ``token_ids``.
 
     ``known`` are the sequence hashes of its first blocks, if they were computed before: only the
-    blocks after them are hashed. Raises ValueError as ``local_block_hashes`` does, and when more
-    blocks are known than there are.
+    blocks after them are hashed. ``media`` is all that some of the tokens stand for. Raises
+    ValueError as ``local_block_hashes`` does, and when more blocks are known than there are.
     """
     if not known:
         local = local_block_hashes(token_ids, block_size, adapter=adapter)
+        if media:
+            local = _with_media(local, block_size, media, 0)
         return chain_hashes(local, hash_root(cache_salt))
     if len(known) * block_size > len(token_ids):
         raise ValueError(f"{len(known)} blocks are known of {len(token_ids)} tokens")
     rest = token_ids[len(known) * block_size :]
     local = local_block_hashes(rest, block_size, adapter=adapter)
+    if media:
+        local = _with_media(local, block_size, media, len(known))
     return [*known, *chain_hashes(local, known[-1])]
+
+
+def _with_media(
+    local: Iterable[int], block_size: int, media: Sequence[MediaIdentity], first: int
+) -> list[int]:
+    """The local hashes of block ``first`` and those after it, moved where media are in them."""
+    moved = []
+    for number, each in enumerate(local, start=first):
+        inside = media_in(media, number * block_size, (number + 1) * block_size)
+        moved.append(_hash64(each.to_bytes(8, "little") + inside, HASH_SEED) if inside else each)
+    return moved
 
 
 _PAIR = struct.Struct("<QQ")

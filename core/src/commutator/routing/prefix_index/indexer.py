@@ -201,6 +201,7 @@ class KvIndexer:
             self.index.block_size,
             adapter=request.adapter_digest,
             cache_salt=request.cache_salt,
+            media=request.media,
         )
 
     def match(self, hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:

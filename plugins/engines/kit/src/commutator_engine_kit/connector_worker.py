@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from commutator.contract.block import BlockDescriptor, BlockKey
 from commutator_engine_kit.kv.connector import KvConnector
+from commutator_engine_kit.model_identity import AdapterDigests
 
 __all__ = ["Chain", "Fence", "FencedCalls", "RequestChains"]
 
@@ -49,6 +50,7 @@ class RequestChains:
     def __init__(self, connector: KvConnector) -> None:
         self._connector = connector
         self._requests: dict[RequestId, _Request] = {}
+        self._adapters = AdapterDigests()
 
     def grow(self, chain: Chain) -> None:
         request = self._requests.setdefault(chain.request_id, _Request(chain))
@@ -56,8 +58,7 @@ class RequestChains:
         lora = request.begin.lora
         request.keys = self._connector.lookups.keys(
             request.token_ids,
-            # Name and path together: adapters with the same name may differ.
-            adapter=None if lora is None else "\0".join(lora),
+            adapter=None if lora is None else self._adapters.of(*lora),
             cache_salt=request.begin.cache_salt,
             known=request.keys,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from typing import Any
 import xxhash
 
 from commutator.contract.block import CacheIdentity
+from commutator.contract.request import DIGEST
 
 __all__ = [
+    "AdapterDigests",
+    "adapter_digest",
     "model_facts",
     "served_identity",
     "weights_revision",
 ]
+
+log = logging.getLogger(__name__)
 
 _IRRELEVANT = {"_name_or_path", "transformers_version"}
 """Entries of a model's configuration that do not affect its KV blocks."""
@@ -76,6 +82,46 @@ def weights_revision(model: str, revision: str | None = None) -> str:
     if not path.is_dir():
         path = _snapshot(model, revision)
     return path.name if path.parent.name == "snapshots" else _digest(path)
+
+
+def adapter_digest(directory: Path) -> str:
+    """The ``AdapterIdentity.digest`` of the adapter in a directory. Raises OSError.
+
+    SHA-256 of names and bytes of its files, without those for people (*.md) and hidden ones.
+    """
+    state = hashlib.sha256()
+    files = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*")}
+    for name, file in sorted(files.items()):
+        if file.is_file() and file.suffix != ".md" and not Path(name).parts[0].startswith("."):
+            with file.open("rb") as opened:
+                content = hashlib.file_digest(opened, "sha256").hexdigest()
+            state.update(f"{len(name.encode())} {name} {content}\n".encode())
+    return state.hexdigest()
+
+
+class AdapterDigests:
+    """What tells adapters apart in the keys of KV blocks: their content, read once for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], str] = {}
+
+    def of(self, name: str, path: str) -> str:
+        """The digest of the adapter that the engine loaded from ``path``, and calls ``name``.
+
+        A name that is a digest is taken at its word. An adapter that cannot be read is told apart
+        by its name and path, which no other adapter's digest is.
+        """
+        if DIGEST.fullmatch(name):
+            return name
+        if (name, path) not in self._known:
+            try:
+                place = Path(path)
+                found = adapter_digest(place if place.is_dir() else _snapshot(path, None))
+            except (OSError, ValueError, ImportError) as error:
+                log.warning("adapter %s: its files cannot be read from %s: %s", name, path, error)
+                found = f"{name}\0{path}"
+            self._known[name, path] = found
+        return self._known[name, path]
 
 
 def _snapshot(model: str, revision: str | None) -> Path:

@@ -296,4 +296,4 @@ def handover_keys(prefill: KvTransferInfo, request: GenerateRequest) -> list[Blo
         adapter=request.adapter_digest,
         cache_salt=request.cache_salt,
     )
-    return block_keys(identity, request.token_ids)
+    return block_keys(identity, request.token_ids, media=request.media)
