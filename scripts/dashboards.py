@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboards of ``examples/observability`` from the metrics' definitions.
+"""Writes the Grafana dashboards of ``examples/observability`` from the table of metrics.
 
 A dashboard begins with the panels that are written here; every metric that none of these asks for
 gets a panel of its own, so a new metric is shown without anybody's doing.
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from attrs import frozen
-from metrics_page import Definition, definitions
+
+from commutator.metrics.families import FAMILIES, Family
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples/observability/grafana/dashboards"
 
@@ -45,7 +46,7 @@ class Panel:
 
     @property
     def metrics(self) -> set[str]:
-        """The metrics that the queries ask for, by the names of their definitions."""
+        """The metrics that the queries ask for, by the names of their families."""
         return {
             metric for query in self.queries for metric in map(_defined, _NAME.findall(query.expr))
         }
@@ -62,11 +63,11 @@ class Dashboard:
 
 @cache
 def _names() -> frozenset[str]:
-    return frozenset(metric.name for metric in definitions())
+    return frozenset(metric.name for metric in FAMILIES)
 
 
 def _defined(sampled: str) -> str:
-    """The definition's name of a sample's: histograms are sampled in parts."""
+    """The family's name of a sample's: histograms are sampled in parts."""
     names = _names()
     for part in _PARTS:
         if sampled not in names and sampled.endswith(part):
@@ -349,19 +350,19 @@ def filled(dashboards: Iterable[Dashboard] = DASHBOARDS) -> Iterator[tuple[Dashb
     dashboards = tuple(dashboards)
     shown = {metric for each in dashboards for panel in each.panels for metric in panel.metrics}
     rest: dict[str, list[Panel]] = {each.name: list(each.panels) for each in dashboards}
-    for metric in definitions():
+    for metric in FAMILIES:
         if metric.name not in shown:
             rest[_home(metric, dashboards).name].append(_panel(metric))
     for each in dashboards:
         yield each, rest[each.name]
 
 
-def _home(metric: Definition, dashboards: tuple[Dashboard, ...]) -> Dashboard:
+def _home(metric: Family, dashboards: tuple[Dashboard, ...]) -> Dashboard:
     matching = (d for d in dashboards if d.what and re.match(d.what, metric.name))
     return next(matching, dashboards[0])
 
 
-def _panel(metric: Definition) -> Panel:
+def _panel(metric: Family) -> Panel:
     """A metric's panel by its kind and labels."""
     words = _UNITS.sub("", metric.name.removeprefix("commutator_")).split("_")
     title = " ".join(["KV" if word == "kv" else word for word in words])

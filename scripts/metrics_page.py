@@ -1,13 +1,10 @@
-"""Writes ``docs/reference/metrics.md`` from the metrics themselves."""
+"""Writes ``docs/reference/metrics.md`` from the table of metrics."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from attrs import frozen
-
-from commutator.metrics.frontend import FrontendMetrics
+from commutator.metrics.families import FAMILIES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
@@ -81,40 +78,11 @@ blocks which the workers no longer have: look for its warnings in `/health`.
 """
 
 
-@frozen
-class Definition:
-    """One metric, as a front door describes it when it is scraped."""
-
-    name: str
-    """As its samples are named; that of a histogram is without ``_bucket``."""
-    kind: str
-    """counter, gauge or histogram."""
-    labels: tuple[str, ...]
-    meaning: str
-
-
-def definitions() -> list[Definition]:
-    """Every metric of a front door, in the order of the page."""
-    found = []
-    collectors: list[Any] = list(FrontendMetrics().registry._collector_to_names)  # noqa: SLF001
-    for collector in collectors:
-        for family in collector.describe():
-            suffix = "_total" if family.type == "counter" else ""
-            # Metrics have them; of those that the workers count, each family has its own.
-            labels = (collector if hasattr(collector, "_labelnames") else family)._labelnames  # noqa: SLF001
-            found.append(
-                Definition(
-                    f"{family.name}{suffix}", family.type, tuple(labels), family.documentation
-                )
-            )
-    return found
-
-
 def page() -> str:
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.meaning} |"
-        for metric in definitions()
+        for metric in FAMILIES
     ]
     return HEAD + "\n".join(lines) + "\n" + TAIL
 

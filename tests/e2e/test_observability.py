@@ -31,12 +31,12 @@ from tests.support.prometheus import Prometheus, program, running_prometheus
 
 from commutator.auth.keys import hash_of, new_key
 from commutator.cli.main import main
+from commutator.metrics.families import FAMILIES
 from commutator.supervisor.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import dashboards  # noqa: E402 - they lie in scripts/
-from metrics_page import definitions  # noqa: E402
 
 FOLDER = ROOT / "examples" / "observability"
 RULES = FOLDER / "rules.yml"
@@ -46,7 +46,7 @@ BOARDS = {
 }
 PICTURED_S = 40
 """What the pictures of the docs show: the first seconds under load."""
-NAMES = {metric.name: metric for metric in definitions()}
+NAMES = {metric.name: metric for metric in FAMILIES}
 OF_PROMETHEUS = {"instance", "job", "alertname", "alertstate"}
 """Labels that Prometheus adds."""
 

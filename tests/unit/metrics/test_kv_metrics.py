@@ -6,7 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from commutator.contract.tier import UNBOUNDED
 from commutator.contract.worker import EdgeStatistics, KvStatistics, TierState
-from commutator.metrics.frontend import FrontendMetrics, Readings
+from commutator.metrics.frontend import FrontendMetrics
+from commutator.metrics.readings import Readings
 
 
 def tier(name: str, **changes: object) -> TierState:

@@ -7,7 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from commutator import __version__
 from commutator.contract.worker import Role
 from commutator.kv_events.sequence import SequenceCounters
-from commutator.metrics.frontend import FrontendMetrics, Readings
+from commutator.metrics.frontend import FrontendMetrics
+from commutator.metrics.readings import Readings
 from commutator.routing.prefix_index.health import Cause, EventWarning
 from commutator.routing.prefix_index.indexer import WorkerEvents
 from commutator.routing.workers import WorkerStatus

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
+from commutator.metrics.families import Family
 from commutator.metrics.tallies import Counter, CounterGroup, Histogram
 
 BUCKETS = (0.5, 1, 2.5)
@@ -30,8 +31,8 @@ def shown(registry: CollectorRegistry) -> list[list[str]]:
 @given(st.lists(st.tuples(labels, amounts)))
 def test_as_prometheus_own(steps: list[tuple[tuple[str, str], float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    sums = Counter("some_requests", "Of a kind.", LABELS, registry=ours)
-    spread = Histogram("some_seconds", "Taken.", LABELS, buckets=BUCKETS, registry=ours)
+    sums = Counter(Family("some_requests", "counter", LABELS, "Of a kind."), ours)
+    spread = Histogram(Family("some_seconds", "histogram", LABELS, "Taken.", BUCKETS), ours)
     their_sums = prometheus_client.Counter("some_requests", "Of a kind.", LABELS, registry=theirs)
     their_spread = prometheus_client.Histogram(
         "some_seconds", "Taken.", LABELS, buckets=BUCKETS, registry=theirs
@@ -50,7 +51,8 @@ def test_a_group_as_counters_of_prometheus(
 ) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     abouts = (("some_requests", "Of a kind."), ("some_tokens", "Of them."))
-    group = CounterGroup(*abouts, labels=LABELS, registry=ours)
+    families = [Family(name, "counter", LABELS, meaning) for name, meaning in abouts]
+    group = CounterGroup(families, ours)
     separate = [prometheus_client.Counter(*about, LABELS, registry=theirs) for about in abouts]
     for values, counted in steps:
         group.add(values, *counted)
@@ -62,7 +64,7 @@ def test_a_group_as_counters_of_prometheus(
 def test_the_time_of_creation_is_that_of_the_first_count() -> None:
     registry = CollectorRegistry()
     before_s = time.time()
-    Counter("some", "Of a kind.", ("model",), registry=registry).add(1, "a")
+    Counter(Family("some", "counter", ("model",), "Of a kind."), registry).add(1, "a")
     after_s = time.time()
     created_s = registry.get_sample_value("some_created", {"model": "a"})
     assert created_s is not None

@@ -6,7 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.handover_rig import hand_over, request, tiny_worker
 
 from commutator.contract.worker import ExportStatistics, PullStatistics, TransferStatistics
-from commutator.metrics.frontend import FrontendMetrics, Readings
+from commutator.metrics.frontend import FrontendMetrics
+from commutator.metrics.readings import Readings
 
 
 def test_every_counter_is_scraped_under_its_worker() -> None:

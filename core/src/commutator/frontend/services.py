@@ -23,7 +23,8 @@ from commutator.frontend.limits import ConcurrencyLimiter, LogprobBudget, TimeLi
 from commutator.frontend.preprocessor import Preprocessor
 from commutator.frontend.snapshot import problems
 from commutator.frontend.work import WorkPool
-from commutator.metrics.frontend import FrontendMetrics, Readings
+from commutator.metrics.frontend import FrontendMetrics
+from commutator.metrics.readings import Readings
 from commutator.registry.unready import UnreadyWorker
 from commutator.routing.dispatcher import Dispatcher
 from commutator.tokenizer.text_model import TextModel

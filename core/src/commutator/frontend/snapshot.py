@@ -14,7 +14,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from commutator.contract.worker import EngineLoad, KvStatistics
-from commutator.metrics.frontend import ITL_BUCKETS_S, TTFT_BUCKETS_S
+from commutator.metrics.families import ITL_BUCKETS_S, TTFT_BUCKETS_S
 from commutator.registry.unready import UnreadyWorker
 from commutator.routing.workers import WorkerStatus
 

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
+
+from commutator.metrics.families import Family
 
 __all__ = [
     "OTHER",
@@ -35,11 +37,8 @@ OTHER = "other"
 class Counter(Collector):
     """Sums by label values. Used from one thread."""
 
-    def __init__(
-        self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry
-    ) -> None:
-        self._about = (name, documentation)
-        self._labels = tuple(labels)
+    def __init__(self, family: Family, registry: CollectorRegistry) -> None:
+        self._family = family
         self._sums: dict[Labels, float] = {}
         self._created_s: dict[Labels, float] = {}
         registry.register(self)
@@ -57,31 +56,26 @@ class Counter(Collector):
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(*self._about, labels=self._labels)
+        metric = self._family.counter()
         for labels, total in self._sums.items():
-            family.add_metric(labels, total, self._created_s[labels])
-        return [family]
+            metric.add_metric(labels, total, self._created_s[labels])
+        return [metric]
 
     def describe(self) -> Iterable[Metric]:
-        return [CounterMetricFamily(*self._about, labels=self._labels)]
+        return [self._family.counter()]
 
 
 class CounterGroup(Collector):
     """Several sums that are counted together, by the same label values. Used from one thread."""
 
     def __init__(
-        self,
-        *abouts: tuple[str, str],
-        labels: Sequence[str],
-        registry: CollectorRegistry,
-        most: float = math.inf,
+        self, families: Sequence[Family], registry: CollectorRegistry, *, most: float = math.inf
     ) -> None:
-        """``abouts``: the name and the documentation of each sum.
+        """``families`` have the same labels.
 
         After the first ``most`` combinations of label values, all others count as ``OTHER``.
         """
-        self._abouts = abouts
-        self._labels = tuple(labels)
+        self._families = families
         self._most = most
         self._sums: dict[Labels, list[float]] = {}
         self._created_s: dict[Labels, float] = {}
@@ -97,26 +91,23 @@ class CounterGroup(Collector):
     def _begin(self, labels: Labels) -> list[float]:
         """The sums of ``labels``, which have none of their own yet."""
         if len(self._sums) >= self._most:
-            labels = (OTHER,) * len(self._labels)
+            labels = (OTHER,) * len(labels)
         self._created_s.setdefault(labels, time.time())
-        return self._sums.setdefault(labels, [0.0] * len(self._abouts))
+        return self._sums.setdefault(labels, [0.0] * len(self._families))
 
     def sums(self) -> Mapping[Labels, Sequence[float]]:
         """The sums of each combination of label values since start; they change with additions."""
         return self._sums
 
     def collect(self) -> Iterable[Metric]:
-        families = self._families()
+        metrics = [family.counter() for family in self._families]
         for labels, sums in self._sums.items():
-            for family, total in zip(families, sums, strict=True):
-                family.add_metric(labels, total, self._created_s[labels])
-        return families
+            for metric, total in zip(metrics, sums, strict=True):
+                metric.add_metric(labels, total, self._created_s[labels])
+        return metrics
 
     def describe(self) -> Iterable[Metric]:
-        return self._families()
-
-    def _families(self) -> list[CounterMetricFamily]:
-        return [CounterMetricFamily(*about, labels=self._labels) for about in self._abouts]
+        return [family.counter() for family in self._families]
 
 
 @define
@@ -129,19 +120,9 @@ class _Counts:
 class Histogram(Collector):
     """Counts of observations by bucket and label values. Used from one thread."""
 
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        labels: Sequence[str],
-        *,
-        buckets: Sequence[float],
-        registry: CollectorRegistry,
-    ) -> None:
-        """``buckets`` are upper bounds, ascending; what is beyond the last is counted, too."""
-        self._about = (name, documentation)
-        self._labels = tuple(labels)
-        self._bounds = [float(bound) for bound in buckets]
+    def __init__(self, family: Family, registry: CollectorRegistry) -> None:
+        self._family = family
+        self._bounds = [float(bound) for bound in family.buckets]
         self._counts: dict[Labels, _Counts] = {}
         registry.register(self)
 
@@ -167,7 +148,7 @@ class Histogram(Collector):
         return by_bucket, total
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(*self._about, labels=self._labels)
+        metric = self._family.histogram()
         bounds = (*self._bounds, float("inf"))
         names = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
         for labels, counts in self._counts.items():
@@ -175,10 +156,10 @@ class Histogram(Collector):
             for name, count in zip(names, counts.by_bucket, strict=True):
                 below += count
                 buckets.append((name, below))
-            family.add_metric(labels, buckets, counts.total)
-            named = dict(zip(self._labels, labels, strict=True))
-            family.samples.append(Sample(f"{family.name}_created", named, counts.created_s))
-        return [family]
+            metric.add_metric(labels, buckets, counts.total)
+            named = dict(zip(self._family.labels, labels, strict=True))
+            metric.samples.append(Sample(f"{metric.name}_created", named, counts.created_s))
+        return [metric]
 
     def describe(self) -> Iterable[Metric]:
-        return [HistogramMetricFamily(*self._about, labels=self._labels)]
+        return [self._family.histogram()]
