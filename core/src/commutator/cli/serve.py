@@ -83,11 +83,12 @@ def frontend(
 ) -> None:
     """Run only the front doors that FILE describes, for workers of other hosts.
 
-    They find the workers in the registry, which has to be one that hosts share.
+    They find the workers in the registry, which has to be one that hosts share. Engines that speak
+    Commutator's token API need no plugin here.
     """
     from commutator.config.load import load_config
 
-    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins)
+    loaded = load_config(files, sets=sets, port=port, no_plugins=no_plugins, only_routes=True)
     must_be_shared(loaded.config, "front doors would find no worker")
     sys.exit(run_deployment(loaded, url_file, engine=""))
 

@@ -581,7 +581,9 @@ def _sizing_warnings(config: Config, host: PluginHost) -> Iterator[str]:
     above = [
         (f"engine {engine.name}'s KV memory", engine.kv_cache_bytes)
         for engine in config.engines
-        if host.engines.kinds[engine.kind].thing.uses_tiers and hasattr(engine, "kv_cache_bytes")
+        if engine.kind in host.engines.kinds
+        and host.engines.kinds[engine.kind].thing.uses_tiers
+        and hasattr(engine, "kv_cache_bytes")
     ]
     for number, tier in enumerate(config.tiers):
         size = getattr(tier, "capacity", None)

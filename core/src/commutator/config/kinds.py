@@ -54,16 +54,20 @@ def default_limiter(host: PluginHost) -> str:
     return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
-def config_converter(host: PluginHost | Callable[[], PluginHost]) -> cattrs.Converter:
+def config_converter(
+    host: PluginHost | Callable[[], PluginHost], *, only_routes: bool = False
+) -> cattrs.Converter:
     """A strict converter for ``Config`` that knows the kinds of ``host``.
 
     A function is called when data first names a kind, so that plugins are loaded only if needed.
+    ``only_routes``: workers run elsewhere, so of an engine or tier whose kind is not installed
+    here, only the options that every kind has are read.
     """
+    load_host = (lambda: host) if isinstance(host, PluginHost) else host
     converter = build_converter()
     for base in _CATALOGS:
-        _structure_by_kind(
-            converter, base, (lambda: host) if isinstance(host, PluginHost) else host
-        )
+        elsewhere = only_routes and base in {EngineConfig, TierConfig}
+        _structure_by_kind(converter, base, load_host, elsewhere=elsewhere)
     converter.register_structure_hook_func(lambda cls: cls is Secret, _secret_hook(converter))
     return converter
 
@@ -111,7 +115,11 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
 
 
 def _structure_by_kind(
-    converter: cattrs.Converter, base: type[Any], load_host: Callable[[], PluginHost]
+    converter: cattrs.Converter,
+    base: type[Any],
+    load_host: Callable[[], PluginHost],
+    *,
+    elsewhere: bool,
 ) -> None:
     ordinary = converter.get_structure_hook(base)
     own = attrs.fields_dict(base).get("kind")
@@ -129,6 +137,9 @@ def _structure_by_kind(
             raise _at_kind(_missing_kind(value, catalog), base)
         if not isinstance(kind, str):
             raise _at_kind(Mismatch("a string", kind), base)
+        if kind not in catalog.kinds and elsewhere:
+            common = attrs.fields_dict(base).keys() & value.keys()
+            return ordinary({name: value[name] for name in common}, base)
         if kind not in catalog.kinds:
             raise _at_kind(ValueError(unknown_kind(kind, catalog, host)), base)
         config_class = catalog.kinds[kind].config_class

@@ -72,12 +72,14 @@ def load_config(
     no_plugins: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     found: Iterable[EntryPoint] | None = None,
+    only_routes: bool = False,
 ) -> Loaded:
     """Read ``files``, merged in order, load the plugins, and check everything.
 
     ``sets`` are ``PATH=VALUE``; ``port`` is short for setting frontend.port; ``found`` replaces
-    the installed plugins. Raises ConfigError with every problem, PluginError for a plugin that
-    breaks the contract.
+    the installed plugins. ``only_routes`` is for front doors, whose workers run elsewhere: engines
+    and tiers of kinds that are not installed here are no problem. Raises ConfigError with every
+    problem, PluginError for a plugin that breaks the contract.
     """
     problems: list[str] = []
     environ = os.environ if environ is None else environ
@@ -91,7 +93,7 @@ def load_config(
         for name in refused
         if name not in known
     ]
-    return build_config(tree, host, files, problems)
+    return build_config(tree, host, files, problems, only_routes=only_routes)
 
 
 def read_tree(
@@ -132,7 +134,12 @@ def read_tree(
 
 
 def build_config(
-    tree: Node, host: PluginHost, files: Sequence[str | Path], problems: Iterable[str] = ()
+    tree: Node,
+    host: PluginHost,
+    files: Sequence[str | Path],
+    problems: Iterable[str] = (),
+    *,
+    only_routes: bool = False,
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
     limiter = from_plain({"limiter": {"kind": default_limiter(host)}}, DEFAULT)
@@ -141,7 +148,7 @@ def build_config(
     found: list[tuple[str, str]] = []
     config = None
     try:
-        config = structure(config_converter(host), data, Config)
+        config = structure(config_converter(host, only_routes=only_routes), data, Config)
     except StructureError as error:
         found += error.problems
     else:

@@ -218,6 +218,9 @@ class WorkerRecord:
     """What is said of its host, as `cluster.host.labels`."""
     generation: str = ""
     """A digest of the configuration that it was started from: of its engine, model and tiers."""
+    token_api: bool = False
+    """Whether its address is that of a ``TokenApiServer``, which front doors can use without the
+    plugin of its engine."""
 
 
 @frozen(kw_only=True)

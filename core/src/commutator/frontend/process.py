@@ -361,7 +361,7 @@ def main() -> None:
     config_file, socket_path = sys.argv[1:]
     try:
         # The supervisor wrote the effective values, so the environment must not change them again.
-        loaded = load_config([config_file], environ={})
+        loaded = load_config([config_file], environ={}, only_routes=True)
         level = loaded.config.log.level.upper()
         # The format does not show these, so do not look them up for each line.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

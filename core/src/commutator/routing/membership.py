@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
-from commutator.contract.engine import EngineConfig
+from commutator.contract.engine import EngineClient, EngineConfig
 from commutator.contract.registry import Change, WorkerUp
 from commutator.contract.worker import Role, WorkerRecord
+from commutator.engine import TokenApiClient
 from commutator.plugins import PluginHost
 from commutator.routing.disagg.prefill_pool import (
     IncompatiblePair,
@@ -62,8 +63,12 @@ class Membership:
             log.error("worker %s ignored: its engine %s is not in this front door's configuration",
                       record.worker_id, record.engine)  # fmt: skip
             return
-        connector = self._host.engines.kinds[config.kind].thing
-        client = connector.connect(config, record.address)
+        client = self._client(config, record)
+        if client is None:
+            log.error("worker %s ignored: it speaks the protocol of its engine %s, whose plugin is "
+                      "not installed here; install its package, such as commutator-%s",
+                      record.worker_id, config.kind, config.kind)  # fmt: skip
+            return
         client.expect(record)
         worker = await self._workers.put(record, client)
         if (model := self._models.get(record.model)) is not None:
@@ -73,6 +78,12 @@ class Membership:
         self._log_incompatible(worker.record)
         if not record.draining:
             self._host.worker_up(record)
+
+    def _client(self, config: EngineConfig, record: WorkerRecord) -> EngineClient | None:
+        kind = self._host.engines.kinds.get(config.kind)
+        if kind is not None:
+            return kind.thing.connect(config, record.address)
+        return TokenApiClient(record.address) if record.token_api else None
 
     async def worker_down(self, worker_id: str, reason: str) -> None:
         """Remove a worker that left the registry: it gets nothing new.

@@ -97,10 +97,12 @@ _SETTLE_LEASES = 3.0
 _KILLED_AT_ONCE = 128 + signal.SIGINT
 
 
-def worker_specs(loaded: Loaded, network: Network | None = None) -> list[WorkerSpec]:
-    """Every worker of the configuration, named ENGINE-0, ENGINE-1, ...; HOST- before it, if any.
+def worker_specs(
+    loaded: Loaded, network: Network | None = None, name: str | None = None
+) -> list[WorkerSpec]:
+    """The workers of the engine ``name`` or of all, named ENGINE-0, ENGINE-1, ...
 
-    ``network`` is that of this host.
+    ``network`` is that of this host, whose name comes before theirs, as HOST-.
     """
     config = loaded.config
     models = {model.name: model for model in config.models}
@@ -120,6 +122,7 @@ def worker_specs(loaded: Loaded, network: Network | None = None) -> list[WorkerS
             tiers=config.tiers,
         )
         for engine in config.engines
+        if name in (None, engine.name)
         for replica in range(engine.replicas)
     ]
 
@@ -161,11 +164,7 @@ class Supervisor:
         parent = self._config.runtime.state_dir
         self._folder = Path(tempfile.mkdtemp(prefix="commutator-", dir=parent)).absolute()
         self._network = network_of(self._config)
-        self._specs = [
-            spec
-            for spec in worker_specs(loaded, self._network)
-            if engine in (None, spec.config.name)
-        ]
+        self._specs = worker_specs(loaded, self._network, engine)
         self._front_doors = self._config.frontend.replicas if front_doors is None else front_doors
         self._secret = run_secret(self._config)
         self._secret.save(self._folder / _FILE_OF_SECRET)

@@ -31,6 +31,7 @@ from commutator.contract.launcher import LaunchedProcess, Launcher
 from commutator.contract.registry import RETIRED, Registry, WorkerUp
 from commutator.contract.tier import TierConfig
 from commutator.contract.worker import EngineInfo, EngineLoad, Role, WorkerRecord
+from commutator.engine import TokenApiClient
 from commutator.engine.protocol import INSTANCE
 from commutator.errors import (
     CommutatorError,
@@ -174,7 +175,7 @@ class WorkerAgent:
             if relay is not None:
                 address, relaying = self._begin_relay(relay, address, instance)
                 await while_alive(process, self._until_relayed(address))
-            record = await events.announced(self._record(address, info, instance))
+            record = await events.announced(self._record(client, address, info, instance))
             await while_alive(process, self._announce(record))
             self._ever_ready = True
             self._client = client
@@ -398,7 +399,9 @@ class WorkerAgent:
             except RegistryError as error:
                 log.warning("%s: its lease ends only when it lapses: %s", self.name, error)
 
-    def _record(self, address: str, info: EngineInfo, instance: str) -> WorkerRecord:
+    def _record(
+        self, client: EngineClient, address: str, info: EngineInfo, instance: str
+    ) -> WorkerRecord:
         config = self._spec.config
         name, role = config.name or config.kind, Role(config.role)
         if role is not Role.BOTH and info.handover is None:
@@ -417,6 +420,7 @@ class WorkerAgent:
             info=info,
             role=role,
             instance=instance,
+            token_api=type(client) is TokenApiClient,
             host=self._spec.host,
             labels=dict(self._spec.labels),
             generation=self._spec.generation,

@@ -68,11 +68,11 @@ class WorkerCompatibility:
         self._styles: dict[str, HandoverStyle | None] = {}
 
     def style(self, worker: WorkerRecord) -> HandoverStyle | None:
-        """The hand-over style of the worker's engine; None if the engine cannot hand over."""
+        """The hand-over style of the worker's engine; None if it has none, or is not installed."""
         if worker.engine not in self._styles:
             config = self._engines[worker.engine]
-            connector = self._host.engines.kinds[config.kind].thing
-            self._styles[worker.engine] = connector.handover_style(config)
+            kind = self._host.engines.kinds.get(config.kind)
+            self._styles[worker.engine] = kind and kind.thing.handover_style(config)
         return self._styles[worker.engine]
 
     def problem(self, prefill: WorkerRecord, decode: WorkerRecord) -> str | None:
@@ -87,6 +87,8 @@ class WorkerCompatibility:
         infos = prefill.info.handover, decode.info.handover
         for worker, style, info in zip((prefill, decode), styles, infos, strict=True):
             if style is None or info is None:
+                if worker.kind not in self._host.engines.kinds:
+                    return f'the plugin of the engine "{worker.kind}" is not installed here'
                 return f"{worker.worker_id} supports no hand-over"
         if type(styles[0]) is not type(styles[1]):
             return f"{prefill.kind} and {decode.kind} have different hand-over styles"
