@@ -52,6 +52,7 @@ FRAMES: dict[str, list[list[Any]]] = {
         ["keep_alive", 1, 1],
         ["register", 1, {"worker_id": "w"}, 5.0],
         ["set_draining", 1, "w", True],
+        ["write_document", 1, "plan", b"value", 0],
         ["share", "peer", 1, {"w": [1, 2, 3]}],
         ["limits", "open", "door", "first", []],
         ["planner", "ask", 1, "explain", 5.0],

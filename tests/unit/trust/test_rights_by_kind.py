@@ -18,8 +18,9 @@ from commutator.contract.block import BlocksCleared
 from commutator.contract.request import GenerateRequest, SamplingParams
 from commutator.contract.worker import EngineInfo, EngineLoad
 from commutator.engine.client import TokenApiClient
-from commutator.engine.protocol import PROTOCOL, pack_request
 from commutator.engine.protocol import SERVICE as TOKEN_API
+from commutator.engine.protocol import pack_request
+from commutator.engine.versions import PROTOCOLS
 from commutator.errors import EngineUnavailableError
 from commutator.frames import FrameProtocol
 from commutator.kv_events.curve import SERVICE as KV_EVENTS
@@ -110,6 +111,8 @@ ELSEWHERE = ("register", 1, record("h2-w-0", "h3"), 60.0)
 SIMILAR = ("register", 1, record("h22-w-0", "h2"), 60.0)
 DRAIN = ("set_draining", 1, "h1-w-0", True)
 ROLE = ("set_role", 1, "h1-w-0", "both")
+WRITE = ("write_document", 1, "plan", b"", 0)
+DELETE = ("delete_document", 1, "plan", 1)
 STATE = ("run", 1)
 LEASE = object()
 """Stands for the lease of ``h1-w-0``."""
@@ -136,6 +139,12 @@ LEASE = object()
         (Kind.WORKER, DRAIN, "failed"),
         (Kind.OPERATOR, ROLE, "answer"),
         (Kind.FRONTEND, ROLE, "failed"),
+        (Kind.OPERATOR, WRITE, "answer"),
+        (Kind.HOST, WRITE, "answer"),
+        (Kind.FRONTEND, WRITE, "failed"),
+        (Kind.WORKER, DELETE, "failed"),
+        (Kind.FRONTEND, ("read_document", 1, "plan"), "answer"),
+        (Kind.FRONTEND, ("watch_document", "plan"), "document"),
         (Kind.FRONTEND, STATE, "answer"),
         (Kind.WORKER, ("share", "door", 1, {}), "closed"),
         (Kind.FRONTEND, ("watch",), "snapshot"),
@@ -213,7 +222,7 @@ async def test_the_token_api(
     port = await server.start("127.0.0.1", 0)
     done, before = set(), refused(TOKEN_API)
     frames = {
-        "hello": ("hello", PROTOCOL, None),
+        "hello": ("hello", PROTOCOLS.oldest, None),
         "load": ("ask", 1, "load"),
         **OPERATIONS,
     }

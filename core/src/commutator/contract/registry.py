@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 
@@ -9,16 +10,20 @@ from attrs import frozen
 
 from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
+from commutator.errors import RegistryError
 
 __all__ = [
     "CLAIM_TTLS",
     "LAPSED",
+    "MAX_DOCUMENT_BYTES",
     "RETIRED",
     "Change",
+    "Document",
     "Registry",
     "RegistryConfig",
     "WorkerDown",
     "WorkerUp",
+    "check_document",
 ]
 
 CLAIM_TTLS = 2.0
@@ -60,8 +65,41 @@ Change = WorkerUp | WorkerDown
 """What a batch of ``Registry.watch`` holds."""
 
 
+MAX_DOCUMENT_BYTES = 512 << 10
+"""Longest value of a document."""
+
+_DOCUMENT_NAME = re.compile("[a-z0-9][a-z0-9._/-]{0,127}")
+
+
+@frozen(kw_only=True)
+class Document:
+    """A named value that a deployment keeps in its registry."""
+
+    name: str
+    """1 to 128 of the characters a-z, 0-9 and ``._/-``, a letter or digit first."""
+    version: int
+    """Above 0, and another one after each write, also after it was deleted between."""
+    value: bytes
+    """Up to ``MAX_DOCUMENT_BYTES``; the registry does not look into it."""
+
+
+def check_document(name: str, value: bytes = b"") -> None:
+    """Raise ValueError for a name or a value that no document can have."""
+    if not _DOCUMENT_NAME.fullmatch(name):
+        raise ValueError(
+            f"document {name!r:.80}: expected 1 to 128 of a-z 0-9 . _ / -, a letter or digit first"
+        )
+    if len(value) > MAX_DOCUMENT_BYTES:
+        raise ValueError(
+            f"document {name}: {len(value)} bytes, and at most {MAX_DOCUMENT_BYTES} are kept"
+        )
+
+
 class Registry(ABC):
-    """Where workers are announced and found.
+    """Where workers are announced and found, and what a deployment agrees on is kept.
+
+    Several may change a document at the same time: each reads it, and writes what follows from it
+    if it is still as it was read; otherwise it reads again.
 
     The factory of a registry plugin makes one in the supervisor's process, which serves it to the
     front doors. It is used from one event loop. Every method but ``watch`` and ``close`` raises
@@ -116,6 +154,41 @@ class Registry(ABC):
         there is none. While the registry cannot be reached, no batch comes, and ``view_age_s``
         grows; afterwards, one with the differences.
         """
+
+    async def read_document(self, name: str) -> Document | None:
+        """The document as it is now; None: there is none. Raises ValueError for a wrong name."""
+        raise self._without_documents(name)
+
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        """Store a document if its version is ``expected``; 0: if there is none.
+
+        Returns the new version; None: it was not as expected, and nothing has changed.
+        RegistryError means that nobody knows: read it again. Raises ValueError for a name or value
+        that is not legal; see ``Document``.
+        """
+        raise self._without_documents(name)
+
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        """Delete a document if its version is ``expected``. False: it was not. Raises ValueError.
+
+        RegistryError means that nobody knows.
+        """
+        raise self._without_documents(name)
+
+    def watch_document(self, name: str) -> AsyncIterator[Document | None]:
+        """The document as it is now, at once, and then after changes, without end; None: none.
+
+        What was replaced before it was read may be left out, the latest state is not. While the
+        registry cannot be reached, nothing comes. Raises ValueError for a wrong name.
+        """
+        raise self._without_documents(name)
+
+    def _without_documents(self, name: str) -> RegistryError:
+        check_document(name)
+        return RegistryError(
+            f"document {name}: {type(self).__name__} keeps no documents (contract 0.2); use the "
+            "registry memory or etcd, or another version of its plugin"
+        )
 
     def view_age_s(self) -> float | None:
         """Seconds since the registry last confirmed that watchers have every change.

@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from commutator.backoff import Backoff
-from commutator.contract.registry import CLAIM_TTLS, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.registry import (
+    CLAIM_TTLS,
+    Change,
+    Document,
+    Registry,
+    WorkerDown,
+    WorkerUp,
+    check_document,
+)
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
 from commutator.frames import FrameProtocol, kind_of
@@ -104,7 +112,7 @@ class RegistryClient(Registry):
         backoff, first = _RECONNECT, True
         while True:
             try:
-                async with aclosing(self._watched_frames()) as frames:
+                async with aclosing(self._frames(["watch"])) as frames:
                     async for frame in frames:
                         backoff = _RECONNECT
                         if frame[0] == "age":
@@ -123,6 +131,54 @@ class RegistryClient(Registry):
     def view_age_s(self) -> float | None:
         told_at_s, age_s = self._told
         return None if age_s is None else age_s + self._clock() - told_at_s
+
+    async def read_document(self, name: str) -> Document | None:
+        check_document(name)
+        return self._document(name, await self._ask("read_document", name))
+
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        check_document(name, value)
+        answer = await self._ask("write_document", name, value, expected)
+        return None if answer is None else self._as(int, answer)
+
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        check_document(name)
+        return self._as(bool, await self._ask("delete_document", name, expected))
+
+    async def watch_document(self, name: str) -> AsyncIterator[Document | None]:
+        check_document(name)
+        backoff, known = _RECONNECT, math.nan
+        while True:
+            try:
+                frames = self._frames(["watch_document", name])
+                async with aclosing(frames):
+                    async for frame in frames:
+                        document = self._told_document(name, frame)
+                        backoff = _RECONNECT
+                        version = 0 if document is None else document.version
+                        if version != known:
+                            known = version
+                            yield document
+            except RegistryError as error:
+                log.log(logging.DEBUG if backoff.failures else logging.WARNING, "%s", error)
+            backoff, wait_s = backoff.after_failure(0.0)
+            await asyncio.sleep(wait_s)
+
+    def _told_document(self, name: str, frame: list[Any]) -> Document | None:
+        """Raises RegistryError."""
+        match frame:
+            case ["document", packed]:
+                return self._document(name, packed)
+            case ["failed", _, str(message)]:
+                raise RegistryError(message)
+        raise RegistryError(f"registry at {self.address} sent a wrong {kind_of(frame)} frame")
+
+    def _document(self, name: str, packed: Any) -> Document | None:
+        """Raises RegistryError."""
+        if packed is None:
+            return None
+        version, value = self._as(tuple[int, bytes], packed)
+        return Document(name=name, version=version, value=value)
 
     async def run_state(self) -> RunState:
         """What only the registry's process knows of the run. Raises RegistryError."""
@@ -148,13 +204,13 @@ class RegistryClient(Registry):
             self._asking.close()
             self._asking = None
 
-    async def _watched_frames(self) -> AsyncGenerator[list[Any], None]:
-        """The frames of one connection. Raises RegistryError when it ends."""
+    async def _frames(self, question: list[Any]) -> AsyncGenerator[list[Any], None]:
+        """What a connection of its own gets for a question. Raises RegistryError when it ends."""
         frames: asyncio.Queue[list[Any] | None] = asyncio.Queue()
         lost = partial(frames.put_nowait, None)
         connection = await connect(self.address, frames.put_nowait, lost, self._secret)
         try:
-            connection.send(["watch"])
+            connection.send(question)
             while (frame := await frames.get()) is not None:
                 yield frame
             raise self._lost()

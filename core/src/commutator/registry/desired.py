@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from attrs import field, frozen
 
 from commutator.contract.worker import Role
 from commutator.errors import RegistryError
+from commutator.registry.documents import replace_file
 
 __all__ = ["Desired", "load_desired", "save_desired"]
 
@@ -39,17 +39,6 @@ def load_desired(path: Path) -> Desired:
 
 
 def save_desired(path: Path, desired: Desired) -> None:
-    """Replace the file's content at once, so that no crash leaves half of it.
-
-    Raises RegistryError.
-    """
-    draft = path.with_name(f"{path.name}.draft")
+    """Replace the file's content. Raises RegistryError."""
     values = {"draining": sorted(desired.draining), "roles": dict(desired.roles)}
-    try:
-        with draft.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(values)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise RegistryError(f"registry.state_file: {path}: {error.strerror}") from error
+    replace_file(path, msgspec.json.format(msgspec.json.encode(values)) + b"\n")

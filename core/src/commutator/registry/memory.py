@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -17,16 +18,24 @@ from commutator.contract.registry import (
     LAPSED,
     RETIRED,
     Change,
+    Document,
     Registry,
     RegistryConfig,
     WorkerDown,
     WorkerUp,
+    check_document,
 )
 from commutator.contract.settings import setting
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError
 from commutator.registry.changes import Watchers, description, succession
 from commutator.registry.desired import Desired, load_desired, save_desired
+from commutator.registry.documents import (
+    Documents,
+    documents_file,
+    load_documents,
+    save_documents,
+)
 
 __all__ = [
     "Deregister",
@@ -67,7 +76,8 @@ class MemoryConfig(RegistryConfig):
     )
     state_file: str | None = setting(
         "JSON file that keeps which workers are drained, and their changed roles, while the "
-        "registry's supervisor is stopped. None: they are forgotten.",
+        "registry's supervisor is stopped; FILE.documents beside it keeps documents. None: they "
+        "are forgotten.",
         None,
     )
 
@@ -131,6 +141,11 @@ class MemoryRegistry(Registry):
         # Workers outlive a registry: what they hold of an earlier one is no lease of another here.
         self._table = LeaseTable(last_id=secrets.randbits(_LEASE_ID_BITS), desired=desired)
         self._watchers = Watchers()
+        self._documents_file = None if state_file is None else documents_file(state_file)
+        path = self._documents_file
+        self._documents = Documents() if path is None else load_documents(path)
+        self._readers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        """Those that watch a document, by its name: set when it has changed."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def register(self, record: WorkerRecord, ttl_s: float) -> int:
@@ -154,6 +169,46 @@ class MemoryRegistry(Registry):
 
     async def set_role(self, worker_id: str, role: Role) -> bool:
         return self._step(SetRole(worker_id, role))
+
+    async def read_document(self, name: str) -> Document | None:
+        check_document(name)
+        return self._documents.by_name.get(name)
+
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        check_document(name, value)
+        changed = self._documents.written(name, value, expected)
+        if changed is None:
+            return None
+        self._keep(name, changed)
+        return changed.version(name)
+
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        check_document(name)
+        changed = self._documents.deleted(name, expected)
+        if changed is not None:
+            self._keep(name, changed)
+        return changed is not None
+
+    async def watch_document(self, name: str) -> AsyncGenerator[Document | None, None]:
+        check_document(name)
+        changed = asyncio.Event()
+        self._readers[name].add(changed)
+        try:
+            while True:
+                changed.clear()
+                yield self._documents.by_name.get(name)
+                await changed.wait()
+        finally:
+            self._readers[name].discard(changed)
+            if not self._readers[name]:
+                del self._readers[name]
+
+    def _keep(self, name: str, documents: Documents) -> None:
+        if self._documents_file is not None:
+            save_documents(self._documents_file, documents)  # first: what fails has not happened
+        self._documents = documents
+        for reader in self._readers.get(name, ()):
+            reader.set()
 
     def view_age_s(self) -> float | None:
         return 0.0

@@ -6,6 +6,11 @@ client -> server                              server -> client
 ["deregister", number, lease id, reason]      ["answer", number, nil]
 ["set_draining", number, worker id, bool]     ["answer", number, true | false]
 ["set_role", number, worker id, role]         ["answer", number, true | false]
+["read_document", number, name]               ["answer", number, [version, bytes] | nil]
+["write_document", number, name, bytes,       ["answer", number, version | nil]
+  expected version]
+["delete_document", number, name, version]    ["answer", number, true | false]
+["watch_document", name]                      ["document", [version, bytes] | nil]  each state
 ["run", number]                               ["answer", number, RunState]
 ["watch"]                                     ["snapshot", [WorkerRecord, ...]]
                                               ["changes", [["up", WorkerRecord] |
@@ -34,7 +39,7 @@ from typing import Any
 
 import msgspec
 
-from commutator.contract.registry import Change, Registry, WorkerUp
+from commutator.contract.registry import Change, Document, Registry, WorkerUp
 from commutator.contract.service import Receiver, Service
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import NameTakenError, RegistryError
@@ -150,7 +155,7 @@ class _Connection:
                 case ["watch"]:
                     await self._watch()
                 case _:
-                    raise ValueError("unknown frame")  # noqa: TRY301 - handled with the others
+                    await self._handle_document(frame)
         except RegistryError as error:
             self.frames.send(_refusal(frame[1], error))
         except (ValueError, TypeError) as error:
@@ -180,6 +185,30 @@ class _Connection:
                 first = False
             else:
                 self.frames.send(["changes", [_packed(change) for change in changes]])
+
+    async def _handle_document(self, frame: list[Any]) -> None:
+        """Raises ValueError for a frame that is about no document, and RegistryError."""
+        registry = self._server.registry
+        match frame:
+            case ["read_document", int(number), str(name)]:
+                self._answer(number, _packed_document(await registry.read_document(name)))
+            case ["write_document", int(number), str(name), bytes(value), int(expected)]:
+                written = registry.write_document(name, value, expected=expected)
+                self._answer(number, await written)
+            case ["delete_document", int(number), str(name), int(expected)]:
+                self._answer(number, await registry.delete_document(name, expected=expected))
+            case ["watch_document", str(name)]:
+                await self._watch_document(name)
+            case _:
+                raise ValueError("unknown frame")
+
+    async def _watch_document(self, name: str) -> None:
+        """A registry that cannot is told by the end of the connection."""
+        try:
+            async for document in self._server.registry.watch_document(name):
+                self.frames.send(["document", _packed_document(document)])
+        except RegistryError as error:
+            self.frames.send(["failed", 0, str(error)])
 
     def _answer(self, number: int, value: Any) -> None:
         self.frames.send(["answer", number, value])
@@ -276,7 +305,7 @@ def _needed_right(frame: list[Any], services: Container[str]) -> Right:
     match frame[0]:
         case "register" | "keep_alive" | "deregister":
             return Right.ANNOUNCE
-        case "set_draining" | "set_role":
+        case "set_draining" | "set_role" | "write_document" | "delete_document":
             return Right.OPERATE
         case "share":
             return Right.SHARE
@@ -290,6 +319,10 @@ def _refusal(number: int, error: RegistryError) -> list[Any]:
     if isinstance(error, NameTakenError):
         return ["taken", number, error.worker_id, error.holder]
     return ["failed", number, str(error)]
+
+
+def _packed_document(document: Document | None) -> list[Any] | None:
+    return None if document is None else [document.version, document.value]
 
 
 def _packed(change: Change) -> list[Any]:

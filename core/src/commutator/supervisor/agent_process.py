@@ -28,7 +28,7 @@ from commutator.config.model import Config
 from commutator.config.secrets import hidden_line, variables_of_worker
 from commutator.contract.engine import LaunchContext, NodeGroup
 from commutator.contract.launcher import LauncherContext
-from commutator.contract.registry import RETIRED, Change, Registry
+from commutator.contract.registry import RETIRED, Change, Document, Registry
 from commutator.contract.worker import Role, WorkerRecord
 from commutator.errors import (
     CommutatorError,
@@ -141,6 +141,18 @@ class _WatchedRegistry(Registry):
 
     async def set_role(self, worker_id: str, role: Role) -> bool:
         return await self._inner.set_role(worker_id, role)
+
+    async def read_document(self, name: str) -> Document | None:
+        return await self._inner.read_document(name)
+
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        return await self._inner.write_document(name, value, expected=expected)
+
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        return await self._inner.delete_document(name, expected=expected)
+
+    def watch_document(self, name: str) -> AsyncIterator[Document | None]:
+        return self._inner.watch_document(name)
 
     def watch(self) -> AsyncIterator[Sequence[Change]]:
         return self._inner.watch()

@@ -162,11 +162,14 @@ class EtcdClient:
                 return Listing(revision, values)
             begin = answer.kvs[-1].key + b"\0"
 
-    async def change(self, compare: Sequence[Any], operations: Iterable[Any]) -> bool:
-        """Carry out all operations if every comparison holds; False: one did not."""
+    async def change(self, compare: Sequence[Any], operations: Iterable[Any]) -> int:
+        """Carry out all operations if every comparison holds; 0: one did not.
+
+        Otherwise returns the revision of the change, which is above 0.
+        """
         request = rpc.TxnRequest(compare=compare, success=operations)
         answer = await self._ask(lambda member: member.kv.Txn, request)
-        return bool(answer.succeeded)
+        return int(answer.header.revision) if answer.succeeded else 0
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease."""

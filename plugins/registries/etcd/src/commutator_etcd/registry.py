@@ -6,19 +6,28 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from attrs import evolve, frozen
 
 from commutator import WorkerRecord
-from commutator.contract.registry import CLAIM_TTLS, RETIRED, Change, Registry, WorkerUp
+from commutator.contract.registry import (
+    CLAIM_TTLS,
+    RETIRED,
+    Change,
+    Document,
+    Registry,
+    WorkerUp,
+    check_document,
+)
 from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
 from commutator.registry import Watchers, description
 from commutator_etcd.client import EtcdClient, Stored, delete, put, unchanged, with_lease
 from commutator_etcd.config import EtcdConfig
+from commutator_etcd.documents import EtcdDocuments
 from commutator_etcd.follower import Follower, SessionEnd
 from commutator_etcd.lease import LeaseHolder, whole_ttl_s
 from commutator_etcd.view import ClusterView, Desired, Gone, Keys, decoded, encoded
@@ -59,6 +68,7 @@ class EtcdRegistry(Registry):
         self._held: dict[int, _Held] = {}
         """By the id that ``register`` returned."""
         self._restoring: dict[int, asyncio.Task[None]] = {}
+        self._documents = EtcdDocuments(self._client, self._keys)
         self._view = ClusterView(self._keys)
         jitter = 1 + random.uniform(-_RESYNC_JITTER, _RESYNC_JITTER)  # noqa: S311
         self._follower = Follower(config.resync_s * jitter)
@@ -198,6 +208,22 @@ class EtcdRegistry(Registry):
             if await self._client.change([unchanged(key, stored)], [operation]):
                 return True
         raise RegistryError(f"worker {worker_id}: others are changing it, too; try again")
+
+    async def read_document(self, name: str) -> Document | None:
+        check_document(name)
+        return await self._documents.read(name)
+
+    async def write_document(self, name: str, value: bytes, *, expected: int) -> int | None:
+        check_document(name, value)
+        return await self._documents.write(name, value, expected)
+
+    async def delete_document(self, name: str, *, expected: int) -> bool:
+        check_document(name)
+        return await self._documents.delete(name, expected)
+
+    def watch_document(self, name: str) -> AsyncIterator[Document | None]:
+        check_document(name)
+        return self._documents.watch(name)
 
     def view_age_s(self) -> float | None:
         return self._follower.age_s(self._clock())

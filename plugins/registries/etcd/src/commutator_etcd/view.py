@@ -70,6 +70,10 @@ class Keys:
         """Holds ``Gone`` for some seconds."""
         return self.prefix + b"gone/" + worker_id.encode()
 
+    def document(self, name: str) -> bytes:
+        """Holds a document, apart from what every process follows."""
+        return f"/commutator/{self.cluster}/documents/{name}".encode()
+
     def parts(self, key: bytes) -> tuple[bytes, str]:
         """("workers", worker id), or the like; ("", "") for a key that is not one of these."""
         kind, _, name = key.removeprefix(self.prefix).partition(b"/")

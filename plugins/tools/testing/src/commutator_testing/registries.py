@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import pytest
 from attrs import evolve
 
 from commutator import EngineInfo, EventSource, WorkerRecord
-from commutator.contract.registry import LAPSED, RETIRED, Change, Registry, WorkerDown, WorkerUp
+from commutator.contract.registry import (
+    LAPSED,
+    MAX_DOCUMENT_BYTES,
+    RETIRED,
+    Change,
+    Document,
+    Registry,
+    WorkerDown,
+    WorkerUp,
+)
 from commutator.contract.worker import Role
 from commutator.errors import NameTakenError, RegistryError
 
@@ -286,3 +295,92 @@ class RegistryContract:
                 ]
                 assert await registry.set_role("a-0", Role.DECODE)
                 assert await watcher.next() == [WorkerUp(record=make_worker("a-0", port=2))]
+
+    async def test_a_document_is_read_as_it_was_written(self) -> None:
+        async with self.open_registry() as registry:
+            assert await registry.read_document("plan") is None
+            for value in (b"", bytes(range(256)), b"x" * MAX_DOCUMENT_BYTES):
+                before = await registry.read_document("plan")
+                expected = 0 if before is None else before.version
+                version = await registry.write_document("plan", value, expected=expected)
+                assert version is not None
+                assert version > 0
+                written = Document(name="plan", version=version, value=value)
+                assert await registry.read_document("plan") == written
+            assert await registry.read_document("plan-b") is None
+            assert await registry.read_document("pla") is None
+
+    async def test_a_document_is_changed_only_as_it_was_read(self) -> None:
+        async with self.open_registry() as registry:
+            first = await registry.write_document("d", b"1", expected=0)
+            assert first is not None
+            assert await registry.write_document("d", b"2", expected=0) is None
+            assert await registry.write_document("d", b"2", expected=first + 1) is None
+            second = await registry.write_document("d", b"1", expected=first)
+            assert second not in (None, first), "an equal value is a write as well"
+            assert not await registry.delete_document("d", expected=first)
+            assert not await registry.delete_document("d", expected=0)
+            assert (await registry.read_document("d")) is not None
+            assert second is not None
+            assert await registry.delete_document("d", expected=second)
+            assert not await registry.delete_document("d", expected=second)
+            assert await registry.read_document("d") is None
+            assert await registry.write_document("d", b"3", expected=second) is None
+            third = await registry.write_document("d", b"3", expected=0)
+            assert third not in (None, first, second), "no version comes again"
+
+    async def test_of_writers_that_race_each_change_counts_once(self) -> None:
+        async with self.open_registry() as registry:
+
+            async def count() -> None:
+                for _ in range(10):
+                    while True:
+                        known = await registry.read_document("n")
+                        value = b"0" if known is None else known.value
+                        expected = 0 if known is None else known.version
+                        following = str(int(value) + 1).encode()
+                        if await registry.write_document("n", following, expected=expected):
+                            break
+
+            await asyncio.gather(*(count() for _ in range(3)))
+            counted = await registry.read_document("n")
+            assert counted is not None
+            assert counted.value == b"30"
+
+    async def test_watchers_of_a_document_get_its_latest_state(self) -> None:
+        async with self.open_registry() as registry, aclosing(_states(registry, "d")) as states:
+            assert await _next(states) is None
+            version = await registry.write_document("d", b"0", expected=0)
+            assert version is not None
+            assert await _next(states) == Document(name="d", version=version, value=b"0")
+            await registry.write_document("dd", b"another", expected=0)
+            async with aclosing(_states(registry, "d")) as late:
+                assert await _next(late) == Document(name="d", version=version, value=b"0")
+            for number in range(1, 4):
+                written = str(number).encode()
+                version = await registry.write_document("d", written, expected=version)
+                assert version is not None
+            while (state := await _next(states)) is not None and state.value != b"3":
+                assert state.value in (b"1", b"2"), "states may be left out, not repeated"
+            assert state is not None
+            assert await registry.delete_document("d", expected=version)
+            assert await _next(states) is None
+
+    async def test_names_and_values_that_are_not_legal_are_refused(self) -> None:
+        async with self.open_registry() as registry:
+            for name in ("", "A", "a b", "/a", "a" * 129, "\n"):
+                with pytest.raises(ValueError, match="document"):
+                    await registry.read_document(name)
+            with pytest.raises(ValueError, match="at most"):
+                await registry.write_document("d", b"x" * (MAX_DOCUMENT_BYTES + 1), expected=0)
+            assert await registry.read_document("d") is None
+
+
+async def _states(registry: Registry, name: str) -> AsyncGenerator[Document | None, None]:
+    async for document in registry.watch_document(name):
+        yield document
+
+
+async def _next(states: AsyncGenerator[Document | None, None]) -> Document | None:
+    async with asyncio.timeout(10):
+        return await anext(states)

@@ -1,0 +1,83 @@
+"""The documents of a registry in memory, and the file that keeps them while it is stopped. Pure."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from attrs import field, frozen
+
+from commutator.contract.registry import Document
+from commutator.errors import RegistryError
+
+__all__ = ["Documents", "documents_file", "load_documents", "replace_file", "save_documents"]
+
+_VERSION_BITS = 48
+"""Of the number at which versions begin: those of an earlier registry are none here."""
+
+
+@frozen
+class Documents:
+    """All documents by name. No version is given twice."""
+
+    by_name: Mapping[str, Document] = field(factory=dict)
+    last_version: int = field(factory=lambda: secrets.randbits(_VERSION_BITS))
+
+    def version(self, name: str) -> int:
+        """Of the document; 0: there is none."""
+        return 0 if (known := self.by_name.get(name)) is None else known.version
+
+    def written(self, name: str, value: bytes, expected: int) -> Documents | None:
+        """With a new value; None: the document's version is not ``expected``."""
+        if self.version(name) != expected:
+            return None
+        document = Document(name=name, version=self.last_version + 1, value=value)
+        return Documents({**self.by_name, name: document}, document.version)
+
+    def deleted(self, name: str, expected: int) -> Documents | None:
+        """Without the document; None: its version is not ``expected``, or there is none."""
+        if not expected or self.version(name) != expected:
+            return None
+        rest = {other: document for other, document in self.by_name.items() if other != name}
+        return Documents(rest, self.last_version)
+
+
+def documents_file(state_file: Path) -> Path:
+    """Where documents are kept, beside the file that keeps what operators want of workers."""
+    return state_file.with_name(f"{state_file.name}.documents")
+
+
+def load_documents(path: Path) -> Documents:
+    """What the file holds; nothing when there is none. Raises RegistryError."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Documents)
+    except FileNotFoundError:
+        return Documents()
+    except (OSError, msgspec.MsgspecError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        problem = f"{path}: {what}; remove it to forget the registry's documents"
+        raise RegistryError(f"registry.state_file: {problem}") from error
+
+
+def save_documents(path: Path, documents: Documents) -> None:
+    """Replace the file's content. Raises RegistryError."""
+    replace_file(path, msgspec.msgpack.encode(documents))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a state file's content at once, so that no crash leaves half of it.
+
+    Raises RegistryError.
+    """
+    draft = path.with_name(f"{path.name}.draft")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise RegistryError(f"registry.state_file: {path}: {error.strerror}") from error
