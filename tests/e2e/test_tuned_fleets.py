@@ -46,7 +46,7 @@ def deployment(folder: Path, local_length: int) -> dict[str, Any]:
             "router": {"kind": "kv"},
         },
         "frontend": {"replicas": 2},
-        "recording": {"path": str(folder / "trace.jsonl")},
+        "observers": [{"kind": "recording", "prompts": True, "path": str(folder / "trace.jsonl")}],
         "planner": {
             "kind": "slo",
             "interval_s": 1,

@@ -16,7 +16,6 @@ from commutator.contract.registration import (
     FairnessRegister,
     LauncherRegister,
     LimiterRegister,
-    ObserverRegister,
     RegistryRegister,
 )
 from commutator.contract.registry import Registry, RegistryConfig
@@ -26,7 +25,6 @@ from commutator.kv_events.zmq_bus import ZmqEventBus
 from commutator.launcher.process import LocalLauncher
 from commutator.registry.client import RegistryClient
 from commutator.registry.memory import MemoryConfig, MemoryRegistry
-from commutator.tenants.audit import AuditConfig, AuditLog
 from commutator.trust import host_and_port, network_of_this_process
 
 
@@ -57,12 +55,6 @@ def authenticator_register(register: AuthenticatorRegister) -> None:
 def limiter_register(register: LimiterRegister) -> None:
     """Kind `unlimited`: nobody has limits."""
     register("unlimited", LimiterConfig, lambda _: UnlimitedLimiter(), "stable")
-
-
-@hookimpl
-def observer_register(register: ObserverRegister) -> None:
-    """Kind `audit`: a line of JSON for each request of a client."""
-    register("audit", AuditConfig, AuditLog, "beta")
 
 
 @hookimpl

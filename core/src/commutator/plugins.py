@@ -35,7 +35,14 @@ from commutator.contract.launcher import (
     LauncherContext,
 )
 from commutator.contract.limiter import Limiter, LimiterConfig
-from commutator.contract.observer import OBSERVING_HOOKS, Observer, ObserverConfig
+from commutator.contract.observer import (
+    OBSERVING_HOOKS,
+    AnswerProgress,
+    Observer,
+    ObserverConfig,
+    PromptObserver,
+    PromptObserverConfig,
+)
 from commutator.contract.planner import (
     ConstraintConfig,
     Forecaster,
@@ -53,6 +60,7 @@ from commutator.contract.registration import (
     StageRegister,
 )
 from commutator.contract.registry import Registry, RegistryConfig
+from commutator.contract.request import GenerateRequest, RequestSummary
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
 from commutator.errors import PluginError
@@ -226,6 +234,8 @@ class PluginHost(Observer):
         self._listeners: dict[str, list[_Listener]] = {}
         self._observers: list[tuple[str, Observer]] = []
         self._started: list[tuple[str, Observer]] = []
+        self.prompt_observers: list[tuple[str, PromptObserver]] = []
+        """Those that people allowed to read prompts."""
 
     def add(self, plugin: object, installed: Installed) -> None:
         """Load one plugin and collect what it registers.
@@ -323,9 +333,30 @@ class PluginHost(Observer):
             if getattr(type(observer), hook) is not getattr(Observer, hook):
                 self._listen(hook, _Listener(name, getattr(observer, hook)))
 
+    def allow_prompts(self, name: str, observer: PromptObserver) -> None:
+        """Pass prompts on to ``observer``, which was added, too."""
+        self.prompt_observers.append((name, observer))
+
+    def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
+        """As ``PromptObserver.prompt_received``, for each that is allowed prompts."""
+        for name, observer in self.prompt_observers:
+            try:
+                observer.prompt_received(request, prompt)
+            except Exception:
+                log.exception("observer %s failed in prompt_received", name)
+
+    def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
+        """As ``PromptObserver.answer_begun``, for each that is allowed prompts."""
+        for name, observer in self.prompt_observers:
+            try:
+                observer.answer_begun(request, progress)
+            except Exception:
+                log.exception("observer %s failed in answer_begun", name)
+
     def remove_observer(self, observer: Observer) -> None:
         """Call ``observer`` no more. Only for one that was added after ``start``."""
         self._observers = [one for one in self._observers if one[1] is not observer]
+        self.prompt_observers = [one for one in self.prompt_observers if one[1] is not observer]
         for hook in OBSERVING_HOOKS:
             listeners = self._listeners.get(hook, [])
             left = [
@@ -342,7 +373,14 @@ class PluginHost(Observer):
         Raises PluginError when one cannot start.
         """
         for config in configs:
-            self.add_observer(config.kind, self.observers.kinds[config.kind].thing(config))
+            observer = self.observers.kinds[config.kind].thing(config)
+            self.add_observer(config.kind, observer)
+            if isinstance(observer, PromptObserver):
+                if not isinstance(config, PromptObserverConfig):
+                    text = "it reads prompts, so its options must subclass PromptObserverConfig"
+                    raise PluginError(config.kind, text)
+                if config.prompts:
+                    self.allow_prompts(config.kind, observer)
         for name, observer in self._observers:
             try:
                 await observer.start()

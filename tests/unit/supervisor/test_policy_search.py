@@ -35,7 +35,7 @@ def load(folder: Path, **more: Any) -> Loaded:
             {"kind": "sim", "name": "p", "role": "prefill"},
         ],
         "disaggregation": {"kind": "conditional"},
-        "recording": {"path": str(folder / "trace.jsonl")},
+        "observers": [{"kind": "recording", "prompts": True, "path": str(folder / "trace.jsonl")}],
         "planner": {"kind": "slo", "bounds": {"prefill": [1, 4]}, "tuning": {"mode": "act"}},
     }
     kept = {key: value for key, value in (base | more).items() if value is not None}
@@ -66,7 +66,7 @@ def test_the_latest_requests_of_all_front_doors_are_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"recording": None}, "needs the section `recording`"),
+        ({"observers": None}, "needs the observer `recording`"),
         ({"disaggregation": None}, "nothing to tune"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_complete_configuration_has_no_problem_and_neither_has_one_without_tun
 ) -> None:
     assert list(tuning_problems(load(tmp_path).config)) == []
     planner = {"kind": "slo", "bounds": {"prefill": [1, 4]}}
-    assert list(tuning_problems(load(tmp_path, planner=planner, recording=None).config)) == []
+    assert list(tuning_problems(load(tmp_path, planner=planner, observers=None).config)) == []
 
 
 def test_without_commutator_replay_the_message_says_what_to_install(

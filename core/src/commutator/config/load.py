@@ -15,6 +15,7 @@ from commutator.config.checks import (
     fill_in,
     fill_in_cluster,
     limit_problems,
+    moved_problems,
 )
 from commutator.config.kinds import DEFAULT_KINDS, config_converter, default_limiter
 from commutator.config.model import Config
@@ -145,7 +146,7 @@ def build_config(
     limiter = from_plain({"limiter": {"kind": default_limiter(host)}}, DEFAULT)
     tree = fill_in_cluster(fill_in(merge(limiter, tree)), host)
     data: dict[str, Any] = plain(tree)
-    found: list[tuple[str, str]] = []
+    found = list(moved_problems(data))
     config = None
     try:
         config = structure(config_converter(host, only_routes=only_routes), data, Config)

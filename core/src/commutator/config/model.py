@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from attrs import Attribute, frozen
 
@@ -21,14 +21,11 @@ from commutator.contract.principal import AuthenticatorConfig
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import RouterConfig
 from commutator.contract.settings import (
-    Bounds,
     Fraction,
     NonNegativeInt,
-    PositiveInt,
     PositiveSeconds,
     Seconds,
     Secret,
-    Size,
     setting,
 )
 from commutator.contract.tier import TierConfig
@@ -42,7 +39,6 @@ __all__ = [
     "LogConfig",
     "MigrationConfig",
     "PluginsConfig",
-    "RecordingConfig",
     "RuntimeConfig",
     "TracingConfig",
 ]
@@ -246,35 +242,6 @@ class TracingConfig:
 
 
 @frozen(kw_only=True)
-class RecordingConfig:
-    """Each front door records its requests as a trace: times, lengths and block ids, no text.
-
-    `commutator replay` reads such a trace.
-    """
-
-    path: str = setting(
-        "The file. Each front-door process writes one of its own: of `trace.jsonl`, "
-        "`trace.0.jsonl`, `trace.1.jsonl`, ... Block ids are keyed hashes; the key is in "
-        "`trace.jsonl.key`, which is made where there is none."
-    )
-    block_tokens: Annotated[int, Bounds(minimum=1, maximum=512)] = setting(
-        "Prompt tokens for each block id: shared prefixes are known to this many tokens. Engines "
-        "in a replay need blocks of a part or a multiple of it.",
-        16,
-    )
-    rotate_bytes: Size = setting("A file that is longer is rotated.", 64 << 20)
-    rotate_s: PositiveSeconds = setting(
-        "A file that the process opened longer ago is rotated.", 86_400.0
-    )
-    keep: NonNegativeInt = setting(
-        "Rotated files that are kept: `trace.0.jsonl.1` is the latest. 0 keeps none.", 7
-    )
-    max_waiting_lines: PositiveInt = setting(
-        "Requests that wait to be written; what comes then is dropped, and the log says so.", 10_000
-    )
-
-
-@frozen(kw_only=True)
 class PluginsConfig:
     """Which installed plugins are used."""
 
@@ -324,9 +291,6 @@ class Config:
     )
     log: LogConfig = setting("Logging.", factory=LogConfig)
     tracing: TracingConfig | None = setting("OpenTelemetry; off by default.", None)
-    recording: RecordingConfig | None = setting(
-        "Front doors record their requests, for `commutator replay`; off by default.", None
-    )
     plugins: PluginsConfig = setting("Plugin selection.", factory=PluginsConfig)
 
     @property

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from attrs import frozen
 
 from commutator.contract.disagg import DisaggAnswer, HandoverOutcome
-from commutator.contract.request import RequestOutcome, RequestSummary
+from commutator.contract.request import GenerateRequest, RequestOutcome, RequestSummary
 from commutator.contract.routing import Decision
 from commutator.contract.settings import setting
 from commutator.contract.worker import WorkerRecord
 
-__all__ = ["OBSERVING_HOOKS", "AnsweredRequest", "Observer", "ObserverConfig"]
+__all__ = [
+    "OBSERVING_HOOKS",
+    "AnswerProgress",
+    "AnsweredRequest",
+    "Observer",
+    "ObserverConfig",
+    "PromptObserver",
+    "PromptObserverConfig",
+]
 
 
 @frozen(kw_only=True)
@@ -20,6 +28,13 @@ class ObserverConfig:
     """Options of every `observers` entry; each observer plugin adds its own."""
 
     kind: str = setting("The observer plugin.")
+
+
+@frozen(kw_only=True)
+class PromptObserverConfig(ObserverConfig):
+    """Options of observers that can read prompts."""
+
+    prompts: bool = setting("Whether it may read prompts.", False)
 
 
 @frozen(kw_only=True)
@@ -134,3 +149,29 @@ OBSERVING_HOOKS = tuple(
     name for name in vars(Observer) if not name.startswith("_") and name not in {"start", "stop"}
 )
 """The names of the observing hooks, in the order in which a deployment meets them."""
+
+
+class AnswerProgress(Protocol):
+    """An answer while it is generated."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer until now, by all its workers."""
+
+
+class PromptObserver(Observer):
+    """An observer that also gets prompts, where people allowed it: see ``PromptObserverConfig``.
+
+    Its options subclass that class, and only if `prompts` is true there are these methods called;
+    what is not recorded of a prompt must be forgotten when its request ends. They are not for
+    plugins without options.
+    """
+
+    def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
+        """A request came to routing, just before ``request_received``, which has the same summary.
+
+        Not called for a request that a worker gets as the client sent it.
+        """
+
+    def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
+        """The request of ``prompt_received`` has its first worker; ``progress`` is its answer's."""

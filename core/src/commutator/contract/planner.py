@@ -284,7 +284,7 @@ class PlannerConfig:
     )
     tuning: TuningConfig = setting(
         "Tries other values of tunable options on some requests; off by default. Needs "
-        "`recording`, and commutator-replay installed.",
+        "the observer `recording`, and commutator-replay installed.",
         factory=TuningConfig,
     )
 

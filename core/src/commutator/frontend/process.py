@@ -35,7 +35,6 @@ from commutator.errors import CommutatorError, RegistryError
 from commutator.frontend.demand import DemandCounter, PlannerLink
 from commutator.frontend.index_exchange import IndexExchangeClient, warmed
 from commutator.frontend.limits import ConcurrencyLimiter
-from commutator.frontend.recording import TraceRecorder
 from commutator.frontend.services import FrontendServices
 from commutator.launcher.child import (
     calm_garbage_collector,
@@ -95,7 +94,6 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         load=load,
         on_waiting=limiter.stepped,
         on_placed=None if counter is None else partial(_count_placed, counter),
-        recorder=_recorder(config, loaded.host),
     )
     link = None if counter is None else PlannerLink(door, counter, dispatcher)
     authenticators = loaded.host.authenticators.kinds
@@ -325,15 +323,6 @@ def _count_placed(
         ahead_tokens=placement.route.candidate.load.active_prefill_tokens,
         separate=separate,
     )
-
-
-def _recorder(config: Config, host: PluginHost) -> TraceRecorder | None:
-    """An observer of ``host`` that records requests; None where nobody asked for that."""
-    if config.recording is None:
-        return None
-    recorder = TraceRecorder(config.recording)
-    host.add_observer("recording", recorder)
-    return recorder
 
 
 def _limiter(loaded: Loaded, door: str, hub: Hub) -> RequestLimiter:

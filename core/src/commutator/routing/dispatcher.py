@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from commutator.config.model import Config
 from commutator.contract.observer import Observer
@@ -45,7 +44,6 @@ from commutator.routing.workers import (
 
 __all__ = [
     "Dispatcher",
-    "RequestRecorder",
 ]
 
 log = logging.getLogger(__name__)
@@ -53,16 +51,6 @@ log = logging.getLogger(__name__)
 _SLICE_WORKERS = 64
 
 OnPlaced = Callable[[RequestSummary, Placement, bool], None]
-
-
-class RequestRecorder(Protocol):
-    """Gets each request with its prompt, which hooks do not."""
-
-    def received(self, summary: RequestSummary, request: GenerateRequest) -> None:
-        """A request came. It ends as hooks say."""
-
-    def dispatched(self, summary: RequestSummary, dispatch: Dispatch) -> None:
-        """It has its first worker."""
 
 
 class Dispatcher:
@@ -75,7 +63,6 @@ class Dispatcher:
         rng: random.Random | None = None,
         on_waiting: Callable[[int], None] = lambda _: None,
         on_placed: OnPlaced | None = None,
-        recorder: RequestRecorder | None = None,
         load: InFlightLoad | None = None,
     ) -> None:
         """``on_waiting`` is called with 1 when a request begins to wait for a worker, then -1.
@@ -85,7 +72,6 @@ class Dispatcher:
         """
         self._host = host
         self._on_placed = on_placed
-        self._recorder = recorder
         self._workers = LiveWorkers(on_routable=self._wake)
         self.poll = WorkerPoll(self._workers, tiers=bool(config.tiers))
         disagg = config.disaggregation
@@ -282,8 +268,8 @@ class Dispatcher:
         dispatch = Dispatch(summary, request, placement, self._models[model], limits)
         if self._on_placed is not None:
             self._on_placed(summary, placement, dispatch.separate)
-        if self._recorder is not None:
-            self._recorder.dispatched(summary, dispatch)
+        if self._host.prompt_observers:
+            self._host.answer_begun(summary, dispatch)
         return dispatch
 
     def forwards(self, model: str) -> bool:
@@ -316,8 +302,8 @@ class Dispatcher:
     ) -> Placement:
         """Place a new request, with the hooks that belong to it. Raises as ``Placer.place``."""
         host, model = self._host, self._models[summary.model]
-        if self._recorder is not None and request is not None:
-            self._recorder.received(summary, request)
+        if host.prompt_observers and request is not None:
+            host.prompt_received(summary, request)
         host.request_received(summary)
         try:
             if hashes is None:

@@ -20,7 +20,6 @@ from commutator.plugins import PluginHost
 from commutator.supervisor.hosts import cluster_warnings, host_problems
 from commutator.supervisor.planning import planner_problems
 from commutator.supervisor.tuning.policy_search import tuning_problems
-from commutator.tenants.audit import AuditConfig
 from commutator.tokenizer.chat_template import ChatTemplate
 from commutator.tokenizer.downloads import download, downloaded, is_model_name
 from commutator.tokenizer.load import load_text_model, locate_model
@@ -120,17 +119,13 @@ def _of_engines(config: Config, host: PluginHost) -> Iterator[str]:
 
 
 def _of_log_files(config: Config) -> Iterator[str]:
-    """Each file of front doors whose folder is not there and cannot be made, or not be written."""
-    named = [
-        (f"observers[{index}].path", observer.path)
-        for index, observer in enumerate(config.observers)
-        if isinstance(observer, AuditConfig)
-    ]
-    if config.recording is not None:
-        named.append(("recording.path", config.recording.path))
-    for path, file in named:
+    """Each file of observers whose folder is not there and cannot be made, or not be written."""
+    for index, observer in enumerate(config.observers):
+        file = getattr(observer, "path", None)
+        if not isinstance(file, str):
+            continue
         if problem := _place_problem(Path(file).expanduser().absolute().parent):
-            yield f"{path}: {problem}; name a file in another folder"
+            yield f"observers[{index}].path: {problem}; name a file in another folder"
 
 
 def _damaged(config: Config) -> Iterator[str]:

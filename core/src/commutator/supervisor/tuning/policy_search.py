@@ -35,10 +35,11 @@ def tuning_problems(config: Config) -> Iterator[str]:
     """Why options cannot be tuned here, as "OPTION: what is wrong, and what to do"."""
     if config.planner is None or config.planner.tuning.mode == "off":
         return
-    if config.recording is None:
+    if _trace_of(config) is None:
         yield (
-            "planner.tuning: needs the section `recording`, such as recording: {path: "
-            "/var/log/commutator/trace.jsonl}: values are tried in replays of what it records"
+            "planner.tuning: needs the observer `recording`, such as observers: [{kind: recording, "
+            "prompts: true, path: /var/log/commutator/trace.jsonl}]: values are tried in replays "
+            "of what it records"
         )
     if not entry_points(group="commutator.commands", name="replay"):
         yield (
@@ -102,12 +103,19 @@ class PolicySearch:
         file: Path,
     ) -> int:
         """Write the trace and the configuration to replay; returns the number of requests."""
-        assert self._config.recording is not None
-        path, since_s = Path(self._config.recording.path), time.time() - tuning.window_s
+        path, since_s = _trace_of(self._config), time.time() - tuning.window_s
+        assert path is not None
         latest = heapq.nlargest(tuning.max_requests, recorded_since(path, since_s))
         trace.write_bytes(b"".join(line for _, line in sorted(latest)))
         file.write_text(json.dumps(_with_fleet(with_values(self._config, values), fleet)))
         return len(latest)
+
+
+def _trace_of(config: Config) -> Path | None:
+    """The file of the observer `recording`; None without one."""
+    paths = (getattr(one, "path", None) for one in config.observers if one.kind == "recording")
+    path = next(paths, None)
+    return None if path is None else Path(path).expanduser()
 
 
 def recorded_since(path: Path, unix_s: float) -> Iterator[tuple[float, bytes]]:

@@ -15,7 +15,7 @@ from attrs import frozen
 
 from commutator.contract.observer import AnsweredRequest, Observer, ObserverConfig
 from commutator.contract.settings import NonNegativeInt, PositiveInt, PositiveSeconds, Size, setting
-from commutator.log_file import LineWriter, OwnFile
+from commutator_records.log_file import LineWriter, OwnFile
 
 __all__ = ["AuditConfig", "AuditLog"]
 

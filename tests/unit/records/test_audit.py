@@ -20,9 +20,9 @@ from tests.support.principals import gate_of, key_of
 
 from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
-from commutator.log_file import LineWriter, OwnFile, open_own
-from commutator.tenants.audit import AuditConfig, AuditLog
 from commutator_limits.limiter import LocalLimiter
+from commutator_records.audit import AuditConfig, AuditLog
+from commutator_records.log_file import LineWriter, OwnFile, open_own
 from commutator_testing.observers import ObserverContract
 
 ONE = AnsweredRequest(

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commutator import AdapterIdentity
-from commutator.config.model import RecordingConfig
 from commutator.contract.observer import Observer
 from commutator.contract.request import (
     FinishReason,
@@ -26,8 +25,8 @@ from commutator.contract.request import (
     RequestSummary,
     SamplingParams,
 )
-from commutator.errors import ConfigError, RoutingError
-from commutator.frontend.recording import TraceRecorder, block_ids
+from commutator.errors import RoutingError
+from commutator_records.recording import RecordingConfig, TraceRecorder, block_ids
 from commutator_replay.trace import read_trace
 from commutator_testing.observers import ObserverContract
 
@@ -38,7 +37,8 @@ KEY = b"k" * 32
 class TestContract(ObserverContract):
     @pytest.fixture
     def observer(self, tmp_path: Path) -> Observer:
-        return TraceRecorder(RecordingConfig(path=str(tmp_path / "trace.jsonl")))
+        path = str(tmp_path / "trace.jsonl")
+        return TraceRecorder(RecordingConfig(kind="recording", prompts=True, path=path))
 
 
 def request(*token_ids: int, **more: Any) -> GenerateRequest:
@@ -77,7 +77,9 @@ class Clock:
 
 @asynccontextmanager
 async def recording(path: Path, clock: Clock | None = None, **options: Any) -> AsyncIterator[Any]:
-    config = RecordingConfig(path=str(path), **{"block_tokens": 4, **options})
+    config = RecordingConfig(
+        kind="recording", prompts=True, path=str(path), **{"block_tokens": 4, **options}
+    )
     recorder = TraceRecorder(config, clock or Clock())
     await recorder.start()
     try:
@@ -91,9 +93,9 @@ async def test_a_replay_reads_times_of_arrival_lengths_and_shared_prefixes(tmp_p
     first, second = request(*range(11)), request(*range(8), 77, 78)
     async with recording(tmp_path / "trace.jsonl", clock) as recorder:
         one, two = summary(first), summary(second)
-        recorder.received(one, first)
+        recorder.prompt_received(one, first)
         clock.now_s += 1.25
-        recorder.received(two, second)
+        recorder.prompt_received(two, second)
         clock.now_s += 5
         recorder.request_finished(two, outcome(3))  # the later one ends first
         recorder.request_finished(one, outcome(7))
@@ -122,7 +124,7 @@ async def test_the_trace_holds_no_text_token_or_name_and_is_its_users_alone(tmp_
     path = tmp_path / "new" / "trace.jsonl"
     async with recording(path) as recorder:
         told = summary(one)
-        recorder.received(told, one)
+        recorder.prompt_received(told, one)
         recorder.request_finished(told, outcome(3))
     text = (path.parent / "trace.0.jsonl").read_text()
     assert set(json.loads(text)) == {
@@ -144,7 +146,7 @@ async def test_without_the_key_no_prompt_can_be_tried_and_all_front_doors_have_t
     async with recording(path) as first, recording(path) as second:
         for recorder in (first, second):
             told = summary(one)
-            recorder.received(told, one)
+            recorder.prompt_received(told, one)
             recorder.request_finished(told, outcome(1))
     found = [read_trace(tmp_path / f"trace.{number}.jsonl")[0] for number in range(2)]
     assert found[0].hash_ids == found[1].hash_ids
@@ -152,7 +154,7 @@ async def test_without_the_key_no_prompt_can_be_tried_and_all_front_doors_have_t
     assert tuple(block_ids(key, "m", one, 4)) == found[0].hash_ids
     assert not {*block_ids(KEY, "m", one, 4)} & {*found[0].hash_ids}
     (tmp_path / "trace.jsonl.key").chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read it"):
+    with pytest.raises(PermissionError, match="others may read it"):
         async with recording(path):
             pass
 
@@ -161,12 +163,12 @@ async def test_without_the_key_no_prompt_can_be_tried_and_all_front_doors_have_t
 async def test_a_key_of_the_wrong_length_and_a_link_are_refused(tmp_path: Path) -> None:
     key = tmp_path / "trace.jsonl.key"
     key.touch(mode=0o600)
-    with pytest.raises(ConfigError, match="expected 32 bytes, found 0"):
+    with pytest.raises(OSError, match="expected 32 bytes, found 0"):
         async with recording(tmp_path / "trace.jsonl"):
             pass
     key.rename(tmp_path / "elsewhere")
     key.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="symbolic link"):
+    with pytest.raises(OSError, match="symbolic link"):
         async with recording(tmp_path / "trace.jsonl"):
             pass
 
@@ -177,10 +179,10 @@ async def test_requests_without_a_whole_answer_are_recorded_with_what_they_got(
     one = request(1, 2, 3)
     async with recording(tmp_path / "trace.jsonl") as recorder:
         refused, cut = summary(one), summary(one)
-        recorder.received(refused, one)
+        recorder.prompt_received(refused, one)
         recorder.request_failed(refused, RoutingError("no worker"), None)
-        recorder.received(cut, one)
-        recorder.dispatched(cut, SimpleNamespace(generated_tokens=5))
+        recorder.prompt_received(cut, one)
+        recorder.answer_begun(cut, SimpleNamespace(generated_tokens=5))
         recorder.request_failed(cut, asyncio.CancelledError(), "w")
         recorder.request_finished(summary(one), outcome(3))  # forwarded: nobody knows its lengths
     lines = [json.loads(line) for line in (tmp_path / "trace.0.jsonl").read_text().splitlines()]
@@ -193,7 +195,7 @@ async def _record_again_and_again(path: Path) -> None:
     for _ in range(8):
         async with recording(path, rotate_bytes=3000, keep=2) as recorder:
             told = summary(one)
-            recorder.received(told, one)
+            recorder.prompt_received(told, one)
             recorder.request_finished(told, outcome(1))
 
 

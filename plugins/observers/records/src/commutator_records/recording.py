@@ -19,19 +19,24 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from attrs import define
+from attrs import Attribute, define, frozen
 
-from commutator.config.model import RecordingConfig
-from commutator.contract.observer import Observer
+from commutator.contract.observer import AnswerProgress, PromptObserver, PromptObserverConfig
 from commutator.contract.request import GenerateRequest, RequestOutcome, RequestSummary
-from commutator.errors import ConfigError
-from commutator.log_file import LineWriter, OwnFile
-from commutator.routing.dispatch import Dispatch
+from commutator.contract.settings import (
+    Bounds,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveSeconds,
+    Size,
+    setting,
+)
+from commutator_records.log_file import LineWriter, OwnFile
 
-__all__ = ["TraceRecorder", "block_ids"]
+__all__ = ["RecordingConfig", "TraceRecorder", "block_ids"]
 
 _KEY_BYTES = 32
 _CHAIN_BYTES = 16
@@ -43,20 +48,61 @@ _TOKEN_BYTES = 36
 _encode = msgspec.json.encode
 
 
+def _allowed(_: object, _field: Attribute[Any], value: bool) -> None:
+    if not value:
+        raise ValueError(
+            "expected true, which allows to read prompts: keyed hashes of them are written, no text"
+        )
+
+
+@frozen(kw_only=True)
+class RecordingConfig(PromptObserverConfig):
+    """Each front door records its requests as a trace: times, lengths and block ids, no text.
+
+    `commutator replay` reads such a trace.
+    """
+
+    prompts: bool = setting(
+        "To be set to true: it reads the tokens of prompts, and writes keyed hashes of them.",
+        False,
+        validator=_allowed,
+    )
+    path: str = setting(
+        "The file. Each front-door process writes one of its own: of `trace.jsonl`, "
+        "`trace.0.jsonl`, `trace.1.jsonl`, ... Block ids are keyed hashes; the key is in "
+        "`trace.jsonl.key`, which is made where there is none."
+    )
+    block_tokens: Annotated[int, Bounds(minimum=1, maximum=512)] = setting(
+        "Prompt tokens for each block id: shared prefixes are known to this many tokens. Engines "
+        "in a replay need blocks of a part or a multiple of it.",
+        16,
+    )
+    rotate_bytes: Size = setting("A file that is longer is rotated.", 64 << 20)
+    rotate_s: PositiveSeconds = setting(
+        "A file that the process opened longer ago is rotated.", 86_400.0
+    )
+    keep: NonNegativeInt = setting(
+        "Rotated files that are kept: `trace.0.jsonl.1` is the latest. 0 keeps none.", 7
+    )
+    max_waiting_lines: PositiveInt = setting(
+        "Requests that wait to be written; what comes then is dropped, and the log says so.", 10_000
+    )
+
+
 @define
 class _Open:
     """A request that has not ended."""
 
     time_s: float
     request: GenerateRequest
-    dispatch: Dispatch | None = None
+    progress: AnswerProgress | None = None
 
 
-class TraceRecorder(Observer):
+class TraceRecorder(PromptObserver):
     """Writes a line for each request that came to routing, served or not.
 
-    It is the dispatcher's ``RequestRecorder``. Requests that a server gets as the client sent
-    them are not recorded, as their lengths are not known.
+    Requests that a server gets as the client sent them are not recorded, as their lengths are not
+    known.
     """
 
     def __init__(self, config: RecordingConfig, clock: Callable[[], float] = time.time) -> None:
@@ -69,24 +115,19 @@ class TraceRecorder(Observer):
         self._writer = LineWriter("trace of requests", self._open_file, config.max_waiting_lines)
 
     async def start(self) -> None:
-        """Raises ConfigError when the file cannot be written, or is somebody else's."""
-        try:
-            await self._writer.start()
-        except OSError as error:
-            raise ConfigError([f"recording.path: {error}"]) from error
+        """Raises OSError when the file cannot be written, or is somebody else's."""
+        await self._writer.start()
 
     async def stop(self) -> None:
         """Writes what waits."""
         await self._writer.stop()
 
-    def received(self, summary: RequestSummary, request: GenerateRequest) -> None:
-        """A request came to routing."""
-        self._open[id(summary)] = _Open(self._clock(), request)
+    def prompt_received(self, request: RequestSummary, prompt: GenerateRequest) -> None:
+        self._open[id(request)] = _Open(self._clock(), prompt)
 
-    def dispatched(self, summary: RequestSummary, dispatch: Dispatch) -> None:
-        """It has its first worker."""
-        if (one := self._open.get(id(summary))) is not None:
-            one.dispatch = dispatch
+    def answer_begun(self, request: RequestSummary, progress: AnswerProgress) -> None:
+        if (one := self._open.get(id(request))) is not None:
+            one.progress = progress
 
     def request_finished(self, request: RequestSummary, outcome: RequestOutcome) -> None:
         if (one := self._open.pop(id(request), None)) is not None:
@@ -96,7 +137,7 @@ class TraceRecorder(Observer):
         self, request: RequestSummary, error: BaseException, worker_id: str | None
     ) -> None:
         if (one := self._open.pop(id(request), None)) is not None:
-            generated = 0 if one.dispatch is None else one.dispatch.generated_tokens
+            generated = 0 if one.progress is None else one.progress.generated_tokens
             self._add(request, one, generated, failed=True)
 
     def _add(self, summary: RequestSummary, one: _Open, output_length: int, **more: Any) -> None:

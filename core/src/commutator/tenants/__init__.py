@@ -1,1 +1,0 @@
-"""How much principals use: their limits, counted once for all front doors, and the audit log."""

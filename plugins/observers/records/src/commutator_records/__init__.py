@@ -1,0 +1,1 @@
+"""What front doors write down: an audit log, and traces to replay."""
