@@ -12,13 +12,15 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import commutator
-from commutator import hookspecs
-from commutator.contract import CONTRACT_VERSION
+from commutator import hookspecs, plugins
+from commutator.contract import CONTRACT_VERSION, changes_since
 from commutator.contract.engine import EngineConfig
 from commutator.contract.observer import OBSERVING_HOOKS, Observer
 from commutator.contract.routing import RouterConfig, RoutingPolicy, Scorer
@@ -307,7 +309,11 @@ def test_hook_calls_can_be_traced(
 @pytest.mark.slow
 def test_a_plugin_built_for_another_contract_is_refused_with_both_versions(tmp_path: Path) -> None:
     """Three distributions, really built and installed: for an older, this and a newer contract."""
-    builds = {"older": ">=0.0.3,<0.1", "fitting": ">=0.1,<0.2", "newer": ">=0.2,<0.3"}
+    major, minor = CONTRACT_VERSION
+    older, fitting, newer = (
+        f">={major}.{number},<{major}.{number + 1}" for number in (minor - 1, minor, minor + 1)
+    )
+    builds = {"older": older, "fitting": fitting, "newer": newer}
     for name, wanted in builds.items():
         folder = tmp_path / name
         (folder / f"plugin_{name}").mkdir(parents=True)
@@ -340,12 +346,46 @@ def test_a_plugin_built_for_another_contract_is_refused_with_both_versions(tmp_p
     problems = {plugin["name"]: plugin["problem"] for plugin in json.loads(done.stdout)}
     ours = f"{'.'.join(map(str, CONTRACT_VERSION))}, that of commutator {commutator.__version__}"
     assert problems["fitting"] is None
+    changed = changes_since((major, minor - 1), CONTRACT_VERSION)
     assert problems["older"] == (
-        f"built for an older contract (commutator <0.1,>=0.0.3) than {ours}; upgrade plugin-older"
+        f"built for an older contract (commutator {SpecifierSet(older)}) than {ours}; upgrade "
+        "plugin-older" + (f"; what changed since: {changed}" if changed else "")
     )
     assert problems["newer"] == (
-        f"built for a newer contract (commutator <0.3,>=0.2) than {ours}; upgrade commutator"
+        f"built for a newer contract (commutator {SpecifierSet(newer)}) than {ours}; upgrade "
+        "commutator"
     )
+
+
+@pytest.mark.parametrize(
+    ("ours", "wanted", "changed"),
+    [
+        ("0.2.0", ">=0.1,<0.2", "; what changed since: 0.2: requests ask by typed fields"),
+        ("0.2.7", ">=0.1.4,<0.2", "; what changed since: 0.2: requests ask by typed fields"),
+        ("0.2.0", ">=0.0.3,<0.1", "; what changed since: 0.2: requests ask by typed fields"),
+        ("0.3.0", ">=0.2,<0.3", ""),
+        ("0.2.0", ">=0.3,<0.4", ""),
+        ("0.2.0", ">=0.2,<0.3", None),
+        ("0.2.0", "", None),
+    ],
+)
+def test_a_wheel_of_an_older_contract_learns_what_changed_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, ours: str, wanted: str, changed: str | None
+) -> None:
+    """It needs no more than the numbers: those of the version are the contract's."""
+    monkeypatch.setattr(plugins, "__version__", ours)
+    monkeypatch.setattr(plugins, "CONTRACT_VERSION", tuple(map(int, ours.split(".")[:2])))
+    dist = cast(metadata.Distribution, SimpleNamespace(requires=[f"commutator{wanted}"]))
+    installed = Installed("mine", "dist-mine", "7.0")
+    if changed is None:
+        plugins._check_contract(dist, installed)
+        return
+    with pytest.raises(PluginError) as caught:
+        plugins._check_contract(dist, installed)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert changed in text
+    assert ("what changed" in text) == bool(changed)
 
 
 def test_the_contract_version_begins_the_version() -> None:

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from commutator import __version__, hookspecs
-from commutator.contract import CONTRACT_VERSION
+from commutator.contract import CONTRACT_CHANGES, CONTRACT_VERSION, changes_since
 from commutator.contract.commands import Command, CommandRegister
 from commutator.contract.disagg import (
     DisaggPolicy,
@@ -530,11 +530,28 @@ def _check_contract(dist: Distribution | None, installed: Installed) -> None:
         )
         contract = ".".join(map(str, CONTRACT_VERSION))
         what = "commutator" if newer else installed.distribution
+        changed = "" if newer else changes_since(_last_allowed(wanted), CONTRACT_VERSION)
         raise PluginError(
             installed.distribution,
             f"built for {'a newer' if newer else 'an older'} contract (commutator "
-            f"{wanted.specifier}) than {contract}, that of commutator {ours}; upgrade {what}",
+            f"{wanted.specifier}) than {contract}, that of commutator {ours}; upgrade {what}"
+            + (f"; what changed since: {changed}" if changed else ""),
         )
+
+
+def _last_allowed(wanted: Requirement) -> tuple[int, int]:
+    """The newest contract version of which we know changes, or ours, that the requirement takes.
+
+    (0, 0) when it takes none of them, nor the one before the first.
+    """
+    major, minor = min(CONTRACT_CHANGES)
+    known = [(major, minor - 1), *CONTRACT_CHANGES]
+    taken = [
+        version
+        for version in known
+        if wanted.specifier.contains(f"{version[0]}.{version[1]}.0", prereleases=True)
+    ]
+    return max(taken, default=(0, 0))
 
 
 def _trace(hook: str, plugin: str, arguments: Mapping[str, Any]) -> None:
