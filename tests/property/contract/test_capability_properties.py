@@ -124,11 +124,12 @@ VALUES = st.one_of(
 NUMBERS = st.none() | st.integers(-5, 5)
 
 
-def is_number(value: Any, kinds: type | tuple[type, ...], option: RequestOption) -> bool:
-    if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+def is_number(value: Any, kinds: Any, option: RequestOption) -> bool:
+    right: bool = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if not right:
         return False
-    low = option.minimum is None or value >= option.minimum
-    return low and (option.maximum is None or value <= option.maximum)
+    low: bool = option.minimum is None or value >= option.minimum
+    return low and bool(option.maximum is None or value <= option.maximum)
 
 
 @given(VALUES, NUMBERS, NUMBERS, st.integers(0, 4))

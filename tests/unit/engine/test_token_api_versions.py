@@ -46,7 +46,7 @@ PLAIN = GenerateRequest(
     traceparent="00-1-2-01",
 )
 SQL = AdapterIdentity(name="sql", digest="a" * 64)
-NEW = {
+NEW: dict[str, Any] = {
     "adapter": SQL,
     "constraint": Constraint(kind="regex", value="a+"),
     "media": (MediaIdentity(kind="image", digest="b" * 64, start=0, tokens=1),),

@@ -24,7 +24,7 @@ def test_equal_content_is_one_adapter_wherever_it_is(tmp_path: Path) -> None:
     digests = AdapterDigests()
     one = digests.of("sql", an_adapter(tmp_path / "one"))
     assert one == digests.of("other", an_adapter(tmp_path / "two", README_md=b"Read me."))
-    assert AdapterIdentity(name="sql", digest=one)
+    assert AdapterIdentity(name="sql", digest=one).digest == one
     for number, folder in enumerate(
         (an_adapter(tmp_path / "three", b"trained"), an_adapter(tmp_path / "four", more_bin=b""))
     ):

@@ -85,9 +85,9 @@ class RequestOption:
             if self.choices and value not in self.choices:
                 return f"expected one of {', '.join(self.choices)}"
             return None if len(value) <= self.most else f"expected at most {self.most} characters"
-        allowed: tuple[type, ...] = (int,) if kind == OptionType.INTEGER else (int, float)
-        if not isinstance(value, allowed) or isinstance(value, bool):
-            return f"expected {'an integer' if kind == OptionType.INTEGER else 'a number'}"
+        whole = kind == OptionType.INTEGER
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            return f"expected {'an integer' if whole else 'a number'}"
         if not math.isfinite(value):
             return "expected a finite number"
         if self.minimum is not None and value < self.minimum:
