@@ -12,7 +12,7 @@ import attrs
 
 from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
-from commutator.contract.frontend import FrontendConfig
+from commutator.contract.door import FrontendConfig
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.routing import RouterConfig, RouteStage
 from commutator.contract.settings import Secret

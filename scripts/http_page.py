@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from commutator_openai.protocol.requests import (
+from commutator_openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -17,7 +17,7 @@ from tests.support.front_door import MODEL, FakeDispatcher, FrontDoor, answer, f
 from tests.support.loop_watch import LoopWatch, serving_in_a_thread, times_slower
 
 from commutator.contract.settings import Secret
-from commutator_openai.inflate import CODINGS, MOST_TIMES_LARGER, InflateError, Inflater
+from commutator_http.inflate import CODINGS, MOST_TIMES_LARGER, InflateError, Inflater
 
 try:
     from compression import zstd  # type: ignore[import-not-found,unused-ignore]

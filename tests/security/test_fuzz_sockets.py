@@ -34,9 +34,9 @@ from commutator.engine.protocol import pack_request
 from commutator.engine.versions import PROTOCOLS
 from commutator.frontend import LiveFeed
 from commutator.planner.reports import DoorReport, RoleCounts
-from commutator_openai.app import build_app, build_local_app, build_operations_app
-from commutator_openai.config import OpenAiConfig
-from commutator_openai.ui import PAGE_PATHS
+from commutator_http.app import build_app, build_local_app, build_operations_app
+from commutator_http.config import HttpConfig
+from commutator_http.ui import PAGE_PATHS
 
 pytestmark = pytest.mark.security
 
@@ -256,8 +256,8 @@ def test_no_path_is_forgotten() -> None:
     forgotten = {
         route.resource.canonical
         for app in (
-            build_app(OpenAiConfig(), services, feed=feed),
-            build_local_app(OpenAiConfig(), services, "door.sock", feed),
+            build_app(HttpConfig(), services, feed=feed),
+            build_local_app(HttpConfig(), services, "door.sock", feed),
             build_operations_app(services, None, feed),
         )
         for route in app.router.routes()

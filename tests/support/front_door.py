@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from aiohttp import ClientSession
 from attrs import asdict, define, evolve, field
+from attrs import fields as attrs_fields
 
 from commutator.auth.gate import Gate
+from commutator.contract.door import FrontendConfig
 from commutator.contract.observer import Observer
 from commutator.contract.request import (
     UNKNOWN_CALLER,
@@ -28,6 +30,7 @@ from commutator.errors import EngineError
 from commutator.frontend import Forward, FrontendServices
 from commutator.frontend.limits import ConcurrencyLimiter
 from commutator.frontend.process import serve_frontend
+from commutator.plugins import installed_plugins
 from commutator.routing.disagg.prefill_pool import QueueState
 from commutator.routing.dispatcher import Dispatcher
 from commutator.routing.prefix_index.health import EventWarning
@@ -36,8 +39,8 @@ from commutator.routing.router import FALLBACK, Route
 from commutator.routing.workers import LiveWorkers, WorkerPoll, WorkerStatus
 from commutator.tokenizer.load import load_text_model
 from commutator.tokenizer.text_model import TextModel
-from commutator_openai.config import OpenAiConfig
-from commutator_openai.frontend import OpenAiFrontend
+from commutator_http.config import HttpConfig
+from commutator_openai.protocol import OpenAiConfig
 from commutator_replay.fleet import virtual_live_worker
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "answer",
     "fallback_route",
     "front_door",
+    "frontend_config",
     "make_services",
 ]
 
@@ -363,11 +367,11 @@ class FrontDoor:
 def make_services(
     dispatcher: FakeDispatcher,
     models: Mapping[str, TextModel] | None = None,
-    config: OpenAiConfig | None = None,
+    config: FrontendConfig | None = None,
     gate: Gate | None = None,
 ) -> FrontendServices:
     """What a front door is given, over ``dispatcher``."""
-    config = config or OpenAiConfig()
+    config = config or frontend_config()
     limiter = ConcurrencyLimiter(config.max_concurrent_requests, config.max_queued_requests)
     dispatcher.on_waiting = limiter.stepped
     return FrontendServices(
@@ -377,6 +381,24 @@ def make_services(
         limiter=limiter,
         gate=gate or Gate(),
     )
+
+
+_OF_PROCESS = {field.name for field in attrs_fields(FrontendConfig)}
+_OF_PROTOCOL = {field.name for field in attrs_fields(OpenAiConfig)} - {"kind"}
+
+
+def frontend_config(**options: Any) -> FrontendConfig:
+    """One door of kind `http` that speaks `openai`; ``admin`` is that of operators."""
+    of_process = {name: options.pop(name) for name in _OF_PROCESS & options.keys()}
+    of_protocol = {name: options.pop(name) for name in _OF_PROTOCOL & options.keys()}
+    admin = options.pop("admin", None)
+    if admin is not None:
+        options["operations"] = "off"
+    protocols = (OpenAiConfig(kind="openai", **of_protocol),)
+    doors = [HttpConfig(protocols=protocols, **options)]
+    if admin is not None:
+        doors.append(HttpConfig(operations="open", max_connections=64, **admin))
+    return FrontendConfig(doors=tuple(doors), **of_process)
 
 
 @asynccontextmanager
@@ -391,14 +413,14 @@ async def front_door(
     gate: Gate | None = None,
     **config: Any,
 ) -> AsyncIterator[FrontDoor]:
-    """Serve while the block lasts; ``config`` are settings of ``OpenAiConfig``."""
-    settings = OpenAiConfig(port=port, **config)
+    """Serve while the block lasts; ``config`` are those of ``frontend_config``."""
+    settings = frontend_config(port=port, **config)
     services = make_services(dispatcher, models, settings, gate)
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(
         serve_frontend(
-            OpenAiFrontend(),
+            installed_plugins(),
             services,
             stop,
             on_listening=listening.set_result,
@@ -412,7 +434,7 @@ async def front_door(
     if server.done():
         await server
     open_port = listening.result()
-    scheme = "http" if settings.tls is None else "https"
+    scheme = "https" if config.get("tls") else "http"
     try:
         async with ClientSession() as session:
             url = f"{scheme}://127.0.0.1:{open_port}"

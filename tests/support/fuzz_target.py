@@ -27,7 +27,6 @@ from tests.support.front_door import FakeDispatcher, answer, front_door
 from tests.support.principals import gate_of
 
 from commutator.contract.block import BlockStored
-from commutator.contract.frontend import AdminConfig
 from commutator.contract.planner import PlannerConfig, PlannerTargets
 from commutator.contract.principal import Principal
 from commutator.contract.service import Service
@@ -94,7 +93,7 @@ async def serve(watched: Watched) -> None:
         each: list[dict[str, Any]] = [
             {"local_socket": local, "gate": gate},
             # Then the address of clients has no such paths.
-            {"admin": AdminConfig(port=operators), "gate": gate},
+            {"admin": {"port": operators}, "gate": gate},
             {},
         ]
         for options in each:

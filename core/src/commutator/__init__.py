@@ -32,6 +32,10 @@ if TYPE_CHECKING:
         HandoverStyle,
         MeasuredSpeeds,
     )
+    from commutator.contract.door import (
+        Door,
+        DoorConfig,
+    )
     from commutator.contract.engine import (
         EngineClient,
         EngineConfig,
@@ -45,12 +49,6 @@ if TYPE_CHECKING:
         EvictionConfig,
         EvictionPolicy,
     )
-    from commutator.contract.frontend import (
-        Frontend,
-        FrontendAddress,
-        FrontendConfig,
-        OpenFrontend,
-    )
     from commutator.contract.launcher import (
         LaunchPlan,
     )
@@ -59,12 +57,19 @@ if TYPE_CHECKING:
         Observer,
         ObserverConfig,
     )
+    from commutator.contract.protocol import (
+        MountedProtocol,
+        Protocol,
+        ProtocolConfig,
+        Route,
+    )
     from commutator.contract.registration import (
         DisaggRegister,
+        DoorRegister,
         EngineRegister,
         EvictionRegister,
-        FrontendRegister,
         ObserverRegister,
+        ProtocolRegister,
         RouterRegister,
         StageRegister,
         TierRegister,
@@ -146,6 +151,9 @@ __all__ = [
     "DisaggQuestion",
     "DisaggRegister",
     "DisaggregationConfig",
+    "Door",
+    "DoorConfig",
+    "DoorRegister",
     "EngineClient",
     "EngineConfig",
     "EngineConnector",
@@ -160,10 +168,6 @@ __all__ = [
     "FinishReason",
     "ForwardedAnswer",
     "Fraction",
-    "Frontend",
-    "FrontendAddress",
-    "FrontendConfig",
-    "FrontendRegister",
     "GenerateRequest",
     "HandoverOutcome",
     "HandoverRequest",
@@ -177,22 +181,26 @@ __all__ = [
     "MediaIdentity",
     "Memory",
     "ModelConfig",
+    "MountedProtocol",
     "NonNegativeInt",
     "Observer",
     "ObserverConfig",
     "ObserverRegister",
-    "OpenFrontend",
     "Operation",
     "OptionType",
     "Overlap",
     "Picker",
     "PositiveInt",
     "PositiveSeconds",
+    "Protocol",
+    "ProtocolConfig",
+    "ProtocolRegister",
     "Region",
     "RequestOption",
     "RequestOutcome",
     "RequestSummary",
     "RetentionHints",
+    "Route",
     "RouteRequest",
     "RouterConfig",
     "RouterRegister",
@@ -230,7 +238,8 @@ _HOMES = (
     "commutator.contract.block",
     "commutator.contract.capability",
     "commutator.contract.eviction",
-    "commutator.contract.frontend",
+    "commutator.contract.door",
+    "commutator.contract.protocol",
     "commutator.contract.observer",
     "commutator.contract.registration",
     "commutator.contract.request",

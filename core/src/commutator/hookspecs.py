@@ -9,10 +9,10 @@ contract version arguments may be added here, never removed or reordered.
                                            fairness_register, tier_register,
                                            eviction_register, observer_register,
                                            authenticator_register, limiter_register,
-                                           frontend_register, registry_register,
-                                           launcher_register, event_bus_register,
-                                           planner_register, forecast_register,
-                                           constraint_register
+                                           door_register, protocol_register, parser_register,
+                                           registry_register, launcher_register,
+                                           event_bus_register, planner_register,
+                                           forecast_register, constraint_register
     the command line                       command_register
     workers        as they come and go     worker_up, worker_down
     a request      in this order           request_received, request_queued, request_routed,
@@ -39,16 +39,18 @@ if TYPE_CHECKING:  # for annotations alone: listing commands imports this module
         AuthenticatorRegister,
         ConstraintRegister,
         DisaggRegister,
+        DoorRegister,
         EngineRegister,
         EventBusRegister,
         EvictionRegister,
         FairnessRegister,
         ForecastRegister,
-        FrontendRegister,
         LauncherRegister,
         LimiterRegister,
         ObserverRegister,
+        ParserRegister,
         PlannerRegister,
+        ProtocolRegister,
         RegistryRegister,
         RouterRegister,
         StageRegister,
@@ -204,12 +206,31 @@ def event_bus_register(register: EventBusRegister) -> None:
 
 
 @_hookspec
-def frontend_register(register: FrontendRegister) -> None:
-    """Called once at start, in every process. Offer front doors: protocols that clients speak.
+def door_register(register: DoorRegister) -> None:
+    """Called once at start, in every process. Offer doors: transports, such as HTTP.
 
-    ``register(kind, config_class, frontend, stability="alpha")``: ``config_class`` subclasses
-    ``FrontendConfig``; ``frontend`` is an instance of ``Frontend``. Import server libraries inside
-    its methods, not here. Collect-all; must not block.
+    ``register(kind, config_class, door, stability="alpha")``: ``config_class`` subclasses
+    ``DoorConfig``; ``door`` is an instance of ``Door``. Import server libraries inside its methods,
+    not here. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def protocol_register(register: ProtocolRegister) -> None:
+    """Called once at start, in every process. Offer protocols: what clients speak on a door.
+
+    ``register(kind, config_class, protocol, stability="alpha")``: ``config_class`` subclasses
+    ``ProtocolConfig``; ``protocol`` is an instance of ``Protocol``. Collect-all; must not block.
+    """
+
+
+@_hookspec
+def parser_register(register: ParserRegister) -> None:
+    """Called once at start, in every process. Offer parsers: from a model's text to events.
+
+    ``register(kind, config_class, factory, stability="alpha")``: ``config_class`` subclasses
+    ``ParserConfig``; ``factory(config)`` makes one ``AnswerParser`` for each answer of a model
+    whose `parser` names it. Collect-all; must not block.
     """
 
 

@@ -23,11 +23,11 @@ from commutator.contract.disagg import (
     DisaggPolicy,
     DisaggregationConfig,
 )
+from commutator.contract.door import Door, DoorConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
-from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import (
     AgentLauncher,
     Launcher,
@@ -43,6 +43,7 @@ from commutator.contract.observer import (
     PromptObserver,
     PromptObserverConfig,
 )
+from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
     ConstraintConfig,
     Forecaster,
@@ -52,6 +53,7 @@ from commutator.contract.planner import (
     PlannerPolicy,
 )
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
+from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registration import (
     Catalog,
     Kind,
@@ -184,8 +186,14 @@ class PluginHost(Observer):
         self.limiters: Catalog[Callable[[Any], Limiter]] = Catalog(
             "limiter", LimiterConfig, _must_be_factory
         )
-        self.frontends: Catalog[Frontend[Any, Any]] = Catalog(
-            "frontend", FrontendConfig, _instance_of(Frontend, "a Frontend")
+        self.doors: Catalog[Door[Any, Any]] = Catalog(
+            "door", DoorConfig, _instance_of(Door, "a Door")
+        )
+        self.protocols: Catalog[Protocol[Any, Any]] = Catalog(
+            "protocol", ProtocolConfig, _instance_of(Protocol, "a Protocol")
+        )
+        self.parsers: Catalog[Callable[[Any], AnswerParser]] = Catalog(
+            "parser", ParserConfig, _must_be_factory
         )
         self.registries: Catalog[Callable[[Any], Registry]] = Catalog(
             "registry", RegistryConfig, _must_be_factory
@@ -216,7 +224,9 @@ class PluginHost(Observer):
             "observer_register": self.observers,
             "authenticator_register": self.authenticators,
             "limiter_register": self.limiters,
-            "frontend_register": self.frontends,
+            "door_register": self.doors,
+            "protocol_register": self.protocols,
+            "parser_register": self.parsers,
             "registry_register": self.registries,
             "launcher_register": self.launchers,
             "event_bus_register": self.event_buses,

@@ -24,7 +24,7 @@ from tests.support.principals import gate_of, key_of
 import commutator
 from commutator.auth.gate import Gate
 from commutator.contract.principal import Principal
-from commutator_openai.protocol.openapi import openapi_document
+from commutator_openai.openapi import openapi_document
 
 DOCUMENT = openapi_document(commutator.__version__, [MODEL], needs_key=False)
 SCHEMA = schemathesis.openapi.from_dict(copy.deepcopy(DOCUMENT))

@@ -21,7 +21,6 @@ from commutator.auth.keys import (
     new_key,
 )
 from commutator.cli.main import main
-from commutator.contract.frontend import AdminConfig
 from commutator.launcher.ports import reserved_port
 
 
@@ -94,7 +93,7 @@ async def test_with_the_permission_it_works() -> None:
 async def test_the_operations_address_is_named() -> None:
     key, gate = keys()
     with reserved_port("127.0.0.1", 0) as port:
-        admin = AdminConfig(port=port)
+        admin = {"port": port}
         async with front_door(FakeDispatcher(), gate=gate, admin=admin) as door:
             env = {"COMMUTATOR_URL": door.url, "COMMUTATOR_API_KEY": key}
             refused = await run("worker", "ls", **env)

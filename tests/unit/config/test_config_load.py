@@ -13,6 +13,7 @@ import pytest
 import yaml
 from attrs import frozen
 
+import commutator_http.plugin
 import commutator_openai.plugin
 from commutator.config.load import Loaded, load_config
 from commutator.contract.engine import EngineClient, EngineConfig, EngineConnector, LaunchContext
@@ -20,7 +21,7 @@ from commutator.contract.routing import RouterConfig
 from commutator.contract.settings import PositiveInt, setting
 from commutator.errors import ConfigError
 from commutator.hookspecs import hookimpl
-from commutator_openai.config import OpenAiConfig
+from commutator_http.config import HttpConfig
 
 
 @frozen(kw_only=True)
@@ -72,7 +73,8 @@ POINTS = cast(
     [
         Point("motors", Engines()),
         Point("turns", Routers()),
-        Point("doors", commutator_openai.plugin),
+        Point("doors", commutator_http.plugin),
+        Point("protocols", commutator_openai.plugin),
         Point("warp", BROKEN),
     ],
 )
@@ -105,7 +107,7 @@ def test_a_minimal_file_is_filled_in(tmp_path: Path) -> None:
     assert isinstance(engine, DieselConfig)
     assert (engine.name, engine.model, engine.cylinders) == ("diesel", "m", 4)
     assert config.router.kind == "round_robin"
-    assert config.frontend.port == 8000
+    assert config.frontend.door.port == 8000
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -114,8 +116,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
     config = load(
         tmp_path, MINIMAL, second, environ=environ, sets=["frontend.port=3333"]
     ).config.frontend
-    assert (config.host, config.replicas, config.port) == ("0.0.0.0", 3, 3333)
-    assert load(tmp_path, MINIMAL, second, port=0).config.frontend.port == 0
+    assert (config.door.host, config.replicas, config.door.port) == ("0.0.0.0", 3, 3333)
+    assert load(tmp_path, MINIMAL, second, port=0).config.frontend.door.port == 0
 
 
 def test_lists_are_replaced_by_later_files(tmp_path: Path) -> None:
@@ -140,8 +142,8 @@ def test_a_whole_configuration_from_the_environment() -> None:
     }
     config = load_config([], environ=environ, found=POINTS).config
     assert [engine.name for engine in config.engines] == ["diesel", "second"]
-    assert isinstance(config.frontend, OpenAiConfig)
-    assert config.frontend.api_keys[0].env == "KEY"
+    assert isinstance(config.frontend.door, HttpConfig)
+    assert config.frontend.door.api_keys[0].env == "KEY"
 
 
 def test_every_mistake_is_reported_at_once_with_its_line_and_path(tmp_path: Path) -> None:
@@ -390,8 +392,8 @@ def test_without_a_front_door_the_package_to_install_is_named(tmp_path: Path) ->
     installed = [point for point in POINTS if point.name not in {"doors", "warp"}]
     (line,) = problems(tmp_path, MINIMAL, found=installed)
     assert line == (
-        'frontend.kind: no installed plugin offers the frontend "openai"; '
-        "install its package, such as commutator-openai"
+        'frontend.kind: no installed plugin offers the door "http"; '
+        "install its package, such as commutator-http"
     )
 
 
@@ -447,7 +449,7 @@ def test_a_misspelt_no_plugin_is_an_error(tmp_path: Path) -> None:
     assert problems(tmp_path, MINIMAL, no_plugins=["wrap"]) == [
         (
             "--no-plugin wrap: no such plugin is installed; "
-            "installed: builtin, doors, motors, turns, warp"
+            "installed: builtin, doors, motors, protocols, turns, warp"
         )
     ]
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from attrs import frozen
 
+import commutator_http.plugin
 import commutator_openai.plugin
 from commutator.config.kinds import file_schema
 from commutator.config.load import DEFAULTS, build_config
@@ -18,14 +19,14 @@ from commutator.config.show import effective, show_config
 from commutator.config.tree import DEFAULT, from_plain, merge
 from commutator.config.yaml_file import parse_value, read_file
 from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.door import DoorConfig
 from commutator.contract.engine import EngineClient, EngineConfig, EngineConnector, LaunchContext
-from commutator.contract.frontend import FrontendConfig
 from commutator.contract.routing import Candidate, Filter, RouterConfig, RouteRequest, Scorer
 from commutator.contract.settings import PositiveInt, setting
 from commutator.errors import ConfigError
 from commutator.hookspecs import hookimpl
 from commutator.plugins import Installed, PluginHost, load_plugins
-from commutator_openai.frontend import OpenAiFrontend
+from commutator_http.door import HttpDoor
 
 
 @frozen(kw_only=True)
@@ -88,6 +89,7 @@ class Plugin:
 def make_host() -> PluginHost:
     host = load_plugins(found=[])
     host.add(Plugin(), Installed("steam", "dist-steam", "1"))
+    host.add(commutator_http.plugin, Installed("http", "commutator-http", "1"))
     host.add(commutator_openai.plugin, Installed("openai", "commutator-openai", "1"))
     return host
 
@@ -102,7 +104,7 @@ engines:
 router: {kind: round_robin}
 frontend:
   api_keys: [{env: KEY}, {file: /keys}]
-  kind: openai
+  kind: http
 registry: {kind: memory}
 """
 
@@ -192,14 +194,14 @@ def test_the_schema_knows_the_options_of_each_stage() -> None:
 
 
 @frozen(kw_only=True)
-class TelegraphConfig(FrontendConfig):
+class TelegraphConfig(DoorConfig):
     wire: str = setting("Which wire.", "copper")
 
 
 class Telegraph:
     @hookimpl
-    def frontend_register(self, register: Any) -> None:
-        register("telegraph", TelegraphConfig, OpenAiFrontend())
+    def door_register(self, register: Any) -> None:
+        register("telegraph", TelegraphConfig, HttpDoor())
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ class Telegraph:
         ({}, True),
         ({"frontend": {}}, True),
         ({"frontend": {"port": 1}}, True),
-        ({"frontend": {"kind": "openai", "cors_origins": []}}, True),
+        ({"frontend": {"kind": "http", "cors_origins": []}}, True),
         ({"frontend": {"cors_origins": []}}, True),
         ({"frontend": {"kind": "telegraph", "wire": "iron"}}, True),
         ({"frontend": {"kind": "telegraph"}}, True),

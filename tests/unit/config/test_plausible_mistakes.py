@@ -70,7 +70,7 @@ def test_a_key_in_place_of_its_hash_is_not_repeated(tmp_path: Path, keys: str) -
 def test_operators_and_clients_cannot_share_an_address(tmp_path: Path, frontend: str) -> None:
     (problem,) = problems(tmp_path, f"frontend: {frontend}")
     assert problem.startswith("frontend.admin.port: ")
-    assert problem.endswith("; choose another for operators")
+    assert "choose another" in problem
 
 
 def test_the_same_port_at_different_addresses_is_fine(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from commutator.config.load import Loaded, load_config
 from commutator.errors import ConfigError
-from commutator_openai.config import OpenAiConfig
+from commutator_http.config import HttpConfig
 
 MINIMAL = """
 models: [{name: m, source: package:m}]
@@ -82,8 +82,8 @@ def test_origins_are_what_browsers_send(tmp_path: Path) -> None:
     origins = ["https://chat.example", "http://localhost:3000", "http://[::1]:80000", "*", "null"]
     origins += ["http://10.0.0.1", "capacitor://localhost", "chrome-extension://abcdef"]
     config = load(tmp_path, MINIMAL, f"frontend: {{cors_origins: {origins}}}").config
-    assert isinstance(config.frontend, OpenAiConfig)
-    assert list(config.frontend.cors_origins) == origins
+    assert isinstance(config.frontend.door, HttpConfig)
+    assert list(config.frontend.door.cors_origins) == origins
 
 
 @pytest.mark.parametrize("name", ["", "  "])

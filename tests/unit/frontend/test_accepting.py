@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvloop
 
-from commutator_openai.connections import ConnectionTable, Listener
+from commutator_http.connections import ConnectionTable, Listener
 
 CLIENTS = 300
 

@@ -12,8 +12,8 @@ from tests.support.front_door import MODEL, FakeDispatcher, front_door, make_ser
 
 from commutator.contract.settings import Secret
 from commutator.errors import ConfigError
-from commutator_openai.app import build_app
-from commutator_openai.config import OpenAiConfig, TlsConfig
+from commutator_http.app import build_app
+from commutator_http.config import HttpConfig, TlsConfig
 
 OPEN = ["/live", "/ready"]
 PROTECTED = [
@@ -73,11 +73,11 @@ async def test_open_to_all(keys: tuple[Secret, ...], path: str) -> None:
 
 
 def test_a_key_that_cannot_be_read_is_found_at_start() -> None:
-    config = OpenAiConfig(api_keys=(Secret(env="NO_SUCH_VARIABLE"),))
+    config = HttpConfig(api_keys=(Secret(env="NO_SUCH_VARIABLE"),))
     with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set"):
         build_app(config, make_services(FakeDispatcher()))
     with pytest.raises(ConfigError, match="nothing to serve"):
-        build_app(OpenAiConfig(), make_services(FakeDispatcher(), {}))
+        build_app(HttpConfig(), make_services(FakeDispatcher(), {}))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -19,7 +19,6 @@ from tests.support.front_door import FakeDispatcher, FrontDoor, front_door
 from tests.support.principals import gate_of, key_of
 
 from commutator.cli.main import main
-from commutator.contract.frontend import AdminConfig
 from commutator.contract.observer import AnsweredRequest, Observer
 from commutator.contract.principal import Limits, Principal
 from commutator.contract.registry import Registry
@@ -146,7 +145,7 @@ async def test_on_the_address_of_operators_acts_need_a_key_too(keys: bool) -> No
     registry = OneWorker()
     with reserved_port("127.0.0.1", 0) as port:
         options = {"gate": gate_of(*PRINCIPALS)} if keys else {}
-        async with door_of(registry, admin=AdminConfig(port=port), **options) as door:
+        async with door_of(registry, admin={"port": port}, **options) as door:
             operators = f"http://127.0.0.1:{port}"
             assert await status(f"{operators}/health", method="GET") == 200
             assert await status(operators + ACT) == (401 if keys else 403)

@@ -12,8 +12,8 @@ from tests.support.front_door import MODEL, FakeDispatcher, answer, front_door
 from commutator.contract.request import UNKNOWN_CALLER, Caller, GenerateRequest, TokenDelta
 from commutator.errors import RequestError
 from commutator.frontend import Forward
-from commutator_openai.protocol.fields import hints_given
-from commutator_openai.protocol.requests import ChatMessage, ChatRequest
+from commutator_openai.fields import hints_given
+from commutator_openai.requests import ChatMessage, ChatRequest
 
 HINTS: list[tuple[str, Any]] = [
     ("store", True),

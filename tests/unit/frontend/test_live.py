@@ -15,7 +15,6 @@ import pytest
 from tests.support.front_door import MODEL, FakeDispatcher, FrontDoor, front_door, make_services
 from tests.support.principals import gate_of, key_of
 
-from commutator.contract.frontend import AdminConfig
 from commutator.contract.principal import Principal
 from commutator.contract.worker import EngineLoad
 from commutator.errors import OverloadedError
@@ -23,8 +22,8 @@ from commutator.frontend import LIVE_PATH, LiveFeed
 from commutator.frontend.demand import PlannerLink
 from commutator.launcher.ports import reserved_port
 from commutator.registry.unready import UnreadyState, UnreadyWorker
-from commutator_openai.config import OpenAiConfig
-from commutator_openai.ui import PAGE_PATHS
+from commutator_http.config import HttpConfig
+from commutator_http.ui import PAGE_PATHS
 
 PRINCIPALS = (
     Principal(name="root", permissions=frozenset({"admin"})),
@@ -236,7 +235,7 @@ async def test_without_keys_only_this_machine_may_look() -> None:
 async def test_with_keys_only_the_permission_admin_shows_it() -> None:
     with reserved_port("127.0.0.1", 0) as port:
         gate = gate_of(*PRINCIPALS)
-        each: list[dict[str, Any]] = [{}, {"admin": AdminConfig(port=port)}]
+        each: list[dict[str, Any]] = [{}, {"admin": {"port": port}}]
         for options in each:
             async with front_door(FakeDispatcher(), gate=gate, **options) as door:
                 url = f"http://127.0.0.1:{port}" if options else door.url
@@ -289,7 +288,7 @@ async def test_browsers_find_the_page_at_the_root_and_others_find_nothing() -> N
 
 def test_the_front_door_needs_no_feed_of_its_own() -> None:
     """Two applications of one process share theirs; an application alone makes one."""
-    from commutator_openai.app import build_app
+    from commutator_http.app import build_app
 
-    app = build_app(OpenAiConfig(), make_services(FakeDispatcher()))
+    app = build_app(HttpConfig(), make_services(FakeDispatcher()))
     assert LIVE_PATH in {resource.canonical for resource in app.router.resources()}

@@ -9,8 +9,8 @@ from tests.support.front_door import MODEL, front_door
 from tests.unit.frontend.test_pass_through import ForwardingDispatcher
 
 from commutator.errors import RequestError
-from commutator_openai.config import OpenAiConfig
 from commutator_openai.media import check_media
+from commutator_openai.protocol import OpenAiConfig
 
 pytestmark = pytest.mark.security
 
@@ -88,4 +88,4 @@ def test_wherever_the_address_stands(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("host", ["https://images.example", "Images.example", "a/b", ""])
 def test_hosts_are_written_plainly(host: str) -> None:
     with pytest.raises(ValueError, match="no host name"):
-        OpenAiConfig(media_hosts=(host,))
+        OpenAiConfig(kind="openai", media_hosts=(host,))

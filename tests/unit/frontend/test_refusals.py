@@ -9,8 +9,8 @@ import pytest
 from tests.support.front_door import MODEL, TEXT, FakeDispatcher, front_door
 
 from commutator.errors import RequestError
-from commutator_openai.body import parse_body
-from commutator_openai.protocol.requests import ChatRequest, CompletionRequest
+from commutator_openai.asking import parse_body
+from commutator_openai.requests import ChatRequest, CompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -253,11 +253,11 @@ def test_many_mistakes_cost_little() -> None:
     ):
         started_s = time.process_time()
         with pytest.raises(RequestError) as caught:
-            parse_body(body, ChatRequest)
+            parse_body(ChatRequest, body)
         assert time.process_time() - started_s < 2
         assert len(str(caught.value)) < 3000
 
 
 def test_long_prompts_of_token_ids_parse_quickly() -> None:
     body = b'{"model":"m","prompt":[' + b"5," * 100_000 + b"5]}"
-    assert len(parse_body(body, CompletionRequest).prompt[0]) == 100_001
+    assert len(parse_body(CompletionRequest, body).prompt[0]) == 100_001

@@ -11,8 +11,8 @@ from tests.support.front_door import FakeDispatcher, answer, front_door, make_se
 
 from commutator.errors import ConfigError
 from commutator.frontend.process import run_with_fast_loop, wait_for_workers
-from commutator_openai.config import OpenAiConfig
-from commutator_openai.server import open_server
+from commutator_http.config import HttpConfig
+from commutator_http.server import open_server
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ async def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await open_server(OpenAiConfig(port=port), make_services(FakeDispatcher()))
+            await open_server(HttpConfig(port=port), make_services(FakeDispatcher()))
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -14,7 +14,7 @@ from tests.support.front_door import MODEL, FakeDispatcher, answer, front_door
 
 from commutator.contract.request import UNKNOWN_CALLER
 from commutator.launcher.child import raise_descriptor_limit
-from commutator_openai.connections import ConnectionTable, most_connections
+from commutator_http.connections import ConnectionTable, most_connections
 
 HALF_A_HEADER = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow"
 HALF_A_BODY = (

@@ -221,7 +221,7 @@ async def test_metrics() -> None:
 
 
 async def test_one_log_line_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "commutator_openai")
+    caplog.set_level(logging.INFO, "commutator")
     async with front_door(FakeDispatcher(answer("one two", cached_tokens=4))) as door:
         await door.chat(user='ann\n"x"')
         await door.get("/live")
@@ -234,7 +234,7 @@ async def test_one_log_line_a_request(caplog: pytest.LogCaptureFixture) -> None:
 async def test_the_log_line_of_a_refused_request_tells_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "commutator_openai")
+    caplog.set_level(logging.INFO, "commutator")
     async with front_door(FakeDispatcher()) as door:
         await door.chat(n=0)
         await door.get('/v1/no"where?key=secret')

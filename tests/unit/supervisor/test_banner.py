@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from attrs import evolve
+from tests.support.front_door import frontend_config
 
 from commutator.auth.keys import KeysConfig
 from commutator.config.model import Config
@@ -14,7 +15,7 @@ from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.settings import Secret
 from commutator.plugins import load_plugins
 from commutator.supervisor.supervisor import banner, front_door_address
-from commutator_openai.config import OpenAiConfig, TlsConfig
+from commutator_http.config import TlsConfig
 
 HOST = load_plugins()
 
@@ -23,7 +24,7 @@ def make(**frontend: object) -> Config:
     return Config(
         models=(ModelConfig(name="it's a model", source="-"),),
         engines=(EngineConfig(kind="steam", name="north", model="it's a model", replicas=3),),
-        frontend=OpenAiConfig(**frontend),  # type: ignore[arg-type]
+        frontend=frontend_config(**frontend),
     )
 
 
@@ -71,7 +72,7 @@ def test_names_that_look_like_markup_stand_as_they_are() -> None:
         config = Config(
             models=(ModelConfig(name=name, source="-"),),
             engines=(EngineConfig(kind="steam", name="north", model=name),),
-            frontend=OpenAiConfig(),
+            frontend=frontend_config(),
         )
         text = shown(config, colour=True)
         assert f" {name} " in text

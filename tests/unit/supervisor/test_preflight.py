@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 from click.testing import CliRunner
+from tests.support.front_door import frontend_config
 
 from commutator.cli.main import main
 from commutator.config.model import Config, RuntimeConfig
@@ -28,7 +29,6 @@ from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
 from commutator.plugins import PluginHost, load_plugins
 from commutator.supervisor.preflight import check_machine, machine_warnings
-from commutator_openai.config import OpenAiConfig
 from commutator_records.audit import AuditConfig
 from commutator_records.recording import RecordingConfig
 
@@ -43,7 +43,7 @@ class RemoteConfig(EngineConfig):
 def problems(tmp_path: Path, *, source: str = PACKAGE, **sections: Any) -> list[str]:
     model = ModelConfig(name="m", source=source, chat_template=sections.pop("template", None))
     engines = sections.pop("engines", (EngineConfig(kind="sim", name="sim", model="m"),))
-    frontend = sections.pop("frontend", OpenAiConfig())
+    frontend = sections.pop("frontend", frontend_config())
     config = Config(models=(model,), engines=engines, frontend=frontend, **sections)
     try:
         check_machine(config, load_plugins())
@@ -157,7 +157,7 @@ def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
         config = Config(
             models=(ModelConfig(name="m", source=PACKAGE),),
             engines=(EngineConfig(kind="sim", name="sim", model="m", replicas=3),),
-            frontend=OpenAiConfig(),
+            frontend=frontend_config(),
             tiers=(DiskConfig(kind="disk", path=f"{tmp_path}/{{worker}}", capacity=capacity),),
         )
         return list(machine_warnings(config, load_plugins()))
@@ -176,7 +176,7 @@ def test_every_secret_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ODD_KEY", "\udcff")
     keys = [Secret(file=str(tmp_path / name)) for name in ("latin", "good", "none")]
     far = RemoteConfig(kind="remote", name="r", api_key=Secret(env="NO_SUCH_KEY"))
-    frontend = OpenAiConfig(api_keys=(*keys, Secret(env="ODD_KEY"), Secret(file="~no-one/x")))
+    frontend = frontend_config(api_keys=(*keys, Secret(env="ODD_KEY"), Secret(file="~no-one/x")))
     assert keys[1].reveal() == "schlüssel"
     told = problems(tmp_path, engines=(far,), frontend=frontend)
     assert told[:-1] == [
@@ -230,7 +230,7 @@ def picky(source: str = PACKAGE) -> tuple[Config, PluginHost]:
     config = Config(
         models=(ModelConfig(name="m", source=source),),
         engines=(EngineConfig(kind="picky", name="p", model="m"),),
-        frontend=OpenAiConfig(),
+        frontend=frontend_config(),
     )
     return config, host
 

@@ -114,8 +114,9 @@ class Point:
 async def test_another_registry_and_launcher_are_used(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(TEXT.replace("STATE", str(tmp_path)))
     plugin = Plugin()
-    (openai,) = entry_points(group="commutator", name="openai")
-    found = cast(list[EntryPoint], [Point("test", plugin), openai])
+    doors = [*entry_points(group="commutator", name="http")]
+    doors += entry_points(group="commutator", name="openai")
+    found = cast(list[EntryPoint], [Point("test", plugin), *doors])
     loaded = load_config([tmp_path / "c.yaml"], environ={}, found=found)
     printer = Printer("text", log=io.StringIO())
     supervisor = Supervisor(loaded, 1, printer, colour=False, url_file=None)

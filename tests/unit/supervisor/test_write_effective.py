@@ -24,4 +24,5 @@ def test_it_is_read_as_it_was(tmp_path: Path) -> None:
     config = load_config([written], environ={}).config
     write_effective(config, 8123, handed_on)
     again = load_config([handed_on], environ={}).config
-    assert again == attrs.evolve(config, frontend=attrs.evolve(config.frontend, port=8123))
+    doors = (attrs.evolve(config.frontend.door, port=8123),)
+    assert again == attrs.evolve(config, frontend=attrs.evolve(config.frontend, doors=doors))

@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from tests.support.front_door import frontend_config
 
 from commutator.config.model import Config
 from commutator.contract.engine import EngineConfig, ModelConfig
@@ -17,7 +18,6 @@ from commutator.plugins import load_plugins
 from commutator.supervisor.preflight import check_machine, fetch_models, machine_warnings
 from commutator.tokenizer.downloads import download, is_model_name
 from commutator.tokenizer.load import locate_model
-from commutator_openai.config import OpenAiConfig
 
 NAME = "some-one/some.model"
 Hub = Callable[[Exception | None], None]
@@ -58,7 +58,7 @@ def config() -> Config:
     return Config(
         models=(ModelConfig(name="m", source=NAME),),
         engines=(EngineConfig(kind="sim", name="sim", model="m"),),
-        frontend=OpenAiConfig(),
+        frontend=frontend_config(),
     )
 
 

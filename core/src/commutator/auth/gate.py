@@ -30,10 +30,9 @@ class Gate:
         """Whether nobody is asked who they are."""
         return not self._authenticators
 
-    def ask_first(self, kind: str, authenticator: Authenticator) -> None:
-        """Ask one more authenticator, before the others. It is not started or stopped here."""
-        self._authenticators.insert(0, (kind, authenticator))
-        self.known = authenticator.known
+    def after(self, kind: str, authenticator: Authenticator) -> Gate:
+        """One that asks ``authenticator`` before those of this one, which starts and stops them."""
+        return Gate([(kind, authenticator), *self._authenticators])
 
     async def start(self) -> None:
         """Start the authenticators. Raises PluginError when one cannot start."""

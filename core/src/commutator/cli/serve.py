@@ -174,7 +174,7 @@ def run_deployment(
 
     reserved: AbstractContextManager[int] = nullcontext(0)
     if front_doors != 0:
-        reserved = reserved_port(config.frontend.host, config.frontend.port)
+        reserved = reserved_port(config.frontend.door.host, config.frontend.door.port)
     with reserved as port:
         printer = Printer(config.log.format, colour=Console(stderr=True).color_system is not None)
         logging.basicConfig(level=config.log.level.upper(), handlers=[PrinterHandler(printer)])

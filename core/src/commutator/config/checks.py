@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import attrs
 
+from commutator.config.doors import door_problems, with_doors
 from commutator.config.model import Config
 from commutator.config.tree import DEFAULT, Node, from_plain, plain, put
 from commutator.contract.engine import EngineConnector
-from commutator.contract.frontend import AdminConfig, FrontendConfig
 from commutator.contract.launcher import AgentLauncherConfig
 from commutator.contract.principal import PrincipalConfig
 from commutator.contract.registration import Catalog
@@ -46,6 +46,7 @@ def fill_in(tree: Node) -> Node:
     An engine's name defaults to its kind, its model to the only one. The router of prefill workers
     defaults to the section `router`, less its busy limits.
     """
+    tree = with_doors(tree)
     data = plain(tree)
     models = [model.get("name") for _, model in _entries(data, "models")]
     for index, engine in _entries(data, "engines"):
@@ -126,7 +127,7 @@ def cross_problems(data: Mapping[str, Any], host: PluginHost) -> Iterator[tuple[
     if tiers := _entries(data, "tiers"):
         yield from _tier_problems(tiers, [engine for _, engine in engines], host)
     yield from _role_problems(data, engines, host)
-    yield from _address_problems(_section(data, "frontend"))
+    yield from door_problems(_section(data, "frontend"))
     yield from _cluster_problems(data, engines, tiers, host)
     yield from _agent_problems(data, engines, host)
     yield from _group_problems(data, engines, tiers, host)
@@ -245,22 +246,6 @@ def _role_problems(
                 f"engines[{serving[0][0]}].role",
                 f'model "{model}" has only prefill workers; at least one must be both or decode',
             )
-
-
-def _address_problems(frontend: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Two sockets at one address would share its connections, clients' with operators'."""
-    admin = _section(frontend, "admin")
-    defaults = attrs.fields(FrontendConfig)
-    port = frontend.get("port", defaults.port.default)
-    if not admin or admin.get("port") != port:
-        return
-    host = _text(frontend, "host", str(defaults.host.default))
-    place = _text(admin, "host", str(attrs.fields(AdminConfig).host.default))
-    if host == place or _is_unspecified(host) or _is_unspecified(place):
-        yield (
-            "frontend.admin.port",
-            f"{port} is the port of clients, at {host}; choose another for operators",
-        )
 
 
 def _cluster_problems(
@@ -382,14 +367,6 @@ def _group_problems(
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = data.get(name)
     return section if isinstance(section, Mapping) else {}
-
-
-def _is_unspecified(text: str) -> bool:
-    """Whether it stands for every address of the machine, as 0.0.0.0 and :: do."""
-    try:
-        return ip_address(text).is_unspecified
-    except ValueError:
-        return False
 
 
 def _is_loopback(text: str) -> bool:

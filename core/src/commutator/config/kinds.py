@@ -12,16 +12,18 @@ from cattrs.errors import AttributeValidationNote, ClassValidationError
 
 from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
+from commutator.contract.door import DoorConfig, FrontendConfig
 from commutator.contract.engine import EngineConfig
 from commutator.contract.event_bus import EventBusConfig
 from commutator.contract.eviction import EvictionConfig
 from commutator.contract.fairness import FairnessConfig
-from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
+from commutator.contract.parser import ParserConfig
 from commutator.contract.planner import ConstraintConfig, ForecasterConfig, PlannerConfig
 from commutator.contract.principal import AuthenticatorConfig
+from commutator.contract.protocol import ProtocolConfig
 from commutator.contract.registration import Catalog
 from commutator.contract.registry import RegistryConfig
 from commutator.contract.routing import Filter, Picker, RouterConfig, Scorer
@@ -42,7 +44,6 @@ __all__ = [
 
 DEFAULT_KINDS = {
     "router": "round_robin",
-    "frontend": "openai",
     "registry": "memory",
     "launcher": "process",
 }
@@ -90,7 +91,9 @@ _CATALOGS: dict[type[Any], Callable[[PluginHost], Catalog[Any]]] = {
     ObserverConfig: lambda host: host.observers,
     AuthenticatorConfig: lambda host: host.authenticators,
     LimiterConfig: lambda host: host.limiters,
-    FrontendConfig: lambda host: host.frontends,
+    DoorConfig: lambda host: host.doors,
+    ProtocolConfig: lambda host: host.protocols,
+    ParserConfig: lambda host: host.parsers,
     RegistryConfig: lambda host: host.registries,
     LauncherConfig: lambda host: host.launchers,
     EventBusConfig: lambda host: host.event_buses,
@@ -117,7 +120,9 @@ def unknown_kind(kind: str, catalog: Catalog[Any], host: PluginHost) -> str:
         text += "; in a checkout, run `make tiers`"
     if (package := _PACKAGES.get((catalog.seam, kind))) is not None:
         text += f"; pip install {package}"
-    if catalog is host.frontends:
+    if catalog is host.doors and kind in host.protocols.kinds:
+        text += f"; {kind} is a protocol: write protocols: [{{kind: {kind}}}] instead"
+    elif catalog in (host.doors, host.protocols):
         text += f"; install its package, such as commutator-{kind}"
     return text
 
@@ -195,6 +200,12 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
     schema = json_schema(Config, partial(_option_schema, Config, host))
     for section in ("models", "engines"):
         schema["properties"][section]["minItems"] = 1
+    schema["properties"]["frontend"] |= _frontend_schema(host)
+    schema["properties"]["frontend"].pop("type")
+    for key in ("properties", "additionalProperties"):
+        schema["properties"]["frontend"].pop(key)
+    if _DEFAULT_DOOR not in host.doors.kinds:
+        schema["required"].append("frontend")
     for section, default in {**DEFAULT_KINDS, "limiter": default_limiter(host)}.items():
         base: Any = attrs.fields_dict(Config)[section].type
         schema["properties"][section] |= _one_of_kinds(base, host, default)
@@ -204,6 +215,27 @@ def file_schema(host: PluginHost) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Commutator configuration",
     } | schema
+
+
+def _frontend_schema(host: PluginHost) -> dict[str, Any]:
+    """With a list of doors, or with the options of the only one, and `admin`, in their place."""
+    schema = json_schema(FrontendConfig, partial(_option_schema, FrontendConfig, host))
+    of_process = {name: given for name, given in schema["properties"].items() if name != "doors"}
+    admin = json_schema(DoorConfig)
+    admin = {
+        "type": ["object", "null"],
+        "properties": {name: admin["properties"][name] for name in ("host", "port")},
+        "required": ["port"],
+        "additionalProperties": False,
+    }
+    forms = [schema | {"required": ["doors"]}]
+    for one in _one_of_kinds(DoorConfig, host, _DEFAULT_DOOR).get("oneOf", ()):
+        options = of_process | one["properties"] | {"admin": admin}
+        forms.append(one | {"properties": options})
+    return {"anyOf": forms}
+
+
+_DEFAULT_DOOR = attrs.fields(DoorConfig).kind.default
 
 
 def _option_schema(owner: Any, host: PluginHost, cls: Any) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from commutator.config.checks import (
     limit_problems,
     moved_problems,
 )
+from commutator.config.doors import port_steps, short_path
 from commutator.config.kinds import DEFAULT_KINDS, config_converter, default_limiter
 from commutator.config.model import Config
 from commutator.config.tree import (
@@ -77,10 +78,10 @@ def load_config(
 ) -> Loaded:
     """Read ``files``, merged in order, load the plugins, and check everything.
 
-    ``sets`` are ``PATH=VALUE``; ``port`` is short for setting frontend.port; ``found`` replaces
-    the installed plugins. ``only_routes`` is for front doors, whose workers run elsewhere: engines
-    and tiers of kinds that are not installed here are no problem. Raises ConfigError with every
-    problem, PluginError for a plugin that breaks the contract.
+    ``sets`` are ``PATH=VALUE``; ``port`` is short for setting the port of the first door; ``found``
+    replaces the installed plugins. ``only_routes`` is for front doors, whose workers run elsewhere:
+    engines and tiers of kinds that are not installed here are no problem. Raises ConfigError with
+    every problem, PluginError for a plugin that breaks the contract.
     """
     problems: list[str] = []
     environ = os.environ if environ is None else environ
@@ -129,7 +130,7 @@ def read_tree(
         except ValueError as error:
             problems.append(str(error))
     if port is not None:
-        overrides.append(Override(("frontend", "port"), str(port), "--port"))
+        overrides.append(Override(port_steps(tree), str(port), "--port"))
     # A reset section has its default kind again.
     return merge(from_plain(DEFAULTS, DEFAULT), apply_overrides(tree, overrides, problems))
 
@@ -144,6 +145,7 @@ def build_config(
 ) -> Loaded:
     """Structure and check ``tree``. Raises ConfigError with ``problems`` and its own."""
     limiter = from_plain({"limiter": {"kind": default_limiter(host)}}, DEFAULT)
+    written = tree
     tree = fill_in_cluster(fill_in(merge(limiter, tree)), host)
     data: dict[str, Any] = plain(tree)
     found = list(moved_problems(data))
@@ -155,7 +157,7 @@ def build_config(
     else:
         found += limit_problems(config)
     found += cross_problems(data, host)
-    lines = [*problems, *(_located(tree, path, text, files) for path, text in found)]
+    lines = [*problems, *(_located(tree, written, path, text, files) for path, text in found)]
     if lines or config is None:
         raise ConfigError(lines, ", ".join(map(str, files)) or "configuration")
     return Loaded(config, host, tree)
@@ -184,7 +186,7 @@ def _block(tree: Node, refused: Sequence[str]) -> Node:
     return merge(tree, Node({"plugins": Node({"block": block}, origin)}, origin))
 
 
-def _located(tree: Node, path: str, text: str, files: Sequence[str | Path]) -> str:
+def _located(tree: Node, written: Node, path: str, text: str, files: Sequence[str | Path]) -> str:
     """One problem as "FILE:line: path: text", a form that editors recognise."""
     try:
         steps = path_steps(path)
@@ -192,13 +194,14 @@ def _located(tree: Node, path: str, text: str, files: Sequence[str | Path]) -> s
         return f"{path}: {text}"
     origin = origin_of(tree, steps)
     if origin is None:
-        return f"{path}: {text}"
+        return f"{short_path(path, written)}: {text}"
     kind = find(tree, (*steps[:-1], "kind"))
     if kind is not None and kind.origin != DEFAULT and _source(kind.origin) != _source(origin):
         where = f'for the kind "{kind.value}", which {kind.origin} sets'
         if _later(kind.origin, origin, files):
             where += f"; {_reset_hint(steps, kind.origin)}"
         text = text.replace("unknown key;", f"unknown key {where};", 1)
+    path = short_path(path, written)
     in_file = not origin.startswith(("env ", "--"))
     return f"{origin}: {path}: {text}" if in_file else f"{path}: {text} (from {origin})"
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from attrs import Attribute, frozen
 
 from commutator.contract.disagg import DisaggregationConfig, _default_router
+from commutator.contract.door import FrontendConfig
 from commutator.contract.engine import EngineConfig, ModelConfig
 from commutator.contract.event_bus import EventBusConfig
-from commutator.contract.frontend import FrontendConfig
 from commutator.contract.launcher import LauncherConfig
 from commutator.contract.limiter import LimiterConfig
 from commutator.contract.observer import ObserverConfig
@@ -93,7 +93,7 @@ class HostConfig:
     )
     listen: str = setting(
         "The IP address at which workers listen, and publish KV events; 0.0.0.0 is every "
-        "interface. Beyond this machine, `tls` is required. Front doors have `frontend.host`.",
+        "interface. Beyond this machine, `tls` is required. Doors have a `host` of their own.",
         "127.0.0.1",
         validator=_address,
     )
@@ -275,7 +275,9 @@ class Config:
         "commutator-limits is installed.",
         factory=lambda: LimiterConfig(kind="unlimited"),
     )
-    frontend: FrontendConfig = setting("The HTTP front door.", factory=FrontendConfig)
+    frontend: FrontendConfig = setting(
+        "The front-door processes and their doors.", factory=FrontendConfig
+    )
     runtime: RuntimeConfig = setting("Processes and their supervision.", factory=RuntimeConfig)
     cluster: ClusterConfig = setting("Several hosts that serve together.", factory=ClusterConfig)
     registry: RegistryConfig = setting(

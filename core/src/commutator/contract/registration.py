@@ -8,11 +8,11 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from attrs import define, field, frozen
 
 from commutator.contract.disagg import DisaggPolicy, DisaggregationConfig
+from commutator.contract.door import Door, DoorConfig
 from commutator.contract.engine import EngineConfig, EngineConnector
 from commutator.contract.event_bus import EventBus, EventBusConfig
 from commutator.contract.eviction import EvictionConfig, EvictionPolicy
 from commutator.contract.fairness import FairnessConfig, FairnessPolicy
-from commutator.contract.frontend import Frontend, FrontendConfig
 from commutator.contract.launcher import (
     AgentLauncher,
     Launcher,
@@ -21,6 +21,7 @@ from commutator.contract.launcher import (
 )
 from commutator.contract.limiter import Limiter, LimiterConfig
 from commutator.contract.observer import Observer, ObserverConfig
+from commutator.contract.parser import AnswerParser, ParserConfig
 from commutator.contract.planner import (
     ConstraintConfig,
     Forecaster,
@@ -30,6 +31,7 @@ from commutator.contract.planner import (
     PlannerPolicy,
 )
 from commutator.contract.principal import Authenticator, AuthenticatorConfig
+from commutator.contract.protocol import Protocol, ProtocolConfig
 from commutator.contract.registry import Registry, RegistryConfig
 from commutator.contract.routing import RouterConfig, RouteStage, RoutingPolicy
 from commutator.contract.tier import StorageTier, TierConfig
@@ -40,18 +42,20 @@ __all__ = [
     "Catalog",
     "ConstraintRegister",
     "DisaggRegister",
+    "DoorRegister",
     "EngineRegister",
     "EventBusRegister",
     "EvictionRegister",
     "FairnessRegister",
     "ForecastRegister",
-    "FrontendRegister",
     "Kind",
     "LauncherRegister",
     "LimiterRegister",
     "ObserverRegister",
     "Origin",
+    "ParserRegister",
     "PlannerRegister",
+    "ProtocolRegister",
     "Register",
     "RegistryRegister",
     "RouterRegister",
@@ -83,14 +87,15 @@ class Kind(Generic[ThingT]):
 
     seam: str
     """What the plugin extends: "engine", "router", "stage", "disaggregation", "tier", "eviction",
-    "fairness", "observer", "authenticator", "limiter", "frontend", "registry", "launcher",
+    "fairness", "observer", "authenticator", "limiter", "door", "protocol", "parser", "registry",
+    "launcher",
     "event bus", "planner", "forecaster" or "constraint"."""
     name: str
     """The value of `kind`, unique in its seam."""
     config_class: type[Any]
     """The attrs class of its options."""
     thing: ThingT
-    """An engine's connector; a front door; a stage's class; the factory of everything else."""
+    """An engine's connector; a door; a protocol; a stage's class; a factory of everything else."""
     stability: Stability
     """What the plugin promises."""
     origin: Origin
@@ -228,5 +233,9 @@ ForecastRegister = Register[ForecasterConfig, Callable[[Any], Forecaster[Any]]]
 """Offers a forecaster by ``factory(config)``, called once for a planner."""
 ConstraintRegister = Register[ConstraintConfig, Callable[[Any], PlanConstraint]]
 """Offers a constraint by ``factory(config)``, called once for each `constraints` entry."""
-FrontendRegister = Register[FrontendConfig, Frontend[Any, Any]]
-"""Offers a front door by a ``Frontend``: an instance, one for all front-door processes."""
+DoorRegister = Register[DoorConfig, Door[Any, Any]]
+"""Offers a door by a ``Door``: an instance, one for all front-door processes."""
+ProtocolRegister = Register[ProtocolConfig, Protocol[Any, Any]]
+"""Offers a protocol by a ``Protocol``: an instance, one for all doors."""
+ParserRegister = Register[ParserConfig, Callable[[Any], AnswerParser]]
+"""Offers a parser by ``factory(config)``, called once for each answer of a model that names it."""

@@ -1,14 +1,24 @@
-"""What every front door shares: what a plugin of kind `frontend` builds on."""
+"""What every front door shares: what plugins of doors, protocols and operations build on."""
 
 from commutator.auth.gate import Gate
 from commutator.auth.rights import allowed_priority, check_answers, longest, require, salted
 from commutator.frontend.administration import ADMIN_PREFIX, admin_routes, local_user
-from commutator.frontend.generation import Batch, ChoiceRules, Generation, Piece, Plan, TokenUsage
+from commutator.frontend.bodies import (
+    WrongSomewhereError,
+    parse_object,
+    read_object,
+    read_structured,
+)
+from commutator.frontend.call import TIMEOUT_HEADER, Call
+from commutator.frontend.failures import log_failure, to_failure
 from commutator.frontend.health import OPERATIONS_PATHS, PROBE_PATHS, health_routes
 from commutator.frontend.limits import ByteBudget, TimeLimit
 from commutator.frontend.live import LIVE_PATH, LiveFeed, live_routes
+from commutator.frontend.planning import NOT_SERVED, Plan, conversation_prompt
 from commutator.frontend.preprocessor import Preprocessor, size_of
+from commutator.frontend.rate_limits import RATE_LIMIT_HEADERS, rate_limits
 from commutator.frontend.services import FrontendServices
+from commutator.frontend.serving import answer
 from commutator.frontend.work import WORKING_FOR, WorkPool
 from commutator.routing.forward import Forward
 from commutator.tracing import traced
@@ -16,32 +26,40 @@ from commutator.tracing import traced
 __all__ = [
     "ADMIN_PREFIX",
     "LIVE_PATH",
+    "NOT_SERVED",
     "OPERATIONS_PATHS",
     "PROBE_PATHS",
+    "RATE_LIMIT_HEADERS",
+    "TIMEOUT_HEADER",
     "WORKING_FOR",
-    "Batch",
     "ByteBudget",
-    "ChoiceRules",
+    "Call",
     "Forward",
     "FrontendServices",
     "Gate",
-    "Generation",
     "LiveFeed",
-    "Piece",
     "Plan",
     "Preprocessor",
     "TimeLimit",
-    "TokenUsage",
     "WorkPool",
+    "WrongSomewhereError",
     "admin_routes",
     "allowed_priority",
+    "answer",
     "check_answers",
+    "conversation_prompt",
     "health_routes",
     "live_routes",
     "local_user",
+    "log_failure",
     "longest",
+    "parse_object",
+    "rate_limits",
+    "read_object",
+    "read_structured",
     "require",
     "salted",
     "size_of",
+    "to_failure",
     "traced",
 ]

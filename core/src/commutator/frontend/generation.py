@@ -1,15 +1,17 @@
-"""Runs the engine requests of a plan at the same time and merges their pieces."""
+"""Runs the engine requests of a plan at the same time and merges their events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from attrs import define, frozen
+from attrs import define
 
+from commutator.contract.answer import AnswerEvent, Batch, Content, Finish, FinishKind, Usage
+from commutator.contract.parser import AnswerParser
 from commutator.contract.request import (
     UNKNOWN_CALLER,
     Caller,
@@ -27,47 +29,36 @@ from commutator.tokenizer.detokenizer import StopMatcher
 from commutator.tokenizer.text_model import TextModel
 
 __all__ = [
-    "Batch",
     "Choice",
     "ChoiceRules",
+    "Events",
     "Generation",
-    "Piece",
     "Plan",
-    "TokenUsage",
 ]
 
-Finish = Literal["stop", "length", "tool_calls", "content_filter"]
-_FINISHES: dict[FinishReason, Finish] = {
+_FINISHES: dict[FinishReason, FinishKind] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.TOOL_CALLS: "tool_calls",
-    FinishReason.CONTENT_FILTER: "content_filter",
+    FinishReason.CONTENT_FILTER: "refusal",
 }
-
 _MERGED_PIECES = 64
 _EXPLAINED = 8
 
-
-@define  # many are made for each request, and a frozen class takes twice as long to fill
-class Piece:
-    """What one delta adds to the answer; the last piece has a finish reason."""
-
-    text: str
-    logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
-    """(offset in the answer's text, entry) for each token whose text is certain by now."""
-    finish_reason: Finish | None = None
-
-
-Batch = list[tuple[int, Piece]]
-"""(number of the answer, what is new)"""
+Events = list[tuple[int, AnswerEvent]]
 
 
 def _logprobs_in(batch: Batch) -> int:
     """Alternatives included."""
-    return sum(1 + len(entry.top) for _, piece in batch for _, entry in piece.logprobs)
+    return sum(
+        1 + len(entry.top)
+        for _, event in batch
+        if type(event) is Content
+        for _, entry in event.logprobs
+    )
 
 
-@define  # as above
+@define  # made for each request, and a frozen class takes twice as long to fill
 class ChoiceRules:
     """What ends an answer, and which of its tokens are shown."""
 
@@ -99,31 +90,30 @@ class Plan:
     caller: Caller = UNKNOWN_CALLER
     migration_limit: int | None = None
     """How often an answer may change its worker; None leaves it to the configuration."""
-
-
-@frozen(kw_only=True)
-class TokenUsage:
-    """Tokens of one request, all answers together."""
-
-    prompt_tokens: int
-    """Each prompt counts once, however many answers."""
-    completion_tokens: int
-    """Tokens generated."""
-    cached_tokens: int
-    """Prompt tokens that the workers found in their KV caches."""
+    parser: Callable[[], AnswerParser] | None = None
+    """Makes what reads one answer, already begun; None: an answer is text."""
 
 
 class Choice:
-    """Assembles one answer. ``push`` until a piece has a finish reason, then no more."""
+    """Assembles one answer. ``push`` until ``finished``, then no more."""
 
     def __init__(
-        self, model: TextModel, rules: ChoiceRules, *, wants_logprobs: bool = False
+        self,
+        model: TextModel,
+        rules: ChoiceRules,
+        *,
+        number: int = 0,
+        wants_logprobs: bool = False,
+        parser: AnswerParser | None = None,
     ) -> None:
+        self._number = number
+        self._parser = parser
+        self.finished = False
         self._rules = rules
         self._wants_logprobs = wants_logprobs
         self._detokenizer = model.detokenizer(skip_special_tokens=rules.skip_special_tokens)
         self._matcher = StopMatcher(rules.stop, include_stop=rules.include_stop)
-        self._plain = not rules.stop
+        self._plain = not rules.stop and parser is None
         self._decoded = 0
         """Characters decoded, including those that the matcher holds back."""
         self._sent = 0
@@ -131,8 +121,8 @@ class Choice:
         self.generated_tokens = 0
         self.cached_tokens = 0
 
-    def push(self, delta: TokenDelta) -> Piece:
-        """Raises EngineError when the engine gave the request up.
+    def push(self, delta: TokenDelta) -> Events:
+        """What a delta adds to the answer. Raises EngineError when the engine gave it up.
 
         Raises RequestError when it ignores that the request wants logprobs.
         """
@@ -141,12 +131,17 @@ class Choice:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if self._plain and delta.finish_reason is None and not delta.logprobs:
-            return self._push_plain(delta.token_ids)
+            # The quick way for most deltas, which only add text.
+            ids = delta.token_ids
+            text = self._decode(ids)
+            self._sent += len(text)
+            self.generated_tokens += len(ids)
+            return [(self._number, Content(text))]
         if delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise EngineError(delta.error or "the worker aborted the request")
         text = self._text(self._shown(delta), delta.logprobs)
         self.generated_tokens += len(delta.token_ids)
-        finish: Finish | None = None
+        finish: FinishKind | None = None
         if not self._stopped() and delta.finish_reason is not None:
             # The detokenizer is not flushed: half a character at the end is never shown.
             text += self._matcher.flush()
@@ -154,14 +149,39 @@ class Choice:
         if self._stopped():
             finish = "stop"
         self._sent += len(text)
-        return Piece(text, self._certain(finish), finish)
+        logprobs = self._certain(finish)
+        if self._parser is not None:
+            return self._parsed(self._parser, text, logprobs, finish, delta.stop_reason)
+        events: Events = []
+        if text or logprobs or finish is None:
+            events.append((self._number, Content(text, logprobs)))
+        if finish is not None:
+            self.finished = True
+            events.append((self._number, Finish(finish, self._stop(delta.stop_reason))))
+        return events
 
-    def _push_plain(self, ids: Sequence[int]) -> Piece:
-        """The quick way for most deltas, which only add text."""
-        text = self._decode(ids)
-        self._sent += len(text)
-        self.generated_tokens += len(ids)
-        return Piece(text)
+    def _stop(self, stop_reason: str | int | None) -> str | int | None:
+        """What of the request ended the answer; None where the model did."""
+        if self._matcher.matched is not None:
+            return self._matcher.matched
+        return None if stop_reason in self._rules.end_ids else stop_reason
+
+    def _parsed(
+        self,
+        parser: AnswerParser,
+        text: str,
+        logprobs: tuple[tuple[int, TokenLogprob], ...],
+        finish: FinishKind | None,
+        stop_reason: str | int | None,
+    ) -> Events:
+        found = [*parser.feed(text)] if text else []
+        if finish is not None:
+            self.finished = True
+            last, finish = parser.finish(finish)
+            found += [*last, Finish(finish, self._stop(stop_reason))]
+        if logprobs:
+            found.insert(0, Content("", logprobs))
+        return [(self._number, event) for event in found]
 
     def _shown(self, delta: TokenDelta) -> Sequence[int]:
         """The delta's tokens, less the one that ended the answer."""
@@ -190,7 +210,7 @@ class Choice:
         self._decoded += len(text)
         return text
 
-    def _certain(self, finish: Finish | None) -> tuple[tuple[int, TokenLogprob], ...]:
+    def _certain(self, finish: FinishKind | None) -> tuple[tuple[int, TokenLogprob], ...]:
         """The entries whose text has been sent; at a natural end, all that are left."""
         pending = self._pending
         everything = finish is not None and not self._stopped()
@@ -214,31 +234,26 @@ def _require_logprobs(delta: TokenDelta) -> None:
 
 
 class _Answer:
-    """The pieces of one answer. Not a generator, because asyncio tracks every one of those."""
+    """The events of one answer. Not a generator, because asyncio tracks every one of those."""
 
-    def __init__(
-        self, number: int, dispatched: Dispatch, choice: Choice, times: TokenTimes
-    ) -> None:
-        self._number = number
+    def __init__(self, dispatched: Dispatch, choice: Choice, times: TokenTimes) -> None:
         self._dispatched = dispatched
         self._choice = choice
         self._times = times
-        self._finished = False
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Batch:
-        if self._finished:
+    async def __anext__(self) -> Events:
+        if self._choice.finished:
             raise StopAsyncIteration
         delta = await self._dispatched.__anext__()
         if delta.token_ids:
             self._times.tokens(len(delta.token_ids))
-        piece = self._choice.push(delta)
-        if piece.finish_reason is not None:
-            self._finished = True
+        events = self._choice.push(delta)
+        if self._choice.finished:
             await self._dispatched.stop()  # after a stop string the engine may still be at work
-        return [(self._number, piece)]
+        return events
 
     async def aclose(self) -> None:
         """Nothing to do: the request belongs to the generation."""
@@ -268,8 +283,14 @@ class Generation:
         self._held = HeldLogprobs(logprobs)
         self._wants_logprobs = plan.requests[0].sampling.top_logprobs is not None
         self.choices = [
-            Choice(plan.text, plan.rules, wants_logprobs=self._wants_logprobs)
-            for _ in plan.requests
+            Choice(
+                plan.text,
+                plan.rules,
+                number=number,
+                wants_logprobs=self._wants_logprobs,
+                parser=None if plan.parser is None else plan.parser(),
+            )
+            for number in range(len(plan.requests))
         ]
         self.times = [metrics.token_times(plan.model, arrived_s) for _ in plan.requests]
         self._dispatched: list[Dispatch] = []
@@ -320,11 +341,11 @@ class Generation:
         self._held.give_back(self._held.count)
         await self._close()
 
-    def batches(self) -> _Answer | AsyncGenerator[Batch, None]:
-        """New pieces until every answer is finished. Close the iterator if you leave early.
+    def batches(self) -> _Answer | AsyncGenerator[Events, None]:
+        """New events until every answer is finished. Close the iterator if you leave early.
 
         Log probabilities are kept for a slow reader within their budget, beyond which the answers
-        end with OverloadedError. Other pieces are not made before it is ready for them.
+        end with OverloadedError. Other events are not made before it is ready for them.
         """
         if len(self._dispatched) == 1 and not self._wants_logprobs:
             return self._answer(0)
@@ -334,29 +355,29 @@ class Generation:
         """The reader keeps these log probabilities to the end. Raises OverloadedError."""
         self._held.add(_logprobs_in(batch))
 
-    def usage(self) -> TokenUsage:
+    def usage(self) -> Usage:
         """Tokens so far. Cached tokens are those of each prompt's first answer."""
         if len(self.choices) == 1:
             (only,) = self.choices
-            return TokenUsage(
+            return Usage(
                 prompt_tokens=self._plan.prompt_tokens,
                 completion_tokens=only.generated_tokens,
                 cached_tokens=only.cached_tokens,
             )
         first_answers = self.choices[:: self._plan.answers_per_prompt]
-        return TokenUsage(
+        return Usage(
             prompt_tokens=self._plan.prompt_tokens,
             completion_tokens=sum(choice.generated_tokens for choice in self.choices),
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
         )
 
     def _answer(self, number: int) -> _Answer:
-        return _Answer(number, self._dispatched[number], self.choices[number], self.times[number])
+        return _Answer(self._dispatched[number], self.choices[number], self.times[number])
 
-    async def _merged(self) -> AsyncGenerator[Batch, None]:
+    async def _merged(self) -> AsyncGenerator[Events, None]:
         # Streams merge the tokens that wait in them, which take little.
         most = 0 if self._wants_logprobs else _MERGED_PIECES
-        ready: asyncio.Queue[Batch | BaseException] = asyncio.Queue(most)
+        ready: asyncio.Queue[Events | BaseException] = asyncio.Queue(most)
         pumps = [
             asyncio.create_task(self._pump(number, ready)) for number in range(len(self.choices))
         ]
@@ -366,12 +387,12 @@ class Generation:
                 items = [await ready.get()]
                 while not ready.empty() and len(items) < _MERGED_PIECES:
                     items.append(ready.get_nowait())
-                batch: Batch = []
+                batch: Events = []
                 for item in items:
                     if isinstance(item, BaseException):
                         raise item
                     batch += item
-                    running -= item[-1][1].finish_reason is not None
+                    running -= bool(item) and type(item[-1][1]) is Finish
                 yield batch
                 if self._wants_logprobs:
                     self._held.give_back(_logprobs_in(batch))
@@ -380,7 +401,7 @@ class Generation:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, number: int, ready: asyncio.Queue[Batch | BaseException]) -> None:
+    async def _pump(self, number: int, ready: asyncio.Queue[Events | BaseException]) -> None:
         try:
             async for batch in self._answer(number):
                 if self._wants_logprobs:
@@ -390,7 +411,7 @@ class Generation:
             await ready.put(error)
             await self._dispatched[number].aclose()  # nobody takes what still comes
 
-    def _hold(self, batch: Batch, ready: asyncio.Queue[Batch | BaseException]) -> None:
+    def _hold(self, batch: Batch, ready: asyncio.Queue[Events | BaseException]) -> None:
         """Hold log probabilities until they are read. Drops those that are not if it raises."""
         try:
             self._held.add(_logprobs_in(batch))

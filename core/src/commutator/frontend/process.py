@@ -26,9 +26,10 @@ from commutator.auth.gate import Gate
 from commutator.auth.unlimited import Unlimited
 from commutator.config.load import Loaded, load_config
 from commutator.config.model import Config
+from commutator.contract.door import OpenDoor
 from commutator.contract.engine import ModelConfig
-from commutator.contract.frontend import Frontend
 from commutator.contract.limiter import LimiterContext, RequestLimiter
+from commutator.contract.protocol import DoorFacts
 from commutator.contract.registry import Change, WorkerDown
 from commutator.contract.request import RequestSummary
 from commutator.errors import CommutatorError, RegistryError
@@ -82,7 +83,6 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
     ``socket_path`` is the Unix socket on which this process alone answers.
     """
     config = loaded.config
-    frontend = loaded.host.frontends.kinds[config.frontend.kind].thing
     limiter = ConcurrencyLimiter(
         config.frontend.max_concurrent_requests, config.frontend.max_queued_requests
     )
@@ -147,7 +147,7 @@ async def serve(loaded: Loaded, registry_address: str, socket_path: str) -> None
         tasks += [] if exchange is None else [asyncio.create_task(exchange.run())]
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await serve_frontend(
-            frontend,
+            loaded.host,
             services,
             stop,
             on_listening=lambda port: log.info("listening on port %d", port),
@@ -259,7 +259,7 @@ async def follow_supervisor(
 
 
 async def serve_frontend(
-    frontend: Frontend[Any, FrontendServices],
+    host: PluginHost,
     services: FrontendServices,
     stop: asyncio.Event,
     *,
@@ -270,22 +270,40 @@ async def serve_frontend(
 ) -> None:
     """Serve until ``stop`` is set; then accept nothing new and let running requests finish.
 
-    ``on_listening`` is given the port. After ``stop``, /ready answers 503 for ``settle_s`` seconds
-    before the port is closed, and requests on connections that were accepted last have as long to
-    arrive. Requests that still run after ``drain_timeout_s`` are ended as by their own time limit.
-    Raises ConfigError when the front door cannot be opened.
+    ``on_listening`` is given the first door's port. After ``stop``, /ready answers 503 for
+    ``settle_s`` seconds before the ports are closed, and requests on connections that were accepted
+    last have as long to arrive. Requests that still run after ``drain_timeout_s`` are ended as by
+    their own time limit.
+    Raises ConfigError when a door cannot be opened.
     """
-    opened = await frontend.open(services.config, services, local_socket=local_socket)
+    opened: list[OpenDoor] = []
     try:
-        on_listening(opened.port)
+        for number, config in enumerate(services.config.doors):
+            facts = DoorFacts(
+                needs_key=host.doors.kinds[config.kind].thing.needs_key(config, services),
+                operations=config.operations != "off",
+            )
+            protocols = [
+                host.protocols.kinds[one.kind].thing.mount(one, services, facts)
+                for one in config.protocols
+            ]
+            door = host.doors.kinds[config.kind].thing
+            opened.append(
+                await door.open(
+                    config, services, protocols, local_socket=None if number else local_socket
+                )
+            )
+        on_listening(opened[0].port)
         await stop.wait()
         services.draining = True
         await asyncio.sleep(settle_s)
-        await opened.stop_accepting()
+        for one in opened:
+            await one.stop_accepting()
         await asyncio.sleep(settle_s)
         await services.time_limits.end_within(drain_timeout_s, _log_running)
     finally:
-        await opened.close()
+        for one in reversed(opened):
+            await one.close()
 
 
 def _log_running(requests: int, left_s: float) -> None:

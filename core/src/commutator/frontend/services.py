@@ -12,7 +12,7 @@ from attrs import define, field
 from commutator.auth.gate import Gate
 from commutator.auth.rights import longest, may_use
 from commutator.auth.unlimited import Unlimited
-from commutator.contract.frontend import FrontendConfig
+from commutator.contract.door import FrontendConfig
 from commutator.contract.limiter import RequestLimiter
 from commutator.contract.observer import Observer
 from commutator.contract.principal import Principal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from commutator.config.doors import door_path
 from commutator.config.model import Config
 from commutator.config.secrets import secrets_in
+from commutator.contract.door import FrontendConfig
 from commutator.contract.engine import EngineConfig, EngineConnector, ModelConfig
 from commutator.contract.tier import TierConfig
 from commutator.errors import ConfigError
@@ -43,16 +46,24 @@ def check_machine(config: Config, host: PluginHost, *, front_doors: bool = True)
 
     ``front_doors`` says whether it will run some.
     """
-    frontend = host.frontends.kinds[config.frontend.kind].thing
-    problems_of_frontend = frontend.problems(config.frontend) if front_doors else ()
-    of_frontend = (f"frontend.{problem}" for problem in problems_of_frontend)
-    problems = [*_missing(config), *host_problems(config), *of_frontend, *_damaged(config)]
+    of_doors = _of_doors(config.frontend, host) if front_doors else ()
+    problems = [*_missing(config), *host_problems(config), *of_doors, *_damaged(config)]
     problems += _of_log_files(config) if front_doors else ()
     problems += [*planner_problems(config, host), *tuning_problems(config)]
     if not problems:  # engines look at the models
         problems += _of_engines(config, host)
     if problems:
         raise ConfigError(problems, "this machine")
+
+
+def _of_doors(frontend: FrontendConfig, host: PluginHost) -> Iterator[str]:
+    for index, door in enumerate(frontend.doors):
+        path = door_path(frontend, index) + "."
+        for problem in host.doors.kinds[door.kind].thing.problems(door):
+            yield path + problem
+        for number, entry in enumerate(door.protocols):
+            for problem in host.protocols.kinds[entry.kind].thing.problems(entry):
+                yield f"{path}protocols[{number}].{problem}"
 
 
 def machine_warnings(config: Config, host: PluginHost) -> Iterator[str]:
@@ -144,7 +155,12 @@ def _missing(config: Config) -> Iterator[str]:
         try:
             secret.reveal()
         except ConfigError as error:
-            yield from (f"{path}: {problem}" for problem in error.problems)
+            place = re.sub(
+                r"frontend\.doors\[(\d+)\]",
+                lambda found: door_path(config.frontend, int(found[1])),
+                path,
+            )
+            yield from (f"{place}: {problem}" for problem in error.problems)
     if config.tracing is not None and (package := missing_package()) is not None:
         yield f"tracing: {package} is not installed; pip install {' '.join(DISTRIBUTIONS)}"
     if problem := _folder_problem(config.runtime.state_dir):

@@ -30,8 +30,8 @@ from commutator.config.secrets import (
 )
 from commutator.config.show import effective
 from commutator.config.tunable import tunable_options
+from commutator.contract.door import DoorAddress
 from commutator.contract.event_bus import EventBus
-from commutator.contract.frontend import FrontendAddress
 from commutator.contract.launcher import AgentLauncher, Launcher, LauncherContext
 from commutator.contract.planner import PlannerConfig, TuningConfig
 from commutator.contract.registry import Registry
@@ -133,7 +133,7 @@ def write_effective(config: Config, port: int, file: Path) -> None:
     As JSON: with 10,000 principals each of them would otherwise read for half a minute.
     """
     values = effective(config)
-    values["frontend"]["port"] = port
+    values["frontend"]["doors"][0]["port"] = port
     file.write_text(json.dumps(values))
 
 
@@ -501,9 +501,10 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def front_door_address(config: Config, host: PluginHost, port: int) -> FrontendAddress:
+def front_door_address(config: Config, host: PluginHost, port: int) -> DoorAddress:
     """How clients on this machine reach the front door."""
-    name = config.frontend.host
+    door = config.frontend.door
+    name = door.host
     try:
         address = ip_address(name)
     except ValueError:
@@ -512,17 +513,20 @@ def front_door_address(config: Config, host: PluginHost, port: int) -> FrontendA
         if address.is_unspecified:
             name = "127.0.0.1" if address.version == 4 else "::1"  # noqa: PLR2004
         name = f"[{name}]" if ":" in name else name
-    frontend = host.frontends.kinds[config.frontend.kind].thing
-    return frontend.address(config.frontend, f"{name}:{port}", config.models[0].name)
+    example = None
+    if door.protocols:
+        protocol = host.protocols.kinds[door.protocols[0].kind].thing
+        example = protocol.example("", config.models[0].name)
+    return host.doors.kinds[door.kind].thing.address(door, f"{name}:{port}", example)
 
 
-def _invitation(config: Config, address: FrontendAddress) -> str:
+def _invitation(config: Config, address: DoorAddress) -> str:
     if not config.auth or "Authorization" in address.example:
         return "Try it:"
     return "Try it, and add the key of a principal, -H 'Authorization: Bearer KEY':"
 
 
-def banner(config: Config, address: FrontendAddress, *, colour: bool) -> str:
+def banner(config: Config, address: DoorAddress, *, colour: bool) -> str:
     """A box with the address, the models and the workers, then a command to try."""
     console = Console(color_system="standard" if colour else None, force_terminal=colour)
     table = Table(box=None, pad_edge=False, header_style="dim")

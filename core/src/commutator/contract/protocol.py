@@ -1,0 +1,102 @@
+"""Protocols: what clients say and hear on a door, such as OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from attrs import frozen
+
+from commutator.contract.answer import Failure
+from commutator.contract.settings import setting
+
+__all__ = ["DoorFacts", "Example", "MountedProtocol", "Protocol", "ProtocolConfig", "Route"]
+
+
+@frozen(kw_only=True)
+class ProtocolConfig:
+    """Options of every entry of a door's `protocols`; each protocol plugin adds its own."""
+
+    kind: str = setting("The protocol plugin: what clients of this door speak.")
+
+
+ConfigT = TypeVar("ConfigT", bound=ProtocolConfig)
+ServicesT = TypeVar("ServicesT")
+
+
+@frozen(kw_only=True)
+class Route:
+    """One request that clients can make."""
+
+    method: str
+    """"GET" or "POST"."""
+    path: str
+    """Such as "/v1/models/{id:.+}": names in braces, with a regular expression after a colon."""
+    handle: Callable[[Any], Awaitable[None]]
+    """Answers one ``commutator.frontend.Call``: a coroutine function that reads what it needs, and
+    ends with an answer or raises. ``commutator.frontend.answer`` does all but reading for those
+    that generate. What it raises is answered by ``MountedProtocol.failed``."""
+    is_mine: Callable[[Mapping[str, str]], bool] | None = None
+    """Tells callers of this protocol by their headers where several protocols share the route; of
+    those, one may leave it None, and gets everybody else."""
+
+
+@frozen(kw_only=True)
+class Example:
+    """How people try a protocol."""
+
+    api_url: str
+    """The base URL that its clients are configured with."""
+    path: str
+    """Of a first request, a POST."""
+    body: Mapping[str, Any]
+    """Its JSON."""
+
+
+@frozen(kw_only=True)
+class DoorFacts:
+    """What a protocol may say about the door that it is mounted on."""
+
+    needs_key: bool
+    """Whether clients must prove who they are."""
+    operations: bool
+    """Whether /health, /metrics and /admin/ are on the same door."""
+
+
+class MountedProtocol(ABC):
+    """A protocol on one door of one front-door process."""
+
+    session_headers: Sequence[str] = ()
+    """Headers, in lower case, whose value names a conversation; the first that is sent counts."""
+    api_paths: Sequence[str] = ()
+    """Paths that no key is needed for, though the door asks for keys; usually none."""
+
+    @abstractmethod
+    def routes(self) -> Sequence[Route]:
+        """What it answers."""
+
+    @abstractmethod
+    def failed(self, failure: Failure) -> bytes:
+        """The JSON body of an answer that is no success."""
+
+
+class Protocol(ABC, Generic[ConfigT, ServicesT]):
+    """What a protocol plugin registers. An instance has no state: several processes use it.
+
+    ``ServicesT`` is ``commutator.frontend.FrontendServices``. Installing one mounts nothing: a door
+    has the protocols that its `protocols` list.
+    """
+
+    def problems(self, config: ConfigT) -> Iterable[str]:
+        """Why ``config`` cannot be served on this machine, as "OPTION: what, what to do"."""
+        del config
+        return ()
+
+    @abstractmethod
+    def mount(self, config: ConfigT, services: ServicesT, door: DoorFacts) -> MountedProtocol:
+        """Make what answers on one door. Raises ConfigError."""
+
+    @abstractmethod
+    def example(self, url: str, model: str) -> Example:
+        """A first request to the door at ``url`` (no slash at the end) about ``model``."""

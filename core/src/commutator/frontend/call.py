@@ -1,0 +1,308 @@
+"""One request of a client on its way through a front door, whatever door and protocol it uses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from commutator.contract.answer import Failure
+from commutator.contract.limiter import Ticket
+from commutator.contract.observer import AnsweredRequest
+from commutator.contract.principal import ANONYMOUS, Principal
+from commutator.contract.request import Caller
+from commutator.errors import RequestError
+from commutator.frontend.limits import TimeLimit
+from commutator.frontend.services import FrontendServices
+
+__all__ = ["INLINE_BYTES", "TIMEOUT_HEADER", "Call"]
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "X-Request-Timeout-S"
+"""Lowers the longest time that a request may take, in seconds."""
+
+_REFUSED = frozenset({403, 429})
+_MAX_PATH = 256
+_MAX_HEADER = 256
+_EXPLAIN_HEADER = "X-Commutator-Explain"
+# Proxies and clients refuse longer headers.
+_MAX_HEADER_CHARACTERS = 6_000
+_MAX_REASON_CHARACTERS = 200
+INLINE_BYTES = 64 << 10
+"""Working on this much takes a few milliseconds; a thread costs a fraction of one."""
+
+T = TypeVar("T")
+Explanations = list[dict[str, Any]]
+
+
+class Call(ABC):
+    """What a protocol knows of a request, how it answers, and what the log and metrics say of it.
+
+    A door makes one for each request. It is answered once: by ``reply``, or by ``begin``, any
+    number of ``write`` and ``end``.
+    """
+
+    def __init__(
+        self, services: FrontendServices, request_id: str, endpoint: str, method: str, path: str
+    ) -> None:
+        self.services = services
+        self.request_id = request_id
+        self.endpoint = endpoint
+        """The route, for metrics."""
+        self.method = method
+        self.path = path
+        """As the client wrote it."""
+        self.arrived_s = time.perf_counter()
+        self.principal: Principal = ANONYMOUS
+        """Who sent it; ``ANONYMOUS`` where nobody is asked, and until the client was."""
+        self.counts = False
+        """Whether the request counts against limits of its principal."""
+        self.ticket: Ticket | None = None
+        """Once it is charged."""
+        self.reason: str | None = None
+        """Why it was refused or failed."""
+        self.param: str | None = None
+        """What of the request was wrong."""
+        self.body = b""
+        """What the client sent, once it was read."""
+        self.model = ""
+        """Set once a served model is found."""
+        self.user: str | None = None
+        self.served = False
+        """Whether it came to a worker; else it is not charged."""
+        self.generating = False
+        """A worker may still be generating the answer."""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.ttft_s: float | None = None
+        self.workers: tuple[str, ...] = ()
+        self.answer_headers: dict[str, str] = {}
+        """To be added to the answer."""
+
+    # -------------------------------------------------------- what the door gives
+
+    @property
+    @abstractmethod
+    def headers(self) -> Mapping[str, str]:
+        """The client's headers or metadata; names in any case."""
+
+    @property
+    @abstractmethod
+    def peer(self) -> str | None:
+        """The client's IP address; None on a Unix socket."""
+
+    @property
+    @abstractmethod
+    def forwarded(self) -> Sequence[str]:
+        """The headers, in lower case, that routing policies and observers see."""
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The parameters after the path."""
+        return {}
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """What the client wrote for the names in braces of ``Route.path``."""
+        return {}
+
+    @abstractmethod
+    def room_for_body(self) -> AbstractAsyncContextManager[None]:
+        """Inside, the body may be read and parsed: what the headers say of it is within limits.
+
+        Raises ``Failure`` for 413 and 415, OverloadedError.
+        """
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """The whole body, unpacked, within the door's limits; JSON where the door is HTTP.
+
+        Raises RequestError, ``Failure`` for 408 and 413.
+        """
+
+    @abstractmethod
+    async def reply(
+        self, parts: list[bytes], content_type: str = "application/json; charset=utf-8"
+    ) -> None:
+        """Answer with all ``parts``. The list is given up as it is sent."""
+
+    @abstractmethod
+    async def begin(
+        self,
+        content_type: str,
+        status: int = 200,
+        *,
+        failed: Callable[[Failure], bytes] | None = None,
+    ) -> None:
+        """Begin an answer in pieces. Its headers are sent with the first piece.
+
+        ``failed`` says what ends it if it fails after that; without, the connection is closed.
+        """
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Send a piece, no faster than the client reads. Raises ConnectionError."""
+
+    @abstractmethod
+    async def end(self, last: bytes = b"") -> None:
+        """Send the last piece."""
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether the headers of an answer are sent: an error from then on can only end it."""
+
+    # ------------------------------------------------------------- for protocols
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on ``size`` bytes, in a thread if it takes long. Raises OverloadedError."""
+        return work() if size <= INLINE_BYTES else await self.services.work.run(work)
+
+    def time_limit(self) -> TimeLimit:
+        """The deadline of the request: the server's, or an earlier one that the client sent.
+
+        Raises RequestError when the header is not a positive number.
+        """
+        services, given = self.services, self.headers.get(TIMEOUT_HEADER)
+        longest_s = services.config.request_timeout_s
+        if given is None:
+            return services.time_limits.of(longest_s)
+        try:
+            timeout_s = float(given)
+        except ValueError:
+            timeout_s = math.nan
+        if not timeout_s > 0:  # also false for NaN
+            raise RequestError(
+                f"{TIMEOUT_HEADER}: expected a number of seconds above 0, got {given[:40]!r}",
+                TIMEOUT_HEADER,
+            )
+        return services.time_limits.of(min(timeout_s, longest_s))
+
+    def caller(self, user: str | None = None, session_id: str | None = None) -> Caller:
+        """The sender, for routing policies and observers."""
+        sent, principal = self.headers, self.principal
+        headers = {name: sent[name][:_MAX_HEADER] for name in self.forwarded if name in sent}
+        if principal is ANONYMOUS:
+            return Caller(user=user, session_id=session_id, headers=headers)
+        return Caller(
+            user=user,
+            session_id=session_id,
+            principal=principal.name,
+            weight=principal.weight,
+            headers=headers,
+        )
+
+    @property
+    def explains(self) -> bool:
+        """Whether the client wants to know why its worker was chosen."""
+        return self.headers.get(_EXPLAIN_HEADER) == "1"
+
+    def note_routing(self, workers: tuple[str, ...], explain: Callable[[], Explanations]) -> None:
+        """Name the workers in the answer's headers to those who may know, and why if they ask."""
+        self.workers = workers
+        if self.principal.may("explain"):
+            self.answer_headers["X-Commutator-Worker"] = ",".join(workers)
+        if self.explains:
+            self.answer_headers["X-Commutator-Decision"] = _in_one_header(explain())
+
+    def used(self, prompt: int, cached: int, generated: int) -> None:
+        """A worker took the request; tokens so far."""
+        self.served = True
+        self.prompt_tokens, self.cached_tokens, self.generated_tokens = prompt, cached, generated
+
+    # ------------------------------------------------------------------ for doors
+
+    def settle(self) -> None:
+        """The request ended: give back what it did not use of its principal's limits."""
+        if self.counts:
+            tokens = self.prompt_tokens + self.generated_tokens if self.served else None
+            self.services.request_limiter.end(self.principal, self.ticket, tokens)
+
+    def account(self, code: int, *, is_quiet: bool, local_user: str | None = None) -> None:
+        """Count the request and tell observers, once it was answered with ``code``.
+
+        ``is_quiet``: it is worth a line only if it failed.
+        """
+        duration_s = time.perf_counter() - self.arrived_s
+        services, principal = self.services, None
+        services.metrics.request_done(self.endpoint, self.model, code, duration_s)
+        if self.principal is not ANONYMOUS:
+            principal = self.principal.name
+            services.metrics.principal_usage.add(
+                (principal,), 1, self.prompt_tokens, self.cached_tokens, self.generated_tokens
+            )
+            if code in _REFUSED and self.reason is not None:
+                services.metrics.principal_refused(principal, self.reason)
+        if not (is_quiet and code < 400):  # noqa: PLR2004 - HTTP's first error
+            services.observer.request_answered(
+                AnsweredRequest(
+                    request_id=self.request_id,
+                    principal=principal,
+                    peer=self.peer or local_user,
+                    method=self.method,
+                    path=self.path[:_MAX_PATH],
+                    model=self.model,
+                    status=code,
+                    reason=self.reason,
+                    workers=self.workers,
+                    prompt_tokens=self.prompt_tokens,
+                    cached_tokens=self.cached_tokens,
+                    generated_tokens=self.generated_tokens,
+                    duration_s=duration_s,
+                    body=self.body,
+                )
+            )
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if log.isEnabledFor(level):
+            log.log(level, "%s", self._log_line(code, duration_s))
+
+    def _log_line(self, code: int, duration_s: float) -> str:
+        """One line; values from clients are quoted."""
+        parts = [f"{self.endpoint} {code} id={self.request_id} took={duration_s:.3f}s"]
+        if not self.endpoint.startswith("/"):
+            parts.append(f"path={json.dumps(self.path[:_MAX_PATH])}")
+        if self.reason is not None:
+            parts.append(f"reason={self.reason}")
+        if self.param is not None:
+            parts.append(f"param={json.dumps(self.param[:128])}")
+        if self.model:
+            parts.append(f"model={self.model}")
+        if self.workers:
+            parts.append(f"worker={','.join(self.workers)}")
+            parts.append(
+                f"tokens={self.prompt_tokens}+{self.generated_tokens} cached={self.cached_tokens}"
+            )
+        if self.ttft_s is not None:
+            parts.append(f"ttft={self.ttft_s:.3f}s")
+        if self.principal is not ANONYMOUS:
+            parts.append(f"principal={self.principal.name}")
+        if self.user is not None:
+            parts.append(f"user={json.dumps(self.user[:128])}")
+        return " ".join(parts)
+
+
+def _in_one_header(explanations: Explanations) -> str:
+    """Compact JSON: an object, or for several answers a list of them, cut to what fits."""
+    text = _compact(explanations)
+    if len(text) > _MAX_HEADER_CHARACTERS:
+        # The chosen worker matters most, so leave the others out.
+        for one in explanations:
+            chosen = [c for c in one["candidates"] if c["worker_id"] == one["worker_id"]]
+            left_out = len(one["candidates"]) - len(chosen)
+            one["left_out"] = left_out + one.get("left_out", 0)
+            one["candidates"] = chosen
+            one["reason"] = one["reason"][:_MAX_REASON_CHARACTERS]
+        while len(text := _compact(explanations)) > _MAX_HEADER_CHARACTERS:
+            explanations = explanations[: len(explanations) // 2]
+    return text
+
+
+def _compact(shown: Explanations) -> str:
+    return json.dumps(shown[0] if len(shown) == 1 else shown, separators=(",", ":"))

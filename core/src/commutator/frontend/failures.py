@@ -1,0 +1,116 @@
+"""From errors to ``Failure``: what clients are told, whatever protocol they speak."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from commutator.contract.answer import Failure
+from commutator.contract.limiter import Standing
+from commutator.errors import (
+    AuthenticationError,
+    CommutatorError,
+    DeadlineError,
+    EngineNeedsPrefillError,
+    EngineOverloadedError,
+    EngineUnavailableError,
+    OverloadedError,
+    PermissionDeniedError,
+    RateLimitError,
+    RegistryError,
+    RequestError,
+    RoutingError,
+)
+from commutator.frontend.rate_limits import rate_limits
+
+__all__ = ["log_failure", "to_failure"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1
+_LONGEST_FOLLOWED_S = 60
+"""OpenAI's clients ignore a longer ``Retry-After``. A minute's window ends up to a second later: a
+client that comes that much too early is told to wait for the rest."""
+_NOT_FOUND = {"model_not_found", "worker_not_found"}
+_INTERNAL = 500
+
+
+def to_failure(error: BaseException, request_id: str) -> Failure:
+    """The answer to ``error``. It shows nothing of errors that Commutator does not raise itself."""
+    match error:
+        case Failure():
+            return error
+        case AuthenticationError():
+            headers = {"WWW-Authenticate": "Bearer"}
+            return Failure(401, str(error), "invalid_api_key", headers=headers)
+        case PermissionDeniedError():
+            return Failure(403, str(error), "permission_denied", error.param)
+        case RequestError():
+            status = 404 if error.code in _NOT_FOUND else 400
+            return Failure(status, str(error), error.code or "invalid_value", error.param)
+        case RateLimitError() | OverloadedError() | RegistryError() | RoutingError():
+            return _not_now(error)
+        case DeadlineError():
+            return Failure(504, str(error), "deadline_exceeded")
+        case CommutatorError():
+            return _from_worker(error, request_id)
+        case _:
+            text = f"internal error; see the log under request id {request_id}"
+            return Failure(_INTERNAL, text, "internal_error")
+
+
+def log_failure(error: BaseException, answer: Failure, request_id: str) -> None:
+    """Log what the answer hides, with a traceback if the error was not raised on purpose."""
+    if answer.status < _INTERNAL:
+        return
+    if isinstance(error, CommutatorError):
+        log.warning("request %s: %s: %s", request_id, type(error).__name__, error)
+    else:
+        log.error("request %s failed unexpectedly", request_id, exc_info=error)
+
+
+def _later(status: int, message: str, code: str, retry_after_s: float = _RETRY_AFTER_S) -> Failure:
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
+    return Failure(status, message, code, headers=headers)
+
+
+def _not_now(error: RateLimitError | OverloadedError | RegistryError | RoutingError) -> Failure:
+    match error:
+        case RateLimitError():
+            return _rate_limited(error)
+        case OverloadedError():
+            return _later(429, str(error), error.reason, error.retry_after_s)
+        case RegistryError():  # only the ledger of limits is asked while a request runs
+            return _later(503, str(error), "limits_unavailable")
+        case RoutingError():
+            return _later(503, str(error), "no_worker")
+
+
+def _rate_limited(error: RateLimitError) -> Failure:
+    if error.retry_after_s is None:
+        # By OpenAI's clients understood as: do not send it again.
+        headers = {"x-should-retry": "false"}
+    else:
+        wait_s = max(1, math.ceil(error.retry_after_s))
+        if wait_s - 1 == _LONGEST_FOLLOWED_S:
+            wait_s = _LONGEST_FOLLOWED_S
+        headers = {"Retry-After": str(wait_s)}
+    if isinstance(error.standing, Standing):
+        headers.update(rate_limits(error.standing))
+    return Failure(429, str(error), "rate_limit_exceeded", headers=headers)
+
+
+def _from_worker(error: CommutatorError, request_id: str) -> Failure:
+    match error:
+        case EngineOverloadedError():
+            return _later(429, "every worker is busy; try again soon", "workers_busy")
+        case EngineUnavailableError():
+            return _later(503, "the worker was lost; try again", "worker_lost")
+        case EngineNeedsPrefillError():
+            text = (
+                "this model's decode workers need a prefill worker, and none took this request; "
+                f"start one, or try again once one is ready; see the log under {request_id}"
+            )
+            return _later(503, text, "no_prefill_worker")
+    text = f"the worker failed this request; see the log under {request_id}"
+    return Failure(_INTERNAL, text, "worker_failed")

@@ -1,0 +1,346 @@
+"""From what is asked to a ``Plan``: one engine request for each answer that the client wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import define, evolve
+
+from commutator.auth.rights import allowed_priority, check_answers, require, salted
+from commutator.contract.conversation import Conversation, Generate, Message, Part, Text
+from commutator.contract.principal import Principal
+from commutator.contract.request import Caller, GenerateRequest, KvRetention, SamplingParams
+from commutator.errors import RequestError
+from commutator.frontend.generation import ChoiceRules, Plan
+from commutator.frontend.preprocessor import Preprocessor, size_of
+from commutator.tokenizer.prompt_cache import PromptTokens
+from commutator.tokenizer.text_model import TextModel
+
+__all__ = ["NOT_SERVED", "Plan", "Target", "conversation_prompt", "make_plan"]
+
+NOT_SERVED = "unsupported_parameter"
+"""The code of a RequestError for what is known, but not served here."""
+
+_MAX_ANSWERS = 256
+_MAX_MARKS = 4
+_COMPLETION_MAX_TOKENS = 16
+_MAX_STOP_CHARACTERS = 512
+_MAX_ECHOED_CHARACTERS = 4 << 20
+_MAX_VARIABLES = 64
+_MAX_VARIABLES_CHARACTERS = 256 << 10
+
+
+@define(kw_only=True)  # made for each request, and a frozen class takes twice as long to fill
+class Target:
+    """What a plan needs beside what is asked."""
+
+    model: str
+    """The name that clients give."""
+    text: TextModel
+    prompts: Preprocessor
+    max_model_len: int
+    """Longest prompt plus answer in tokens."""
+    principal: Principal
+    request_id: str
+    caller: Caller
+
+
+async def make_plan(asked: Generate, target: Target) -> Plan:
+    """Raises RequestError when what is asked cannot be served as it stands."""
+    salt = salted(target.principal, asked.cache_salt)
+    if asked.conversation is None:
+        return await _plan_prompts(asked, target, salt)
+    conversation, limit = asked.conversation, target.max_model_len
+    prompt = await conversation_prompt(target.prompts, conversation, salt, limit)
+    plan = _plan(asked, target, salt, [prompt])
+    kept = await _marked_prefixes(target, conversation, salt, prompt)
+    if not kept:
+        return plan
+    requests = (evolve(each, retention=each.retention + kept) for each in plan.requests)
+    return evolve(plan, requests=tuple(requests))
+
+
+async def _plan_prompts(asked: Generate, target: Target, salt: str | None) -> Plan:
+    _check_answers(asked.answers, len(asked.prompts))
+    limit = target.max_model_len
+    check_answers(target.principal, asked.answers * len(asked.prompts))
+    prompts = await target.prompts.completion(asked.prompts, salt=salt, max_tokens=limit)
+    plan = _plan(asked, target, salt, prompts)
+    if not asked.echo:
+        return plan
+    texts = [
+        given if isinstance(given, str) else await target.prompts.decode(given)
+        for given in asked.prompts
+    ]
+    characters = asked.answers * sum(map(len, texts))
+    if characters > _MAX_ECHOED_CHARACTERS:
+        raise RequestError(
+            f"echo: expected at most {_MAX_ECHOED_CHARACTERS} characters in all answers, "
+            f"got {characters}",
+            "echo",
+        )
+    return evolve(plan, echoes=tuple(text for text in texts for _ in range(asked.answers)))
+
+
+def _plan(
+    asked: Generate, target: Target, salt: str | None, prompts: Sequence[PromptTokens]
+) -> Plan:
+    answers = asked.answers
+    rules = _choice_rules(asked, target.text)
+    check_answers(target.principal, answers * len(prompts))
+    if asked.retention is not None:
+        require(target.principal, "pin", asked.param("retention"))
+    retention = () if asked.retention is None else (asked.retention,)
+    priority = allowed_priority(target.principal, asked.priority)
+    requests: list[GenerateRequest] = []
+    prompt_tokens = 0
+    for prompt in prompts:
+        tokens = len(prompt.token_ids)
+        prompt_tokens += tokens
+        max_tokens = _max_tokens(asked, tokens, target.max_model_len)
+        sampling = _sampling_params(asked, rules, target.text, max_tokens)
+        for answer in range(answers):
+            number = len(requests)
+            requests.append(
+                GenerateRequest(
+                    request_id=_own_id(target.request_id, number, answers * len(prompts)),
+                    token_ids=prompt.token_ids,
+                    sampling=_with_own_seed(sampling, answer),
+                    cache_salt=salt,
+                    priority=priority,
+                    retention=retention,
+                    options=asked.engine_options,
+                )
+            )
+    hashes = tuple(prompt.sequence_hashes for prompt in prompts for _ in range(answers))
+    return Plan(
+        target.model,
+        target.text,
+        tuple(requests),
+        hashes,
+        prompt_tokens,
+        rules,
+        answers,
+        caller=target.caller,
+        migration_limit=asked.migration_limit,
+    )
+
+
+def _check_answers(answers: int, prompts: int) -> None:
+    if answers * prompts > _MAX_ANSWERS:
+        raise RequestError(
+            f"n: expected at most {_MAX_ANSWERS} answers, "
+            f"got {prompts} prompts with {answers} each",
+            "n",
+        )
+
+
+def _own_id(request_id: str, number: int, count: int) -> str:
+    return request_id if count == 1 else f"{request_id}-{number}"
+
+
+def _with_own_seed(sampling: SamplingParams, answer: int) -> SamplingParams:
+    if sampling.seed is None or not answer:
+        return sampling
+    seed = (sampling.seed + answer + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
+    return evolve(sampling, seed=seed)
+
+
+async def conversation_prompt(
+    prompts: Preprocessor,
+    conversation: Conversation,
+    salt: str | None,
+    max_tokens: int | None = None,
+    *,
+    add_special_tokens: bool = False,
+) -> PromptTokens:
+    """The rendered conversation, tokenized with the help of prompts of the same salt.
+
+    Raises RequestError, also for one that is certainly longer than ``max_tokens``, and for what
+    models are not asked yet: tools, and how to reason.
+    """
+    continues = conversation.continue_final_message
+    if continues and conversation.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message: needs add_generation_prompt to be false",
+            "continue_final_message",
+        )
+    for name in ("tools", "tool_choice", "reasoning"):
+        if getattr(conversation, name):
+            raise RequestError(f"{name}: not served by these engines", name, NOT_SERVED)
+    if conversation.variables:
+        _check_variables(conversation.variables)
+    return await prompts.chat(
+        [_as_mapping(message) for message in conversation.messages],
+        max_tokens=max_tokens,
+        add_special_tokens=add_special_tokens,
+        salt=salt,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=continues,
+        variables=conversation.variables,
+    )
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    if len(variables) > _MAX_VARIABLES or size_of(variables) > _MAX_VARIABLES_CHARACTERS:
+        raise RequestError(
+            f"chat_template_kwargs: expected at most {_MAX_VARIABLES} variables of "
+            f"{_MAX_VARIABLES_CHARACTERS} characters together",
+            "chat_template_kwargs",
+        )
+
+
+async def _marked_prefixes(
+    target: Target, conversation: Conversation, salt: str | None, prompt: PromptTokens
+) -> tuple[KvRetention, ...]:
+    """The retentions of messages, each for the prompt tokens up to the end of its message.
+
+    That is as far as the prompt agrees with one that ends there: templates may look ahead.
+    """
+    messages = conversation.messages
+    marked = [(number, marks) for number, one in enumerate(messages, 1) if (marks := _marks(one))]
+    if not marked:
+        return ()
+    count = sum(len(marks) for _, marks in marked)
+    if count > _MAX_MARKS:  # each message with marks is rendered and tokenized once more
+        raise RequestError(
+            f"messages: expected at most {_MAX_MARKS} cache_control marks, got {count}", "messages"
+        )
+    require(target.principal, "pin", "messages")
+    found: list[KvRetention] = []
+    for number, marks in marked:
+        until = evolve(
+            conversation,
+            messages=messages[:number],
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
+        ending = await conversation_prompt(target.prompts, until, salt, target.max_model_len)
+        agreed = _agreement(ending.token_ids, prompt.token_ids)
+        found += [evolve(mark, tokens=agreed) for mark in marks]
+    return tuple(found)
+
+
+def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both begin."""
+    agreed, differs = 0, min(len(one), len(other)) + 1
+    while differs - agreed > 1:  # comparing slices is fifty times quicker than token by token
+        middle = (agreed + differs) // 2
+        if one[agreed:middle] == other[agreed:middle]:
+            agreed = middle
+        else:
+            differs = middle
+    return agreed
+
+
+def _marks(message: Message) -> list[KvRetention]:
+    given = [message.retention]
+    if not isinstance(message.content, str):
+        given += [part.retention for part in message.content if isinstance(part, Text)]
+    return [mark for mark in given if mark is not None]
+
+
+def _as_mapping(message: Message) -> dict[str, Any]:
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(map(_text_of, content))
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": content, **name}
+
+
+def _text_of(part: Part) -> str:
+    if isinstance(part, Text):
+        return part.text
+    what = type(part).__name__
+    raise RequestError(f"messages: {what} is not served by these engines", "messages", NOT_SERVED)
+
+
+def _max_tokens(asked: Generate, prompt_tokens: int, max_model_len: int) -> int:
+    """The longest answer allowed. Raises RequestError with both lengths when it cannot fit."""
+    left = max_model_len - prompt_tokens
+    is_chat = asked.conversation is not None
+    if left < 1:
+        raise RequestError(
+            f"this model's context is {max_model_len} tokens and the prompt has {prompt_tokens}: "
+            "no room is left for an answer; shorten the prompt",
+            asked.param("messages" if is_chat else "prompt"),
+            "context_length_exceeded",
+        )
+    if asked.max_tokens is None:
+        return left if is_chat else min(left, _COMPLETION_MAX_TOKENS)
+    if asked.max_tokens > left:
+        param = asked.param("max_tokens")
+        raise RequestError(
+            f"this model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
+            f"{param} asks for {asked.max_tokens} more",
+            param,
+            "context_length_exceeded",
+        )
+    return asked.max_tokens
+
+
+def _choice_rules(asked: Generate, model: TextModel) -> ChoiceRules:
+    """When and how the front door itself ends an answer. Raises RequestError."""
+    for string in asked.stop:
+        if not string or len(string) > _MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop: expected strings of 1 to {_MAX_STOP_CHARACTERS} characters, "
+                f"got one of {len(string)}",
+                asked.param("stop"),
+            )
+    return ChoiceRules(
+        stop=tuple(asked.stop),
+        end_ids=model.eos_ids | frozenset(asked.stop_token_ids),
+        include_stop=asked.include_stop,
+        skip_special_tokens=asked.skip_special_tokens,
+        min_tokens=asked.min_tokens,
+    )
+
+
+def _sampling_params(
+    asked: Generate, rules: ChoiceRules, model: TextModel, max_tokens: int
+) -> SamplingParams:
+    """The engine's part. Raises RequestError."""
+    if rules.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens: expected at most {max_tokens}, the longest answer allowed, "
+            f"got {rules.min_tokens}",
+            "min_tokens",
+        )
+    # The model's files may name more ends than the engine knows.
+    ends = () if asked.ignore_eos else model.eos_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rules.min_tokens,
+        temperature=_or(asked.temperature, 1.0),
+        top_p=_or(asked.top_p, 1.0),
+        top_k=max(0, asked.top_k or 0),
+        min_p=_or(asked.min_p, 0.0),
+        seed=asked.seed,
+        repetition_penalty=_or(asked.repetition_penalty, 1.0),
+        presence_penalty=_or(asked.presence_penalty, 0.0),
+        frequency_penalty=_or(asked.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(asked.logit_bias, model.vocab_size),
+        top_logprobs=asked.top_logprobs,
+        stop=rules.stop,
+        stop_token_ids=tuple(sorted({*ends, *asked.stop_token_ids})),
+        ignore_eos=asked.ignore_eos,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    by_id = {}
+    for key, bias in biases.items():
+        token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1  # noqa: PLR2004
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"logit_bias: expected token ids below {vocab_size} as keys, got {key[:40]!r}",
+                "logit_bias",
+            )
+        by_id[token_id] = bias
+    return by_id

@@ -1,0 +1,149 @@
+"""The life cycle of a request that generates, the same for every door and protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import aclosing
+from functools import partial
+
+from commutator.contract.answer import AnswerWriter, Batch, Content, Finish
+from commutator.contract.conversation import Generate
+from commutator.frontend.call import Call
+from commutator.frontend.generation import Generation
+from commutator.frontend.limits import TimeLimit
+from commutator.frontend.planning import Plan, Target, make_plan
+from commutator.frontend.work import WorkPool
+
+__all__ = ["answer"]
+
+_INLINE_BYTES = 1 << 20
+_INLINE_LOGPROBS = 32
+"""Each takes some microseconds to encode, with 20 alternatives some tens."""
+
+MakeWriter = Callable[[Plan], AnswerWriter]
+
+
+async def answer(call: Call, asked: Generate, make_writer: MakeWriter, limit: TimeLimit) -> None:
+    """Limit, preprocess, route, generate, write and account ``asked``.
+
+    ``limit`` is entered already: reading the request counts, too. Raises RequestError and what
+    dispatching raises; once the answer has begun, the door ends it with the writer's
+    ``stream_failed``.
+    """
+    services = call.services
+    name, text = services.text_model(asked.model, call.principal)
+    call.model, call.user = name, asked.user
+    sender = call.caller(asked.user, asked.session_id)
+    async with services.limiter.of(sender):
+        target = Target(
+            model=name,
+            text=text,
+            prompts=services.preprocessors[name],
+            max_model_len=services.max_model_len(name, call.principal),
+            request_id=call.request_id,
+            principal=call.principal,
+            caller=sender,
+        )
+        plan = await make_plan(asked, target)
+        writer = make_writer(plan)
+        if call.counts:
+            stated = None if _leaves_length_open(asked) else plan.requests[0].sampling.max_tokens
+            call.ticket = await services.request_limiter.admit(
+                call.principal, plan.prompt_tokens, len(plan.requests), stated
+            )
+        async with Generation(
+            services.dispatcher,
+            services.metrics,
+            plan,
+            services.logprobs,
+            call.arrived_s,
+            limit.deadline_s,
+        ) as generation:
+            try:
+                if asked.stream:
+                    call.generating = True
+                    await _stream(call, generation, writer)
+                    return
+                parts = await _collect(generation, writer, services.work)
+            finally:
+                call.generating = False
+                if not call.begun:
+                    _note_routing(call, generation)
+                _account(call, generation)
+        await call.reply(parts, writer.whole_type)
+
+
+def _leaves_length_open(asked: Generate) -> bool:
+    """The client of a chat left the longest answer to the model."""
+    return asked.max_tokens is None and asked.conversation is not None
+
+
+async def _collect(generation: Generation, writer: AnswerWriter, work: WorkPool) -> list[bytes]:
+    """The whole answer in parts.
+
+    Log probabilities are encoded as they come: as objects they would be millions, which keep the
+    garbage collector busy and take long to free.
+    """
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            generation.keep(batch)
+            if _takes_long(batch):
+                await work.run(partial(writer.keep, batch), refusable=False)
+            else:
+                writer.keep(batch)
+    usage = generation.usage()
+    if writer.kept_bytes <= _INLINE_BYTES:
+        return [*writer.whole(usage)]
+
+    def encoded() -> Generator[None, None, list[bytes]]:
+        parts = []
+        for part in writer.whole(usage):
+            parts.append(part)
+            yield
+        return parts
+
+    return await work.run_in_steps(encoded(), refusable=False)
+
+
+async def _stream(call: Call, generation: Generation, writer: AnswerWriter) -> None:
+    unfinished, noted, work = len(generation.choices), False, call.services.work
+    async with aclosing(generation.batches()) as batches:
+        async for batch in batches:
+            if not noted:
+                noted = True
+                _note_routing(call, generation)
+                await call.begin(writer.stream_type, failed=writer.stream_failed)
+            for _, event in batch:
+                unfinished -= type(event) is Finish
+            if _takes_long(batch):
+                data = await work.run(partial(writer.stream, batch), refusable=False)
+            else:
+                data = writer.stream(batch)
+            if unfinished:
+                if data:
+                    await call.write(data)
+            else:
+                await call.end(data + writer.stream_end(generation.usage()))
+
+
+def _takes_long(batch: Batch) -> bool:
+    """Whether log probabilities keep the event loop from other requests."""
+    count = 0
+    for _, event in batch:
+        if type(event) is Content and event.logprobs:
+            count += len(event.logprobs)
+    return count > _INLINE_LOGPROBS
+
+
+def _note_routing(call: Call, generation: Generation) -> None:
+    call.note_routing(generation.worker_ids, lambda: generation.explanations)
+
+
+def _account(call: Call, generation: Generation) -> None:
+    usage = generation.usage()
+    call.workers = generation.worker_ids
+    call.used(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    call.ttft_s = generation.times[0].ttft_s
+    call.services.metrics.tokens_used(
+        call.model, call.prompt_tokens, call.cached_tokens, call.generated_tokens
+    )

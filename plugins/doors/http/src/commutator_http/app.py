@@ -1,0 +1,242 @@
+"""What a door serves: the routes of its protocols and of operators, and CORS."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from itertools import groupby
+from operator import itemgetter
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from commutator.contract.answer import Failure
+from commutator.contract.protocol import MountedProtocol, Route
+from commutator.errors import ConfigError
+from commutator.frontend import (
+    RATE_LIMIT_HEADERS,
+    FrontendServices,
+    LiveFeed,
+    admin_routes,
+    health_routes,
+    live_routes,
+)
+from commutator_http import ui
+from commutator_http.body import BodyLimits
+from commutator_http.config import HttpConfig, gate_of
+from commutator_http.middleware import (
+    CALL,
+    DOOR,
+    DoorParts,
+    add_headers,
+    administrator,
+    authenticate,
+    authenticate_administrator,
+    exchange,
+    failure_response,
+    live_reader,
+    own_user,
+)
+
+__all__ = ["Cors", "build_app", "build_local_app"]
+
+
+def build_app(
+    config: HttpConfig,
+    services: FrontendServices,
+    protocols: Sequence[MountedProtocol] = (),
+    local_socket: str | None = None,
+    feed: LiveFeed | None = None,
+) -> web.Application:
+    """The application of a door; ``commutator_http.server`` runs it.
+
+    All applications of a process share ``feed``. Raises ConfigError when there is no model, an API
+    key cannot be read, or two protocols claim a route.
+    """
+    if not services.models:
+        raise ConfigError(["models: there is nothing to serve; add a model"])
+    gate = gate_of(config, services)
+    middlewares: list[Middleware] = [exchange]
+    app = web.Application(client_max_size=config.max_body_bytes)
+    app.on_response_prepare.append(add_headers)
+    if config.cors_origins:
+        cors = Cors(config.cors_origins)
+        middlewares.append(cors.preflight)
+        app.on_response_prepare.append(cors.add_headers)
+    guarded = config.operations != "open"
+    if not gate.is_open:
+        middlewares.append(authenticate if guarded else authenticate_administrator)
+    app.middlewares.extend(middlewares)
+    parts = DoorParts(
+        services, gate, _limits(config), services.config.forward_headers, _first(protocols)
+    )
+    app[DOOR] = parts
+    app.add_routes(_protocol_routes(parts, protocols))
+    shown = config.operations != "off"
+    app.add_routes(health_routes(services, local_socket, probes_only=not shown))
+    if shown:
+        app.add_routes(admin_routes(services, administrator))
+        app.add_routes(live_routes(feed or LiveFeed(services, local_socket), live_reader))
+        app.add_routes(ui.routes(chat=bool(protocols), needs_key=not gate.is_open))
+    return app
+
+
+def build_local_app(
+    config: HttpConfig,
+    services: FrontendServices,
+    protocols: Sequence[MountedProtocol],
+    local_socket: str,
+    feed: LiveFeed,
+) -> web.Application:
+    """Everything, without a key, for the Unix socket that only the run's own user reaches."""
+    app = web.Application(middlewares=[exchange])
+    app.on_response_prepare.append(add_headers)
+    parts = DoorParts(
+        services,
+        services.gate,
+        _limits(config),
+        services.config.forward_headers,
+        _first(protocols),
+    )
+    app[DOOR] = parts
+    app.add_routes(_protocol_routes(parts, protocols))
+    app.add_routes(health_routes(services, local_socket))
+    app.add_routes(admin_routes(services, own_user))
+    app.add_routes(live_routes(feed, own_user))
+    return app
+
+
+def _limits(config: HttpConfig) -> BodyLimits:
+    return BodyLimits(max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+
+
+def _first(protocols: Sequence[MountedProtocol]) -> MountedProtocol | None:
+    return protocols[0] if protocols else None
+
+
+def _protocol_routes(parts: DoorParts, protocols: Sequence[MountedProtocol]) -> list[web.RouteDef]:
+    """One route for each method and path, whoever shares it. Raises ConfigError."""
+    claims = sorted(
+        (
+            ((route.method, route.path), number, route, protocol)
+            for number, protocol in enumerate(protocols)
+            for route in protocol.routes()
+        ),
+        key=itemgetter(0, 1),
+    )
+    made = []
+    for (method, path), group in groupby(claims, key=itemgetter(0)):
+        routes = [(route, protocol) for _, _, route, protocol in group]
+        handler = _shared(method, path, routes, parts)
+        options = {"expect_handler": _expect} if method == "POST" else {}
+        made.append(web.route(method, path, handler, **options))
+    # A path with a pattern must not hide another one that stands for itself.
+    return sorted(made, key=lambda route: ("{" in route.path, route.path))
+
+
+def _shared(
+    method: str,
+    path: str,
+    routes: Sequence[tuple[Route, MountedProtocol]],
+    parts: DoorParts,
+) -> Handler:
+    """The handler of a path that one protocol has, or several that tell their callers apart."""
+    others = [(route, protocol) for route, protocol in routes if route.is_mine is None]
+    if len(others) > 1:
+        names = " and ".join(sorted({type(protocol).__module__ for _, protocol in others}))
+        problem = f"protocols: {method} {path} is claimed by {names}, which do not tell their "
+        problem += "callers apart; give each a door of its own"
+        raise ConfigError([problem], "frontend")
+    if len(routes) == 1 and others:
+        handler = _handler(routes[0][0].handle)
+        parts.protocols[handler] = routes[0][1]
+        return handler
+    told = [(route, protocol) for route, protocol in routes if route.is_mine is not None]
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        call, headers = request[CALL], request.headers
+        mine = (one for one in told if one[0].is_mine is not None and one[0].is_mine(headers))
+        found = next(mine, others[0] if others else None)
+        if found is None:
+            raise web.HTTPNotFound
+        route, call.protocol = found
+        await route.handle(call)
+        assert call.response is not None, f"{path} was not answered"
+        return call.response
+
+    parts.protocols[handle] = (others or routes)[0][1]
+    return handle
+
+
+def _handler(answer: Callable[[object], Awaitable[None]]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        call = request[CALL]
+        await answer(call)
+        assert call.response is not None, f"{call.path} was not answered"
+        return call.response
+
+    return handle
+
+
+async def _expect(request: web.Request) -> web.Response | None:
+    """Answer an ``Expect`` header: continue, or an error."""
+    expected = request.headers.get("Expect", "")
+    if expected.lower() != "100-continue":
+        status = web.HTTPExpectationFailed.status_code
+        text = f"expected Expect: 100-continue or none, got {expected[:100]}"
+        parts = request.app[DOOR]  # there is no call yet
+        protocol = parts.protocols.get(request.match_info.handler, parts.default)
+        return failure_response(Failure(status, text, "expectation_failed"), protocol)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the response itself has not begun
+    return None
+
+
+_SHOWN = (
+    "X-Request-Id",
+    "X-Commutator-Worker",
+    "X-Commutator-Decision",
+    "X-Commutator-Ignored",
+    "Retry-After",
+)
+_EXPOSED = ", ".join(_SHOWN + RATE_LIMIT_HEADERS)
+_METHODS = "GET, POST, OPTIONS"
+_PREFLIGHT_AGE_S = 600
+
+
+class Cors:
+    """``origins`` are complete, such as https://chat.example; ``*`` allows every one."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origins)
+
+    @web.middleware
+    async def preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer the preflight request of a browser; it carries no key."""
+        asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not (asked and self._allowed(request)):
+            return await handler(request)
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": _METHODS,
+                "Access-Control-Allow-Headers": request.headers.get(
+                    "Access-Control-Request-Headers", "*"
+                ),
+                "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
+            },
+        )
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Let the browser show this response to the page."""
+        response.headers["Vary"] = "Origin"
+        if origin := self._allowed(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+    def _allowed(self, request: web.Request) -> str | None:
+        origin = request.headers.get("Origin")
+        if origin is None:
+            return None
+        if "*" in self._origins:
+            return "*"
+        return origin if origin in self._origins else None

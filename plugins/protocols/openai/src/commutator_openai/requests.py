@@ -1,0 +1,274 @@
+"""What clients may send: each class is one endpoint's body, validated and documented from here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from attrs import define, frozen
+
+from commutator import Bounds, Fraction, NonNegativeInt, PositiveInt, setting
+from commutator_openai.fields import (
+    MAX_INT,
+    CacheControl,
+    Hint,
+    Items,
+    Label,
+    Off,
+    OneOf,
+    PromptList,
+    TokenId,
+    TokenIds,
+)
+
+__all__ = [
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "StreamOptions",
+    "TextPart",
+    "TokenizeRequest",
+]
+
+MAX_MESSAGES = 8192
+_NO_TOOLS = "no engine of this model can call tools"
+_NO_SCHEMA = "no engine of this model can follow a schema"
+_NO_AUDIO = "only text is served"
+_NO_MEDIA = dict.fromkeys(("image_url", "input_audio", "file", "video_url"), _NO_AUDIO)
+_NO_ROLES = dict.fromkeys(("tool", "function"), _NO_TOOLS)
+Name = Annotated[str, Label()]
+Tokens = Annotated[int, Bounds(minimum=1, maximum=MAX_INT)]
+Penalty = Annotated[float, Bounds(minimum=-2, maximum=2)]
+Bias = Annotated[float, Bounds(minimum=-100, maximum=100)]
+TopLogprobs = Annotated[int, Bounds(minimum=0, maximum=20)]
+
+
+@frozen(kw_only=True)
+class StreamOptions:
+    """Only with ``stream``."""
+
+    include_usage: bool | None = setting("End the stream with a chunk that holds `usage`.", None)
+    include_obfuscation: Annotated[Any, Off("chunks are never padded", (None, False))] = setting(
+        "Padding against traffic analysis.", None
+    )
+
+
+@frozen(kw_only=True)
+class TextPart:
+    """One part of a message's content."""
+
+    type: Annotated[str, OneOf(("text",), _NO_MEDIA)] = setting("The kind of part.")
+    text: str = setting("The text.")
+    cache_control: CacheControl | None = setting("The same as that of the message.", None)
+
+
+@define(kw_only=True)  # made for each request, and a frozen class takes twice as long to fill
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Annotated[str, OneOf(("developer", "system", "user", "assistant"), _NO_ROLES)] = setting(
+        "Who speaks."
+    )
+    content: str | Annotated[tuple[TextPart, ...], Items(1, MAX_MESSAGES)] = setting(
+        "The text; parts are joined by newlines."
+    )
+    name: Name | None = setting("Passed to the model's chat template.", None)
+    cache_control: CacheControl | None = setting(
+        "How long to keep the KV blocks of the prompt up to the end of this message.", None
+    )
+    tool_calls: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tool calls.", None)
+    function_call: Annotated[Any, Off(_NO_TOOLS)] = setting("A function call.", None)
+    audio: Annotated[Any, Off(_NO_AUDIO)] = setting("An audio answer.", None)
+    refusal: Annotated[Any, Off("refusals are plain content here")] = setting("A refusal.", None)
+    annotations: Annotated[Any, Off("there is no web search", (None, []))] = setting(
+        "Annotations.", None
+    )
+
+
+@define(kw_only=True)  # as above
+class GenerationRequest:
+    """What chat and completions have in common. Null always means the default."""
+
+    model: str = setting("A name from /v1/models.")
+    max_tokens: Tokens | None = setting("Longest answer in tokens.", None)
+    n: Annotated[int, Bounds(minimum=1, maximum=128)] | None = setting(
+        "How many answers for each prompt; 1 by default.", None
+    )
+    stop: str | Annotated[tuple[str, ...], Items(0, 16)] | None = setting(
+        "Up to 16 strings that end the answer.", None
+    )
+    stream: bool | None = setting("Send the answer as server-sent events.", None)
+    stream_options: StreamOptions | None = setting("Options of the stream.", None)
+    seed: Annotated[int, Bounds(minimum=-(2**63), maximum=2**63 - 1)] | None = setting(
+        "Makes sampling repeatable; answer i of several uses seed + i.", None
+    )
+    temperature: Annotated[float, Bounds(minimum=0, maximum=2)] | None = setting(
+        "0 always takes the most likely token; 1 by default.", None
+    )
+    top_p: Annotated[float, Bounds(above=0, maximum=1)] | None = setting(
+        "Keep the most likely tokens up to this total probability; 1 by default.", None
+    )
+    presence_penalty: Penalty | None = setting("Against tokens that occurred; 0 by default.", None)
+    frequency_penalty: Penalty | None = setting(
+        "Against tokens by how often they occurred; 0 by default.", None
+    )
+    logit_bias: Annotated[dict[str, Bias], Items(0, 1024)] | None = setting(
+        "By token id, what is added to its logit.", None
+    )
+    user: Name | None = setting("A label for the log line of this request.", None)
+    service_tier: Annotated[Any, Hint("there is one tier", (None, "auto", "default"))] = setting(
+        "Ignored: there is one tier.", None
+    )
+
+    top_k: Annotated[int, Bounds(minimum=-1, maximum=MAX_INT)] | None = setting(
+        "Keep the k most likely tokens; 0 and -1 keep all.", None
+    )
+    min_p: Fraction | None = setting(
+        "Drop tokens less likely than this times the most likely one; 0 by default.", None
+    )
+    repetition_penalty: Annotated[float, Bounds(above=0, maximum=100)] | None = setting(
+        "Above 1, against tokens of prompt and answer; 1 by default.", None
+    )
+    min_tokens: Annotated[int, Bounds(minimum=0, maximum=MAX_INT)] | None = setting(
+        "Nothing ends the answer before this many tokens; 0 by default.", None
+    )
+    ignore_eos: bool | None = setting(
+        "Generate up to `max_tokens`, past the end-of-text token.", None
+    )
+    stop_token_ids: Annotated[tuple[TokenId, ...], Items(0, 64)] | None = setting(
+        "Token ids that end the answer.", None
+    )
+    include_stop_str_in_output: bool | None = setting("Keep what ended the answer in it.", None)
+    skip_special_tokens: bool | None = setting(
+        "Leave special tokens out of the text; true by default.", None
+    )
+    cache_salt: Name | None = setting(
+        "Share cached KV blocks only with requests of the same salt.", None
+    )
+    cache_control: CacheControl | None = setting(
+        "How long to keep the KV blocks of the whole prompt, where the engine has `tiers`.", None
+    )
+    priority: Annotated[int, Bounds(minimum=-MAX_INT, maximum=MAX_INT)] | None = setting(
+        "Lower is served earlier; 0 by default.", None
+    )
+    migration_limit: NonNegativeInt | None = setting(
+        "How often another worker may continue the answer when one is lost; lowers the "
+        "deployment's limit.",
+        None,
+    )
+    session_id: Name | None = setting(
+        "Requests of one session prefer one worker, if the routing policy uses it.", None
+    )
+    engine_options: Annotated[dict[str, Any], Items(0, 64)] | None = setting(
+        "Options that only the model's engine has, by name, such as bad_words of vLLM; one that no "
+        "worker of the model has is refused.",
+        None,
+    )
+    structured_outputs: Annotated[Any, Off(_NO_SCHEMA)] = setting("vLLM: what to follow.", None)
+    regex: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a regular expression.", None)
+    ebnf: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a grammar.", None)
+    json_schema: Annotated[Any, Off(_NO_SCHEMA)] = setting("SGLang: a JSON schema.", None)
+
+
+@define(kw_only=True)  # as above
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[tuple[str | list[int], ...], PromptList()] = setting(
+        "A string, a list of strings, token ids, or a list of such lists."
+    )
+    logprobs: TopLogprobs | None = setting(
+        "Log probabilities of each token and of this many alternatives.", None
+    )
+    echo: bool | None = setting("Begin the answer with the prompt.", None)
+    best_of: PositiveInt | None = setting("Only the same number as `n`.", None)
+    suffix: Annotated[Any, Off("text cannot be inserted", (None, ""))] = setting(
+        "Text after the answer.", None
+    )
+
+
+@define(kw_only=True)  # as above
+class ChatRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)] = setting(
+        "The conversation so far."
+    )
+    max_completion_tokens: Tokens | None = setting(
+        "Longest answer in tokens; by default what is left of the context.", None
+    )
+    logprobs: bool | None = setting("Return log probabilities.", None)
+    top_logprobs: TopLogprobs | None = setting("Alternatives for each token.", None)
+    add_generation_prompt: bool | None = setting(
+        "End the prompt with the start of an assistant's turn; true by default.", None
+    )
+    continue_final_message: bool | None = setting(
+        "Let the model continue the last message; needs `add_generation_prompt` false.", None
+    )
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        "Further variables for the model's chat template.", None
+    )
+    prompt_cache_key: Name | None = setting("The same as `session_id`.", None)
+    safety_identifier: Name | None = setting("The same as `user`.", None)
+    response_format: Annotated[Any, Off(_NO_SCHEMA, (None, {"type": "text"}))] = setting(
+        "The form of the answer.", None
+    )
+    tools: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Tools to call.", None)
+    tool_choice: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
+        "Which tool to call.", None
+    )
+    parallel_tool_calls: Annotated[Any, Off(_NO_TOOLS, (None, False, True))] = setting(
+        "Without meaning, as there are no tools.", None
+    )
+    functions: Annotated[Any, Off(_NO_TOOLS, (None, []))] = setting("Functions to call.", None)
+    function_call: Annotated[Any, Off(_NO_TOOLS, (None, "none", "auto"))] = setting(
+        "Which function to call.", None
+    )
+    modalities: Annotated[Any, Off(_NO_AUDIO, (None, ["text"]))] = setting("Kinds of answer.", None)
+    audio: Annotated[Any, Off(_NO_AUDIO)] = setting("Options of an audio answer.", None)
+    reasoning_effort: Annotated[
+        Any,
+        Hint("the effort cannot be steered here", (None, "none"), for_engines=True),
+    ] = setting("For engines that know it; others ignore it. Try `chat_template_kwargs`.", None)
+    verbosity: Annotated[
+        Any, Hint("the length cannot be steered here", (None, "medium"), for_engines=True)
+    ] = setting("For engines that know it; others ignore it.", None)
+    prediction: Annotated[Any, Hint("predicted outputs are not used")] = setting(
+        "Ignored: a predicted answer only saves time.", None
+    )
+    store: Annotated[Any, Hint("nothing is stored", (None, False))] = setting(
+        "Ignored: nothing is stored.", None
+    )
+    metadata: Annotated[Any, Hint("nothing is stored", (None, {}))] = setting(
+        "Ignored: nothing is stored.", None
+    )
+    web_search_options: Annotated[Any, Off("there is no web search")] = setting(
+        "Options of a web search.", None
+    )
+
+
+@frozen(kw_only=True)
+class TokenizeRequest:
+    """Body of POST /tokenize: a ``prompt`` or ``messages``."""
+
+    model: str | None = setting("May be left out when one model is served.", None)
+    prompt: str | None = setting("The text.", None)
+    messages: Annotated[tuple[ChatMessage, ...], Items(1, MAX_MESSAGES)] | None = setting(
+        "A conversation to render first.", None
+    )
+    add_special_tokens: bool | None = setting(
+        "Add what the tokenizer adds, such as BOS; true for a prompt, false for messages.", None
+    )
+    add_generation_prompt: bool | None = setting("As in chat; true by default.", None)
+    continue_final_message: bool | None = setting("As in chat.", None)
+    chat_template_kwargs: dict[str, Any] | None = setting("As in chat.", None)
+    return_token_strs: bool | None = setting("Return each token's text as well.", None)
+
+
+@frozen(kw_only=True)
+class DetokenizeRequest:
+    """Body of POST /detokenize."""
+
+    model: str | None = setting("May be left out when one model is served.", None)
+    tokens: Annotated[list[int], TokenIds()] = setting("Token ids.")
