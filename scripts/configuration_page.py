@@ -12,7 +12,7 @@ import attrs
 
 from commutator.config.model import Config
 from commutator.contract.disagg import DisaggregationConfig
-from commutator.contract.door import FrontendConfig
+from commutator.contract.door import DoorConfig, FrontendConfig
 from commutator.contract.planner import PlannerConfig
 from commutator.contract.routing import RouterConfig, RouteStage
 from commutator.contract.settings import Secret
@@ -58,11 +58,18 @@ def page() -> str:
             parts += inner("tiers[]", TierConfig)
             parts += kinds(host.evictions, "tiers[].eviction, ")
         if field.name == "frontend":
-            parts.append("Of every kind:\n")
+            parts.append("Of the processes, which all doors share:\n")
             parts.append(table(FrontendConfig))
-            parts += kinds(host.frontends, base=FrontendConfig)
-            for kind in host.frontends.kinds.values():
-                parts += inner("frontend", kind.config_class)
+            parts.append("### `frontend.doors[]`\n")
+            parts.append(
+                "One door's options may stand in `frontend` itself; `admin: {host, port}` beside "
+                "them is a second door with `operations: open` and no protocol. Of every kind:\n"
+            )
+            parts.append(table(DoorConfig))
+            parts += kinds(host.doors, "frontend.doors[], ", base=DoorConfig)
+            for kind in host.doors.kinds.values():
+                parts += inner("frontend.doors[]", kind.config_class)
+            parts += kinds(host.protocols, "frontend.doors[].protocols[], ")
         elif field.name == "observers":
             parts.append("To write another, see [an example](../plugins/csv_observer/).\n")
             parts += kinds(host.observers)

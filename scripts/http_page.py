@@ -41,7 +41,7 @@ Generated from the classes that validate requests (`make docs`); `/openapi.json`
 | `X-Commutator-Explain: 1` | the answer's `X-Commutator-Decision` explains the routing, as JSON; needs the permission `explain` |
 
 Every answer names its worker in `X-Commutator-Worker`, and in `X-Commutator-Ignored` the parameters of the request that had no
-effect, such as `store`. With `frontend.strict: true` these are answered 400 instead.
+effect, such as `store`. With `strict: true` in the entry `{kind: openai}` of `protocols` these are answered 400 instead.
 
 ## Errors
 

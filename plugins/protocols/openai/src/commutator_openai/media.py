@@ -29,7 +29,7 @@ def check_media(body: Any, hosts: Collection[str]) -> None:
             raise RequestError(
                 f"{key}: {address[:_SHOWN]!r} would be fetched from inside the server's network, "
                 "which is not allowed; send the content as a data: URL, or ask the operator to add "
-                "the host to frontend.media_hosts",
+                "the host to media_hosts of the protocol openai",
                 key,
                 "media_url_not_allowed",
             )
