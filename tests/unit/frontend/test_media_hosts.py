@@ -62,7 +62,7 @@ async def test_by_default_only_data_urls_pass() -> None:
         body = asked("https://images.example/a.png")
         status, refused = await door.post("/v1/chat/completions", body)
         assert (status, refused["error"]["code"]) == (400, "media_url_not_allowed")
-        assert "frontend.media_hosts" in refused["error"]["message"]
+        assert "media_hosts" in refused["error"]["message"]
         async with door.session.post(
             f"{door.url}/v1/chat/completions", json=asked(PICTURE)
         ) as answer:
