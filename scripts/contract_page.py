@@ -99,7 +99,7 @@ def section(node: ast.stmt, doc: str) -> str:
         return f"`= {ast.unparse(node.value)}`\n\n{doc}\n"
     ours = (ast.unparse(base) for base in node.bases)
     bases = [f"`{base}`" for base in ours if base not in {"ABC", "Protocol"}]
-    lines = [f"- `{shown}`: {doc}" for shown, _, doc in members(node)]
+    lines = [f"- `{shown}`: {doc}" if doc else f"- `{shown}`" for shown, _, doc in members(node)]
     head = f"({', '.join(bases)}) " if bases else ""
     return f"{head}{doc}\n" + ("\n" + "\n".join(lines) + "\n" if lines else "")
 

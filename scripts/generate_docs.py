@@ -11,6 +11,7 @@ import dashboards
 import docs_console
 import engines_page
 import http_page
+import kit_page
 import metrics_page
 
 if __name__ == "__main__":
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     dashboards.write()
     engines_page.write()
     http_page.write()
+    kit_page.write()
     metrics_page.write()
     sys.argv.append("--write")
     docs_console.main()

@@ -37,6 +37,8 @@ PUBLIC |= {"launcher.epochs", "launcher.hosted", "launcher.hosted_rank"}
 # Released with core, of core's own version, and so free to import its internals: the front door
 # builds on core's frontend room, replays run core's routing, and suites test against core's parts.
 KIT = "commutator_engine_kit"
+KIT_PAGE = ROOT / "docs" / "reference" / "engine-kit.md"
+PUBLIC_OF_KIT = set(re.findall(rf"^## `({KIT}[\w.]*)`$", KIT_PAGE.read_text(), re.MULTILINE))
 OF_CORE = {
     KIT,
     "commutator_openai",
@@ -176,6 +178,8 @@ def test_plugins_import_only_what_is_public(package: Path) -> None:
                 replayed = package.name == "commutator_sim" and name.startswith("commutator_replay")
                 alone = replayed or name.split(".")[0] in {package.name, KIT}
                 assert alone, f"{file} imports another plugin: {name}"
+                kits = package.name != KIT and name.split(".")[0] == KIT
+                assert not kits or name in PUBLIC_OF_KIT, f"{file} imports {name}, not public"
             if name.startswith("commutator.") and package.name not in OF_CORE:
                 rest = name.removeprefix("commutator.")
                 exported = rest in commutator.__all__

@@ -10,8 +10,9 @@ An engine written in Python serves the token API: implement ``TokenEngine``, sta
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commutator_engine_kit.faces import face
 
 if TYPE_CHECKING:
     from commutator.launcher.ports import free_ports
@@ -34,10 +35,4 @@ _HOMES = (
     "commutator.launcher.ports",
 )
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for home in map(import_module, _HOMES):
-            if name in home.__all__:
-                return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = face(__name__, __all__, _HOMES)

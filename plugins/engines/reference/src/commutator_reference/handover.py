@@ -15,19 +15,22 @@ from commutator import GenerateRequest, KvTransferInfo, Span
 from commutator.contract.block import CacheIdentity
 from commutator.contract.worker import TransferStatistics
 from commutator_engine_kit.kv import BlockArena, checksum
-from commutator_engine_kit.kv.transfer.exporter import BlockExporter
-from commutator_engine_kit.kv.transfer.geometry import BlockShapes
-from commutator_engine_kit.kv.transfer.protocol import (
+from commutator_engine_kit.kv.transfer import (
     PROTOCOL,
+    BlockExporter,
+    BlockReader,
+    BlockShapes,
     DecodeTransferParams,
     ExportedMemory,
     PrefillTransferParams,
+    Puller,
+    PullResult,
+    PullTimes,
+    ReadTarget,
     ReadyBlock,
     handover_keys,
     parse_transfer_params,
 )
-from commutator_engine_kit.kv.transfer.puller import Puller, PullResult, PullTimes
-from commutator_engine_kit.kv.transfer.reader import BlockReader, ReadTarget
 from commutator_reference.arena import KVArena
 from commutator_reference.block_pool import BlockPool
 from commutator_reference.sequence import Sequence

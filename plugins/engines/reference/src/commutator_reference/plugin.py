@@ -17,7 +17,7 @@ from commutator import (
 )
 from commutator.engine import TokenApiClient
 from commutator_engine_kit import engine_command
-from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.kv.transfer import PullHandover
 from commutator_reference.config import ReferenceConfig
 
 __all__ = ["ReferenceConnector"]

@@ -19,8 +19,7 @@ from commutator import (
 )
 from commutator.contract.planner import EnginePerformance
 from commutator.contract.tier import TierPolicyConfig
-from commutator_engine_kit.kv import AdmissionRule
-from commutator_engine_kit.kv.block_manager.admission import admission_rules
+from commutator_engine_kit.kv import AdmissionRule, admission_rules
 
 __all__ = ["SimConfig", "SimParameters", "SimTier", "TierParameters"]
 

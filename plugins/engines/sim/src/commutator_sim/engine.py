@@ -19,7 +19,7 @@ from commutator.errors import EngineHandoverError, EngineOverloadedError, Reques
 from commutator.kv_events import EventPublisher
 from commutator.tokenizer import TextModel
 from commutator_engine_kit import Emit, TokenEngine
-from commutator_engine_kit.kv.transfer.protocol import DecodeTransferParams, PrefillTransferParams
+from commutator_engine_kit.kv.transfer import DecodeTransferParams, PrefillTransferParams
 from commutator_sim.answers import Answer, plan_answer, refuse_what_needs_a_model
 from commutator_sim.config import SimConfig
 from commutator_sim.events import (

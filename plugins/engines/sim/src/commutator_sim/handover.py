@@ -14,19 +14,20 @@ from attrs import define, evolve
 from commutator import GenerateRequest, KvTransferInfo
 from commutator.contract.worker import TransferStatistics
 from commutator.errors import EngineHandoverError
-from commutator_engine_kit.kv.transfer.exporter import BlockExporter
-from commutator_engine_kit.kv.transfer.geometry import BlockShapes
-from commutator_engine_kit.kv.transfer.protocol import (
+from commutator_engine_kit.kv.transfer import (
     PROTOCOL,
+    BlockExporter,
+    BlockShapes,
     DecodeTransferParams,
     ExportedMemory,
     PrefillTransferParams,
+    PromptBlock,
+    Puller,
+    ReadTarget,
     ReadyBlock,
     handover_keys,
     parse_transfer_params,
 )
-from commutator_engine_kit.kv.transfer.puller import Puller
-from commutator_engine_kit.kv.transfer.reader import PromptBlock, ReadTarget
 from commutator_sim.config import SimConfig
 from commutator_sim.events import Pulling, Ready
 from commutator_sim.model import SimModel

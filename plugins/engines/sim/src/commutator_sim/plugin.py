@@ -14,7 +14,7 @@ from commutator import (
 from commutator.contract.planner import EnginePerformance
 from commutator.engine import TokenApiClient
 from commutator_engine_kit import engine_command
-from commutator_engine_kit.kv.transfer.protocol import PullHandover
+from commutator_engine_kit.kv.transfer import PullHandover
 from commutator_sim.config import SimConfig
 
 __all__ = ["SimConnector"]

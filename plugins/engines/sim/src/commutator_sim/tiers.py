@@ -23,8 +23,8 @@ from commutator_engine_kit.kv import (
     PrefillSpeed,
     StoreBlocks,
     TierSpec,
+    eviction_factory,
 )
-from commutator_engine_kit.kv.tiers.setup import eviction_factory
 from commutator_sim.config import SimParameters, TierParameters
 from commutator_sim.events import DEVICE, Offloaded, Removed
 from commutator_sim.request import SimRequest

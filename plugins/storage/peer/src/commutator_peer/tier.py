@@ -22,9 +22,13 @@ from commutator import (
 )
 from commutator.contract.tier import ExportOptions, RemoteAgent
 from commutator.errors import TierError
-from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
-from commutator_engine_kit.kv.transfer.protocol import LentBlocks, LookupRequest, ReleaseRequest
-from commutator_engine_kit.kv.transfer.sources import Sources
+from commutator_engine_kit.kv.transfer import (
+    EventLoopThread,
+    LentBlocks,
+    LookupRequest,
+    ReleaseRequest,
+    Sources,
+)
 from commutator_peer.choice import PeerChoice
 from commutator_peer.config import PeerTierConfig
 

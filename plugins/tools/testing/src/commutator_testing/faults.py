@@ -30,9 +30,8 @@ from commutator.errors import (
     EngineUnavailableError,
     TierError,
 )
-from commutator_engine_kit.kv.arena import bytes_at
-from commutator_engine_kit.kv.block_manager.actions import LoadResult
-from commutator_engine_kit.kv.tiers.block_io import (
+from commutator_engine_kit.kv import LoadResult, bytes_at
+from commutator_engine_kit.kv.tiers import (
     BlockIo,
     IoContext,
     LoadBlock,

@@ -10,8 +10,8 @@ from typing import Self
 
 from commutator import BlockKey, Memory, Region, Slot, SlotGeometry, Span, StorageTier, StoredBlock
 from commutator.contract.tier import Direction
-from commutator_engine_kit.kv.arena import bytes_at, checksum
-from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+from commutator_engine_kit.kv import bytes_at, checksum
+from commutator_engine_kit.kv.tiers import HEADER_BYTES, FrameError, FrameHeader
 from commutator_engine_kit.nixl import TransferAgent, TransferPath
 
 __all__ = [

@@ -7,8 +7,9 @@ blocks from one worker to another.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commutator_engine_kit.faces import face
 
 if TYPE_CHECKING:
     from commutator_engine_kit.kv.admin import DeviceBlocks, KvAdmin, LocatedPrompt
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
         StoreBlocks,
         event_hash,
     )
-    from commutator_engine_kit.kv.block_manager.admission import AdmissionRule
+    from commutator_engine_kit.kv.block_manager.admission import AdmissionRule, admission_rules
     from commutator_engine_kit.kv.block_manager.block_pool import TierSpec
     from commutator_engine_kit.kv.block_manager.break_even import PrefillSpeed
     from commutator_engine_kit.kv.block_manager.manager import BlockManager
-    from commutator_engine_kit.kv.connector import FinishedOnboard, KvConnector, OnboardTicket
+    from commutator_engine_kit.kv.connector import KvConnector
+    from commutator_engine_kit.kv.event_queue import FinishedOnboard, OnboardTicket, Polled
+    from commutator_engine_kit.kv.loads import Loads
+    from commutator_engine_kit.kv.lookups import Lookups
+    from commutator_engine_kit.kv.stores import Stores
+    from commutator_engine_kit.kv.tiers.setup import eviction_factory
     from commutator_engine_kit.kv.tiers.slot_tier import OpenedSlots, SlotTier
 
 __all__ = [
@@ -47,17 +53,23 @@ __all__ = [
     "KvAdmin",
     "KvConnector",
     "LoadResult",
+    "Loads",
     "LocatedPrompt",
+    "Lookups",
     "OnboardTicket",
     "OpenedSlots",
+    "Polled",
     "PrefillSpeed",
     "ScatteredArena",
     "SlotTier",
     "StoreBlocks",
+    "Stores",
     "TierSpec",
+    "admission_rules",
     "bytes_at",
     "checksum",
     "event_hash",
+    "eviction_factory",
 ]
 
 _HOMES = (
@@ -67,15 +79,14 @@ _HOMES = (
     "commutator_engine_kit.kv.block_manager.block_pool",
     "commutator_engine_kit.kv.block_manager.break_even",
     "commutator_engine_kit.kv.block_manager.manager",
+    "commutator_engine_kit.kv.tiers.setup",
     "commutator_engine_kit.kv.tiers.slot_tier",
+    "commutator_engine_kit.kv.event_queue",
+    "commutator_engine_kit.kv.lookups",
+    "commutator_engine_kit.kv.loads",
+    "commutator_engine_kit.kv.stores",
     "commutator_engine_kit.kv.connector",
     "commutator_engine_kit.kv.admin",
 )
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for home in map(import_module, _HOMES):
-            if name in home.__all__:
-                return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = face(__name__, __all__, _HOMES)

@@ -1,1 +1,32 @@
 """Storage tiers at work: each tier has its own thread, which moves the tier's blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commutator_engine_kit.faces import face
+
+if TYPE_CHECKING:
+    from commutator_engine_kit.kv.tiers.block_io import (
+        BlockIo,
+        IoContext,
+        LoadBlock,
+        StoreBlock,
+        Unstored,
+    )
+    from commutator_engine_kit.kv.tiers.codecs import HEADER_BYTES, FrameError, FrameHeader
+
+__all__ = [
+    "HEADER_BYTES",
+    "BlockIo",
+    "FrameError",
+    "FrameHeader",
+    "IoContext",
+    "LoadBlock",
+    "StoreBlock",
+    "Unstored",
+]
+
+_HOMES = ("commutator_engine_kit.kv.tiers.block_io", "commutator_engine_kit.kv.tiers.codecs")
+
+__getattr__ = face(__name__, __all__, _HOMES)

@@ -2,3 +2,66 @@
 
 ``protocol`` describes the messages. Engines that transfer KV by themselves do not use this package.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from commutator_engine_kit.faces import face
+
+if TYPE_CHECKING:
+    from commutator_engine_kit.kv.transfer.event_loop import EventLoopThread
+    from commutator_engine_kit.kv.transfer.exporter import BlockExporter
+    from commutator_engine_kit.kv.transfer.geometry import BlockShapes
+    from commutator_engine_kit.kv.transfer.protocol import (
+        PROTOCOL,
+        DecodeTransferParams,
+        ExportedMemory,
+        LentBlocks,
+        LookupRequest,
+        PrefillTransferParams,
+        PullHandover,
+        ReadyBlock,
+        ReleaseRequest,
+        handover_keys,
+        parse_transfer_params,
+    )
+    from commutator_engine_kit.kv.transfer.puller import Puller, PullResult, PullTimes
+    from commutator_engine_kit.kv.transfer.reader import BlockReader, PromptBlock, ReadTarget
+    from commutator_engine_kit.kv.transfer.sources import Sources
+
+__all__ = [
+    "PROTOCOL",
+    "BlockExporter",
+    "BlockReader",
+    "BlockShapes",
+    "DecodeTransferParams",
+    "EventLoopThread",
+    "ExportedMemory",
+    "LentBlocks",
+    "LookupRequest",
+    "PrefillTransferParams",
+    "PromptBlock",
+    "PullHandover",
+    "PullResult",
+    "PullTimes",
+    "Puller",
+    "ReadTarget",
+    "ReadyBlock",
+    "ReleaseRequest",
+    "Sources",
+    "handover_keys",
+    "parse_transfer_params",
+]
+
+_HOMES = (
+    "commutator_engine_kit.kv.transfer.event_loop",
+    "commutator_engine_kit.kv.transfer.exporter",
+    "commutator_engine_kit.kv.transfer.geometry",
+    "commutator_engine_kit.kv.transfer.protocol",
+    "commutator_engine_kit.kv.transfer.puller",
+    "commutator_engine_kit.kv.transfer.reader",
+    "commutator_engine_kit.kv.transfer.sources",
+)
+
+__getattr__ = face(__name__, __all__, _HOMES)
