@@ -68,6 +68,7 @@ def test_all_of_them_serve_together(home: Path) -> None:
                 ],
                 "router": parts["router"]["router"],
                 "observers": parts["observer"]["observers"],
+                "limiter": parts["limiter"]["limiter"],
                 "tiers": [
                     {**tier, "capacity": "64MiB"},
                     {**evicting, "capacity": "64MiB"},

@@ -79,6 +79,12 @@ KINDS: Mapping[str, PluginKind] = {
         page="docs/reference/hooks.md",
         change="the observer: override the methods of what you want to watch",
     ),
+    "limiter": PluginKind(
+        title="a limiter",
+        summary="A limiter for Commutator that counts each principal's running requests",
+        page="docs/how-to/authenticate.md",
+        change="what counts: begin with begin()",
+    ),
     "planner": PluginKind(
         title="a planner",
         summary="A planner for Commutator: workers are busy for a fraction of their time",

@@ -2,8 +2,8 @@
 
 Subclass a suite (`EngineContract`, `RouterContract`, `DisaggContract`, `TierContract`,
 `EvictionContract`, `FairnessContract`, `LauncherContract`, `RegistryContract`, `EventBusContract`,
-`ObserverContract`, `AuthenticatorContract`, `PlannerContract`, `ForecasterContract`,
-`ConstraintContract`), supply a factory or fixture, and run pytest. Suites
+`ObserverContract`, `AuthenticatorContract`, `LimiterContract`, `PlannerContract`,
+`ForecasterContract`, `ConstraintContract`), supply a factory or fixture, and run pytest. Suites
 set their own pytest marks, so they need no configuration. Each name is imported at its first use:
 the suites need pytest, pytest-asyncio and hypothesis, and `TierContract` also needs NIXL.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         damage,
     )
     from commutator_testing.launchers import LauncherContract
+    from commutator_testing.limiters import LimiterContract
     from commutator_testing.observers import ObserverContract
     from commutator_testing.planners import (
         ConstraintContract,
@@ -59,6 +60,7 @@ __all__ = [
     "ForecasterContract",
     "IoFaults",
     "LauncherContract",
+    "LimiterContract",
     "LocalCluster",
     "ObserverContract",
     "PlannerContract",
@@ -94,6 +96,7 @@ _HOMES = {
         "damage",
     ),
     "commutator_testing.launchers": ("LauncherContract",),
+    "commutator_testing.limiters": ("LimiterContract",),
     "commutator_testing.observers": ("ObserverContract",),
     "commutator_testing.planners": (
         "ConstraintContract",
