@@ -8,9 +8,10 @@ import os
 import shlex
 import subprocess
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import attrs
@@ -22,10 +23,13 @@ from commutator.contract.engine import (
     EngineConnector,
     HttpRelay,
     LaunchContext,
+    ModelConfig,
     NodeGroup,
 )
 from commutator.contract.launcher import LaunchPlan
 from commutator.contract.settings import NonNegativeInt, Secret, setting
+from commutator.contract.tier import TierConfig
+from commutator.contract.worker import EventSource
 from commutator.errors import ConfigError
 from commutator.trust import is_loopback, secret_of_this_process
 
@@ -33,6 +37,7 @@ __all__ = [
     "RANKS_ON_LOOPBACK",
     "HttpRelay",
     "KeyedServerConfig",
+    "LaunchModule",
     "NodeGroup",
     "ServerConfig",
     "ServerConnector",
@@ -126,14 +131,48 @@ class ServerConfig(EngineConfig):
 
 @frozen(kw_only=True)
 class KeyedServerConfig(ServerConfig):
-    """Servers that ask for an API key."""
+    """Servers that ask for an API key, and publish KV events."""
 
     api_key: Secret | None = setting(
         "The `--api-key` of the server at `url`.", None, validator=only_to_attach
     )
+    kv_events: str | None = setting(
+        "Where the server at `url` publishes KV events, tcp://HOST:PORT. Needed when the server "
+        "does not report it (older versions), or reports an address that cannot be reached from "
+        "here.",
+        None,
+        validator=only_to_attach,
+    )
+    kv_events_replay: str | None = setting(
+        "The replay endpoint that belongs to `kv_events`, tcp://HOST:PORT.",
+        None,
+        validator=only_to_attach,
+    )
+
+    @property
+    def event_source(self) -> EventSource | None:
+        """Where the server at `url` publishes KV events, if the options say so."""
+        if self.kv_events is None:
+            return None
+        return EventSource(endpoint=self.kv_events, replay_endpoint=self.kv_events_replay)
 
 
 ConfigT = TypeVar("ConfigT", bound=KeyedServerConfig)
+
+
+class LaunchModule(Protocol):
+    """How the servers of one engine are launched. Its imports may be heavy."""
+
+    def problems(
+        self, config: Any, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        """As ``EngineConnector.problems``, of servers that are to be launched."""
+
+    def warnings(self, config: Any) -> Iterable[str]:
+        """As ``EngineConnector.warnings``, likewise."""
+
+    def launch_plan(self, config: Any, context: LaunchContext) -> LaunchPlan:
+        """The plan for a server that is to be launched."""
 
 
 class ServerConnector(EngineConnector[ConfigT]):
@@ -144,6 +183,21 @@ class ServerConnector(EngineConnector[ConfigT]):
 
     uses_tiers = True
     secures_connections = True
+    launch_module: ClassVar[str]
+    """The name of a ``LaunchModule``, which is imported on first use."""
+
+    @property
+    def _launch(self) -> LaunchModule:
+        return cast(LaunchModule, import_module(self.launch_module))
+
+    def problems(
+        self, config: ConfigT, model: ModelConfig, tiers: Sequence[TierConfig]
+    ) -> Iterable[str]:
+        return () if config.url is not None else self._launch.problems(config, model, tiers)
+
+    def warnings(self, config: ConfigT, model: ModelConfig) -> Iterable[str]:
+        del model
+        return () if config.url is not None else self._launch.warnings(config)
 
     @abstractmethod
     def paths(self) -> HttpRelay:
@@ -161,13 +215,9 @@ class ServerConnector(EngineConnector[ConfigT]):
             return api_key_at(address)
         return None if config.api_key is None else config.api_key.reveal()
 
-    @abstractmethod
-    def launch(self, config: ConfigT, context: LaunchContext) -> LaunchPlan:
-        """The plan for a server that is to be launched."""
-
     def launch_plan(self, config: ConfigT, context: LaunchContext) -> LaunchPlan | None:
         if config.url is None:
-            return self.launch(config, context)
+            return self._launch.launch_plan(config, context)
         warn_of_unused_tiers(context)
         return None
 

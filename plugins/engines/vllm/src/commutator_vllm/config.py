@@ -18,17 +18,6 @@ KV_TRANSFER = "--kv-transfer-config"
 class VllmConfig(KeyedServerConfig):
     """A running vLLM server at `url`, or servers to launch when there is no `url`."""
 
-    kv_events: str | None = setting(
-        "Where the server at `url` publishes KV events, tcp://HOST:PORT. Needed when the server "
-        "has no /kv_event_sources, or reports an address that cannot be reached from here.",
-        None,
-        validator=only_to_attach,
-    )
-    kv_events_replay: str | None = setting(
-        "The replay endpoint that belongs to `kv_events`, tcp://HOST:PORT.",
-        None,
-        validator=only_to_attach,
-    )
     use_priority: bool = setting(
         "Send the requests' `priority` to the server at `url`, which answers 400 unless it runs "
         "with `--scheduling-policy priority`. A launched server does.",

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from commutator import (
     EngineClient,
     EngineRegister,
-    EventSource,
     HandoverStyle,
-    LaunchContext,
-    LaunchPlan,
-    ModelConfig,
-    TierConfig,
     hookimpl,
 )
 from commutator_engine_kit.launching import HttpRelay, ServerConnector
@@ -25,29 +18,13 @@ __all__ = ["VllmConnector"]
 class VllmConnector(ServerConnector[VllmConfig]):
     """Launches vLLM's API server, or attaches to one; talks HTTP or the token API to it."""
 
+    launch_module = "commutator_vllm.launch"
     spans_nodes = True
 
     def paths(self) -> HttpRelay:
         from commutator_vllm.client import PATHS
 
         return PATHS
-
-    def problems(
-        self, config: VllmConfig, model: ModelConfig, tiers: Sequence[TierConfig]
-    ) -> Iterable[str]:
-        from commutator_vllm.launch import problems
-
-        return () if config.url is not None else problems(config, model, tiers)
-
-    def warnings(self, config: VllmConfig, model: ModelConfig) -> Iterable[str]:
-        from commutator_vllm.launch import warnings
-
-        return () if config.url is not None else warnings(config)
-
-    def launch(self, config: VllmConfig, context: LaunchContext) -> LaunchPlan:
-        from commutator_vllm.launch import launch_plan
-
-        return launch_plan(config, context)
 
     def connect(self, config: VllmConfig, address: str) -> EngineClient:
         from commutator_vllm.client import VllmClient
@@ -62,9 +39,7 @@ class VllmConnector(ServerConnector[VllmConfig]):
             of_cluster=address != config.url,
             hands_over=config.takes_part_in_handovers,
             use_priority=config.url is None or config.use_priority,
-            kv_events=None
-            if config.kv_events is None
-            else EventSource(endpoint=config.kv_events, replay_endpoint=config.kv_events_replay),
+            kv_events=config.event_source,
         )
 
     def handover_style(self, config: VllmConfig) -> HandoverStyle | None:
